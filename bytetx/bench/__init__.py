@@ -1,0 +1,1 @@
+"""Measurements: suites, the rivals a user would run instead, records and plots."""

@@ -1,0 +1,1 @@
+"""Who runs when: requests, the token-budget scheduler, and the runner that drives a Transformer."""

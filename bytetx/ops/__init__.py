@@ -1,0 +1,1 @@
+"""One door per operation: argument checks, choice of kernel, and the reference in plain torch."""
