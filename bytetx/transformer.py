@@ -188,6 +188,10 @@ class TensorLoader:
         rows = n // len(stems)
         weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k)) for stem in stems])
         bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
+        return self.linear_from(weight, bias)
+
+    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
+        """A linear from tensors at hand: weight [n, k], bias [n]."""
         return prepare_linear(weight, bias, prepack=self.prepack)
 
 
