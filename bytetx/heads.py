@@ -75,9 +75,9 @@ def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
     if head is None or not _has(load, head):
         return None
     saved = [head.decoder] if head.decoder in load.tensors or not spec.tie_word_embeddings else []
-    bias = head.bias
-    if bias not in load.tensors:  # old files name it by the decoder
-        bias = f"{head.decoder.removesuffix('.weight')}.bias"
+    bias = f"{head.decoder.removesuffix('.weight')}.bias"
+    if bias not in load.tensors:  # tied to the head's own, and saved under that name
+        bias = head.bias
     stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
     load.require([*stems, *saved, bias])
     decoder_name = saved[0] if saved else spec.embeddings["word"]

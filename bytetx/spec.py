@@ -1,4 +1,4 @@
-"""What one checkpoint is: the family's facts from models/*.toml and the sizes of its config.json."""
+"""What one checkpoint is: its family's facts and the sizes and choices of its config.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -158,7 +158,8 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
     """What changes the computation and would otherwise give wrong numbers in silence."""
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(
-            "config.json: is_decoder/add_cross_attention is set; this family runs as an encoder only"
+            "config.json: is_decoder/add_cross_attention is set; this family runs as an "
+            "encoder only"
         )
     position_kind = config.get("position_embedding_type", "absolute")
     if position_kind not in (None, "absolute"):
