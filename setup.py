@@ -360,8 +360,9 @@ def build_requirements() -> list[str]:
     return [CUTLASS] if is_asking and find_nvcc() and find_cutlass() is None else []
 
 
-setup(
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildNative, "build_py": BuildWithModels},
-    setup_requires=build_requirements(),
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildNative, "build_py": BuildWithModels},
+        setup_requires=build_requirements(),
+    )
