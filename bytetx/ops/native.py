@@ -29,8 +29,8 @@ def _load_cuda() -> ModuleType | str:
         import bytetx._cuda as module
     except ModuleNotFoundError:
         return (
-            "bytetx._cuda was not built: have nvcc 12.0 or later on PATH and run `pip install -v .` "
-            "in the checkout, which says what it found"
+            "bytetx._cuda was not built: put nvcc 12.0 or later on PATH and run "
+            "`pip install -v .` in the checkout, which says what it found"
         )
     except ImportError as error:
         return f"bytetx._cuda does not load ({error}): build it again with `pip install .`"

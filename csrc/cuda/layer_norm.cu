@@ -8,7 +8,7 @@
 //
 // layer_norm_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one warp
 // (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256 threads (up
-// to 8192 halves, 8192 floats). Vector v of a row belongs to thread v % threads_per_row, so
+// to 16384 f16 or bf16, 8192 f32). Vector v of a row belongs to thread v % threads_per_row, so
 // neighbouring threads read neighbouring 16 bytes. layer_norm_any_kernel: every other size; one CTA a
 // row, element by element, three passes of which the last two come from cache.
 //
