@@ -19,6 +19,7 @@ HEIGHTS = {
     "bytetx.__main__": 6,
     "bytetx.cli": 6,
     "bytetx.bench": 5,
+    "bytetx.files": 5,
     "bytetx.hf": 5,
     "bytetx.serve": 5,
     "bytetx.model": 4,
@@ -30,7 +31,9 @@ HEIGHTS = {
     "bytetx.ops": 1,
     "bytetx.ops.native": 0,
     "bytetx.config": 0,
+    "bytetx.demo": 0,
     "bytetx.errors": 0,
+    "bytetx.family": 0,
     "bytetx.packed": 0,
     "bytetx.spec": 0,
 }
