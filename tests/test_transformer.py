@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import FAMILIES, Loaded, load, random_ids, save, tiny_model
+from tiny import Loaded, load, random_ids, save, tiny_model
 from torch.profiler import ProfilerActivity, profile
+
+from bytetx.ops.native import backend_report
 
 DTYPES = [torch.float32, torch.bfloat16]
 CASES = [(family, dtype) for family in ("bert", "mpnet", "electra") for dtype in DTYPES]
@@ -96,15 +98,21 @@ def peak_bytes(loaded: Loaded, lengths: list[int]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("intermediate_size", [48, 192, 512])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(48, 48), (192, 48), (512, 48), (48, 300)])
 def test_workspace_bounds_the_activations(
-    family: str, intermediate_size: int, tmp_path: Path
+    sizes: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = tiny_model(family, intermediate_size=intermediate_size, max_position_embeddings=600)
-    loaded = load(save(model, tmp_path))
-    for lengths in ([500, 400, 100], [50] * 20):
-        bound = loaded.spec.workspace_bytes(sum(lengths), 4)
+    attention = next(op for op in backend_report().ops if op.op == "varlen_attention")
+    if not attention.cpu.startswith("native"):
+        pytest.skip("the reference makes copies for torch's attention: " + attention.cpu)
+    intermediate_size, embedding_size = sizes
+    model = tiny_model(
+        "electra", intermediate_size=intermediate_size, embedding_size=embedding_size
+    )
+    loaded = load(save(model, tmp_path), dtype)
+    scratch = torch.get_num_threads() * 2**20
+    for lengths in ([70] * 400, [1] * 20_000):
+        bound = loaded.spec.workspace_bytes(sum(lengths), dtype.itemsize)
         measured = peak_bytes(loaded, lengths)
-        print(family, intermediate_size, lengths[:2], measured, bound, measured / bound)
-        assert measured <= bound
+        assert 0.9 * bound < measured + 20 * sum(lengths) < bound + scratch
