@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Loaded, load, random_ids, save, tiny_model
+from tiny import Loaded, load, one_thread, random_ids, save, tiny_model  # noqa: F401
 from torch.profiler import ProfilerActivity, profile
 
 from bytetx.ops.native import backend_report
@@ -25,6 +25,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 16, 17, 33, 70]), min_size=1, max_size=7)
 
 
+@settings(max_examples=50)
 @given(LENGTHS, st.randoms(use_true_random=False))
 def test_order_of_the_batch_changes_no_bit(loaded: Loaded, lengths: list[int], random) -> None:
     ids = random_ids(lengths)
@@ -34,6 +35,7 @@ def test_order_of_the_batch_changes_no_bit(loaded: Loaded, lengths: list[int], r
     assert all(torch.equal(straight[i], rows) for i, rows in zip(order, shuffled, strict=True))
 
 
+@settings(max_examples=50)
 @given(LENGTHS)
 def test_batch_mates_change_no_bit(loaded: Loaded, lengths: list[int]) -> None:
     """Alone (one token too), in halves, or among sequences of length 0: the same rows."""
@@ -45,6 +47,16 @@ def test_batch_mates_change_no_bit(loaded: Loaded, lengths: list[int]) -> None:
     spaced = loaded.rows([part for sequence in ids for part in (sequence, [])])[::2]
     for rows in (alone, halves, spaced):
         assert all(torch.equal(a, b) for a, b in zip(together, rows, strict=True))
+
+
+def test_threads_change_no_bit(loaded: Loaded) -> None:
+    ids = random_ids([70, 1, 0, 33, 2, 70, 64])
+    one = loaded.rows(ids)
+    for num_threads in (2, 3):
+        torch.set_num_threads(num_threads)
+        assert all(torch.equal(a, b) for a, b in zip(one, loaded.rows(ids), strict=True))
+        alone = [loaded.rows([sequence])[0] for sequence in ids]
+        assert all(torch.equal(a, b) for a, b in zip(one, alone, strict=True))
 
 
 def test_no_sequence_and_no_token(loaded: Loaded) -> None:
