@@ -152,7 +152,24 @@ def test_norm_eps(family: str, eps: float, tmp_path: Path) -> None:
     assert_encoder_agrees(model, tmp_path, [3, 20])
 
 
-@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu_new"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_have_an_activation_of_their_own(
+    family: str, hidden_act: str, tmp_path: Path
+) -> None:
+    """Some heads follow the config, some never do: whichever it is, as transformers does."""
+    ids = random_ids([7])
+    model = tiny_model(family, "ForMaskedLM", hidden_act=hidden_act)
+    loaded = load(save(model, tmp_path / "masked_lm"))
+    masked_lm = heads.load_masked_lm(loaded.spec, loaded.loader)
+    assert_close(masked_lm.forward(loaded.rows(ids)[0]), expected(model, ids[0]).logits[0])
+    model = tiny_model(family, "ForSequenceClassification", hidden_act=hidden_act)
+    loaded = load(save(model, tmp_path / "classifier"))
+    classifier = heads.load_sequence_classification(loaded.spec, loaded.loader)
+    assert_close(classifier.forward(loaded.rows(ids)[0][:1]), expected(model, ids[0]).logits)
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta", "mpnet"])
 def test_norm_eps_in_the_masked_lm_head(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, "ForMaskedLM", layer_norm_eps=0.3)
     loaded = load(save(model, tmp_path))
