@@ -6,25 +6,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
+from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 from bytetx.files.reader import RankRequest, Record, Value
 from bytetx.files.resume import Counts, Progress, digest_record
 from bytetx.files.writer import Encoder, Output
 
-COMMIT_SECONDS = 0.5  # what a kill costs at most; one commit takes about a millisecond on an SSD
-COMMIT_ROWS = 4096  # and what is held in memory at most
-
-
-class RunStats(Protocol):
-    """What the model says of a run, so far."""
-
-    num_tokens: int
-    num_pad_tokens: int
-    num_truncated: int
+COMMIT_SECONDS = 0.5  # between commits; one takes about a millisecond on an SSD
+COMMIT_ROWS = 4096  # that wait at most, so that memory does not grow
 
 
 class Stream(Protocol):
-    """Results in the order of the texts, an InputError where one could not be run."""
+    """Results in the order of the texts, an InputError where one could not be run.
+
+    stats: of the windows of texts that are finished so far.
+    """
 
     @property
     def stats(self) -> RunStats: ...
@@ -45,9 +41,9 @@ def run_job(
     run: the model's task on a stream of texts, which it may read ahead.
     show: called after each row with the counts so far and the bytes of input that are done.
     """
-    rows = _Rows(output, encoder)
     pending: deque[Record] = deque()
     stream = run(_good_values(records, pending))
+    rows = _Rows(output, encoder, stream.stats)
     for record, result in _merge(stream, pending):
         rows.add(record, result, stats=stream.stats)
         show(rows.counts, record.end_bytes)
@@ -78,30 +74,40 @@ def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, An
 class _Rows:
     """Encoded rows that wait for the next commit."""
 
-    def __init__(self, output: Output, encoder: Encoder):
+    def __init__(self, output: Output, encoder: Encoder, stats: RunStats):
         self._output = output
         self._encoder = encoder
         self._data: list[bytes] = []
         self._errors: list[bytes] = []
+        self._stats = stats
         self._digest = output.progress.digest
         self._start = output.progress.counts
         self.counts = output.progress.counts
         self._start_time = self._commit_time = time.monotonic()
 
     def add(self, record: Record, result: Any, *, stats: RunStats) -> None:
-        data, error = self._encoder.encode(self.counts.num_texts, result)
-        self._data.append(data)
-        self._errors.append(error)
+        """Encodes a row; commits those before it where they are due and their window is whole.
+
+        A window's results come out together and its tokens are counted at once, so a commit
+        between windows is soon enough and makes the counts of a resumed job exact.
+        """
+        if stats.num_texts != self._stats.num_texts and self._is_due():
+            self.commit(self._stats)
+        self._stats = stats
+        row = self._encoder.encode(self.counts.num_texts, result)
+        self._data.append(row.data)
+        self._errors.append(row.error_line)
         self._digest = digest_record(self._digest, record)
         self.counts = replace(
             self._with_stats(stats),
             num_texts=self.counts.num_texts + 1,
             num_blank=self.counts.num_blank + (record.value == ""),
-            num_errors=self.counts.num_errors + isinstance(result, Exception),
+            num_errors=self.counts.num_errors + row.is_error,
         )
-        is_due = time.monotonic() - self._commit_time > COMMIT_SECONDS
-        if is_due or len(self._data) >= COMMIT_ROWS:
-            self.commit(stats)
+
+    def _is_due(self) -> bool:
+        is_late = time.monotonic() - self._commit_time > COMMIT_SECONDS
+        return is_late or len(self._data) >= COMMIT_ROWS
 
     def commit(self, stats: RunStats) -> None:
         self.counts = self._with_stats(stats)

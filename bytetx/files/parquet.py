@@ -71,18 +71,11 @@ def _task_fields(task: str) -> "list[tuple[str, pa.DataType]]":
 
     label = pa.struct([("label", pa.string()), ("score", pa.float64())])
     hit = pa.struct([("index", pa.int64()), ("score", pa.float64()), ("document", pa.string())])
-    entity = pa.struct(
-        [
-            ("entity", pa.string()),
-            ("score", pa.float64()),
-            ("word", pa.string()),
-            ("start", pa.int64()),
-            ("end", pa.int64()),
-            ("index", pa.int64()),
-        ]
-    )
+    numbers = [(name, pa.int64()) for name in ("start", "end", "index", "word_id")]
+    words = [("entity", pa.string()), ("score", pa.float64()), ("word", pa.string())]
     fill = pa.struct(
         [
+            ("mask_index", pa.int64()),
             ("score", pa.float64()),
             ("token", pa.int64()),
             ("token_str", pa.string()),
@@ -92,6 +85,6 @@ def _task_fields(task: str) -> "list[tuple[str, pa.DataType]]":
     return {
         "classify": [("labels", pa.list_(label))],
         "rerank": [("query", pa.string()), ("hits", pa.list_(hit))],
-        "tag": [("entities", pa.list_(entity))],
-        "fill-mask": [("masks", pa.list_(pa.list_(fill)))],
+        "tag": [("entities", pa.list_(pa.struct([*words, *numbers])))],
+        "fill-mask": [("fills", pa.list_(fill))],
     }[task]

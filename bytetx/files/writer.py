@@ -24,14 +24,23 @@ class OutputError(BytetxError):
     """The output cannot be written: no such folder, no permission, no space."""
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result, encoded. error_line: for the list of errors, where `data` cannot hold the text."""
+
+    data: bytes
+    error_line: bytes = b""
+    is_error: bool = False
+
+
 class Encoder(Protocol):
     """Turns results into the bytes of an unfinished output."""
 
     def header(self, num_rows: int) -> bytes:
         """What stands before the rows; its size never changes."""
 
-    def encode(self, index: int, result: Any) -> tuple[bytes, bytes]:
-        """The row of one result, and a line for the list of errors where the row cannot tell."""
+    def encode(self, index: int, result: Any) -> Row:
+        """The row of the result of text `index`; an exception is a result too."""
 
 
 class VectorEncoder:
@@ -50,14 +59,14 @@ class VectorEncoder:
             + b"\n"
         )
 
-    def encode(self, index: int, result: Any) -> tuple[bytes, bytes]:
+    def encode(self, index: int, result: Any) -> Row:
         if not isinstance(result, Exception):
             vector = np.asarray(result, dtype="<f4")
             if np.isfinite(vector).all():
-                return vector.tobytes(), b""
+                return Row(vector.tobytes())
             result = _NOT_FINITE
         row = np.full(self._dim, np.nan, dtype="<f4").tobytes()
-        return row, _error_line(index, result)
+        return Row(row, _error_line(index, result), is_error=True)
 
 
 class LineEncoder:
@@ -72,15 +81,15 @@ class LineEncoder:
     def header(self, num_rows: int) -> bytes:
         return b""
 
-    def encode(self, index: int, result: Any) -> tuple[bytes, bytes]:
+    def encode(self, index: int, result: Any) -> Row:
         if not isinstance(result, Exception):
             try:
                 text = self._to_json(result)
             except ValueError:  # JSON has no NaN
                 result = _NOT_FINITE
             else:
-                return f'{{"index": {index}, {text[1:]}\n'.encode(), b""
-        return _error_line(index, result), b""
+                return Row(f'{{"index": {index}, {text[1:]}\n'.encode())
+        return Row(_error_line(index, result), is_error=True)
 
 
 _NOT_FINITE = InputError("the model's answer is not finite; check its weights, or try another dtype")
