@@ -110,6 +110,9 @@ class Output(Protocol):
     def finish(self) -> None:
         """Gives the output its name and form."""
 
+    def close(self) -> None:
+        """Lets go of files; an unfinished output stays as it is."""
+
 
 class StdoutOutput:
     """Lines to stdout as they come; nothing to resume."""
@@ -124,6 +127,9 @@ class StdoutOutput:
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 @dataclass(frozen=True, slots=True)
