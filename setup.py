@@ -1,7 +1,7 @@
 """Builds the native core: bytetx._cpu always, bytetx._cuda where nvcc and the CUTLASS headers are.
 
-Objects are kept in build/objects under a hash of compiler and flags, and are compiled again only when
-the content of their source or of a header they include has changed. All cores compile at once.
+Objects are kept in build/objects under a hash of compiler and flags, and are compiled again only
+when the content of their source or of a header they include has changed. All cores compile at once.
 Settings: CXX (host compiler), CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's include folder).
 """
 
@@ -30,19 +30,20 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).resolve().parent
 OBJECTS = ROOT / "build" / "objects"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
-OLDEST_NVCC = (12, 4)  # the first that compiles C++20 with CUTLASS 4 for sm_90a
+OLDEST_NVCC = (12, 0)  # the first that knows C++20 and sm_90a
 
-CPU_FLAGS = "-std=c++20 -O3 -fPIC -fvisibility=hidden -Wall -Wextra -pthread".split()
-CUDA_FLAGS = (
-    "-std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a --expt-relaxed-constexpr -lineinfo "
-    "-Xptxas -warn-spills -Xcompiler -fPIC,-fvisibility=hidden,-Wall"
-).split()
+CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+CUDA_FLAGS = [
+    *["-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-lineinfo"],
+    "--expt-relaxed-constexpr",  # CUTLASS calls constexpr host functions from kernels
+    *["-Xptxas", "-warn-spills", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"],
+]
 
-_AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c".split()
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 ISA_FLAGS = {  # file name suffix -> flags; such a file is left out on other processors
     "_avx512bf16": [*_AVX512, "-mavx512bf16"],
     "_avx512": _AVX512,
-    "_avx2": "-mavx2 -mfma -mf16c".split(),
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
 
 
@@ -58,14 +59,13 @@ class Cuda:
     """nvcc, the headers it needs, and the text of its version."""
 
     nvcc: str
-    include: Path
     cutlass: Path
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One source to one object; `key` names everything that decides the object but file contents."""
+    """One source to one object; `key` stands for all that decides the object but file contents."""
 
     source: str
     command: tuple[str, ...]
@@ -90,10 +90,8 @@ def host_compiler() -> tuple[str, ...]:
         )
     command = tuple(shlex.split(found))
     probe = "#include <concepts>\nstatic_assert(std::same_as<int, int>);\n"
-    checked = subprocess.run(
-        [*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"],
-        input=probe, capture_output=True, text=True,
-    )  # fmt: skip
+    check = [*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    checked = subprocess.run(check, input=probe, capture_output=True, text=True)
     if checked.returncode:
         raise BuildError(
             f"{found} ({version_of(command)}) cannot compile C++20:\n{checked.stderr}"
@@ -109,17 +107,15 @@ def host_compiler() -> tuple[str, ...]:
 
 def version_of(command: Iterable[str]) -> str:
     """The line of `--version` that tells one release from another."""
-    lines = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout.split(
-        "\n"
-    )
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    lines = said.splitlines() or ["unknown version"]
     return next((line for line in lines if "release" in line), lines[0]).strip()
 
 
 def find_nvcc() -> str | None:
-    """nvcc on PATH, else in CUDA_HOME, else where the toolkit installs itself."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
-    places = [Path(home, "bin", "nvcc") for home in homes if home]
-    return shutil.which("nvcc") or next((str(p) for p in places if p.exists()), None)
+    """nvcc on PATH, else in CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
 
 
 def find_cutlass() -> Path | None:
@@ -142,7 +138,7 @@ def find_cuda() -> Cuda | str:
     """The CUDA tools, or the reason why _cuda is not built and what to do about it."""
     nvcc = find_nvcc()
     if nvcc is None:
-        return "no nvcc on PATH, in CUDA_HOME or in /usr/local/cuda"
+        return "no nvcc on PATH or in CUDA_HOME/bin"
     version = version_of([nvcc])
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
@@ -154,17 +150,7 @@ def find_cuda() -> Cuda | str:
             f"{nvcc} is there, the CUTLASS headers are not: run `pip install --no-deps {CUTLASS}` "
             "or set BYTETX_CUTLASS_DIR to CUTLASS's include folder, then build again"
         )
-    return Cuda(nvcc, cuda_include(nvcc), cutlass, version)
-
-
-def cuda_include(nvcc: str) -> Path:
-    """The toolkit's headers, asked of nvcc itself, since nvcc on PATH may be a wrapper script."""
-    dry = subprocess.run(
-        [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull],
-        capture_output=True, text=True,
-    ).stderr  # fmt: skip
-    top = re.search(r"^#\$ TOP=(.*)$", dry, re.MULTILINE)
-    return (Path(top[1]) if top else Path(nvcc).resolve().parent.parent) / "include"
+    return Cuda(nvcc, cutlass, version)
 
 
 # ---- what is compiled, and with which flags
@@ -223,7 +209,7 @@ def cuda_step(source: str, cuda: Cuda) -> Step:
 
 
 def make_step(source: str, command: list[str], systems: list, versions: list[str]) -> Step:
-    """System folders count by the version of what is in them: an isolated build moves them about."""
+    """System folders count by the version of what they hold: isolated builds move them about."""
     key = hashlib.sha256(json.dumps([source, command, versions]).encode()).hexdigest()[:16]
     includes = [part for folder in systems for part in ("-isystem", str(folder))]
     return Step(source, (*command, *includes), key)
@@ -257,7 +243,7 @@ def cached_log(step: Step) -> str | None:
 
 
 def compile_step(step: Step) -> str:
-    """Runs the compiler; returns its warnings. The record is written last, so a killed build is safe."""
+    """Runs the compiler; returns its warnings. The record comes last: a killed build is safe."""
     step.path("json").unlink(missing_ok=True)
     outputs = ["-MMD", "-MF", str(step.path("d")), "-c", step.source, "-o", str(step.path("o"))]
     command = [*step.command, *outputs]
@@ -268,6 +254,11 @@ def compile_step(step: Step) -> str:
     files = {path: content_hash(path) for path in dependencies(step.path("d"))}
     step.path("json").write_text(json.dumps({"files": files, "log": log}))
     return log
+
+
+def num_cores() -> int:
+    """The cores this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compile_all(steps: list[Step], jobs: int) -> None:
@@ -327,9 +318,7 @@ class BuildNative(build_ext):
         modules = {"bytetx._cpu": cpu_steps()} | (
             {"bytetx._cuda": cuda_steps(cuda)} if has_cuda else {}
         )
-        jobs = self.parallel if isinstance(self.parallel, int) else os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity") and not isinstance(self.parallel, int):
-            jobs = len(os.sched_getaffinity(0))
+        jobs = int(self.parallel or 0) or num_cores()
         compile_all([step for steps in modules.values() for step in steps], jobs)
         for extension in self.extensions:
             linker = self.linker(extension.name, cuda)
@@ -346,7 +335,7 @@ class BuildNative(build_ext):
 
 
 class BuildWithModels(build_py):
-    """Puts models/*.toml into the wheel as bytetx/models; an editable install reads the checkout's."""
+    """Puts models/*.toml into the wheel as bytetx/models; editable installs read the checkout's."""
 
     def run(self) -> None:
         super().run()
@@ -366,7 +355,7 @@ def extensions() -> list[Extension]:
 
 
 def build_requirements() -> list[str]:
-    """CUTLASS where nvcc is; egg_info is the command by which an installer asks for requirements."""
+    """CUTLASS where nvcc is; egg_info is the command by which installers ask for requirements."""
     is_asking = "egg_info" in sys.argv
     return [CUTLASS] if is_asking and find_nvcc() and find_cutlass() is None else []
 
