@@ -30,7 +30,7 @@ struct Loop {
     void* data;
     std::atomic<int64_t> next{0};
     std::atomic<bool> has_failed{false};
-    std::exception_ptr error;
+    std::exception_ptr error{};
 
     // Draws pieces until none is left. Nothing may be thrown through the OpenMP runtime.
     void work() noexcept {

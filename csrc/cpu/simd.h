@@ -9,10 +9,15 @@
 #include <cstdint>
 
 #if defined(__AVX2__)
+#if !defined(__clang__)  // GCC 12 warns of its own header's deliberately undefined vectors
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12's own headers: undefined vectors
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #endif
 
 #if defined(__AVX512BF16__)
