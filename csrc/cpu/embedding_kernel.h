@@ -52,21 +52,31 @@ inline float stage_token(const EmbedRows<T>& found, int64_t n, float* h) {
     return stage_row(rows, n, h);
 }
 
-template <typename T>
-inline void embed_rows_of(const EmbedParams& p, int64_t begin, int64_t end) {
-    alignas(64) float h[kMaxRowWidth + Vec::kWidth];
+template <typename T, int kRows>
+inline void embed_block(const EmbedParams& p, int64_t first, float* h) {
     const int64_t n = p.hidden_size;
     const T* weight = static_cast<const T*>(p.norm_weight);
-    const T* bias = static_cast<const T*>(p.norm_bias);
-    for (int64_t i = begin; i < end; ++i) {
-        T* out = static_cast<T*>(p.out) + i * n;
-        const float sum = stage_token(rows_of_token<T>(p, i), n, h);
-        if (weight != nullptr) {
-            normalize_row(h, sum, weight, bias, p.eps, n, out);
-        } else {
-            store_row(h, n, out);
-        }
+    T* out = static_cast<T*>(p.out) + first * n;
+    float sums[kRows];
+    for (int r = 0; r < kRows; ++r) {
+        sums[r] = stage_token(rows_of_token<T>(p, first + r), n, h + r * padded_width(n));
     }
+    if (weight != nullptr) {
+        const T* bias = static_cast<const T*>(p.norm_bias);
+        return normalize_rows<kRows>(h, sums, weight, bias, p.eps, n, out);
+    }
+    for (int r = 0; r < kRows; ++r) store_row(h + r * padded_width(n), n, out + r * n);
+}
+
+template <typename T>
+inline void embed_rows_of(const EmbedParams& p, int64_t begin, int64_t end) {
+    alignas(64) float h[kStageFloats];
+    int64_t i = begin;
+    if (fits_block<T>(p.hidden_size)) {
+        constexpr int kRows = kBlockRows<T>;
+        for (; i + kRows <= end; i += kRows) embed_block<T, kRows>(p, i, h);
+    }
+    for (; i < end; ++i) embed_block<T, 1>(p, i, h);
 }
 
 inline void embed_rows(const EmbedParams& p, int64_t begin, int64_t end) {

@@ -99,6 +99,13 @@ inline float sum_scale(PoolMode mode, const RowRange& rows) {
     return static_cast<float>(1.0 / (count * (first + first + count - 1.0) / 2.0));
 }
 
+template <typename T>
+inline void widen_row(const T* x, int64_t n, float* out) {
+    int64_t i = 0;
+    for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(out + i, load(x + i));
+    if (i < n) store_first(out + i, static_cast<int>(n - i), load_first(x + i, static_cast<int>(n - i)));
+}
+
 inline void scale_row(float* x, int64_t n, float scale) {
     const Vec factor = broadcast(scale);
     int64_t i = 0;
@@ -114,12 +121,8 @@ template <typename T>
 inline void pool_block(PoolMode mode, const T* x, int64_t stride, const RowRange& rows, int64_t n,
                        float* out) {
     switch (mode) {
-        case PoolMode::cls:
-        case PoolMode::lasttoken: {
-            const RowRange one{rows.first, 1, 0};
-            const T* row = mode == PoolMode::cls ? x : x + (rows.count - 1) * stride;
-            return reduce_block<T, Reduction::max>(row, stride, one, n, out);
-        }
+        case PoolMode::cls: return widen_row(x, n, out);
+        case PoolMode::lasttoken: return widen_row(x + (rows.count - 1) * stride, n, out);
         case PoolMode::max: return reduce_block<T, Reduction::max>(x, stride, rows, n, out);
         case PoolMode::weightedmean:
             reduce_block<T, Reduction::weighted_sum>(x, stride, rows, n, out);
