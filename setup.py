@@ -338,9 +338,11 @@ class BuildWithModels(build_py):
     """Puts models/*.toml into the wheel as bytetx/models; editable installs read the checkout's."""
 
     def run(self) -> None:
-        super().run()
         if self.editable_mode:
-            return
+            return super().run()
+        # What was renamed since the last build would otherwise live on in the wheel.
+        shutil.rmtree(Path(self.build_lib, "bytetx"), ignore_errors=True)
+        super().run()
         target = Path(self.build_lib, "bytetx", "models")
         target.mkdir(parents=True, exist_ok=True)
         for path in sorted((ROOT / "models").glob("*.toml")):
@@ -360,8 +362,9 @@ def build_requirements() -> list[str]:
     return [CUTLASS] if is_asking and find_nvcc() and find_cutlass() is None else []
 
 
-setup(
-    ext_modules=extensions(),
-    cmdclass={"build_ext": BuildNative, "build_py": BuildWithModels},
-    setup_requires=build_requirements(),
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildNative, "build_py": BuildWithModels},
+        setup_requires=build_requirements(),
+    )

@@ -19,21 +19,23 @@ _library = torch.library.Library("bytetx", "FRAGMENT")
 
 def _load_cpu() -> ModuleType | str:
     try:
-        from bytetx import _cpu
+        import bytetx._cpu as module
     except ImportError as error:
-        return f"bytetx._cpu does not load ({error}); run `pip install .` in the checkout again"
-    return _cpu
+        return f"bytetx._cpu does not load ({error}): build it with `pip install .` in the checkout"
+    return module
 
 
 def _load_cuda() -> ModuleType | str:
     try:
-        from bytetx import _cuda
-    except ImportError as error:
+        import bytetx._cuda as module
+    except ModuleNotFoundError:
         return (
-            f"bytetx._cuda does not load ({error}); it is built where nvcc is on PATH: install the "
-            "CUDA toolkit, 12.0 or later, and run `pip install -v .`, which says what it found"
+            "bytetx._cuda was not built: put nvcc 12.0 or later on PATH and run "
+            "`pip install -v .` in the checkout, which says what it found"
         )
-    return _cuda
+    except ImportError as error:
+        return f"bytetx._cuda does not load ({error}): build it again with `pip install .`"
+    return module
 
 
 _modules = {"cpu": _load_cpu(), "cuda": _load_cuda()}

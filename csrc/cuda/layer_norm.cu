@@ -2,18 +2,20 @@
 //
 //   h = x + residual;  out = (h - mean(h)) * rsqrt(mean((h - mean(h))^2) + eps) * weight + bias
 //
-// x, residual, out [total_tokens, hidden_size] and weight, bias [hidden_size], all of one dtype (f32,
-// f16, bf16); h and the statistics are f32 and h is never rounded. The variance is taken around the
-// mean, in a second pass over registers, so a large mean costs no digits.
+// x, residual, out [total_tokens, hidden_size] and weight, bias [hidden_size], all of one dtype
+// (f32, f16, bf16); h and the statistics are f32 and h is never rounded. The variance is taken
+// around the mean, in a second pass over registers, so a large mean costs no digits.
 //
-// layer_norm_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one warp
-// (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256 threads (up
-// to 8192 halves, 8192 floats). Vector v of a row belongs to thread v % threads_per_row, so
-// neighbouring threads read neighbouring 16 bytes. layer_norm_any_kernel: every other size; one CTA a
-// row, element by element, three passes of which the last two come from cache.
+// layer_norm_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
+// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256
+// threads (up to 16384 f16 or bf16, 8192 f32). Vector v of a row belongs to thread
+// v % kThreadsPerRow, so neighbouring threads read neighbouring 16 bytes.
+// layer_norm_any_kernel: every other size; one CTA a row, element by element, three passes of which
+// the last two come from cache.
 //
-// Bytes: (2 or 3) * total_tokens * hidden_size * sizeof(T); weight and bias stay in L2. Bound by HBM.
-// Not yet measured. Both kernels are standard; fusing the residual: ByteTransformer, section 3.2.
+// Bytes: (2 or 3) * total_tokens * hidden_size * sizeof(T); weight and bias stay in L2.
+// Bound by HBM; not yet measured. Both kernels are standard; the fusion is ByteTransformer's
+// (arXiv 2210.03052).
 
 #include <cstdint>
 #include <stdexcept>
@@ -164,9 +166,9 @@ bool is_aligned(const void* address) {
 
 void check(const LayerNormParams& p) {
     if (p.total_tokens < 0 || p.total_tokens > INT32_MAX || p.hidden_size <= 0) {
-        throw std::invalid_argument("layer_norm needs 0 <= total_tokens < 2^31 and hidden_size > 0, "
-                                    "got " + std::to_string(p.total_tokens) + " and " +
-                                    std::to_string(p.hidden_size));
+        throw std::invalid_argument(
+            "layer_norm needs 0 <= total_tokens < 2^31, hidden_size > 0; got " +
+            std::to_string(p.total_tokens) + " and " + std::to_string(p.hidden_size));
     }
 }
 
@@ -182,7 +184,8 @@ void layer_norm(const LayerNormParams& p, const Launch& launch) {
                                is_aligned(p.residual) && is_aligned(p.out) &&
                                is_aligned(p.weight) && is_aligned(p.bias);
         if (fits_vecs && launch_in_registers<T>(p, stream)) return;
-        layer_norm_any_kernel<T><<<static_cast<unsigned>(p.total_tokens), kCtaThreads, 0, stream>>>(p);
+        layer_norm_any_kernel<T>
+            <<<static_cast<unsigned>(p.total_tokens), kCtaThreads, 0, stream>>>(p);
     });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
