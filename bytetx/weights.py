@@ -35,7 +35,8 @@ class Weights(Mapping[str, torch.Tensor]):
         self.used.add(name)
         path, saved = self._names[name]
         try:
-            return self._files[path].get_tensor(saved)
+            # A copy: a view would keep every page of the file that was read in memory.
+            return self._files[path].get_tensor(saved).clone()
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {saved!r} cannot be read: {error}") from error
 
