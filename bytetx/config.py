@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a local folder or a hub id, and its JSON files, read with care."""
+"""Where a checkpoint's files are, a local folder or a hub id, and its JSON, read with care."""
 
 import json
 from pathlib import Path

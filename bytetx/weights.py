@@ -82,7 +82,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise CheckpointError(
-            f"{folder} holds pickle weights (.bin), which can run code when opened and are refused; "
+            f"{folder} holds pickle weights (.bin), which can run code when opened: refused; "
             'convert once: python -c "from transformers import AutoModel as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
