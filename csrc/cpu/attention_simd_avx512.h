@@ -27,6 +27,11 @@ struct Avx512 {
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec set1(float x) { return _mm512_set1_ps(x); }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
     static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
