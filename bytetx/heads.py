@@ -1,0 +1,106 @@
+"""Heads on packed rows: first-token classifiers, token tags, masked-LM logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.norm import layer_norm
+from bytetx.packed import PackedBatch
+from bytetx.spec import HeadSpec, ModelSpec
+from bytetx.transformer import NormWeight, TensorLoader
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHead:
+    """(dense -> activation ->) out, on rows that the caller chose: first tokens or every token."""
+
+    dense: LinearWeight | None
+    activation: str
+    out: LinearWeight | None
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden_size] -> [n, num_labels], or [n, hidden_size] for a bare pooler."""
+        if self.dense is not None:
+            rows = linear(rows, self.dense, activation=self.activation)
+        return rows if self.out is None else linear(rows, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMHead:
+    """dense -> activation -> norm -> decoder over the vocabulary."""
+
+    dense: LinearWeight
+    activation: str
+    norm: NormWeight
+    norm_eps: float
+    decoder: LinearWeight
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden_size] -> logits [n, vocab_size]; give it only the rows that are asked."""
+        x = linear(rows, self.dense, activation=self.activation)
+        x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+        return linear(x, self.decoder)
+
+
+def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The first row of every sequence: [batch_size, hidden_size]. No sequence may be empty."""
+    return hidden_states[batch.cu_seqlens[:-1].long()]
+
+
+def load_pooler(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """BERT's tanh pooler, or None where the family or the checkpoint has none."""
+    return _classification(spec, load, "pooler", num_labels=0)
+
+
+def load_sequence_classification(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForSequenceClassification checkpoint, or None where it has none."""
+    return _classification(spec, load, "sequence_classification", num_labels=spec.num_labels)
+
+
+def load_token_classification(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForTokenClassification checkpoint, or None where it has none."""
+    return _classification(spec, load, "token_classification", num_labels=spec.num_labels)
+
+
+def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
+    """The head of a ...ForMaskedLM checkpoint, or None where it has none.
+
+    The decoder is the word embedding where it is tied or not saved on its own.
+    """
+    head = spec.heads.get("masked_lm")
+    if head is None or not _has(load, head):
+        return None
+    is_tied = spec.tie_word_embeddings or head.decoder not in load.tensors
+    decoder_name = spec.embeddings["word"] if is_tied else head.decoder
+    return MaskedLMHead(
+        dense=load.linear([head.dense], spec.embedding_size, spec.hidden_size),
+        activation=head.activation,
+        norm=load.norm(head.norm, spec.embedding_size),
+        norm_eps=head.norm_eps,
+        decoder=load.linear_from(
+            load.tensor(decoder_name, (spec.vocab_size, spec.embedding_size)),
+            load.tensor(head.bias, (spec.vocab_size,)),
+        ),
+    )
+
+
+def _classification(
+    spec: ModelSpec, load: TensorLoader, name: str, *, num_labels: int
+) -> ClassificationHead | None:
+    head = spec.heads.get(name)
+    if head is None or not _has(load, head):
+        return None
+    hidden = spec.hidden_size
+    return ClassificationHead(
+        dense=None if head.dense is None else load.linear([head.dense], hidden, hidden),
+        activation=head.activation or "none",
+        out=None if head.out is None else load.linear([head.out], num_labels, hidden),
+    )
+
+
+def _has(load: TensorLoader, head: HeadSpec) -> bool:
+    stems = [stem for stem in (head.dense, head.norm, head.out) if stem is not None]
+    return all(f"{stem}.weight" in load.tensors for stem in stems)

@@ -1,0 +1,65 @@
+"""Argument checks shared by the ops: each names the argument, what it needs and what it got."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+MAX_ROW_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
+
+
+def describe(value: object) -> str:
+    """What was given, for an error text: a tensor's dtype, shape and device, or the type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def require_tensor(
+    name: str,
+    t: object,
+    *,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype] = FLOAT_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Check a tensor's type, shape (None = any extent), dtype and device.
+
+    Raises TypeError where `t` is no tensor, else ValueError naming the argument.
+    """
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {describe(t)}")
+    if t.dtype not in dtypes:
+        names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise ValueError(f"{name} must be {names}, got {describe(t)}")
+    extents = t.shape
+    is_shape_right = len(extents) == len(shape) and all(
+        want is None or want == have for want, have in zip(shape, extents, strict=True)
+    )
+    if not is_shape_right:
+        want_text = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} must have shape [{want_text}], got {describe(t)}")
+    if device is not None and t.device != device:
+        raise ValueError(f"{name} must be on {device} like the other arguments, got {describe(t)}")
+
+
+def require_contiguous(name: str, t: Tensor) -> None:
+    """Raises ValueError where `t` is not row-major contiguous."""
+    if not t.is_contiguous():
+        raise ValueError(
+            f"{name} must be contiguous, got strides {list(t.stride())} for {describe(t)}; "
+            f"pass {name}.contiguous()"
+        )
+
+
+def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -> None:
+    """Check a caller's output buffer: contiguous, of the given shape, `like`'s dtype and device."""
+    require_tensor(name, out, shape=shape, dtypes=(like.dtype,), device=like.device)
+    require_contiguous(name, out)
+
+
+def has_cpu_rows(dtype: torch.dtype, width: int) -> bool:
+    """Whether the CPU's row kernels take rows of this dtype and width (elements)."""
+    return dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH

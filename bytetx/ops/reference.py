@@ -1,0 +1,204 @@
+"""Every op in plain torch, fp32 inside: the definition, the oracle, the path without kernels."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of one materialised bias block, [num_heads, rows, seqlen] in f32: 64 MiB whatever the
+# lengths are, and one block for every sequence that a model with 512 positions can have.
+_MAX_BIAS_ELEMENTS = 1 << 24
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+    relative_bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
+) -> Tensor:
+    """softmax(q k^T * softmax_scale + bias) v within each sequence, one run of sequences at a time.
+
+    q, k, v: [total_tokens, num_heads, head_dim].  cu_seqlens: int32 [batch_size + 1].
+    relative_bias: f32 [num_heads, 2 * span - 1]; bias_positions: int32 [total_tokens] or None.
+    Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
+    host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    is_uniform = bias_positions is None
+    for start, count, seqlen in _runs(cu_seqlens.tolist(), merge=is_uniform):
+        rows = slice(start, start + count * seqlen)
+        qs, ks, vs = (
+            t[rows].unflatten(0, (count, seqlen)).transpose(1, 2).float() for t in (q, k, v)
+        )  # [count, num_heads, seqlen, head_dim]
+        positions = (
+            torch.arange(seqlen, device=q.device)
+            if bias_positions is None
+            else bias_positions[rows]
+        )
+        attended = _attend(qs, ks, vs, softmax_scale, relative_bias, positions)
+        out[rows] = attended.transpose(1, 2).flatten(0, 1)
+    return out
+
+
+def _runs(cu_seqlens: list[int], *, merge: bool) -> Iterator[tuple[int, int, int]]:
+    """(first row, number of sequences, their length) of each run of equal, non-zero lengths.
+
+    Neighbours of one length are a plain [count, seqlen] view of the packed rows.
+    """
+    start, count, seqlen = 0, 0, 0
+    for first, last in zip(cu_seqlens, cu_seqlens[1:], strict=False):
+        if last == first:
+            continue
+        if merge and count and last - first == seqlen:
+            count += 1
+            continue
+        if count:
+            yield start, count, seqlen
+        start, count, seqlen = first, 1, last - first
+    if count:
+        yield start, count, seqlen
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    relative_bias: Tensor | None,
+    positions: Tensor,
+) -> Tensor:
+    """Attention of [count, num_heads, seqlen, head_dim] operands; positions: int [seqlen]."""
+    if relative_bias is None:
+        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale)
+    num_heads, seqlen = q.shape[1], q.shape[2]
+    span = (relative_bias.shape[1] + 1) // 2
+    block_rows = max(1, _MAX_BIAS_ELEMENTS // (num_heads * seqlen))
+    pieces = []
+    for first in range(0, seqlen, block_rows):
+        rows = slice(first, first + block_rows)
+        distance = positions[None, :] - positions[rows, None] + (span - 1)
+        bias = relative_bias.float()[:, distance.long()]  # [num_heads, rows, seqlen]
+        pieces.append(
+            F.scaled_dot_product_attention(
+                q[:, :, rows], k, v, attn_mask=bias[None], scale=softmax_scale
+            )
+        )
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """The activation by its name in bytetx: none, gelu (erf), gelu_tanh, relu, silu or tanh."""
+    if activation == "none":
+        return x
+    if activation == "gelu":
+        return F.gelu(x)
+    if activation == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    return {"relu": torch.relu, "silu": F.silu, "tanh": torch.tanh}[activation](x)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, residual: Tensor | None
+) -> Tensor:
+    """act(x @ weight.T + bias) (+ residual); x [m, k], weight [n, k], bias [n], residual [m, n]."""
+    d = activate(F.linear(x, weight, bias), activation)
+    return d if residual is None else d + residual
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, residual: Tensor | None = None
+) -> Tensor:
+    """layer_norm(x + residual) over the last dim, sum and statistics in f32, in x's dtype."""
+    h = x.float() if residual is None else x.float() + residual.float()
+    return _norm(h, weight, bias, eps).to(x.dtype)
+
+
+def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    shift = None if bias is None else bias.float()
+    return F.layer_norm(h, (h.shape[-1],), weight.float(), shift, eps)
+
+
+def embed(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    *,
+    word: Tensor,
+    position: Tensor | None = None,
+    token_type: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-12,
+    inputs_embeds: Tensor | None = None,
+) -> Tensor:
+    """Sum in f32 of the rows that the ids name, then the norm where there is one; word's dtype."""
+    h = _rows(word, "input_ids", input_ids) if inputs_embeds is None else inputs_embeds.float()
+    if token_type is not None:
+        h = h + _rows(token_type, "token_type_ids", token_type_ids)
+    if position is not None:
+        h = h + _rows(position, "position_ids", position_ids)
+    if norm_weight is not None:
+        h = _norm(h, norm_weight, norm_bias, eps)
+    return h.to(word.dtype)
+
+
+def _rows(table: Tensor, name: str, ids: Tensor) -> Tensor:
+    """table[ids] in f32; on CUDA the ids are checked by torch's device-side assertion alone."""
+    if not ids.is_cuda and bool((is_bad := (ids < 0) | (ids >= table.shape[0])).any()):
+        index = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"{name}[{index}] is {int(ids[index])}, but the table has {table.shape[0]} rows "
+            f"(ids 0 to {table.shape[0] - 1})"
+        )
+    return F.embedding(ids, table).float()
+
+
+def pool(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: str,
+    first_tokens: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """One f32 vector a sequence; see ops.pooling.pool.  Never synchronises with the device."""
+    if x.shape[0] == 0:
+        return torch.zeros(cu_seqlens.numel() - 1, x.shape[1], device=x.device)
+    offsets = cu_seqlens.long()
+    seqlens = offsets.diff()
+    skipped = torch.zeros_like(seqlens) if first_tokens is None else first_tokens.long()
+    num_kept = (seqlens - skipped).clamp_(min=0)
+    if mode in ("cls", "lasttoken"):
+        rows = offsets[:-1] + skipped if mode == "cls" else offsets[1:] - 1
+        pooled = x[rows.clamp(0, x.shape[0] - 1)].float()
+    else:
+        pooled = _reduce_segments(x.float(), offsets, skipped, num_kept, mode)
+    pooled = torch.where(num_kept[:, None] > 0, pooled, 0.0)
+    return F.normalize(pooled, dim=-1) if normalize else pooled
+
+
+def _reduce_segments(
+    x: Tensor, offsets: Tensor, skipped: Tensor, num_kept: Tensor, mode: str
+) -> Tensor:
+    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows."""
+    seqlens = offsets.diff()
+    index = torch.arange(x.shape[0], device=x.device) - torch.repeat_interleave(
+        offsets[:-1], seqlens, output_size=x.shape[0]
+    )  # of each token in its sequence
+    is_kept = index >= torch.repeat_interleave(skipped, seqlens, output_size=x.shape[0])
+    if mode == "max":
+        x = torch.where(is_kept[:, None], x, float("-inf"))
+        return torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True)
+    weights = (index + 1.0) if mode == "weightedmean" else torch.ones_like(index, dtype=x.dtype)
+    weights = torch.where(is_kept, weights, 0.0)
+    x = torch.where(is_kept[:, None], x, 0.0) * weights[:, None]
+    total = torch.segment_reduce(
+        torch.cat((x, weights[:, None]), dim=1), "sum", offsets=offsets, axis=0, unsafe=True
+    )
+    divisor = total[:, -1:].clamp(min=1e-9)
+    return total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)

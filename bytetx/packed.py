@@ -1,0 +1,147 @@
+"""PackedBatch: the one type that flows through bytetx, and the ways into and out of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import torch
+
+from bytetx.errors import InputError
+
+TokenIds = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """A batch of variable-length sequences as one row of real tokens; no pad token exists.
+
+    input_ids, position_ids: int32 [total_tokens]; positions already carry the family's offset.
+    token_type_ids: int32 [total_tokens], or None where the family has no token types.
+    cu_seqlens: int32 [batch_size + 1], prefix sums of the lengths, starts at 0.
+    seqlens: int32 [batch_size], always on the host, so that reading a length never waits for a GPU.
+    max_seqlen: tokens of the longest sequence, host int (0 for an empty batch).
+    inputs_embeds: [total_tokens, embedding_size], replaces the word embedding where it is given.
+    bias_positions: int32 [total_tokens], positions for a relative attention bias, where they are
+        not simply the index in the sequence (a padded mask with holes).
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    token_type_ids: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    seqlens: torch.Tensor
+    max_seqlen: int
+    inputs_embeds: torch.Tensor | None = None
+    bias_positions: torch.Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.seqlens.shape[0]
+
+    @property
+    def total_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
+        """This batch with its device tensors on `device`; `seqlens` stays on the host."""
+        moved = {
+            name: tensor.to(device, non_blocking=non_blocking)
+            for name in _DEVICE_FIELDS
+            if (tensor := getattr(self, name)) is not None
+        }
+        return replace(self, **moved)
+
+
+_DEVICE_FIELDS = (
+    "input_ids",
+    "position_ids",
+    "token_type_ids",
+    "cu_seqlens",
+    "inputs_embeds",
+    "bias_positions",
+)
+
+
+def pack(
+    token_ids: Sequence[TokenIds],
+    *,
+    token_type_ids: Sequence[TokenIds] | None = None,
+    has_token_types: bool = False,
+    position_offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """Packs sequences of token ids, without a loop over tokens.
+
+    token_ids: one sequence of ints a text; length 0 is allowed.
+    token_type_ids: the same lengths as token_ids; None means 0 everywhere.
+    has_token_types: whether the family has token types at all (False leaves the field None).
+    position_offset: position id of a sequence's first token (RoBERTa: padding_idx + 1).
+    Raises InputError where lengths differ or an id does not fit int32.
+    """
+    seqlens = np.fromiter(map(len, token_ids), dtype=np.int32, count=len(token_ids))
+    cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int32)
+    np.cumsum(seqlens, out=cu_seqlens[1:])
+    types = None
+    if has_token_types:
+        types = np.zeros(cu_seqlens[-1], dtype=np.int32)
+        if token_type_ids is not None:
+            _check_same_lengths(token_type_ids, seqlens)
+            types = _concatenate(token_type_ids, cu_seqlens[-1], name="token_type_ids")
+    batch = PackedBatch(
+        input_ids=torch.from_numpy(_concatenate(token_ids, cu_seqlens[-1], name="token_ids")),
+        position_ids=torch.from_numpy(_positions(cu_seqlens, seqlens, position_offset)),
+        token_type_ids=None if types is None else torch.from_numpy(types),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        seqlens=torch.from_numpy(seqlens),
+        max_seqlen=int(seqlens.max(initial=0)),
+    )
+    return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
+    """Views of packed rows, one [seqlen, ...] tensor a sequence."""
+    return list(torch.split(x, batch.seqlens.tolist()))
+
+
+def unpack(x: torch.Tensor, batch: PackedBatch, *, fill: float = 0.0) -> torch.Tensor:
+    """Packed rows [total_tokens, ...] as a right-padded [batch_size, max_seqlen, ...] tensor.
+
+    For callers that need a rectangle (Hugging Face outputs, tests); bytetx itself never does.
+    """
+    padded = x.new_full((batch.batch_size, batch.max_seqlen, *x.shape[1:]), fill)
+    lengths = batch.seqlens.to(x.device).unsqueeze(1)
+    padded[torch.arange(batch.max_seqlen, device=x.device) < lengths] = x
+    return padded
+
+
+def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.ndarray:
+    starts = np.repeat(cu_seqlens[:-1], seqlens)
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32)
+    positions -= starts
+    positions += np.int32(offset)
+    return positions
+
+
+def _concatenate(sequences: Sequence[TokenIds], total_tokens: int, *, name: str) -> np.ndarray:
+    try:
+        if all(isinstance(ids, np.ndarray) for ids in sequences) and len(sequences):
+            return np.concatenate(sequences).astype(np.int32, casting="same_kind", copy=False)
+        return np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=total_tokens)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(
+            f"{name} must hold integers that fit int32, one sequence a text: {error}"
+        ) from error
+
+
+def _check_same_lengths(token_type_ids: Sequence[TokenIds], seqlens: np.ndarray) -> None:
+    lengths = [len(ids) for ids in token_type_ids]
+    if lengths != seqlens.tolist():
+        raise InputError(
+            f"token_type_ids must have the lengths of token_ids {seqlens.tolist()[:8]}, "
+            f"got {lengths[:8]}"
+        )

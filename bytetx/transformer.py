@@ -1,0 +1,284 @@
+"""The forward pass of every family, top to bottom, on packed tokens."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.errors import CheckpointError
+from bytetx.ops.attention import varlen_attention
+from bytetx.ops.embedding import embed
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.packed import PackedBatch
+from bytetx.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """Scale and shift of a layer norm, each [hidden_size]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingWeights:
+    word: torch.Tensor  # [vocab_size, embedding_size]
+    position: torch.Tensor  # [max_positions + position_offset, embedding_size]
+    token_type: torch.Tensor | None  # [num_token_types, embedding_size]
+    norm: NormWeight
+    project: LinearWeight | None  # embedding_size -> hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    qkv: LinearWeight  # rows of q, then k, then v: [3 * hidden_size, hidden_size]
+    attn_out: LinearWeight
+    attn_norm: NormWeight
+    ffn_in: LinearWeight
+    ffn_out: LinearWeight
+    ffn_norm: NormWeight
+
+
+class Transformer:
+    """An encoder's weights and its forward pass. Holds no state between calls."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embeddings: EmbeddingWeights,
+        layers: list[LayerWeights],
+        relative_bias: torch.Tensor | None,
+    ):
+        self.spec = spec
+        self.embeddings = embeddings
+        self.layers = layers
+        self.relative_bias = relative_bias
+
+    @classmethod
+    def from_tensors(
+        cls,
+        spec: ModelSpec,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prepack: bool,
+    ) -> "Transformer":
+        """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
+
+        prepack: reorder linear weights for the CPU's GEMM; False keeps and shares the tensors
+        given, so that a caller who owns them does not hold them twice.
+        Raises CheckpointError naming every missing tensor, or the first of a wrong shape.
+        """
+        load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack)
+        load.require(_tensor_names(spec))
+        return cls(
+            spec,
+            _embedding_weights(spec, load),
+            [_layer_weights(spec, load, i) for i in range(spec.num_layers)],
+            _relative_bias(spec, load),
+        )
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        on_layer: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """Hidden states [total_tokens, hidden_size] of the last layer.
+
+        on_layer: called with the embedding's and then each layer's output.
+        """
+        x = self._embed(batch)
+        if on_layer:
+            on_layer(x)
+        for weights in self.layers:
+            x = self._post_norm_layer(x, weights, batch)
+            if on_layer:
+                on_layer(x)
+        return x
+
+    def _embed(self, batch: PackedBatch) -> torch.Tensor:
+        table = self.embeddings
+        x = embed(
+            batch.input_ids,
+            batch.position_ids,
+            batch.token_type_ids,
+            word=table.word,
+            position=table.position,
+            token_type=table.token_type,
+            norm_weight=table.norm.weight,
+            norm_bias=table.norm.bias,
+            eps=self.spec.norm_eps,
+            inputs_embeds=batch.inputs_embeds,
+        )
+        return x if table.project is None else linear(x, table.project)
+
+    def _post_norm_layer(
+        self, x: torch.Tensor, weights: LayerWeights, batch: PackedBatch
+    ) -> torch.Tensor:
+        spec = self.spec
+        qkv = linear(x, weights.qkv)  # [total_tokens, 3 * hidden_size]
+        q, k, v = qkv.view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
+        attended = varlen_attention(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+            relative_bias=self.relative_bias,
+            bias_positions=batch.bias_positions,
+        )
+        projected = linear(attended.view(-1, spec.hidden_size), weights.attn_out)
+        x = self._norm(projected, weights.attn_norm, residual=x)
+        inner = linear(x, weights.ffn_in, activation=spec.activation)
+        return self._norm(linear(inner, weights.ffn_out), weights.ffn_norm, residual=x)
+
+    def _norm(self, x: torch.Tensor, norm: NormWeight, *, residual: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, norm.weight, norm.bias, eps=self.spec.norm_eps, residual=residual)
+
+
+class TensorLoader:
+    """Reads named tensors into the model's dtype and device, and checks every shape."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prepack: bool,
+    ):
+        self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
+
+    def require(self, names: list[str]) -> None:
+        """Raises CheckpointError that lists every name the checkpoint lacks."""
+        missing = [name for name in names if name not in self.tensors]
+        if missing:
+            shown = ", ".join(missing[:12]) + (", ..." if len(missing) > 12 else "")
+            raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors: {shown}")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self.tensors[name]
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
+        tensor = tensor.detach().to(device=self.device, dtype=self.dtype)
+        if not torch.isfinite(tensor).all():
+            raise CheckpointError(
+                f"tensor {name!r} holds values that are not finite in {self.dtype}; "
+                "the file is damaged, or the weights need a wider dtype"
+            )
+        return tensor
+
+    def norm(self, stem: str, size: int) -> NormWeight:
+        return NormWeight(
+            self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
+        )
+
+    def linear(self, stems: list[str], n: int, k: int) -> LinearWeight:
+        """One linear of n outputs from one stem, or from several of n / len(stems) rows each."""
+        rows = n // len(stems)
+        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k)) for stem in stems])
+        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
+        return self.linear_from(weight, bias)
+
+    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
+        """A linear from tensors at hand: weight [n, k], bias [n]."""
+        return prepare_linear(weight, bias, prepack=self.prepack)
+
+
+def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors stacked along dim 0; no copy where they already lie one behind the other."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    offset = first.storage_offset()
+    for tensor in tensors:
+        adjacent = (
+            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.is_contiguous()
+            and tensor.storage_offset() == offset
+        )
+        if not adjacent:
+            return torch.cat(tensors)
+        offset += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def _tensor_names(spec: ModelSpec) -> list[str]:
+    stems = [spec.embeddings["norm"]]
+    if spec.embedding_size != spec.hidden_size:
+        stems.append(spec.embeddings["project"])
+    for i in range(spec.num_layers):
+        stems += [stem.format(i=i) for stem in spec.layer.values()]
+    plain = [spec.embeddings["word"], spec.embeddings["position"]]
+    if spec.num_token_types:
+        plain.append(spec.embeddings["token_type"])
+    if spec.relative_bias_buckets:
+        plain.append(spec.embeddings["relative_bias"])
+    return plain + [f"{stem}.{part}" for stem in stems for part in ("weight", "bias")]
+
+
+def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
+    names, width = spec.embeddings, spec.embedding_size
+    token_type = project = None
+    if spec.num_token_types:
+        token_type = load.tensor(names["token_type"], (spec.num_token_types, width))
+    if width != spec.hidden_size:
+        project = load.linear([names["project"]], spec.hidden_size, width)
+    return EmbeddingWeights(
+        word=load.tensor(names["word"], (spec.vocab_size, width)),
+        position=load.tensor(names["position"], (spec.max_positions + spec.position_offset, width)),
+        token_type=token_type,
+        norm=load.norm(names["norm"], width),
+        project=project,
+    )
+
+
+def _layer_weights(spec: ModelSpec, load: TensorLoader, i: int) -> LayerWeights:
+    names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    return LayerWeights(
+        qkv=load.linear([names["q"], names["k"], names["v"]], 3 * hidden, hidden),
+        attn_out=load.linear([names["attn_out"]], hidden, hidden),
+        attn_norm=load.norm(names["attn_norm"], hidden),
+        ffn_in=load.linear([names["ffn_in"]], inner, hidden),
+        ffn_out=load.linear([names["ffn_out"]], hidden, inner),
+        ffn_norm=load.norm(names["ffn_norm"], hidden),
+    )
+
+
+def _relative_bias(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
+    """The learned bucket table spread over distances: f32 [num_heads, 2 * max_positions - 1].
+
+    Column d + max_positions - 1 is the bias for key position minus query position = d.
+    Source: T5 (arXiv 1910.10683), section 2.1, the bidirectional buckets.
+    """
+    if not spec.relative_bias_buckets:
+        return None
+    shape = (spec.relative_bias_buckets, spec.num_heads)
+    table = load.tensor(spec.embeddings["relative_bias"], shape).float()
+    span = spec.max_positions + spec.position_offset  # a wrapped model may use every position
+    distance = torch.arange(-(span - 1), span, device=table.device)
+    return table[_bucket(distance, spec)].T.contiguous()
+
+
+def _bucket(distance: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Half the buckets for keys before the query, half for keys after; exact up to a quarter of
+    them, then logarithmic up to relative_bias_max_distance."""
+    half = spec.relative_bias_buckets // 2
+    exact = half // 2
+    size = distance.abs()
+    ratio = torch.log(size.float().clamp(min=1) / exact)
+    ratio = ratio / math.log(spec.relative_bias_max_distance / exact) * (half - exact)
+    far = (exact + ratio.to(torch.long)).clamp(max=half - 1)
+    return torch.where(size < exact, size, far) + (distance > 0) * half
