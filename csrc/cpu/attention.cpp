@@ -77,13 +77,14 @@ void check(const VarlenAttentionParams& p, int num_threads) {
             "relative_bias must span the longest sequence, its span", p.relative_bias_span);
 }
 
-// The first kernel of the best instruction set that the machine, this build and `wanted` allow.
-AttentionKernel choose_kernel(Isa wanted, DType dtype) {
-    const Isa isa = cpu::resolve_isa(wanted);
+// The kernel of `isa`, or of the best set below it that has one for this dtype.
+AttentionKernel choose_kernel(Isa isa, DType dtype) {
     AttentionKernel kernel = nullptr;
+#if defined(__x86_64__)
     if (isa >= Isa::avx512_bf16) kernel = cpu::attention_avx512bf16(dtype);
     if (kernel == nullptr && isa >= Isa::avx512) kernel = cpu::attention_avx512(dtype);
     if (kernel == nullptr && isa >= Isa::avx2) kernel = cpu::attention_avx2(dtype);
+#endif
     return kernel == nullptr ? cpu::attention_portable(dtype) : kernel;
 }
 
@@ -191,7 +192,7 @@ int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, i
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
     check(p, launch.num_threads);
     if (p.batch_size == 0 || p.total_tokens == 0) return;
-    const AttentionKernel kernel = choose_kernel(launch.isa, p.dtype);
+    const AttentionKernel kernel = choose_kernel(cpu::resolve_isa(launch.isa), p.dtype);
     const Plan plan(p, launch.num_threads);
     const int64_t total = plan.total_cost();
     int64_t num_threads = 1 + total / kMinThreadCost;

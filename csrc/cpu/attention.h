@@ -44,7 +44,8 @@ struct AttentionScratch {
 using AttentionKernel = void (*)(const VarlenAttentionParams& p, const AttentionItem& item,
                                  float* scratch);
 
-// The kernel of an instruction set, or nullptr where this build lacks it.
+// The kernel of an instruction set, or nullptr where it has none for the dtype.  All but the
+// portable one are built for x86-64 only.
 AttentionKernel attention_portable(DType dtype);
 AttentionKernel attention_avx2(DType dtype);
 AttentionKernel attention_avx512(DType dtype);
