@@ -10,6 +10,7 @@
 // The kernels are in attention_kernel.h.
 #include "cpu/attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <stdexcept>
@@ -30,10 +31,11 @@ using cpu::kMaxTileQueries;
 
 constexpr int64_t kAlign = 64;  // bytes: a cache line, so that threads share none
 
-// In units of one score (a query times a key).  Below kMinThreadCost, about 20 us, waking another
-// thread costs more than it brings.
-constexpr int64_t kItemCost = 512;
-constexpr int64_t kMinThreadCost = 1 << 16;
+// In multiply-adds of one of the two products.  An item's own cost is its packing and its loops'
+// ends.  A thread's least share is 5 us (bf16) or 15 us (f32) of AVX-512 work: less does not pay for
+// waking it.
+constexpr int64_t kItemCost = 1 << 14;
+constexpr int64_t kMinThreadCost = 1 << 19;
 constexpr int64_t kDrawsPerThread = 16;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -132,7 +134,7 @@ private:
         return p_.num_heads * ((seqlen + group_ - 1) / group_);
     }
     int64_t item_cost(int64_t seqlen) const {
-        return (seqlen < group_ ? seqlen : group_) * seqlen + kItemCost;
+        return (seqlen < group_ ? seqlen : group_) * seqlen * p_.head_dim + kItemCost;
     }
     int64_t count_items() const {
         int64_t count = 0;
@@ -195,9 +197,8 @@ void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
     const AttentionKernel kernel = choose_kernel(cpu::resolve_isa(launch.isa), p.dtype);
     const Plan plan(p, launch.num_threads);
     const int64_t total = plan.total_cost();
-    int64_t num_threads = 1 + total / kMinThreadCost;
-    if (num_threads > launch.num_threads) num_threads = launch.num_threads;
-    if (num_threads < 1) num_threads = 1;
+    const int64_t most_threads = launch.num_threads > 1 ? launch.num_threads : 1;
+    const int64_t num_threads = std::clamp(total / kMinThreadCost, int64_t{1}, most_threads);
     const int64_t num_draws = num_threads == 1 ? 1 : num_threads * kDrawsPerThread;
     char* scratch = static_cast<char*>(p.workspace) +
                     varlen_attention_workspace_bytes(p.batch_size, p.head_dim, 0) -

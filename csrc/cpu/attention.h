@@ -28,7 +28,9 @@ constexpr int32_t kKeyBlock = 256;
 constexpr int32_t kMaxTileQueries = 32;
 
 // One thread's scratch, in 32-bit words; the same for every instruction set, so that a workspace
-// serves them all.  Rows are rounded up to whole vectors of 16 words.
+// serves them all.  Rows are rounded up to whole vectors of 16 words.  Anonymous, so that no copy of
+// its functions is shared between files of different instruction sets.
+namespace {
 struct AttentionScratch {
     int64_t row_words;
     explicit AttentionScratch(int32_t head_dim) : row_words((head_dim + 15) / 16 * 16) {}
@@ -39,6 +41,7 @@ struct AttentionScratch {
         return scores_words() + 2 * keys_words() + 2 * queries_words() + 3 * kGroupQueries;
     }
 };
+}  // namespace
 
 // Computes one item; `scratch` holds AttentionScratch(head_dim).words() words.
 using AttentionKernel = void (*)(const VarlenAttentionParams& p, const AttentionItem& item,
