@@ -88,9 +88,8 @@ struct PoolParams {
 
 void pool(const PoolParams& p, const Launch& launch);
 
-// out[i] = sum over the keys j of i's own sequence of softmax_j(score(i, j)) v[j], no causal mask;
-// score(i, j) = softmax_scale * q[i] . k[j] + relative_bias[head, pos(j) - pos(i) + span - 1].
-// Rows hold heads side by side; a query head h reads key head h / (num_heads / num_kv_heads).
+// out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
+// score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
@@ -113,7 +112,7 @@ struct VarlenAttentionParams {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;
-    DType dtype;  // f32 or bf16
+    DType dtype;  // f32 or bf16 on a CPU
 };
 
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);

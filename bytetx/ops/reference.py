@@ -17,6 +17,7 @@ def varlen_attention(
     v: Tensor,
     cu_seqlens: Tensor,
     *,
+    max_seqlen: int,
     softmax_scale: float,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
@@ -28,9 +29,11 @@ def varlen_attention(
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
     """
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to total_tokens {q.shape[0]}, got {bounds}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    is_uniform = bias_positions is None
-    for start, count, seqlen in _runs(cu_seqlens.tolist(), merge=is_uniform):
+    for start, count, seqlen in _runs(bounds, merge=bias_positions is None):
         rows = slice(start, start + count * seqlen)
         qs, ks, vs = (
             t[rows].unflatten(0, (count, seqlen)).transpose(1, 2).float() for t in (q, k, v)
