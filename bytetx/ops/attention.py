@@ -79,7 +79,7 @@ def run_kernel(
     total_tokens, num_heads, head_dim = q.shape
     batch_size = cu_seqlens.shape[0] - 1
     kernel, workspace_bytes = _kernel(q.device)
-    launch = native.launch_args(q.device)
+    launch = native.launch_args(q.device, isa)
     num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
@@ -104,7 +104,6 @@ def run_kernel(
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
         *launch,
-        native.ISA_CODES[isa],
     )
     return out
 
