@@ -35,8 +35,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self.used.add(name)
         path, saved = self._names[name]
         try:
-            # A copy: a view would keep every page of the file that was read in memory.
-            return self._files[path].get_tensor(saved).clone()
+            return self._files[path].get_tensor(saved)
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {saved!r} cannot be read: {error}") from error
 
