@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a local folder or a hub id, and its JSON files, read with care."""
+"""Where a checkpoint's files are, a local folder or a hub id, and its JSON, read with care."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def resolve_checkpoint(
     """
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not any((folder / name).is_file() for name in ("config.json", "modules.json")):
             raise CheckpointError(
                 f"{folder} has no config.json; give the folder that save_pretrained wrote"
             )
@@ -52,13 +52,25 @@ def resolve_checkpoint(
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError names the file and the place where it breaks."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
+    content = _parse_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects from a file; CheckpointError as read_json."""
+    content = _parse_json(path)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise CheckpointError(f"{path} must hold a JSON list of objects")
+    return content
+
+
+def _parse_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What one checkpoint is: the family's facts from models/*.toml and the sizes of its config.json."""
+"""What one checkpoint is: its family's facts from models/*.toml, its config.json's sizes."""
 
 import tomllib
 from collections.abc import Mapping
@@ -135,12 +135,6 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
             f"config.json: hidden size {hidden_size} is no multiple of {num_heads} attention heads"
         )
     offset = _position_offset(table["architecture"]["position_offset"], values)
-    max_positions = values.size("max_position_embeddings") - offset
-    if max_positions < 1:
-        raise CheckpointError(
-            f"config.json: max_position_embeddings leaves {max_positions} usable positions "
-            f"after the family's offset of {offset}"
-        )
     activation, norm_eps = values.activation(), values.norm_eps()
     return ModelSpec(
         family=family,
@@ -153,7 +147,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=hidden_size // num_heads,
         intermediate_size=values.size("intermediate_size"),
         vocab_size=values.common_size("vocab_size"),
-        max_positions=max_positions,
+        max_positions=_usable_positions(values, offset),
         position_offset=offset,
         num_token_types=values.size("num_token_types", default=0),
         relative_bias_buckets=values.size("relative_bias_buckets", default=0),
@@ -228,7 +222,7 @@ def _checked(table: dict[str, Any], file_name: str) -> dict[str, Any]:
 def _refuse_variants(config: Mapping[str, Any]) -> None:
     if config.get("is_decoder") or config.get("add_cross_attention"):
         raise CheckpointError(
-            "config.json: is_decoder/add_cross_attention is set; this family runs as an encoder only"
+            "config.json: is_decoder/add_cross_attention is set; this family runs as encoder only"
         )
     position_kind = config.get("position_embedding_type", "absolute")
     if position_kind not in (None, "absolute"):
@@ -256,6 +250,16 @@ def _labels(config: Mapping[str, Any]) -> dict[int, str]:
         raise CheckpointError(
             f"config.json: id2label must map integers to labels: {error}"
         ) from error
+
+
+def _usable_positions(values: "_Values", offset: int) -> int:
+    max_positions = values.size("max_position_embeddings") - offset
+    if max_positions < 1:
+        raise CheckpointError(
+            f"config.json: max_position_embeddings leaves {max_positions} usable positions "
+            f"after the family's offset of {offset}"
+        )
+    return max_positions
 
 
 def _heads(table: Mapping[str, Any], activation: str, norm_eps: float) -> dict[str, HeadSpec]:

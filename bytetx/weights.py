@@ -35,7 +35,8 @@ class Weights(Mapping[str, torch.Tensor]):
         self.used.add(name)
         path, saved = self._names[name]
         try:
-            return self._files[path].get_tensor(saved)
+            # A copy: a view would keep every page of the file that was read in memory.
+            return self._files[path].get_tensor(saved).clone()
         except (SafetensorError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{path}: tensor {saved!r} cannot be read: {error}") from error
 
@@ -82,7 +83,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
         raise CheckpointError(
-            f"{folder} holds pickle weights (.bin), which can run code when opened and are refused; "
+            f"{folder} holds pickle weights (.bin), which can run code when opened: refused; "
             'convert once: python -c "from transformers import AutoModel as M; '
             f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )

@@ -7,6 +7,8 @@ from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+MAX_ROW_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
+
 
 def describe(value: object) -> str:
     """What was given, for an error text: a tensor's dtype, shape and device, or the type."""
@@ -56,3 +58,8 @@ def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -
     """Check a caller's output buffer: contiguous, of the given shape, `like`'s dtype and device."""
     require_tensor(name, out, shape=shape, dtypes=(like.dtype,), device=like.device)
     require_contiguous(name, out)
+
+
+def has_cpu_rows(dtype: torch.dtype, width: int) -> bool:
+    """Whether the CPU's row kernels take rows of this dtype and width (elements)."""
+    return dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH

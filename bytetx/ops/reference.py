@@ -111,11 +111,16 @@ def linear(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, residual: Tensor | None = None
 ) -> Tensor:
     """layer_norm(x + residual) over the last dim, sum and statistics in f32, in x's dtype."""
     h = x.float() if residual is None else x.float() + residual.float()
-    return F.layer_norm(h, (x.shape[-1],), weight.float(), bias.float(), eps).to(x.dtype)
+    return _norm(h, weight, bias, eps).to(x.dtype)
+
+
+def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    shift = None if bias is None else bias.float()
+    return F.layer_norm(h, (h.shape[-1],), weight.float(), shift, eps)
 
 
 def embed(
@@ -132,15 +137,25 @@ def embed(
     inputs_embeds: Tensor | None = None,
 ) -> Tensor:
     """Sum in f32 of the rows that the ids name, then the norm where there is one; word's dtype."""
-    h = word[input_ids.long()] if inputs_embeds is None else inputs_embeds
-    h = h.float()
+    h = _rows(word, "input_ids", input_ids) if inputs_embeds is None else inputs_embeds.float()
     if token_type is not None:
-        h = h + token_type[token_type_ids.long()].float()
+        h = h + _rows(token_type, "token_type_ids", token_type_ids)
     if position is not None:
-        h = h + position[position_ids.long()].float()
+        h = h + _rows(position, "position_ids", position_ids)
     if norm_weight is not None:
-        h = F.layer_norm(h, (h.shape[-1],), norm_weight.float(), norm_bias.float(), eps)
+        h = _norm(h, norm_weight, norm_bias, eps)
     return h.to(word.dtype)
+
+
+def _rows(table: Tensor, name: str, ids: Tensor) -> Tensor:
+    """table[ids] in f32; on CUDA the ids are checked by torch's device-side assertion alone."""
+    if not ids.is_cuda and bool((is_bad := (ids < 0) | (ids >= table.shape[0])).any()):
+        index = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"{name}[{index}] is {int(ids[index])}, but the table has {table.shape[0]} rows "
+            f"(ids 0 to {table.shape[0] - 1})"
+        )
+    return F.embedding(ids, table).float()
 
 
 def pool(

@@ -1,0 +1,158 @@
+"""The native core: loads _cpu and _cuda, hands out their kernels, and says what backs each op."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+
+import torch
+
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/ops.h
+ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}  # Isa there
+KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
+
+OPS = ("embed", "layer_norm", "linear", "varlen_attention", "pool")
+
+_library = torch.library.Library("bytetx", "FRAGMENT")
+
+
+def _load_cpu() -> ModuleType | str:
+    try:
+        import bytetx._cpu as module
+    except ImportError as error:
+        return f"bytetx._cpu does not load ({error}): build it with `pip install .` in the checkout"
+    return module
+
+
+def _load_cuda() -> ModuleType | str:
+    try:
+        import bytetx._cuda as module
+    except ModuleNotFoundError:
+        return (
+            "bytetx._cuda was not built: put nvcc 12.0 or later on PATH and run "
+            "`pip install -v .` in the checkout, which says what it found"
+        )
+    except ImportError as error:
+        return f"bytetx._cuda does not load ({error}): build it again with `pip install .`"
+    return module
+
+
+_modules = {"cpu": _load_cpu(), "cuda": _load_cuda()}
+
+
+def kernel(op: str, device: torch.device) -> Callable[..., None] | None:
+    """The native kernel of `op` for tensors on `device`, or None where the reference runs.
+
+    Call it with addresses, sizes and scalars in csrc/bindings.cpp's order, then
+    `*launch_args(device)`. Whether it takes the dtype and shape at hand is the op's to check.
+    """
+    found = _lookup(op, device.type, device.index)
+    return None if isinstance(found, str) else found
+
+
+def why_no_kernel(op: str, device: torch.device) -> str | None:
+    """Why `kernel` returns None, with what to do about it where something can be done."""
+    found = _lookup(op, device.type, device.index)
+    return found if isinstance(found, str) else None
+
+
+@cache
+def _lookup(op: str, device_type: str, index: int | None) -> Callable[..., None] | str:
+    module = _modules.get(device_type, f"no native core for device type {device_type}")
+    if isinstance(module, str):
+        return module
+    if device_type == "cuda":
+        refusal = _refuse_gpu(index)
+        if refusal is not None:
+            return refusal
+    return getattr(module, op, f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}")
+
+
+def _refuse_gpu(index: int | None) -> str | None:
+    """Why the kernels cannot run on this GPU, or None where they can."""
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA GPU"
+    capability = torch.cuda.get_device_capability(index)
+    if capability == KERNEL_CAPABILITY:
+        return None
+    name = torch.cuda.get_device_name(index)
+    return f"the kernels are for sm_90 (Hopper), and {name} is sm_{capability[0]}{capability[1]}"
+
+
+def launch_args(device: torch.device) -> tuple[int, int, int]:
+    """(device index, stream, num_threads): the three arguments that end every native call.
+
+    The stream is torch's current one on `device`, the thread count is torch's.
+    """
+    if device.type != "cuda":
+        return -1, 0, torch.get_num_threads()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return index, torch._C._cuda_getCurrentRawStream(index), 0
+
+
+def register(
+    name: str, schema: str, *, fn: Callable[..., object], fake: Callable[..., object]
+) -> None:
+    """Makes `fn` known to torch as torch.ops.bytetx.<name>, so that torch.compile sees one op.
+
+    schema: torch's schema text without the name, such as "(Tensor x, float eps) -> Tensor".
+    fake: returns empty outputs of the right shape and dtype; it runs while torch traces.
+    The eager engine calls `fn` itself and pays nothing for this.
+    """
+    _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, fn, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"bytetx::{name}", fake, lib=_library)
+
+
+@dataclass(frozen=True, slots=True)
+class OpBackend:
+    """What runs one op on each kind of device, and why it is not a kernel where it is not."""
+
+    op: str
+    cpu: str
+    cuda: str
+
+
+@dataclass(frozen=True, slots=True)
+class BackendReport:
+    """What backs bytetx on this machine."""
+
+    cpu: str  # processor and instruction set, or why _cpu does not load
+    cuda: str  # the architecture that _cuda holds code for, or why it does not load
+    gpu: str  # torch's current GPU, and why the kernels do not run on it where they do not
+    ops: tuple[OpBackend, ...]
+
+
+def backend_report() -> BackendReport:
+    """Says what backs each op on this machine's processor and on its current GPU."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    ops = (OpBackend(op, cpu=_backing(op, cpu), cuda=_backing(op, cuda)) for op in OPS)
+    return BackendReport(_describe_core("cpu"), _describe_core("cuda"), _describe_gpu(), tuple(ops))
+
+
+def _describe_core(device_type: str) -> str:
+    module = _modules[device_type]
+    if isinstance(module, str):
+        return module
+    return f"{platform.machine()}, {module.isa()}" if device_type == "cpu" else module.arch
+
+
+def _describe_gpu() -> str:
+    refusal = _refuse_gpu(None)
+    return torch.cuda.get_device_name() if refusal is None else refusal
+
+
+def _backing(op: str, device: torch.device) -> str:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return "none: torch finds no CUDA GPU"
+    if op == "linear":
+        return _backing_linear(device)
+    reason = why_no_kernel(op, device)
+    return f"torch: {reason}" if reason else f"native, {_describe_core(device.type)}"
+
+
+def _backing_linear(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "cuBLAS through torch"
+    return "oneDNN through torch" if torch.backends.mkldnn.is_available() else "torch's own GEMM"

@@ -1,0 +1,91 @@
+// The contract of the native core: one params struct and one declaration per op. csrc/cpu/ and
+// csrc/cuda/ both implement it, in two separate modules (_cpu and _cuda) that hide their symbols,
+// so one name serves both. No CUDA, Python or torch header is included here.
+//
+// For every op: pointers are the caller's and stay valid until the call returns (cpu) or the stream
+// has run it (cuda); nothing is allocated and nothing synchronises; a size of zero is no work.
+// Caller's faults throw std::invalid_argument, failures of the device std::runtime_error.
+#pragma once
+
+#include <cstdint>
+
+namespace bytetx {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+// Instruction sets of cpu/ kernels, each a superset of the one before it.
+enum class Isa : int { automatic = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4 };
+
+// Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.
+struct Launch {
+    int device;
+    void* stream;  // a cudaStream_t
+    int num_threads;
+    Isa isa;  // automatic: the best that the machine has
+};
+
+// out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias,  h = x + residual, statistics in f32.
+struct LayerNormParams {
+    const void* x;         // [total_tokens, hidden_size], dtype, contiguous
+    const void* residual;  // as x, or null for none
+    void* out;             // as x; may be x or residual itself
+    const void* weight;    // [hidden_size], dtype
+    const void* bias;      // [hidden_size], dtype, or null for none
+    int64_t total_tokens;
+    int64_t hidden_size;
+    float eps;
+    DType dtype;
+};
+
+void layer_norm(const LayerNormParams& p, const Launch& launch);
+
+// out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
+// f32. An id outside its table throws before anything is written, and names id, index and table.
+struct EmbedParams {
+    const int32_t* input_ids;       // [total_tokens], or null where inputs_embeds is given
+    const int32_t* position_ids;    // [total_tokens], read where position is given
+    const int32_t* token_type_ids;  // [total_tokens], read where token_type is given
+    const void* word;               // [num_words, hidden_size], dtype, contiguous like all tables
+    const void* position;           // [num_positions, hidden_size], or null for none
+    const void* token_type;         // [num_token_types, hidden_size], or null for none
+    const void* inputs_embeds;      // [total_tokens, hidden_size] in place of word, or null
+    const void* norm_weight;        // [hidden_size], or null for no norm
+    const void* norm_bias;          // [hidden_size], or null for none
+    void* out;                      // [total_tokens, hidden_size], dtype
+    int64_t total_tokens;
+    int64_t hidden_size;
+    int64_t num_words;
+    int64_t num_positions;
+    int64_t num_token_types;
+    float eps;
+    DType dtype;
+};
+
+void embed(const EmbedParams& p, const Launch& launch);
+
+enum class PoolMode : int {
+    cls = 0,
+    mean = 1,
+    max = 2,
+    mean_sqrt_len_tokens = 3,
+    weightedmean = 4,
+    lasttoken = 5
+};
+
+// One vector a sequence, in f32; a sequence with no token left is zeros.
+struct PoolParams {
+    const void* x;                // [total_tokens, hidden_size], dtype, contiguous
+    const int32_t* cu_seqlens;    // [batch_size + 1]
+    const int32_t* first_tokens;  // [batch_size], tokens skipped at each start, or null for none
+    float* out;                   // [batch_size, hidden_size]
+    int64_t batch_size;
+    int64_t total_tokens;
+    int64_t hidden_size;
+    PoolMode mode;
+    bool normalize;  // divide each vector by max(its l2 norm, 1e-12)
+    DType dtype;
+};
+
+void pool(const PoolParams& p, const Launch& launch);
+
+}  // namespace bytetx

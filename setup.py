@@ -1,0 +1,370 @@
+"""Builds the native core: bytetx._cpu always, bytetx._cuda where nvcc and the CUTLASS headers are.
+
+Objects are kept in build/objects under a hash of compiler and flags, and are compiled again only
+when the content of their source or of a header they include has changed. All cores compile at once.
+Settings: CXX (host compiler), CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's include folder).
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+OBJECTS = ROOT / "build" / "objects"
+CUTLASS = "nvidia-cutlass==4.2.0.0"
+OLDEST_NVCC = (12, 0)  # the first that knows C++20 and sm_90a
+
+CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+CUDA_FLAGS = [
+    *["-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-lineinfo"],
+    "--expt-relaxed-constexpr",  # CUTLASS calls constexpr host functions from kernels
+    *["-Xptxas", "-warn-spills", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"],
+]
+
+_AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+ISA_FLAGS = {  # file name suffix -> flags; such a file is left out on other processors
+    "_avx512bf16": [*_AVX512, "-mavx512bf16"],
+    "_avx512": _AVX512,
+    "_avx2": ["-mavx2", "-mfma", "-mf16c"],
+}
+
+
+class BuildError(SystemExit):
+    """A failure whose text is all that the user needs: no traceback follows it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"\nbytetx: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Cuda:
+    """nvcc, the headers it needs, and the text of its version."""
+
+    nvcc: str
+    cutlass: Path
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One source to one object; `key` stands for all that decides the object but file contents."""
+
+    source: str
+    command: tuple[str, ...]
+    key: str
+
+    def path(self, ending: str) -> Path:
+        return OBJECTS / f"{Path(self.source).stem}-{self.key}.{ending}"
+
+
+# ---- what this machine has
+
+
+@cache
+def host_compiler() -> tuple[str, ...]:
+    """The C++ compiler's command, checked to know C++20 and to have Python's headers."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = next((name for name in names if shutil.which(shlex.split(name)[0])), None)
+    if found is None:
+        raise BuildError(
+            f"no C++ compiler: looked for {', '.join(names)}. Install one that knows C++20, GCC 11 "
+            "or Clang 14 or later (Debian, Ubuntu: apt install g++), or name it in CXX."
+        )
+    command = tuple(shlex.split(found))
+    probe = "#include <concepts>\nstatic_assert(std::same_as<int, int>);\n"
+    check = [*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
+    checked = subprocess.run(check, input=probe, capture_output=True, text=True)
+    if checked.returncode:
+        raise BuildError(
+            f"{found} ({version_of(command)}) cannot compile C++20:\n{checked.stderr}"
+            "Use GCC 11 or Clang 14 or later, and name it in CXX."
+        )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise BuildError(
+            f"Python.h is not in {sysconfig.get_path('include')}. Install Python's headers "
+            "(Debian, Ubuntu: apt install python3-dev)."
+        )
+    return command
+
+
+def version_of(command: Iterable[str]) -> str:
+    """The line of `--version` that tells one release from another."""
+    said = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    lines = said.splitlines() or ["unknown version"]
+    return next((line for line in lines if "release" in line), lines[0]).strip()
+
+
+def find_nvcc() -> str | None:
+    """nvcc on PATH, else in CUDA_HOME."""
+    home = os.environ.get("CUDA_HOME")
+    return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
+
+
+def find_cutlass() -> Path | None:
+    """CUTLASS's include folder: BYTETX_CUTLASS_DIR, else the one in the package nvidia-cutlass."""
+    given = os.environ.get("BYTETX_CUTLASS_DIR")
+    if given:
+        places = [Path(given), Path(given, "include")]
+        found = next((p for p in places if (p / "cutlass" / "cutlass.h").exists()), None)
+        if found is None:
+            raise BuildError(f"BYTETX_CUTLASS_DIR is {given}, which has no cutlass/cutlass.h.")
+        return found
+    spec = importlib.util.find_spec("cutlass_library")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    places = [Path(folder, "source", "include") for folder in folders]
+    return next((p for p in places if (p / "cutlass" / "cutlass.h").exists()), None)
+
+
+@cache
+def find_cuda() -> Cuda | str:
+    """The CUDA tools, or the reason why _cuda is not built and what to do about it."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "no nvcc on PATH or in CUDA_HOME/bin"
+    version = version_of([nvcc])
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
+        need = ".".join(map(str, OLDEST_NVCC))
+        return f"{nvcc} is '{version}', and CUDA {need} or later is needed: put it first on PATH"
+    cutlass = find_cutlass()
+    if cutlass is None:
+        return (
+            f"{nvcc} is there, the CUTLASS headers are not: run `pip install --no-deps {CUTLASS}` "
+            "or set BYTETX_CUTLASS_DIR to CUTLASS's include folder, then build again"
+        )
+    return Cuda(nvcc, cutlass, version)
+
+
+# ---- what is compiled, and with which flags
+
+
+def relative(paths: Iterable[Path]) -> list[str]:
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
+
+
+def isa_of(source: str) -> str | None:
+    return next((isa for isa in ISA_FLAGS if Path(source).stem.endswith(isa)), None)
+
+
+def cpu_sources() -> list[str]:
+    """csrc/cpu, without the files for another kind of processor."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    every = relative((ROOT / "csrc" / "cpu").glob("*.cpp"))
+    return ["csrc/bindings.cpp", *(s for s in every if is_x86 or isa_of(s) is None)]
+
+
+def cuda_sources() -> list[str]:
+    folders = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "comm"]
+    return ["csrc/bindings.cpp", *relative(p for folder in folders for p in folder.glob("*.cu"))]
+
+
+def cpu_steps() -> list[Step]:
+    sources = cpu_sources()
+    isas = sorted({isa for source in sources if (isa := isa_of(source))})
+    defines = ["-DBYTETX_MODULE=_cpu", *(f"-DBYTETX_HAS{isa.upper()}" for isa in isas)]
+    return [host_step(s, [*defines, *ISA_FLAGS.get(isa_of(s) or "", [])]) for s in sources]
+
+
+def cuda_steps(cuda: Cuda) -> list[Step]:
+    defines = ["-DBYTETX_MODULE=_cuda", "-DBYTETX_CUDA"]
+    return [
+        cuda_step(source, cuda) if source.endswith(".cu") else host_step(source, defines)
+        for source in cuda_sources()
+    ]
+
+
+def host_step(source: str, flags: list[str]) -> Step:
+    import pybind11
+
+    compiler = host_compiler()
+    flags = [*CPU_FLAGS, *flags, "-Icsrc"]
+    systems = [sysconfig.get_path("include"), pybind11.get_include()]
+    versions = [version_of(compiler), sys.implementation.cache_tag, pybind11.__version__]
+    return make_step(source, [*compiler, *flags], systems, versions)
+
+
+def cuda_step(source: str, cuda: Cuda) -> Step:
+    compiler = [cuda.nvcc, *(["-ccbin", host_compiler()[0]] if os.environ.get("CXX") else [])]
+    cutlass = (cuda.cutlass / "cutlass" / "version.h").read_text()
+    versions = [cuda.version, version_of(host_compiler()), cutlass]
+    return make_step(source, [*compiler, *CUDA_FLAGS, "-Icsrc"], [cuda.cutlass], versions)
+
+
+def make_step(source: str, command: list[str], systems: list, versions: list[str]) -> Step:
+    """System folders count by the version of what they hold: isolated builds move them about."""
+    key = hashlib.sha256(json.dumps([source, command, versions]).encode()).hexdigest()[:16]
+    includes = [part for folder in systems for part in ("-isystem", str(folder))]
+    return Step(source, (*command, *includes), key)
+
+
+# ---- compiling and linking
+
+
+def content_hash(path: str) -> str:
+    try:
+        return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return "gone"
+
+
+def dependencies(depfile: Path) -> list[str]:
+    """Our own files in a make rule as compilers write it: continued lines, escaped spaces."""
+    text = depfile.read_text().replace("\\\n", " ")
+    names = re.findall(r"(?:\\ |\S)+", text.split(":", 1)[1])
+    paths = (ROOT / name.replace("\\ ", " ") for name in names)
+    return relative({path for path in paths if path.is_relative_to(ROOT / "csrc")})
+
+
+def cached_log(step: Step) -> str | None:
+    """What the compiler said when it made this object, or None when it must be made (again)."""
+    if not step.path("o").exists() or not step.path("json").exists():
+        return None
+    record = json.loads(step.path("json").read_text())
+    is_fresh = all(content_hash(path) == seen for path, seen in record["files"].items())
+    return record["log"] if is_fresh else None
+
+
+def compile_step(step: Step) -> str:
+    """Runs the compiler; returns its warnings. The record comes last: a killed build is safe."""
+    step.path("json").unlink(missing_ok=True)
+    outputs = ["-MMD", "-MF", str(step.path("d")), "-c", step.source, "-o", str(step.path("o"))]
+    command = [*step.command, *outputs]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+    log = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        raise BuildError(f"cannot compile {step.source}\n$ {shlex.join(command)}\n{log}")
+    files = {path: content_hash(path) for path in dependencies(step.path("d"))}
+    step.path("json").write_text(json.dumps({"files": files, "log": log}))
+    return log
+
+
+def num_cores() -> int:
+    """The cores this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_all(steps: list[Step], jobs: int) -> None:
+    """Brings every object up to date; warnings of objects that were kept are said again."""
+    OBJECTS.mkdir(parents=True, exist_ok=True)
+    lock, done = threading.Lock(), 0
+
+    def bring_up_to_date(step: Step) -> None:
+        nonlocal done
+        log = cached_log(step)
+        how = "compiled" if log is None else "kept"
+        log = compile_step(step) if log is None else log
+        with lock:
+            done += 1
+            print(f"[{done}/{len(steps)}] {how} {step.source}", *filter(None, [log]), sep="\n")
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = [pool.submit(bring_up_to_date, step) for step in steps]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def link(linker: list[str], steps: list[Step], output: Path) -> None:
+    """Links objects into a shared library, and keeps it for as long as no object changes."""
+    objects = [step.path("o") for step in steps]
+    parts = [linker, [hashlib.sha256(path.read_bytes()).hexdigest() for path in objects]]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    kept = OBJECTS / f"{output.name.split('.')[0]}-{key}.so"
+    if not kept.exists():
+        partial = kept.with_suffix(".partial")
+        command = [*linker, *map(str, objects), "-o", str(partial)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            log = done.stdout + done.stderr
+            raise BuildError(f"cannot link {output.name}\n$ {shlex.join(command)}\n{log}")
+        partial.replace(kept)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.unlink(missing_ok=True)  # a running process may have the old file mapped
+    shutil.copyfile(kept, output)
+
+
+# ---- setuptools commands
+
+
+class BuildNative(build_ext):
+    """build_ext with our own compile step; setuptools decides where the modules go."""
+
+    def build_extensions(self) -> None:
+        cuda = find_cuda()
+        has_cuda = isinstance(cuda, Cuda)
+        print(f"bytetx._cpu: {version_of(host_compiler())}")
+        print(f"bytetx._cuda: {cuda.version}" if has_cuda else f"bytetx._cuda: not built: {cuda}")
+        modules = {"bytetx._cpu": cpu_steps()} | (
+            {"bytetx._cuda": cuda_steps(cuda)} if has_cuda else {}
+        )
+        jobs = int(self.parallel or 0) or num_cores()
+        compile_all([step for steps in modules.values() for step in steps], jobs)
+        for extension in self.extensions:
+            linker = self.linker(extension.name, cuda)
+            link(linker, modules[extension.name], Path(self.get_ext_fullpath(extension.name)))
+
+    @staticmethod
+    def linker(name: str, cuda: Cuda | str) -> list[str]:
+        """nvcc knows where its static cudart is; its symbols stay inside the module."""
+        if name == "bytetx._cuda":
+            return [cuda.nvcc, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+        is_mac = sys.platform == "darwin"
+        kind = ["-bundle", "-undefined", "dynamic_lookup"] if is_mac else ["-shared"]
+        return [*host_compiler(), *kind, "-pthread"]
+
+
+class BuildWithModels(build_py):
+    """Puts models/*.toml into the wheel as bytetx/models; editable installs read the checkout's."""
+
+    def run(self) -> None:
+        if self.editable_mode:
+            return super().run()
+        # What was renamed since the last build would otherwise live on in the wheel.
+        shutil.rmtree(Path(self.build_lib, "bytetx"), ignore_errors=True)
+        super().run()
+        target = Path(self.build_lib, "bytetx", "models")
+        target.mkdir(parents=True, exist_ok=True)
+        for path in sorted((ROOT / "models").glob("*.toml")):
+            shutil.copyfile(path, target / path.name)
+
+
+def extensions() -> list[Extension]:
+    found = [Extension("bytetx._cpu", cpu_sources())]
+    if isinstance(find_cuda(), Cuda):
+        found.append(Extension("bytetx._cuda", cuda_sources()))
+    return found
+
+
+def build_requirements() -> list[str]:
+    """CUTLASS where nvcc is; egg_info is the command by which installers ask for requirements."""
+    is_asking = "egg_info" in sys.argv
+    return [CUTLASS] if is_asking and find_nvcc() and find_cutlass() is None else []
+
+
+if __name__ == "__main__":
+    setup(
+        ext_modules=extensions(),
+        cmdclass={"build_ext": BuildNative, "build_py": BuildWithModels},
+        setup_requires=build_requirements(),
+    )

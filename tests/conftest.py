@@ -1,0 +1,44 @@
+"""What every test shares: GPU markers, a reproducible hypothesis profile, no network."""
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what needs more GPUs than there are; torch is asked only when a test needs one."""
+    needs = {item: needed for item in items if (needed := gpus_needed(item))}
+    if not needs:
+        return
+    import torch
+
+    present = torch.cuda.device_count()
+    for item, needed in needs.items():
+        if needed > present:
+            reason = f"needs {needed} CUDA GPUs, this machine has {present}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def gpus_needed(item: pytest.Item) -> int:
+    many = item.get_closest_marker("gpus")
+    if many is not None:
+        return many.args[0]
+    return 1 if item.get_closest_marker("gpu") is not None else 0
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test starts from the same random state; tests without torch do not pay its import."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)

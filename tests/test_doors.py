@@ -1,0 +1,218 @@
+"""The rules of the house, read from the source: who may import whom, and how long things may be."""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "bytetx"
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 40
+
+# Height of every room; a room imports rooms of its own height or below. The longest prefix counts.
+HEIGHTS = {
+    "bytetx": 5,  # the public surface
+    "bytetx.__main__": 6,
+    "bytetx.cli": 6,
+    "bytetx.bench": 5,
+    "bytetx.files": 5,
+    "bytetx.hf": 5,
+    "bytetx.serve": 5,
+    "bytetx.model": 4,
+    "bytetx.engine": 3,
+    "bytetx.heads": 2,
+    "bytetx.parallel": 2,
+    "bytetx.transformer": 2,
+    "bytetx.weights": 2,
+    "bytetx.ops": 1,
+    "bytetx.ops.native": 0,
+    "bytetx.config": 0,
+    "bytetx.demo": 0,
+    "bytetx.errors": 0,
+    "bytetx.family": 0,
+    "bytetx.packed": 0,
+    "bytetx.spec": 0,
+}
+WITHOUT_TORCH = [
+    "bytetx.engine.kv_cache",
+    "bytetx.engine.request",
+    "bytetx.engine.scheduler",
+    "bytetx.parallel.plan",
+    "bytetx.spec",
+]
+COMPILED = {"bytetx._cpu", "bytetx._cuda"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported module name, with the line that imports it."""
+
+    target: str
+    line: int
+    name: str | None = None  # the name taken from the module, for `from target import name`
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(module: str) -> Iterator[Import]:
+    """Every import in a module, lazy ones too; `from package import module` names the module."""
+    for node in ast.walk(tree(modules()[module])):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno}: relative import"
+            for alias in node.names:
+                deeper = f"{node.module}.{alias.name}"
+                is_module = deeper in modules() or deeper in COMPILED
+                target = deeper if is_module else node.module
+                yield Import(target, node.lineno, None if is_module else alias.name)
+
+
+def height(module: str) -> int:
+    """The height of the room that a module is in; a name that stands nowhere is an error."""
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        room = ".".join(parts[:length])
+        if room in HEIGHTS:
+            return HEIGHTS[room]
+    assert module == "bytetx", f"{module} is in no known room: give it a height in {__file__}"
+    return HEIGHTS["bytetx"]
+
+
+def is_inside(target: str, package: str) -> bool:
+    return target == package or target.startswith(f"{package}.")
+
+
+def offences(rule: Callable[[str, Import], str | None]) -> list[str]:
+    """`file:line: text` for every import on which rule(module, import) returns a text."""
+    return [
+        f"{modules()[module].relative_to(ROOT)}:{found.line}: {text}"
+        for module in modules()
+        for found in imports(module)
+        if (text := rule(module, found))
+    ]
+
+
+def test_imports_point_down() -> None:
+    def rule(module: str, found: Import) -> str | None:
+        if not is_inside(found.target, "bytetx") or found.target in COMPILED:
+            return None
+        if found.name == "__version__" or module == "bytetx":
+            return None
+        is_up = height(found.target) > height(module)
+        return f"{module} reaches up to {found.target}" if is_up else None
+
+    assert offences(rule) == []
+
+
+def test_only_ops_native_imports_the_compiled_modules() -> None:
+    def rule(module: str, found: Import) -> str | None:
+        is_offence = found.target in COMPILED and module != "bytetx.ops.native"
+        return f"imports {found.target}" if is_offence else None
+
+    assert offences(rule) == []
+
+
+def test_only_ops_turn_tensors_into_pointers() -> None:
+    """A storage's address may be compared anywhere: it says whether two tensors share memory."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for module, path in modules().items()
+        if not is_inside(module, "bytetx.ops")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr == "data_ptr"
+        if "untyped_storage" not in ast.unparse(node.value)
+    ]
+    assert found == []
+
+
+def test_torch_distributed_stays_in_parallel() -> None:
+    def rule(module: str, found: Import) -> str | None:
+        full_name = f"{found.target}.{found.name}"
+        is_used = is_inside(full_name, "torch.distributed")
+        is_offence = is_used and not is_inside(module, "bytetx.parallel")
+        return "imports torch.distributed" if is_offence else None
+
+    assert offences(rule) == []
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_planning_needs_no_torch(module: str) -> None:
+    """Neither the module nor what it imports from this package imports torch (or numpy)."""
+    seen, ahead = set(), [module] if module in modules() else []
+    while ahead:
+        current = ahead.pop()
+        seen.add(current)
+        for found in imports(current):
+            heavy = found.target.split(".")[0] in ("torch", "numpy")
+            assert not heavy, (
+                f"{current}:{found.line} imports {found.target}, reached from {module}"
+            )
+            if found.target in modules() and found.target not in seen and found.target != "bytetx":
+                ahead.append(found.target)
+
+
+def test_environment_is_read_in_cli_alone() -> None:
+    def rule(module: str, found: Import) -> str | None:
+        is_read = found.target == "os" and found.name in ("environ", "getenv")
+        return f"takes os.{found.name}" if is_read and module != "bytetx.cli" else None
+
+    attributes = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for module, path in modules().items()
+        if module != "bytetx.cli"
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    ]
+    assert offences(rule) + attributes == []
+
+
+def python_files() -> list[Path]:
+    return [ROOT / "setup.py", *modules().values(), *sorted((ROOT / "tests").rglob("*.py"))]
+
+
+def test_files_are_short() -> None:
+    lengths = {
+        path.relative_to(ROOT): len(path.read_text().splitlines()) for path in python_files()
+    }
+    too_long = {str(path): lines for path, lines in lengths.items() if lines > MAX_FILE_LINES}
+    assert too_long == {}, f"lines, at most {MAX_FILE_LINES}"
+
+
+def test_functions_are_short() -> None:
+    """Counted without signature and docstring, which say more the longer they are."""
+    too_long = {
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": lines
+        for path in python_files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (lines := body_lines(node)) > MAX_FUNCTION_LINES
+    }
+    assert too_long == {}, f"lines, at most {MAX_FUNCTION_LINES}"
+
+
+def body_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[-1].end_lineno - body[0].lineno + 1 if body else 0
+
+
+def test_every_file_says_what_it_is() -> None:
+    silent = [str(p.relative_to(ROOT)) for p in python_files() if not ast.get_docstring(tree(p))]
+    assert silent == []
