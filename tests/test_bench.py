@@ -1,5 +1,6 @@
 """bytetx bench: texts, records, table, plots, and a whole quick run on a tiny checkpoint."""
 
+import io
 import json
 import math
 import string
@@ -121,7 +122,7 @@ def test_source_hash_follows_content_and_names_of_the_measured_code(tmp_path: Pa
 
 def test_table_shows_ratios_rate_and_the_floors_fraction() -> None:
     memory = replace(RECORD, case="memory", unit="MiB", rivals={}, floor=None)
-    console = Console(width=160, record=True, quiet=True)
+    console = Console(width=160, record=True, file=io.StringIO())
     console.print(records_table([RECORD, memory]))
     text = console.export_text()
     for shown in ("20,000 tokens/s", "80%", "200 (4.00x)", "125 (2.50x)", "50 MiB"):
