@@ -2,10 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +11,7 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
-from bytetx.errors import BytetxError, InputError
+from bytetx.errors import BytetxError
 from bytetx.files.options import JobOptions, with_job_options
 
 # What click calls UsageError and ClickException; typer names only their child.
@@ -160,3 +158,31 @@ def rerank(
         raise typer.BadParameter("--query and --query-file exclude each other")
     given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
     run_rank_job(options, rerank_task(given), query=query, query_file=query_file)
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", envvar="BYTETX_MODEL", help="Checkpoint folder or hub id."),
+    ] = None,
+    device: Annotated[str, typer.Option(envvar="BYTETX_DEVICE", help="As for embed.")] = "auto",
+    dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help="As for embed.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """What backs each op on this machine, why a kernel is not used, and what a checkpoint is."""
+    from bytetx.report import checkpoint_report, machine_report, print_report
+
+    report = machine_report()
+    if model is not None:
+        from bytetx.config import resolve_checkpoint
+        from bytetx.model import load
+
+        folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
+        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype), folder)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report, Console(highlight=False))

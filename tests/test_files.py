@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from bytetx.engine.request import RunStats
+
 from bytetx.errors import InputError
 from bytetx.files.job import run_job
 from bytetx.files.reader import RankRequest, Record, Shape, open_sources, read_records
@@ -256,7 +256,7 @@ def test_npy_rows_stand_in_order_and_errors_are_nan_rows(texts: Path, tmp_path: 
     assert vectors.shape == (40, DIM) and vectors.dtype == np.float32
     assert [i for i in range(40) if np.isnan(vectors[i]).all()] == [3, 11, 39]
     assert vectors[5, 0] == 5 and counts.num_errors == 3 and counts.num_texts == 40
-    errors = [json.loads(line) for line in Path(f"{out}.errors.jsonl").open()]
+    errors = [json.loads(line) for line in Path(f"{out}.errors.jsonl").read_text().splitlines()]
     assert [row["index"] for row in errors] == [3, 11, 39]
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "v.npy", "v.npy.errors.jsonl"]
 

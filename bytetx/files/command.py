@@ -68,9 +68,7 @@ def run_rank_job(
     _run(options, task, lambda: read_records(sources, by_line), total_bytes=total_bytes)
 
 
-def _ranking(
-    queries: Iterable[Record], sources: list[Source], shape: Shape
-) -> Iterator[Record]:
+def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> Iterator[Record]:
     """Every query with all documents; a query that could not be read stays its error."""
     documents = tuple(record.value for record in read_records(sources, shape))
     for query in queries:

@@ -122,9 +122,7 @@ class JobOptions:
     ] = False
     overwrite: Annotated[
         bool,
-        typer.Option(
-            "--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT
-        ),
+        typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT),
     ] = False
 
     @property

@@ -19,7 +19,7 @@ _GROUP_ROWS = 4096
 def vectors_to_parquet(vectors: np.ndarray, errors: Path | None, out: Path) -> None:
     """vectors [n, dim] float32 -> columns index, embedding (null for an error) and error.
 
-    errors: the list of errors, one JSON object {"index", "error"} a line; None where there are none.
+    errors: the list of errors, {"index", "error"} on each line; None where there are none.
     """
     import pyarrow as pa
 

@@ -122,4 +122,3 @@ def model_identity(folder: Path) -> str:
 
 
 _SAMPLE_BYTES = 1 << 20
-

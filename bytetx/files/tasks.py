@@ -1,4 +1,4 @@
-"""The tasks as batch jobs see them: how the model runs a stream, and how its answers are spelled."""
+"""The tasks as batch jobs see them: how the model runs a stream, how its answers are spelled."""
 
 import json
 import re
@@ -34,8 +34,8 @@ def embed_task(options: dict[str, Any]) -> Task:
     """options: keyword arguments of Model.embed."""
 
     def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
-        # One empty text: what is wrong with the options shows now, and the size of a vector.
-        dim = model.embed([""], **options).vectors.shape[1]
+        # No text at all: what is wrong with the options shows now, and the size of a vector.
+        dim = model.embed([], **options).vectors.shape[1]
         encoder = VectorEncoder(dim) if as_rows else LineEncoder(_vector_json(dim))
         return _streaming(model.embed, options), encoder
 
@@ -59,6 +59,7 @@ def rerank_task(options: dict[str, Any]) -> Task:
     """Hits of each query, best first. options: keyword arguments of Model.rerank."""
 
     def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        model.rerank("", [], **options)  # what is wrong with the model or the options shows now
         return lambda requests: _RankStream(model, requests, options), LineEncoder(_json)
 
     return Task("rerank", options, open_task)
@@ -135,4 +136,3 @@ def _vector_json(dim: int) -> Callable[[Any], str]:
         return f'{{"embedding": [{text}]}}'
 
     return to_json
-

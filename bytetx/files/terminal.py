@@ -54,7 +54,13 @@ def _show_nothing(counts: Counts, end_bytes: int) -> None:
 
 
 def _make_progress(console: Console, has_total: bool) -> Any:
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     end = (
         (TextColumn("{task.percentage:>3.0f}%"), TimeRemainingColumn(compact=True))
@@ -62,9 +68,7 @@ def _make_progress(console: Console, has_total: bool) -> Any:
         else (TimeElapsedColumn(),)
     )
     columns = ("[bold]{task.description}", BarColumn(24), "{task.fields[texts]}")
-    return Progress(
-        *columns, "[cyan]{task.fields[rate]}", *end, console=console, transient=True
-    )
+    return Progress(*columns, "[cyan]{task.fields[rate]}", *end, console=console, transient=True)
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[object]:
@@ -88,8 +92,11 @@ def closing_line(counts: Counts, *, what: str) -> str:
         parts.append(f"{counts.num_truncated:,} truncated")
     parts.append(f"{counts.num_errors:,} errors")
     seconds = max(counts.seconds, 1e-3)
-    rate = f"{short(counts.num_texts / seconds)} texts/s, {short(counts.num_tokens / seconds)} tokens/s"
-    return f"{what}: {', '.join(parts)}; {seconds:.1f} s, {rate}"
+    rates = [
+        f"{short(count / seconds)} {unit}/s"
+        for count, unit in ((counts.num_texts, "texts"), (counts.num_tokens, "tokens"))
+    ]
+    return f"{what}: {', '.join(parts)}; {seconds:.1f} s, {', '.join(rates)}"
 
 
 def short(number: float) -> str:

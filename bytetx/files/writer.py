@@ -26,7 +26,7 @@ class OutputError(BytetxError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result, encoded. error_line: for the list of errors, where `data` cannot hold the text."""
+    """One result, encoded. error_line: for the list of errors, where `data` has no room for it."""
 
     data: bytes
     error_line: bytes = b""
@@ -92,7 +92,9 @@ class LineEncoder:
         return Row(_error_line(index, result), is_error=True)
 
 
-_NOT_FINITE = InputError("the model's answer is not finite; check its weights, or try another dtype")
+_NOT_FINITE = InputError(
+    "the model's answer is not finite; check its weights, or try another dtype"
+)
 
 
 def _error_line(index: int, error: Exception) -> bytes:
@@ -256,7 +258,7 @@ class StagedOutput:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Ends the job. Committed rows of an unfinished one stay; one without any leaves nothing."""
+        """Ends the job: committed rows of an unfinished one stay, one without any leaves nothing."""
         os.close(self._data)
         if self._errors is not None:
             os.close(self._errors)
