@@ -45,8 +45,7 @@ class Tokenizer:
         self.pad_token_id = self._special_id(config, "pad_token")
         frame = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
         self.frame_ids = {self._special_id(config, name) for name in frame} - {None}
-        input_names = config.get("model_input_names")
-        self.has_token_types = input_names is None or "token_type_ids" in input_names
+        self.has_token_types = _has_token_types(config)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
 
     def encode(
@@ -149,6 +148,15 @@ def _special_tokens(folder: Path) -> dict[str, Any]:
             content = read_json(folder / name)
             merged.update({key: value for key, value in content.items() if value is not None})
     return merged
+
+
+def _has_token_types(config: Mapping[str, Any]) -> bool:
+    """Whether a pair's second text gets token type 1, as the tokenizer's own class would do."""
+    input_names = config.get("model_input_names")
+    if input_names is None:
+        # The one class that leaves token types out unless its config names them.
+        return config.get("tokenizer_class") != "TokenizersBackend"
+    return "token_type_ids" in input_names
 
 
 def _lower_case(backend: tokenizers.Tokenizer) -> None:

@@ -81,14 +81,15 @@ def _run_cpu(
     if plot and record is None:
         raise BytetxError("--plot draws from a file of records; add --record FILE")
     suite = cpu_suite(QUICK if quick else Sizes(), patterns=case, checkpoint=model)
-    console.print(f"{suite.device}; " + ", ".join(f"{k} {v}" for k, v in suite.versions.items()))
+    versions = ", ".join(f"{name} {version}" for name, version in suite.versions.items())
+    console.print(f"{suite.device}; {versions}", highlight=False, soft_wrap=True)
     done, seen = [], set()
     command = _command(case, model)
     for measured, notes in run_suite(suite, command=command, record_to=record):
         done.append(measured)
-        console.print(summary_line(measured), highlight=False, markup=False)
+        console.print(summary_line(measured), highlight=False, markup=False, soft_wrap=True)
         for note in sorted(set(notes) - seen):
-            console.print(f"  {note}", highlight=False, markup=False)
+            console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
         seen.update(notes)
     console.print(records_table(done))
     if plot and record is not None:

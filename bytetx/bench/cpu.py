@@ -15,6 +15,7 @@ from bytetx.bench import measure, rivals, texts
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected
+from bytetx.demo import demo_checkpoint
 from bytetx.errors import BytetxError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -136,7 +137,7 @@ class Contest:
     def _lengths(self, inputs: Inputs) -> list[int]:
         """Tokens of each input, special tokens included."""
         if isinstance(inputs[0], str):
-            return self.model.tokenizer.lengths(inputs)
+            return [len(encoding.ids) for encoding in self.model.tokenizer.encode(inputs)]
         return [len(ids) for ids in inputs]
 
 
@@ -155,7 +156,7 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
         name = checkpoint.resolve().name
         yield from _model_cases(name, checkpoint, sizes, patterns)
         return
-    demo = bytetx.demo_checkpoint()
+    demo = demo_checkpoint()
     yield from _model_cases("minilm", demo, sizes, patterns)
     if any(is_selected(name, patterns) for name in _case_names("bert-base")):
         with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bytetx import __version__
+
 BATCH_SIZE = 32  # sentence-transformers' default
 
 Inputs = Sequence[str] | Sequence[Sequence[int]]
@@ -117,8 +119,8 @@ def load_rivals(checkpoint: Path, dtype: torch.dtype) -> Loaded:
 
 def versions(names: Sequence[str]) -> dict[str, str]:
     """Versions of bytetx, torch and the named packages, those that are installed."""
-    found = {}
-    for name in ("bytetx", "torch", *names):
+    found = {"bytetx": __version__}
+    for name in ("torch", *names):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -2,14 +2,17 @@
 
 import math
 import random
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import cycle, islice
+from itertools import cycle
 from pydoc_data.topics import topics
 
-# WordPiece tokens per word of this prose with BERT's uncased vocabulary, measured: technical terms
-# and punctuation split more than everyday English does.
-_TOKENS_PER_WORD = 1.36
+# WordPiece cuts at every border of letters, digits and signs, and rare words further: tokens of
+# BERT's uncased vocabulary per piece of this prose, measured.
+_PIECES = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
+_TOKENS_PER_PIECE = 1.1
 _SPECIAL_TOKENS = 2  # [CLS] and [SEP]
 _MIN_PARAGRAPH_WORDS = 8
 
@@ -53,8 +56,7 @@ def english_passages(count: int, *, lengths: Lognormal = PASSAGE_TEXTS, seed: in
     """
     rng = random.Random(seed)
     words = cycle(_prose_words())
-    tokens = (lengths.draw(rng) - _SPECIAL_TOKENS for _ in range(count))
-    return [" ".join(islice(words, max(1, round(n / _TOKENS_PER_WORD)))) for n in tokens]
+    return [_passage(words, lengths.draw(rng) - _SPECIAL_TOKENS) for _ in range(count)]
 
 
 def profile_lengths(profile: str, *, total_tokens: int, seed: int = 0) -> list[int]:
@@ -80,10 +82,23 @@ def random_token_ids(lengths: list[int], *, vocab_size: int, seed: int = 0) -> l
     return [rng.choices(range(1, vocab_size), k=length) for length in lengths]
 
 
+def _passage(words: Iterator[tuple[str, float]], tokens: int) -> str:
+    """The next words, until about `tokens` tokens are reached; at least one word."""
+    word, size = next(words)
+    taken = [word]
+    while size < tokens:
+        word, more = next(words)
+        taken.append(word)
+        size += more
+    return " ".join(taken)
+
+
 @cache
-def _prose_words() -> tuple[str, ...]:
+def _prose_words() -> tuple[tuple[str, float], ...]:
+    """The prose word by word, each with its estimated number of tokens."""
     paragraphs = (p for _, topic in sorted(topics.items()) for p in topic.split("\n\n"))
-    return tuple(word for p in paragraphs if _is_prose(p) for word in _plain(p).split())
+    words = (word for p in paragraphs if _is_prose(p) for word in _plain(p).split())
+    return tuple((word, _TOKENS_PER_PIECE * len(_PIECES.findall(word))) for word in words)
 
 
 def _is_prose(paragraph: str) -> bool:
