@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
@@ -159,3 +160,10 @@ def texts(num_texts: int, *, max_words: int = 20, seed: int = 0) -> list[str]:
         return int(torch.randint(high, (1,), generator=generator))
 
     return [" ".join(words[draw(len(words))] for _ in range(draw(max_words + 1))) for _ in range(num_texts)]
+
+
+def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest of 1 - cos over the rows."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cos = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    return float((1 - cos).max())
