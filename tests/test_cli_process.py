@@ -17,8 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_TEXTS = 1500
 
 
+# The command as installed, but for commits after every window: these jobs end within a second.
+COMMITS_OFTEN = """
+import bytetx.files.job
+bytetx.files.job.COMMIT_SECONDS = 0
+from bytetx.cli import main
+main()
+"""
+
+
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "bytetx", *map(str, arguments)]
+
+
+def command_that_commits_often(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", COMMITS_OFTEN, *map(str, arguments)]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -69,9 +82,10 @@ def test_a_killed_job_resumes_to_the_same_bytes(encoder: Path, tmp_path: Path) -
     whole, out = tmp_path / "whole.npy", tmp_path / "v.npy"
     assert run(*job, "-o", whole).returncode == 0
     progress_path = Path(f"{out}.progress.json")
-    process = subprocess.Popen(command(*job, "-o", out, "--resume"), env=environment())
-    wait_for_more(progress_path, process, num_done=0)
-    time.sleep(random.Random().uniform(0, 0.1))
+    process = subprocess.Popen(
+        command_that_commits_often(*job, "-o", out, "--resume"), env=environment()
+    )
+    wait_for_rows(progress_path, process)
     process.kill()
     process.wait()
     assert not out.exists() and progress_path.exists()
@@ -81,24 +95,25 @@ def test_a_killed_job_resumes_to_the_same_bytes(encoder: Path, tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.glob("v.npy*")) == ["v.npy", "v.npy.errors.jsonl"]
 
 
-def wait_for_more(path: Path, process: subprocess.Popen, *, num_done: int) -> None:
-    """Until the job has committed more than num_done texts, or has ended."""
+def wait_for_rows(path: Path, process: subprocess.Popen) -> None:
+    """Until the job has committed some rows, or has ended."""
     while process.poll() is None:
-        if path.exists() and json.loads(path.read_text())["counts"]["num_texts"] > num_done:
+        if path.exists() and json.loads(path.read_text())["counts"]["num_texts"] > 0:
             return
         time.sleep(0.005)
 
 
 def test_ctrl_c_ends_with_130_and_one_line(encoder: Path, tmp_path: Path) -> None:
     write_inputs(tmp_path / "in.jsonl")
+    job = ("embed", tmp_path / "in.jsonl", "-m", encoder, "--token-budget", 32)
     out = tmp_path / "v.npy"
     process = subprocess.Popen(
-        command("embed", tmp_path / "in.jsonl", "-m", encoder, "--token-budget", 32, "-o", out),
+        command_that_commits_often(*job, "-o", out),
         env=environment(),
         stderr=subprocess.PIPE,
         text=True,
     )
-    wait_for_more(Path(f"{out}.progress.json"), process, num_done=0)
+    wait_for_rows(Path(f"{out}.progress.json"), process)
     process.send_signal(signal.SIGINT)
     errors = process.communicate()[1]
     assert process.returncode == 130, errors
