@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES, SENTENCES, save_checkpoint, texts
+from checkpoints import FAMILIES, SENTENCES, save_checkpoint
 
 import bytetx
 
