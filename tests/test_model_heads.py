@@ -83,8 +83,9 @@ def test_rerank_equals_cross_encoder(
     folder = save_checkpoint(tmp_path / "a", head="ForSequenceClassification", num_labels=1)
     if activation is not None and not saved_by_cross_encoder:
         name = f"torch.nn.modules.{'linear' if type(activation) is nn.Identity else 'activation'}."
-        edit_config(
-            folder, sentence_transformers={"activation_fn": name + type(activation).__name__}
+        edit_json(
+            folder / "config.json",
+            sentence_transformers={"activation_fn": name + type(activation).__name__},
         )
     encoder = CrossEncoder(str(folder), activation_fn=activation, device="cpu")
     if saved_by_cross_encoder:
