@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bytetx.engine.request import RunStats
 
+from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 from bytetx.files.job import run_job
 from bytetx.files.reader import RankRequest, Record, Shape, open_sources, read_records

@@ -1,0 +1,1 @@
+"""A run as a whole: order, streams, threads, memory, and the real MiniLM."""
