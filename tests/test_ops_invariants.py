@@ -1,5 +1,9 @@
 """What holds for every op whatever the numbers: batch mates, empty input, errors, torch.compile."""
 
+import importlib.util
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -269,3 +273,46 @@ def test_compiled_function_keeps_the_ops_whole() -> None:
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x), block(x))
     assert native.kernel("pool", x.device) is not None
+
+
+# ---- threads
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the threads in /proc")
+def test_kernels_work_on_torchs_own_threads() -> None:
+    x, weight = torch.randn(4096, 384), torch.randn(384)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        torch.nn.functional.gelu(x)  # torch's pool has started
+        num_threads = len(os.listdir("/proc/self/task"))
+        layer_norm(x, weight, weight, eps=1e-5)
+        assert len(os.listdir("/proc/self/task")) == num_threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_kernels_start_threads_where_there_is_no_openmp() -> None:
+    """A process without torch has no OpenMP runtime; the result is the same."""
+    code = """
+import importlib.util, sys
+import numpy as np
+spec = importlib.util.spec_from_file_location("_cpu", sys.argv[1])
+core = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(core)
+x = np.random.default_rng(0).standard_normal((4096, 384), dtype=np.float32)
+one, out = np.ones(384, np.float32), [np.full_like(x, np.nan) for _ in range(2)]
+for num_threads, y in zip((1, 3), out):
+    core.layer_norm(x.ctypes.data, 0, y.ctypes.data, one.ctypes.data, 0, 4096, 384, 1e-5, 0,
+                    -1, 0, num_threads, 0)
+assert "torch" not in sys.modules and (out[0] == out[1]).all() and abs(out[0].std() - 1) < 1e-3
+"""
+    path = importlib.util.find_spec("bytetx._cpu").origin
+    subprocess.run([sys.executable, "-c", code, path], check=True)
+
+
+def test_an_instruction_set_that_the_machine_lacks_is_an_error() -> None:
+    x, weight = torch.ones(2, 8), torch.ones(8)
+    kernel = native.kernel("layer_norm", x.device)
+    with pytest.raises(ValueError, match="isa must be one that this machine has"):
+        kernel(x.data_ptr(), 0, x.data_ptr(), weight.data_ptr(), 0, 2, 8, 1e-5, 0, -1, 0, 1, 5)

@@ -180,16 +180,17 @@ def _memory_efficient(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
     require_tensor("q", q, shape=(None, None, None))
-    row = (q.shape[2], 1)  # strides of heads and features
+    shape, dtypes, device = q.shape, (q.dtype,), q.device
+    row = (shape[2], 1)  # strides of heads and features
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t is not q:
-            require_tensor(name, t, shape=q.shape, dtypes=(q.dtype,), device=q.device)
+            require_tensor(name, t, shape=shape, dtypes=dtypes, device=device)
         if t.stride()[1:] != row and t.numel() > 0:
             raise ValueError(
                 f"{name} must be contiguous within a row (strides [any, {q.shape[2]}, 1]), "
                 f"got strides {list(t.stride())}"
             )
-    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=q.device)
+    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=device)
     require_contiguous("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
