@@ -36,11 +36,16 @@ Isa resolve_isa(Isa wanted) {
 
 const char* isa_name(Isa isa) {
     switch (isa) {
-        case Isa::automatic: return "auto";
-        case Isa::portable: return "portable";
-        case Isa::avx2: return "avx2";
-        case Isa::avx512: return "avx512";
-        case Isa::avx512_bf16: return "avx512_bf16";
+        case Isa::automatic:
+            return "auto";
+        case Isa::portable:
+            return "portable";
+        case Isa::avx2:
+            return "avx2";
+        case Isa::avx512:
+            return "avx512";
+        case Isa::avx512_bf16:
+            return "avx512_bf16";
     }
     throw std::invalid_argument("isa is not a value of bytetx::Isa");
 }
