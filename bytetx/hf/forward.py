@@ -192,7 +192,10 @@ class PackedForward(ForwardStandIn):
         if layers:
             fields["hidden_states"] = tuple(layout.scatter(layer) for layer in layers)
             if not only_first:
-                fields["hidden_states"] = (*fields["hidden_states"][:-1], fields["last_hidden_state"])
+                fields["hidden_states"] = (
+                    *fields["hidden_states"][:-1],
+                    fields["last_hidden_state"],
+                )
         return self._output(fields, return_dict=inputs.return_dict)
 
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
@@ -219,9 +222,7 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def _layout_reason(
-    layout: Layout, call: HeadCall | None, transformer: Transformer
-) -> str | None:
+def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
     """Why a padded batch is for the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (

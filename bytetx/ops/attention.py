@@ -84,23 +84,15 @@ def run_kernel(
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype)
-    optional = (relative_bias, bias_positions)
+    operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
+    span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
+    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_heads, head_dim, span)
+    strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
     kernel(
-        *(t.data_ptr() for t in (q, k, v, out, cu_seqlens)),
-        *(0 if t is None else t.data_ptr() for t in optional),
-        workspace.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
-        batch_size,
-        total_tokens,
-        max_seqlen,
-        num_heads,
-        num_heads,
-        head_dim,
-        0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        num_heads * head_dim,
+        *sizes,
+        *strides,
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
         *launch,
