@@ -59,6 +59,10 @@ class Dense:
     residual: LinearWeight | None
 
     @property
+    def in_features(self) -> int:
+        return self.weight.k
+
+    @property
     def out_features(self) -> int:
         return self.weight.n
 
@@ -73,6 +77,10 @@ class Dense:
 class LayerNorm:
     weight: torch.Tensor
     bias: torch.Tensor
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, eps=1e-5)

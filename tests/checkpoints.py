@@ -1,8 +1,10 @@
 """Small random checkpoints with tokenizers, as transformers and sentence-transformers save them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
@@ -48,7 +50,9 @@ _BERT_TOKENS = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
 _ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")
 
 
-def make_tokenizer(kind: str, *, max_tokens: int = MAX_POSITIONS) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(
+    kind: str, *, max_tokens: int = MAX_POSITIONS
+) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone."""
     cls, sep, pad, unk, mask = names = _BERT_TOKENS if kind == "wordpiece" else _ROBERTA_TOKENS
     special = [pad, unk, cls, sep, mask] if kind == "wordpiece" else [cls, pad, sep, unk, mask]
@@ -121,12 +125,13 @@ def save_checkpoint(
 
 
 def randomize(model: nn.Module, *, std: float = 0.2) -> None:
-    """Weights spread so far that every part of a model shows in its output."""
+    """Weights spread so far that every part of a model shows in its output; labels vary most."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_scale = "norm" in name.lower() and name.endswith("weight")
-            parameter.normal_(1.0 if is_scale else 0.0, std, generator=generator)
+            spread = 5 * std if name == "classifier.weight" else std
+            parameter.normal_(1.0 if is_scale else 0.0, spread, generator=generator)
 
 
 def save_sentence_model(
@@ -158,4 +163,19 @@ def texts(num_texts: int, *, max_words: int = 20, seed: int = 0) -> list[str]:
     def draw(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
-    return [" ".join(words[draw(len(words))] for _ in range(draw(max_words + 1))) for _ in range(num_texts)]
+    return [
+        " ".join(words[draw(len(words))] for _ in range(draw(max_words + 1)))
+        for _ in range(num_texts)
+    ]
+
+
+def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest of 1 - cos over the rows."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cos = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    return float((1 - cos).max())
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Changes keys of a JSON object in place."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
