@@ -38,11 +38,13 @@ class HeadCall:
     """What a head tells the base model that it is about to call.
 
     reads_first: the head reads column 0; only_first: and no other column.
+    reads_pads: what the head computes at pads changes its answer.
     """
 
     base: nn.Module
     reads_first: bool
     only_first: bool
+    reads_pads: bool
     cu_seqlens: torch.Tensor | None
 
 
@@ -88,20 +90,32 @@ class HeadForward(ForwardStandIn):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         name = type(module).__name__
-        self.only_first = name.endswith(_FIRST_TOKEN_HEADS)
+        self.is_multiple_choice = name.endswith("ForMultipleChoice")
+        # ELECTRA's summary for multiple choice may be the last column or the mean of all.
+        self.summarises_all = self.is_multiple_choice and name.startswith("Electra") and (
+            getattr(module.config, "summary_type", "first") != "first"
+        )
+        self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
         self.reads_first = self.only_first or name == "BertForPreTraining"
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
         cu_seqlens = arguments.take_cu_seqlens(given)
         if cu_seqlens is not None:
-            if type(self.module).__name__.endswith("ForMultipleChoice"):
+            if self.is_multiple_choice:
                 raise InputError(
                     "multiple choice takes [batch_size, num_choices, seqlen] input; "
                     "cu_seqlens cannot say which sequences are one question's choices"
                 )
             given = arguments.with_row(given)
-        call = HeadCall(self.module.base_model, self.reads_first, self.only_first, cu_seqlens)
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=self.reads_first,
+            only_first=self.only_first,
+            # The loss of question answering is a softmax over every column.
+            reads_pads=self.summarises_all or given.get("start_positions") is not None,
+            cu_seqlens=cu_seqlens,
+        )
         token = _HEAD_CALL.set(call)
         try:
             return self.original(**given)
@@ -228,6 +242,8 @@ def _layout_reason(
             "the head reads the first column, and a row starts with padding; "
             "set tokenizer.padding_side = 'right' to run on bytetx"
         )
+    if call is not None and call.reads_pads and layout.token_indices is not None:
+        return "the head's answer depends on what it finds at pads"
     bias = transformer.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"
