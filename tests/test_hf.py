@@ -114,7 +114,10 @@ def test_every_head_equals_stock(family, head):
     if head == "ForMultipleChoice":
         inputs = {name: tensor.view(2, 2, -1) for name, tensor in inputs.items()}
     with torch.inference_mode():
-        want = stock(**inputs, output_hidden_states=True)
+        try:
+            want = stock(**inputs, output_hidden_states=True)
+        except TypeError as error:  # transformers 5.0.0: XLM-RoBERTa and CamemBERT, multiple choice
+            pytest.skip(f"the stock head itself fails: {error}")
         have = wrapped(**inputs, output_hidden_states=True)
         as_tuple = wrapped(**inputs, return_dict=False)
     assert type(have) is type(want)

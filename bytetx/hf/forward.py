@@ -92,8 +92,10 @@ class HeadForward(ForwardStandIn):
         name = type(module).__name__
         self.is_multiple_choice = name.endswith("ForMultipleChoice")
         # ELECTRA's summary for multiple choice may be the last column or the mean of all.
-        self.summarises_all = self.is_multiple_choice and name.startswith("Electra") and (
-            getattr(module.config, "summary_type", "first") != "first"
+        self.summarises_all = (
+            self.is_multiple_choice
+            and name.startswith("Electra")
+            and (getattr(module.config, "summary_type", "first") != "first")
         )
         self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
         self.reads_first = self.only_first or name == "BertForPreTraining"
@@ -195,7 +197,6 @@ class PackedForward(ForwardStandIn):
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
         x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
-        first = None
         pooler = getattr(self.module, "pooler", None)
         only_first = call is not None and call.only_first
         if only_first or pooler is not None:
@@ -204,9 +205,8 @@ class PackedForward(ForwardStandIn):
         if pooler is not None:
             fields["pooler_output"] = pooler(first)
         if layers:
-            fields["hidden_states"] = tuple(layout.scatter(layer) for layer in layers)
-            if not only_first:
-                fields["hidden_states"] = (*fields["hidden_states"][:-1], fields["last_hidden_state"])
+            last = layout.scatter(x) if only_first else fields["last_hidden_state"]
+            fields["hidden_states"] = (*map(layout.scatter, layers[:-1]), last)
         return self._output(fields, return_dict=inputs.return_dict)
 
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
@@ -233,9 +233,7 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def _layout_reason(
-    layout: Layout, call: HeadCall | None, transformer: Transformer
-) -> str | None:
+def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
     """Why a padded batch is for the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (

@@ -54,7 +54,9 @@ class Snapshot:
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
         self.num_hooks = [len(hooks) for hooks in self.hooks]
-        owners = [(module._parameters, name) for module in self.modules for name in module._parameters]
+        owners = [
+            (module._parameters, name) for module in self.modules for name in module._parameters
+        ]
         self.owners = [owner for owner, _ in owners]
         self.parameter_names = [name for _, name in owners]
         self.parameters = [owner[name] for owner, name in owners]
