@@ -84,6 +84,27 @@ void bind_pool(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_varlen_attention(py::module_& m) {
+    m.def("varlen_attention_workspace_bytes", &varlen_attention_workspace_bytes);
+    m.def(
+        "varlen_attention",
+        [](Address q, Address k, Address v, Address out, Address cu_seqlens, Address relative_bias,
+           Address bias_positions, Address workspace, int64_t workspace_bytes, int64_t batch_size,
+           int64_t total_tokens, int max_seqlen, int num_heads, int num_kv_heads, int head_dim,
+           int relative_bias_span, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+           int64_t out_stride, float softmax_scale, int dtype, int device, Address stream,
+           int num_threads, int isa) {
+            varlen_attention(
+                {pointer(q), pointer(k), pointer(v), pointer(out), pointer<int32_t>(cu_seqlens),
+                 pointer<float>(relative_bias), pointer<int32_t>(bias_positions),
+                 pointer(workspace), workspace_bytes, batch_size, total_tokens, max_seqlen,
+                 num_heads, num_kv_heads, head_dim, relative_bias_span, q_stride, k_stride,
+                 v_stride, out_stride, softmax_scale, to_dtype(dtype)},
+                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #endif
 
 }  // namespace
@@ -97,5 +118,6 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_embed(m);
     bytetx::bind_pool(m);
+    bytetx::bind_varlen_attention(m);
 #endif
 }

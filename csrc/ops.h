@@ -88,4 +88,34 @@ struct PoolParams {
 
 void pool(const PoolParams& p, const Launch& launch);
 
+// out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
+// score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
+struct VarlenAttentionParams {
+    const void* q;                  // [total_tokens, num_heads, head_dim], dtype
+    const void* k;                  // [total_tokens, num_kv_heads, head_dim]
+    const void* v;                  // as k
+    void* out;                      // as q
+    const int32_t* cu_seqlens;      // [batch_size + 1], starts at 0, ends at total_tokens
+    const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
+    const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
+    void* workspace;                // varlen_attention_workspace_bytes(), any content
+    int64_t workspace_bytes;
+    int64_t batch_size;
+    int64_t total_tokens;
+    int32_t max_seqlen;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t relative_bias_span;  // positions, >= the longest sequence
+    int64_t q_stride;            // elements from row to row
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t out_stride;
+    float softmax_scale;
+    DType dtype;  // f32 or bf16 on a CPU
+};
+
+int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
+void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
+
 }  // namespace bytetx

@@ -87,8 +87,7 @@ def run_kernel(
         *(0 if t is None else t.shape[0] for t in tables),
         eps,
         native.DTYPE_CODES[word.dtype],
-        *native.launch_args(word.device),
-        native.ISA_CODES[isa],
+        *native.launch_args(word.device, isa),
     )
     return out
 

@@ -68,16 +68,20 @@ def linear(
     if residual is not None:
         shape = (x.shape[0], w.n)
         require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
+        require_contiguous("residual", residual)
     if not w.is_prepacked and not _has_onednn(w.weight):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
-    # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so that
-    # a row alone equals the same row in a batch, bit for bit.
-    m = x.shape[0]
-    rows = x if m > 1 else x.expand(2, -1).contiguous()
+    if x.shape[0] == 1:
+        # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
+        # that a row alone equals the same row in a batch, bit for bit.
+        pair = None if residual is None else residual.expand(2, -1).contiguous()
+        return linear(x.expand(2, -1).contiguous(), w, activation=activation, residual=pair)[:1]
+    if activation == "none" and residual is not None:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, w.weight, w.bias, "add")
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
+    d = torch.ops.mkldnn._linear_pointwise(x, w.weight, w.bias, attribute, [], algorithm)
     return d if residual is None else d.add_(residual)
 
 

@@ -58,8 +58,7 @@ def run_kernel(
         x.shape[1],
         eps,
         native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
-        native.ISA_CODES[isa],
+        *native.launch_args(x.device, isa),
     )
     return out
 

@@ -17,6 +17,7 @@ def varlen_attention(
     v: Tensor,
     cu_seqlens: Tensor,
     *,
+    max_seqlen: int,
     softmax_scale: float,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
@@ -28,9 +29,11 @@ def varlen_attention(
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
     """
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to total_tokens {q.shape[0]}, got {bounds}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    is_uniform = bias_positions is None
-    for start, count, seqlen in _runs(cu_seqlens.tolist(), merge=is_uniform):
+    for start, count, seqlen in _runs(bounds, merge=bias_positions is None):
         rows = slice(start, start + count * seqlen)
         qs, ks, vs = (
             t[rows].unflatten(0, (count, seqlen)).transpose(1, 2).float() for t in (q, k, v)
@@ -185,7 +188,10 @@ def pool(
 def _reduce_segments(
     x: Tensor, offsets: Tensor, skipped: Tensor, num_kept: Tensor, mode: str
 ) -> Tensor:
-    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows."""
+    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows.
+
+    Sums are f64: segment_reduce adds row after row, which in f32 loses digits on long sequences.
+    """
     seqlens = offsets.diff()
     index = torch.arange(x.shape[0], device=x.device) - torch.repeat_interleave(
         offsets[:-1], seqlens, output_size=x.shape[0]
@@ -194,11 +200,12 @@ def _reduce_segments(
     if mode == "max":
         x = torch.where(is_kept[:, None], x, float("-inf"))
         return torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True)
-    weights = (index + 1.0) if mode == "weightedmean" else torch.ones_like(index, dtype=x.dtype)
+    weights = (index + 1).double() if mode == "weightedmean" else torch.ones_like(index).double()
     weights = torch.where(is_kept, weights, 0.0)
     x = torch.where(is_kept[:, None], x, 0.0) * weights[:, None]
     total = torch.segment_reduce(
         torch.cat((x, weights[:, None]), dim=1), "sum", offsets=offsets, axis=0, unsafe=True
     )
     divisor = total[:, -1:].clamp(min=1e-9)
-    return total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    mean = total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    return mean.float()

@@ -40,6 +40,7 @@ using bytetx::cpu::kGroupQueries;
 using bytetx::cpu::kKeyBlock;
 using bytetx::cpu::kMaxTileQueries;
 
+constexpr int kPackingTiles = 4;  // fewer tiles than 5 read k and v in place
 constexpr float kLog2E = 1.4426950408889634f;
 
 inline int min_int(int a, int b) { return a < b ? a : b; }
@@ -70,15 +71,24 @@ inline typename Isa::Vec exp2(typename Isa::Vec x) {
     return Isa::scale_by_power(Isa::fma(y, r, Isa::set1(1.0f)), n);
 }
 
+// A word where it lies in k or v: any type, aligned to its elements only.
+typedef float Word __attribute__((may_alias, aligned(2)));
+
+// The keys or values of a block: packed, or in place.
+struct Operand {
+    const Word* words;
+    int64_t stride;  // words from row to row
+};
+
 // Strides and buffers of one group; pointers into the thread's scratch.
 template <class Isa>
 struct Workspace {
     static constexpr int kTile = Isa::kScoreVectors * Isa::kWidth;  // queries
 
     int head_dim;
-    int score_steps;  // words of d in a query or key
-    int key_stride;   // words
-    int value_stride;
+    int score_steps;   // words of d in a query or key
+    int key_stride;    // words, packed
+    int value_stride;  // words, packed; also of `output`
     float* scores;
     float* keys;
     float* values;
@@ -115,6 +125,7 @@ void pack_queries(const Workspace<Isa>& w, const T* q, int64_t stride, int num_r
     for (int word = 0; word < w.score_steps; word += kWidth) {
         const int element = word * Isa::kPair;
         typename Isa::Vec rows[kWidth];
+#pragma GCC unroll 16
         for (int i = 0; i < kWidth; ++i) {
             rows[i] = i < num_rows
                           ? Isa::load_words(q + i * stride + element, w.head_dim - element)
@@ -128,8 +139,20 @@ void pack_queries(const Workspace<Isa>& w, const T* q, int64_t stride, int num_r
     }
 }
 
+// Rows of T whose memory is already rows of words need no packing where few tiles read them: the
+// copy would cost more than the cache misses and page walks of the long stride.
 template <class Isa, typename T>
-void pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_keys) {
+bool can_stay(const T*, int64_t stride, int head_dim, int num_tiles) {
+    return sizeof(T) * Isa::kPair == sizeof(Word) && stride % Isa::kPair == 0 &&
+           head_dim % Isa::kPair == 0 && num_tiles <= kPackingTiles;
+}
+
+template <class Isa, typename T>
+Operand pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_keys,
+                  int num_tiles) {
+    if (can_stay<Isa>(k, stride, w.head_dim, num_tiles)) {
+        return {reinterpret_cast<const Word*>(k), stride / Isa::kPair};
+    }
     for (int key = 0; key < num_keys; ++key) {
         for (int word = 0; word < w.score_steps; word += Isa::kWidth) {
             const int element = word * Isa::kPair;
@@ -137,10 +160,17 @@ void pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_keys
                        Isa::load_words(k + key * stride + element, w.head_dim - element));
         }
     }
+    return {w.keys, w.key_stride};
 }
 
+// Pairs of keys are never in place, and neither are rows that a whole vector would read past.
 template <class Isa, typename T>
-void pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num_keys) {
+Operand pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num_keys,
+                    int num_tiles) {
+    if (Isa::kPair == 1 && w.head_dim == w.value_stride &&
+        can_stay<Isa>(v, stride, w.head_dim, num_tiles)) {
+        return {reinterpret_cast<const Word*>(v), stride};
+    }
     float* packed = w.values;
     for (int key = 0; key < num_keys; key += Isa::kPair, packed += w.value_stride) {
         const T* even = v + key * stride;
@@ -150,11 +180,12 @@ void pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num_ke
                        Isa::load_word_rows(even + i, odd ? odd + i : nullptr, w.head_dim - i));
         }
     }
+    return {w.values, w.value_stride};
 }
 
 // s[key][lane] = k[key] . q[lane] for kKeys keys and kVectors vectors of queries; `maximum` follows.
 template <class Isa, int kVectors, int kKeys>
-inline void score_keys(const Workspace<Isa>& w, const float* q, const float* k, float* s,
+inline void score_keys(const Workspace<Isa>& w, const float* q, const Operand& k, float* s,
                        typename Isa::Vec (&maximum)[kVectors]) {
     typename Isa::Vec acc[kKeys][kVectors];
 #pragma GCC unroll 16
@@ -169,7 +200,7 @@ inline void score_keys(const Workspace<Isa>& w, const float* q, const float* k, 
         for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(q + v * Isa::kWidth);
 #pragma GCC unroll 16
         for (int key = 0; key < kKeys; ++key) {
-            const typename Isa::Vec one = Isa::set1(k[key * w.key_stride + word]);
+            const typename Isa::Vec one = Isa::set1(k.words[key * k.stride + word]);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::dot(acc[key][v], lanes[v], one);
         }
@@ -187,21 +218,21 @@ inline void score_keys(const Workspace<Isa>& w, const float* q, const float* k, 
 
 // The last num_keys < kScoreKeys keys of a block.
 template <class Isa, int kVectors, int kKeys>
-inline void score_rest(const Workspace<Isa>& w, int num_keys, const float* q, const float* k,
+inline void score_rest(const Workspace<Isa>& w, int num_keys, const float* q, const Operand& k,
                        float* s, typename Isa::Vec (&maximum)[kVectors]) {
     if (num_keys == kKeys) return score_keys<Isa, kVectors, kKeys>(w, q, k, s, maximum);
     if constexpr (kKeys > 1) score_rest<Isa, kVectors, kKeys - 1>(w, num_keys, q, k, s, maximum);
 }
 
 template <class Isa, int kVectors>
-void score_block(const Workspace<Isa>& w, const float* q, int num_keys,
+void score_block(const Workspace<Isa>& w, const float* q, Operand k, int num_keys,
                  typename Isa::Vec (&maximum)[kVectors]) {
     constexpr int kKeys = Isa::kScoreKeys;
-    const float* k = w.keys;
     float* s = w.scores;
     int key = 0;
-    for (; key + kKeys <= num_keys; key += kKeys, k += kKeys * w.key_stride, s += kKeys * w.kTile) {
+    for (; key + kKeys <= num_keys; key += kKeys, s += kKeys * w.kTile) {
         score_keys<Isa, kVectors, kKeys>(w, q, k, s, maximum);
+        k.words += kKeys * k.stride;
     }
     score_rest<Isa, kVectors, kKeys - 1>(w, num_keys - key, q, k, s, maximum);
 }
@@ -308,8 +339,8 @@ struct ValueTarget {
 // the tile at query `tile` on, and kVectors vectors of d from `column` on.  The last block divides
 // by the sum and writes the result.
 template <class Isa, int kVectors, typename T>
-void value_rows(const Workspace<Isa>& w, int num_steps, int tile, int row, int column,
-                const ValueTarget<T>& target) {
+void value_rows(const Workspace<Isa>& w, const Operand& values, int num_steps, int tile, int row,
+                int column, const ValueTarget<T>& target) {
     using Vec = typename Isa::Vec;
     constexpr int kRows = Isa::value_rows(kVectors);
     Vec acc[kRows][kVectors];
@@ -325,12 +356,12 @@ void value_rows(const Workspace<Isa>& w, int num_steps, int tile, int row, int c
         }
     }
     const float* p = w.scores + row;
-    const float* values = w.values + column;
+    const Word* words = values.words + column;
 #pragma GCC unroll 1
-    for (int step = 0; step < num_steps; ++step, p += w.kTile, values += w.value_stride) {
+    for (int step = 0; step < num_steps; ++step, p += w.kTile, words += values.stride) {
         Vec lanes[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(values + v * Isa::kWidth);
+        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load_in_place(words + v * Isa::kWidth);
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
             const Vec weight = Isa::set1(p[r]);
@@ -356,26 +387,28 @@ void value_rows(const Workspace<Isa>& w, int num_steps, int tile, int row, int c
 }
 
 template <class Isa, int kVectors, typename T>
-void value_columns(const Workspace<Isa>& w, int num_vectors, int num_steps, int tile, int column,
-                   const ValueTarget<T>& target) {
+void value_columns(const Workspace<Isa>& w, const Operand& values, int num_vectors, int num_steps,
+                   int tile, int column, const ValueTarget<T>& target) {
     if (num_vectors == kVectors) {
         for (int row = 0; row < target.num_rows; row += Isa::value_rows(kVectors)) {
-            value_rows<Isa, kVectors>(w, num_steps, tile, row, column, target);
+            value_rows<Isa, kVectors>(w, values, num_steps, tile, row, column, target);
         }
     } else if constexpr (kVectors > 1) {
-        value_columns<Isa, kVectors - 1>(w, num_vectors, num_steps, tile, column, target);
+        value_columns<Isa, kVectors - 1>(w, values, num_vectors, num_steps, tile, column, target);
     }
 }
 
 // All columns of a tile, in the fewest column groups of nearly equal width.
 template <class Isa, typename T>
-void value_block(const Workspace<Isa>& w, int num_keys, int tile, const ValueTarget<T>& target) {
+void value_block(const Workspace<Isa>& w, const Operand& values, int num_keys, int tile,
+                 const ValueTarget<T>& target) {
     const int num_steps = ceil_div(num_keys, Isa::kPair);
     int rest = w.value_stride / Isa::kWidth;
     int column = 0;
     for (int groups = ceil_div(rest, Isa::kMaxValueVectors); groups > 0; --groups) {
         const int num_vectors = ceil_div(rest, groups);
-        value_columns<Isa, Isa::kMaxValueVectors>(w, num_vectors, num_steps, tile, column, target);
+        value_columns<Isa, Isa::kMaxValueVectors>(w, values, num_vectors, num_steps, tile, column,
+                                                  target);
         rest -= num_vectors;
         column += num_vectors * Isa::kWidth;
     }
@@ -384,17 +417,18 @@ void value_block(const Workspace<Isa>& w, int num_keys, int tile, const ValueTar
 // One tile of queries against the packed key block; `tile` is its first query within the group.
 template <class Isa, int kVectors, typename T>
 void attend_tile(const Workspace<Isa>& w, const VarlenAttentionParams& p, const float* bias,
-                 const Place& at, int tile, const ValueTarget<T>& target) {
+                 const Operand& keys, const Operand& values, const Place& at, int tile,
+                 const ValueTarget<T>& target) {
     typename Isa::Vec maximum[kVectors];
     for (int v = 0; v < kVectors; ++v) maximum[v] = Isa::set1(-__builtin_inff());
-    score_block<Isa, kVectors>(w, w.query_tile(tile), at.num_keys, maximum);
+    score_block<Isa, kVectors>(w, w.query_tile(tile), keys, at.num_keys, maximum);
     float unit = p.softmax_scale * kLog2E;
     if (bias != nullptr || p.softmax_scale < 0) {
         scale_scores<Isa, kVectors>(w, p, bias, at, maximum);
         unit = kLog2E;
     }
     softmax_block<Isa, kVectors>(w, tile, at.num_keys, unit, target.is_first_block, maximum);
-    value_block<Isa>(w, at.num_keys, tile, target);
+    value_block<Isa>(w, values, at.num_keys, tile, target);
 }
 
 // The item: every tile of its queries against every key block of its sequence.
@@ -413,23 +447,26 @@ void attend(const VarlenAttentionParams& p, const AttentionItem& item, float* sc
     const float* bias = p.relative_bias;
     if (bias != nullptr) bias += item.head * (2 * int64_t{p.relative_bias_span} - 1);
 
+    const int num_tiles = ceil_div(item.num_queries, w.kTile);
     for (int i = 0; i < item.num_queries; i += Isa::kWidth) {
         float* packed = w.query_tile(i / w.kTile * w.kTile) + i % w.kTile;
         pack_queries<Isa>(w, q + i * p.q_stride, p.q_stride, item.num_queries - i, packed);
     }
     for (int first_key = 0; first_key < seqlen; first_key += kKeyBlock) {
         const int num_keys = min_int(kKeyBlock, seqlen - first_key);
-        pack_keys<Isa>(w, k + first_key * p.k_stride, p.k_stride, num_keys);
-        pack_values<Isa>(w, v + first_key * p.v_stride, p.v_stride, num_keys);
+        const Operand keys =
+            pack_keys(w, k + first_key * p.k_stride, p.k_stride, num_keys, num_tiles);
+        const Operand values =
+            pack_values(w, v + first_key * p.v_stride, p.v_stride, num_keys, num_tiles);
         for (int i = 0; i < item.num_queries; i += w.kTile) {
             const int num_rows = min_int(w.kTile, item.num_queries - i);
             const Place at{begin, item.first_query + i, num_rows, first_key, num_keys};
             const ValueTarget<T> target{out + i * p.out_stride, p.out_stride, num_rows,
                                         first_key == 0, first_key + num_keys == seqlen};
             if (num_rows > Isa::kWidth) {
-                attend_tile<Isa, Isa::kScoreVectors>(w, p, bias, at, i, target);
+                attend_tile<Isa, Isa::kScoreVectors>(w, p, bias, keys, values, at, i, target);
             } else {
-                attend_tile<Isa, 1>(w, p, bias, at, i, target);
+                attend_tile<Isa, 1>(w, p, bias, keys, values, at, i, target);
             }
         }
     }

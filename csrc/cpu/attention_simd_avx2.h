@@ -20,6 +20,11 @@ struct Avx2 {
 
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec set1(float x) { return _mm256_set1_ps(x); }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
     static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }

@@ -1,5 +1,6 @@
 // 16-lane f32 vectors on AVX-512 (F, BW, DQ, VL), and bf16 pairs on AVX-512 BF16, for kernels that
-// are templates over their instruction set.  attention_simd_avx2.h and attention_simd_portable.h offer the same names.
+// are templates over their instruction set.  attention_simd_avx2.h and attention_simd_portable.h
+// offer the same names.
 //
 // A "word" is 32 bits of packed operand: one f32, or (Avx512Bf16) two bf16 that dot() multiplies
 // and adds into one f32 lane.  Words travel as f32 vectors whatever their bits mean.
@@ -8,7 +9,12 @@
 // never let a processor without AVX-512 run a copy that was compiled with it.
 #pragma once
 
+// gcc 12 warns of its own placeholders for lanes that no instruction reads (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 
@@ -27,6 +33,11 @@ struct Avx512 {
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec set1(float x) { return _mm512_set1_ps(x); }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
     static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }

@@ -21,6 +21,11 @@ struct Portable {
 
     static Vec zero() { return Vec{}; }
     static Vec set1(float x) { return Vec{x, x, x, x}; }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) {
         Vec x;
         std::memcpy(&x, p, sizeof x);
