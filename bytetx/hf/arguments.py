@@ -16,6 +16,7 @@ _READ = {
     "token_type_ids",
     "position_ids",
     "inputs_embeds",
+    "output_attentions",
     "output_hidden_states",
     "return_dict",
     # No effect on an encoder's output; seq_idx says again what cu_seq_lens_q says.
