@@ -120,3 +120,9 @@ def random_ids(seqlens: Sequence[int], *, vocab_size: int = VOCAB_SIZE) -> list[
     """Ids that are never a special token (5 and up): Hugging Face skips pad ids in positions."""
     rng = np.random.default_rng(sum(seqlens))
     return [rng.integers(5, vocab_size, seqlen).tolist() for seqlen in seqlens]
+
+
+def same_rows(one: Loaded, other: Loaded) -> bool:
+    """Whether two checkpoints give the same hidden states, bit for bit."""
+    ids = random_ids([9, 2])
+    return all(torch.equal(a, b) for a, b in zip(one.rows(ids), other.rows(ids), strict=True))
