@@ -6,10 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import SENTENCES, cosine_distance, save_checkpoint, save_sentence_model, texts
+from checkpoints import (
+    SENTENCES,
+    cosine_distance,
+    edit_json,
+    save_checkpoint,
+    save_sentence_model,
+    texts,
+)
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
 import bytetx
@@ -47,7 +55,9 @@ def test_old_pooling_flags(tmp_path: Path) -> None:
     assert_same_embeddings(folder)
 
 
-@pytest.mark.parametrize("activation", [nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sigmoid, nn.SiLU])
+@pytest.mark.parametrize(
+    "activation", [nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sigmoid, nn.SiLU]
+)
 def test_dense_activation(activation: type[nn.Module], tmp_path: Path) -> None:
     dense = Dense(HIDDEN, 20, activation_function=activation())
     assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN), dense, Normalize()]))
@@ -78,7 +88,9 @@ def test_default_prompt(tmp_path: Path) -> None:
     options = {"prompts": {"query": "quick fox: "}, "default_prompt_name": "query"}
     folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)], **options)
     assert_same_embeddings(folder)
-    with pytest.raises(InputError, match="prompt_name 'passage' is not in this checkpoint; .*query"):
+    with pytest.raises(
+        InputError, match="prompt_name 'passage' is not in this checkpoint; .*query"
+    ):
         bytetx.load(folder).embed(["a"], prompt_name="passage")
 
 
@@ -132,7 +144,9 @@ def test_plain_transformer_is_mean_pooled_and_says_so(
 def test_unknown_module_is_refused(tmp_path: Path) -> None:
     folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)])
     entries = json.loads((folder / "modules.json").read_text())
-    entries.append({"idx": 2, "name": "2", "path": "2_X", "type": "sentence_transformers.models.CNN"})
+    entries.append(
+        {"idx": 2, "name": "2", "path": "2_X", "type": "sentence_transformers.models.CNN"}
+    )
     (folder / "modules.json").write_text(json.dumps(entries))
     with pytest.raises(CheckpointError, match=r"module 'sentence_transformers.models.CNN' is not"):
         bytetx.load(folder)
@@ -140,18 +154,14 @@ def test_unknown_module_is_refused(tmp_path: Path) -> None:
 
 def test_activation_of_foreign_code_is_refused(tmp_path: Path) -> None:
     folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Dense(HIDDEN, 8)])
-    path = folder / "2_Dense" / "config.json"
-    config = json.loads(path.read_text()) | {"activation_function": "os.system"}
-    path.write_text(json.dumps(config))
+    edit_json(folder / "2_Dense" / "config.json", activation_function="os.system")
     with pytest.raises(CheckpointError, match="activation 'os.system' is not supported"):
         bytetx.load(folder)
 
 
 def test_dense_of_a_wrong_shape_is_named(tmp_path: Path) -> None:
     folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Dense(HIDDEN, 8)])
-    path = folder / "2_Dense" / "config.json"
-    config = json.loads(path.read_text()) | {"out_features": 9}
-    path.write_text(json.dumps(config))
+    edit_json(folder / "2_Dense" / "config.json", out_features=9)
     with pytest.raises(CheckpointError, match=r"linear.bias of shape \(9,\), got shape \(8,\)"):
         bytetx.load(folder)
 
@@ -167,7 +177,10 @@ def test_folder_of_its_own_for_the_transformer(tmp_path: Path) -> None:
     inner = folder / "0_Transformer"
     inner.mkdir()
     for path in folder.iterdir():
-        if path.is_file() and path.name not in ("modules.json", "config_sentence_transformers.json"):
+        if path.is_file() and path.name not in (
+            "modules.json",
+            "config_sentence_transformers.json",
+        ):
             path.rename(inner / path.name)
     entries = json.loads((folder / "modules.json").read_text())
     entries[0]["path"] = "0_Transformer"

@@ -38,11 +38,13 @@ class HeadCall:
     """What a head tells the base model that it is about to call.
 
     reads_first: the head reads column 0; only_first: and no other column.
+    reads_pads: what the head computes at pads changes its answer.
     """
 
     base: nn.Module
     reads_first: bool
     only_first: bool
+    reads_pads: bool
     cu_seqlens: torch.Tensor | None
 
 
@@ -88,20 +90,34 @@ class HeadForward(ForwardStandIn):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         name = type(module).__name__
-        self.only_first = name.endswith(_FIRST_TOKEN_HEADS)
+        self.is_multiple_choice = name.endswith("ForMultipleChoice")
+        # ELECTRA's summary for multiple choice may be the last column or the mean of all.
+        self.summarises_all = (
+            self.is_multiple_choice
+            and name.startswith("Electra")
+            and (getattr(module.config, "summary_type", "first") != "first")
+        )
+        self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
         self.reads_first = self.only_first or name == "BertForPreTraining"
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
         cu_seqlens = arguments.take_cu_seqlens(given)
         if cu_seqlens is not None:
-            if type(self.module).__name__.endswith("ForMultipleChoice"):
+            if self.is_multiple_choice:
                 raise InputError(
                     "multiple choice takes [batch_size, num_choices, seqlen] input; "
                     "cu_seqlens cannot say which sequences are one question's choices"
                 )
             given = arguments.with_row(given)
-        call = HeadCall(self.module.base_model, self.reads_first, self.only_first, cu_seqlens)
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=self.reads_first,
+            only_first=self.only_first,
+            # The loss of question answering is a softmax over every column.
+            reads_pads=self.summarises_all or given.get("start_positions") is not None,
+            cu_seqlens=cu_seqlens,
+        )
         token = _HEAD_CALL.set(call)
         try:
             return self.original(**given)
@@ -181,7 +197,6 @@ class PackedForward(ForwardStandIn):
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
         x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
-        first = None
         pooler = getattr(self.module, "pooler", None)
         only_first = call is not None and call.only_first
         if only_first or pooler is not None:
@@ -190,9 +205,8 @@ class PackedForward(ForwardStandIn):
         if pooler is not None:
             fields["pooler_output"] = pooler(first)
         if layers:
-            fields["hidden_states"] = tuple(layout.scatter(layer) for layer in layers)
-            if not only_first:
-                fields["hidden_states"] = (*fields["hidden_states"][:-1], fields["last_hidden_state"])
+            last = layout.scatter(x) if only_first else fields["last_hidden_state"]
+            fields["hidden_states"] = (*map(layout.scatter, layers[:-1]), last)
         return self._output(fields, return_dict=inputs.return_dict)
 
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
@@ -219,15 +233,15 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def _layout_reason(
-    layout: Layout, call: HeadCall | None, transformer: Transformer
-) -> str | None:
+def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
     """Why a padded batch is for the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (
             "the head reads the first column, and a row starts with padding; "
             "set tokenizer.padding_side = 'right' to run on bytetx"
         )
+    if call is not None and call.reads_pads and layout.token_indices is not None:
+        return "the head's answer depends on what it finds at pads"
     bias = transformer.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"
