@@ -8,11 +8,9 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from tiny import randomize, tiny_model
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 MAX_POSITIONS = 40
 
@@ -27,25 +25,18 @@ SENTENCES = [
     "",
 ]
 
-_SIZES = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 80,
+# Family: kind of its tokenizer. Pad is token 1 in the families whose positions start after it.
+TOKENIZERS = {
+    "bert": "wordpiece",
+    "roberta": "bpe",
+    "xlm-roberta": "unigram",
+    "camembert": "unigram",
+    "distilbert": "wordpiece",
+    "mpnet": "wordpiece",
+    "electra": "wordpiece",
 }
-_DISTILBERT_SIZES = {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80}
-
-# family: (stem of its class names, sizes, kind of tokenizer, positions before the first token)
-FAMILIES = {
-    "bert": ("Bert", _SIZES, "wordpiece", 0),
-    "roberta": ("Roberta", _SIZES, "bpe", 2),
-    "xlm-roberta": ("XLMRoberta", _SIZES | {"type_vocab_size": 1}, "unigram", 2),
-    "camembert": ("Camembert", _SIZES | {"type_vocab_size": 1}, "unigram", 2),
-    "distilbert": ("DistilBert", _DISTILBERT_SIZES, "wordpiece", 0),
-    "mpnet": ("MPNet", _SIZES, "wordpiece", 2),
-    "electra": ("Electra", _SIZES | {"embedding_size": 32}, "wordpiece", 0),
-}
-# (cls, sep, pad, unk, mask); pad is token 1 in the families whose positions start after it.
+_POSITION_OFFSETS = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
+# cls, sep, pad, unk, mask
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
 _ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")
 
@@ -109,29 +100,16 @@ def save_checkpoint(
 
     head: the class name without its stem (Model, ForMaskedLM, ...).  config: more of its config.
     """
-    stem, sizes, kind, offset = FAMILIES[family]
-    tokenizer = make_tokenizer(kind)
-    settings = sizes | {
+    tokenizer = make_tokenizer(TOKENIZERS[family])
+    settings = {
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": MAX_POSITIONS + offset,
+        "max_position_embeddings": MAX_POSITIONS + _POSITION_OFFSETS.get(family, 0),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    model_class = getattr(transformers, stem + head)
-    model = model_class(getattr(transformers, stem + "Config")(**settings | config))
-    randomize(model)
+    model = tiny_model(family, head, **(settings | config))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def randomize(model: nn.Module, *, std: float = 0.2) -> None:
-    """Weights spread so far that every part of a model shows in its output; labels vary most."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_scale = "norm" in name.lower() and name.endswith("weight")
-            spread = 5 * std if name == "classifier.weight" else std
-            parameter.normal_(1.0 if is_scale else 0.0, spread, generator=generator)
 
 
 def save_sentence_model(

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import FAMILIES, SENTENCES, edit_json, save_checkpoint
+from checkpoints import SENTENCES, TOKENIZERS, edit_json, save_checkpoint
 from sentence_transformers import CrossEncoder
+from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
 import bytetx
@@ -26,7 +27,7 @@ def labelled(labels: dict[int, str]) -> dict[str, dict]:
     return {"id2label": labels, "label2id": {label: i for i, label in labels.items()}}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOKENIZERS)
 @pytest.mark.parametrize(
     "problem_type",
     ["single_label_classification", "multi_label_classification", "regression", None],
@@ -162,7 +163,7 @@ def test_tag_word_ids_ignored_labels_and_token_ids(tmp_path: Path) -> None:
         model.tag([text], aggregation="best")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOKENIZERS)
 def test_fill_mask_equals_the_pipeline(family: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family, head="ForMaskedLM")
     pipeline = transformers.pipeline("fill-mask", str(folder))

@@ -17,6 +17,7 @@ from checkpoints import (
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize
 from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
 import bytetx

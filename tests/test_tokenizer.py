@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 from checkpoints import (
-    FAMILIES,
     MAX_POSITIONS,
     SENTENCES,
+    TOKENIZERS,
     edit_json,
     make_tokenizer,
     save_checkpoint,
@@ -18,6 +18,7 @@ from checkpoints import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError, TooLongError
@@ -197,7 +198,7 @@ def test_any_text_embeds_or_is_named(model: bytetx.Model, text: str) -> None:
     assert np.isfinite(result[0]).all() or 0 in result.errors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TOKENIZERS)
 def test_first_position_past_the_end_is_refused(family: str, tmp_path: Path) -> None:
     model = bytetx.load(save_checkpoint(tmp_path, family))
     assert model.embed([[5] * MAX_POSITIONS]).shape == (1, 48)
