@@ -167,15 +167,16 @@ def test_broken_lines_stay_in_their_place(bytetx: Bytetx, encoder: Path, tmp_pat
     lines += [json.dumps({"text": "long " * 60}), '{"text": "last"}']
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     ran = bytetx("embed", "a.jsonl", "-m", encoder, "-o", "v.npy")
-    assert ran.code == 0 and "6 texts" in ran.err and "4 errors" in ran.err
-    assert "listed in v.npy.errors.jsonl" in ran.err
+    assert ran.code == 0 and "6 texts" in ran.err
+    assert "4 errors, listed in v.npy.errors.jsonl" in ran.err
     vectors = np.load("v.npy")
     assert np.isnan(vectors).all(axis=1).tolist() == [False, True, True, True, True, False]
     errors = [json.loads(line) for line in Path("v.npy.errors.jsonl").read_text().splitlines()]
     assert [row["index"] for row in errors] == [1, 2, 3, 4]
     assert "a.jsonl line 2: not JSON" in errors[0]["error"]
     assert "surrogate" in errors[1]["error"] and "10000000" in errors[2]["error"]
-    assert "--truncate" in errors[3]["error"] and "texts[" not in errors[3]["error"]
+    assert errors[3]["error"].startswith("a.jsonl line 5: the text has more than")
+    assert "--truncate" in errors[3]["error"]
     ran = bytetx("embed", "a.jsonl", "-m", encoder, "-o", "t.npy", "--truncate")
     assert "1 truncated" in ran.err and "3 errors" in ran.err
 
@@ -199,7 +200,7 @@ def test_an_empty_input_is_an_empty_output(bytetx: Bytetx, encoder: Path, tmp_pa
         (("embed", "none.txt"), 1, "none.txt cannot be read: No such file"),
         (("embed", "texts.txt", "-o", "v.xyz"), 1, "must end in .npy, .jsonl, .parquet"),
         (("embed", "texts.txt", "-o", "none/v.npy"), 1, "there is no folder none"),
-        (("embed", "texts.txt", "-o", "v.npy", "-m", "none/such"), 1, "neither a local folder"),
+        (("embed", "texts.txt", "-o", "v.npy", "-m", "none/such"), 1, "none/such"),
         (("embed", "texts.txt", "-c", "a", "-c", "b"), 2, "--column was given 2 times"),
         (("embed", "texts.txt", "--resume"), 2, "--resume needs an output file"),
         (("embed", "texts.txt", "-o", "v.npy", "--resume", "--overwrite"), 2, "give one of them"),

@@ -179,5 +179,8 @@ def test_records_of_a_pipe_are_read_once(tmp_path: Path) -> None:
     os.write(write_end, b"one\ntwo\n")
     os.close(write_end)
     sources = open_sources([f"/dev/fd/{read_end}"])
-    assert list(read_records(sources, Shape())) == [Record("one", 4), Record("two", 8)]
+    assert list(read_records(sources, Shape())) == [
+        Record("one", 4, f"/dev/fd/{read_end} line 1"),
+        Record("two", 8, f"/dev/fd/{read_end} line 2"),
+    ]
     os.close(read_end)

@@ -255,9 +255,12 @@ def test_check_output_refuses_before_any_work(tmp_path: Path) -> None:
 def test_closing_line_says_everything() -> None:
     counts = Counts(1000, 12, 3, 2, 40_000, 60_000, 2.0)
     assert closing_line(counts, what="embed → v.npy") == (
-        "embed → v.npy: 1,000 texts (12 blank, a row each), 40,000 tokens, 60,000 pad tokens "
-        "not computed (60% of a padded run), 2 truncated, 3 errors; 2.0 s, 500 texts/s, "
-        "20k tokens/s"
+        "embed → v.npy: 1,000 texts (12 blank, a row each), 40,000 tokens in 2.0 s (500 texts/s, "
+        "20k tokens/s); 60,000 pad tokens not computed (60% of a padded run); 2 truncated, 3 errors"
+    )
+    assert closing_line(Counts(2, 0, 2), what="tag", errors_at="x").endswith(
+        "2 texts, 0 tokens in 0.0 s (2.0k texts/s, 0 tokens/s); 0 pad tokens not computed; "
+        "2 errors, listed in x"
     )
     assert [short(n) for n in (0.4, 87, 999.6, 46_200, 3.1e6)] == ["0", "87", "1.0k", "46k", "3.1M"]
 
