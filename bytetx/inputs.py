@@ -24,7 +24,10 @@ def estimate_tokens(item: Input) -> int:
         return len(item) // _CHARACTERS_PER_TOKEN + 1
     if _is_pair(item):
         return (len(item[0]) + len(item[1])) // _CHARACTERS_PER_TOKEN + 1
-    return max(1, len(item)) if hasattr(item, "__len__") else 1
+    try:
+        return max(1, len(item))
+    except TypeError:  # no input at all; the reader names it
+        return 1
 
 
 @dataclass(slots=True)

@@ -30,8 +30,8 @@ logger = logging.getLogger("bytetx")
 R = TypeVar("R")
 OnError = Literal["raise", "return"]
 
-# Tokens of one forward pass. CPU: MiniLM's activations of one step stay in the cache (bytetx bench
-# cpu); CUDA: enough rows that every GEMM of a base model fills the device.
+# Tokens of one forward pass: rows enough that a GEMM hides its start and its threads' meeting, and
+# a workspace that stays small beside the weights (MiniLM in f32: 44 MB for 4096 tokens).
 DEFAULT_TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
 
 

@@ -103,6 +103,8 @@ BAD_INPUTS = [
     (("good", "\udc00"), r"texts\[1\] holds half a surrogate pair at character 0"),
     (None, r"texts\[1\] is NoneType; give a str"),
     (7, r"texts\[1\] is int; give a str"),
+    (np.array(7), r"texts\[1\] is ndarray; give a str"),
+    (torch.tensor(7), r"texts\[1\] is Tensor; give a str"),
     (b"bytes", r"texts\[1\] is bytes; give a str"),
     (["a", "b", "c"], r"texts\[1\] is list; give a str"),
     ([1.5, 2.5], r"texts\[1\] is list; give a str"),
