@@ -88,12 +88,14 @@ class ModelSpec:
         return len(self.id2label)
 
     def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
-        """Bytes of activations that a forward pass of `total_tokens` holds at its peak.
+        """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 
-        Attention: x, qkv (three rows), its output and one row of an operand in another layout.
-        Feed-forward: x, the inner row, the outer row.  Ids of four bytes, five a token.
+        Attention holds x, qkv and its output; the feed-forward x, the inner and the outer row;
+        the embedding its sum and what it is projected to.  Five ids a token, of four bytes.
+        Scratch of the kernels' threads (below 1 MiB each, whatever the batch) comes on top.
         """
-        row = max(6 * self.hidden_size, 2 * self.hidden_size + self.intermediate_size)
+        hidden = self.hidden_size
+        row = max(5 * hidden, 2 * hidden + self.intermediate_size, hidden + self.embedding_size)
         return total_tokens * (itemsize * row + 5 * 4)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ _DTYPES = {
 }
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
 _MAX_HEADER_BYTES = 100_000_000
+
+# Tensors from here on are read into pages of their own; below, a page's rounding would show.
+_MIN_MAPPED_BYTES = 1 << 20
 
 _INDEX = "model.safetensors.index.json"
 
@@ -50,7 +54,7 @@ class SavedTensor:
                 f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
                 f"of {', '.join(_DTYPES)}"
             )
-        tensor = torch.empty(self.shape, dtype=_DTYPES[self.dtype])
+        tensor = self._allocate()
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
@@ -62,6 +66,17 @@ class SavedTensor:
         if num_read != self.num_bytes:
             raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
         return tensor
+
+    def _allocate(self) -> torch.Tensor:
+        """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+
+        From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
+        beside the 418 MiB of a BERT-base, with glibc.
+        """
+        dtype = _DTYPES[self.dtype]
+        if self.num_bytes < _MIN_MAPPED_BYTES:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=dtype).view(self.shape)
 
 
 class Weights(Mapping[str, torch.Tensor]):

