@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import FAMILIES, largest_difference, padded_inputs, tiny_model
+from hf_models import FAMILIES, largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
