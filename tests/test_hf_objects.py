@@ -167,6 +167,18 @@ def test_compiled_models_run():
             assert torch.equal(compiled(**inputs)[0], eager(**inputs)[0])
 
 
+def test_export_takes_the_original_forward():
+    model = wrap(tiny_model("bert", "ForSequenceClassification"))
+    inputs = padded_inputs(SEQLENS)
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with pytest.warns(FallbackWarning, match="exported"):
+            exported = torch.export.export(model, (), inputs, strict=False)
+        assert largest_difference(exported.module()(**inputs).logits, want) < 1e-4
+        with pytest.raises(Exception, match="unwrap it for one whole graph"):
+            torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+
+
 def test_one_model_in_several_threads():
     from concurrent.futures import ThreadPoolExecutor
 
