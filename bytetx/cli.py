@@ -37,17 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         sys.exit(app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False) or 0)
     except CommandError as error:
-        _print_error(error.format_message())
+        if error.format_message():  # a group of commands alone prints its help and has none
+            _print_error(error.format_message())
         sys.exit(error.exit_code)
     except BytetxError as error:
         _print_error(str(error))
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
-    except BrokenPipeError:
-        # The reader of our stdout left, as head does; closing stdout again would only complain.
-        sys.stdout = None
-        sys.exit(0)
 
 
 def _print_error(message: str) -> None:

@@ -76,12 +76,16 @@ def transformer_folder(folder: Path) -> Path:
     if not places:
         kinds = ", ".join(str(module.get("type")) for module in modules)
         raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
-    place = places[0]
+    return module_folder(path, places[0])
+
+
+def module_folder(path: Path, place: object) -> Path:
+    """The folder `place` that modules.json, at `path`, names; it must be there and inside."""
     if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
         raise CheckpointError(f"{path}: module path {place!r} must lie inside the folder")
-    if not (folder / place).is_dir():
+    if not (path.parent / place).is_dir():
         raise CheckpointError(f"{path} names the folder {place!r}, which is not there")
-    return folder / place
+    return path.parent / place
 
 
 def load_config(folder: Path) -> dict[str, Any]:

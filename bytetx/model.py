@@ -12,7 +12,7 @@ from bytetx.config import resolve_checkpoint
 from bytetx.engine.pipeline import run
 from bytetx.engine.request import RunCounter
 from bytetx.engine.runner import Runner, Task
-from bytetx.engine.scheduler import windows
+from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.errors import InputError
 from bytetx.inputs import Input, InputReader, estimate_tokens
 from bytetx.loading import LoadedCheckpoint, load_checkpoint
@@ -70,9 +70,8 @@ class Model:
     def __init__(self, checkpoint: LoadedCheckpoint, *, token_budget: int | None = None):
         if token_budget is None:
             token_budget = DEFAULT_TOKEN_BUDGET[checkpoint.device.type]
-        if not isinstance(token_budget, int) or token_budget < 1:
-            raise InputError(f"token_budget must be a positive integer, got {token_budget!r}")
-        self.checkpoint, self.token_budget = checkpoint, token_budget
+        self.checkpoint = checkpoint
+        self.token_budget = check_token_budget(token_budget)
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self._runner = Runner(checkpoint.transformer, device=checkpoint.device)

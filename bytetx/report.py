@@ -3,6 +3,7 @@
 import platform
 from dataclasses import asdict
 from importlib import metadata
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +51,9 @@ def checkpoint_report(model: Any, folder: Path) -> dict[str, Any]:
         with safe_open(path, framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
                 tensor = file.get_slice(name)
-                size = 1
-                for length in tensor.get_shape():
-                    size *= length
-                num_parameters += size
-                dtypes.add(tensor.get_dtype())
+                if not tensor.get_dtype().startswith("I"):  # position ids, saved by old versions
+                    num_parameters += prod(tensor.get_shape())
+                    dtypes.add(tensor.get_dtype())
     return {
         **model.info(),
         "num_parameters": num_parameters,
@@ -64,18 +63,20 @@ def checkpoint_report(model: Any, folder: Path) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as tables for a person; `--json` is for programs."""
-    if "checkpoint" in report:
-        console.print(_checkpoint_table(report["checkpoint"]))
-    console.print(_backend_table(report["backends"]))
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    console.print(Text(f"{versions}; {report['threads']} CPU threads"), soft_wrap=True)
-
-
-def _checkpoint_table(info: dict[str, Any]) -> Table:
+    """The report as a table for a person; `--json` is for programs."""
     table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    unused = info["unused_tensors"]
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = _checkpoint_rows(report["checkpoint"]) if "checkpoint" in report else []
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    rows += [*_backend_rows(report["backends"]), ("versions", versions)]
+    rows.append(("threads", f"{report['threads']} on the CPU"))
+    for name, value in rows:
+        table.add_row(name, Text(value))
+    console.print(table)
+
+
+def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     architectures = ", ".join(info["architectures"]) or "no architecture named"
     rows = {
         "checkpoint": info["path"],
@@ -93,21 +94,20 @@ def _checkpoint_table(info: dict[str, Any]) -> Table:
         "labels": ", ".join(info["labels"]) if info["heads"] else "",
         "runs as": f"{info['dtype']} on {info['device']}, {info['token_budget']:,} tokens a step, "
         f"{info['workspace_bytes'] / _MIB:,.0f} MiB of activations",
-        "unused tensors": ", ".join(unused) or "none",
+        "unused tensors": ", ".join(info["unused_tensors"]) or "none",
     }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, Text(value))
-    return table
+    return [(name, value) for name, value in rows.items() if value]
 
 
-def _backend_table(backends: dict[str, Any]) -> Table:
-    table = Table(title_justify="left", pad_edge=False, box=None)
-    for name in ("op", "CPU", "GPU"):
-        table.add_column(name)
-    for row in backends["ops"]:
-        table.add_row(row["op"], Text(row["cpu"]), Text(row["cuda"]))
-    table.add_section()
-    table.add_row("native core", Text(backends["cpu"]), Text(backends["cuda"]))
-    table.add_row("GPU", "", Text(backends["gpu"]))
-    return table
+def _backend_rows(backends: dict[str, Any]) -> list[tuple[str, str]]:
+    """Ops that one thing backs, or that lack a kernel for one reason, share a row."""
+    rows = []
+    for title, device in (("on a CPU", "cpu"), ("on a GPU", "cuda")):
+        ops_of: dict[str, list[str]] = {}
+        for row in backends["ops"]:
+            ops_of.setdefault(row[device], []).append(row["op"])
+        for backing, ops in ops_of.items():
+            names = "all ops" if len(ops_of) == 1 else ", ".join(ops)
+            rows.append((title, f"{names}: {backing}"))
+            title = ""
+    return [*rows, ("native core", f"CPU: {backends['cpu']}"), ("", f"GPU: {backends['cuda']}")]

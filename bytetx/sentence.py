@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from bytetx.config import read_json, read_json_objects
+from bytetx.config import module_folder, read_json, read_json_objects, transformer_folder
 from bytetx.errors import CheckpointError, InputError
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
@@ -59,6 +59,10 @@ class Dense:
     residual: LinearWeight | None
 
     @property
+    def in_features(self) -> int:
+        return self.weight.k
+
+    @property
     def out_features(self) -> int:
         return self.weight.n
 
@@ -73,6 +77,10 @@ class Dense:
 class LayerNorm:
     weight: torch.Tensor
     bias: torch.Tensor
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, eps=1e-5)
@@ -129,25 +137,27 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     path = folder / "modules.json"
     if not path.is_file():
         return SentenceSpec(folder)
-    spec = SentenceSpec(folder, **_model_config(folder))
+    base = transformer_folder(folder)
+    spec = SentenceSpec(base, **_model_config(folder), **_transformer_config(base))
     entries = sorted(read_json_objects(path), key=lambda entry: entry.get("idx", 0))
     for place, entry in enumerate(entries):
-        kind, module_folder = _module_kind(entry, path), folder / entry.get("path", "")
-        if place == 0:
-            if kind != "Transformer":
-                raise CheckpointError(f"{path}: the first module must be Transformer, got {kind}")
-            spec = replace(spec, folder=module_folder, **_transformer_config(module_folder))
-        elif kind == "Pooling":
-            spec = replace(spec, is_declared=True, **_pooling_config(module_folder))
-        elif kind != "Dropout":
-            spec = replace(spec, modules=(*spec.modules, (kind, module_folder)))
+        kind = _module_kind(entry, path)
+        if (kind == "Transformer") != (place == 0):
+            raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
+        if kind == "Pooling":
+            pooling = _pooling_config(module_folder(path, entry.get("path")))
+            spec = replace(spec, is_declared=True, **pooling)
+        elif kind in _FOLLOWING:
+            # Normalize has no files, and a hub does not keep an empty folder.
+            has_files = kind != "Normalize"
+            module = module_folder(path, entry.get("path")) if has_files else folder
+            spec = replace(spec, modules=(*spec.modules, (kind, module)))
     return spec
 
 
 def load_modules(spec: SentenceSpec, *, device: torch.device) -> tuple[Module, ...]:
     """What follows pooling, in f32 on the device: vectors are few, and their digits count."""
-    loaders = {"Dense": _load_dense, "LayerNorm": _load_norm, "Normalize": _load_normalize}
-    return tuple(loaders[kind](folder, device) for kind, folder in spec.modules)
+    return tuple(_FOLLOWING[kind](folder, device) for kind, folder in spec.modules)
 
 
 def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -174,7 +184,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
     name = str(entry.get("type"))
     kind = name.rpartition(".")[2]
-    known = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+    known = ("Transformer", "Pooling", "Dropout", *_FOLLOWING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"
@@ -240,10 +250,6 @@ def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     )
 
 
-def _load_normalize(folder: Path, device: torch.device) -> Normalize:
-    return Normalize()
-
-
 def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -268,3 +274,11 @@ def _tensor(
     if not torch.isfinite(tensor).all():
         raise CheckpointError(f"{path.parent}: tensor {name!r} holds values that are not finite")
     return tensor.clone()
+
+
+# What may follow pooling; Dropout does nothing where nothing is trained.
+_FOLLOWING: dict[str, Callable[[Path, torch.device], Module]] = {
+    "Dense": _load_dense,
+    "LayerNorm": _load_norm,
+    "Normalize": lambda folder, device: Normalize(),
+}

@@ -1,16 +1,16 @@
 """Small random checkpoints with tokenizers, as transformers and sentence-transformers save them."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 import transformers
+from tiny import randomize, tiny_model
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
-
-transformers.utils.logging.disable_progress_bar()
-transformers.utils.logging.set_verbosity_error()
 
 MAX_POSITIONS = 40
 
@@ -25,30 +25,25 @@ SENTENCES = [
     "",
 ]
 
-_SIZES = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 80,
+# Family: kind of its tokenizer. Pad is token 1 in the families whose positions start after it.
+TOKENIZERS = {
+    "bert": "wordpiece",
+    "roberta": "bpe",
+    "xlm-roberta": "unigram",
+    "camembert": "unigram",
+    "distilbert": "wordpiece",
+    "mpnet": "wordpiece",
+    "electra": "wordpiece",
 }
-_DISTILBERT_SIZES = {"dim": 48, "n_layers": 2, "n_heads": 3, "hidden_dim": 80}
-
-# family: (stem of its class names, sizes, kind of tokenizer, positions before the first token)
-FAMILIES = {
-    "bert": ("Bert", _SIZES, "wordpiece", 0),
-    "roberta": ("Roberta", _SIZES, "bpe", 2),
-    "xlm-roberta": ("XLMRoberta", _SIZES | {"type_vocab_size": 1}, "unigram", 2),
-    "camembert": ("Camembert", _SIZES | {"type_vocab_size": 1}, "unigram", 2),
-    "distilbert": ("DistilBert", _DISTILBERT_SIZES, "wordpiece", 0),
-    "mpnet": ("MPNet", _SIZES, "wordpiece", 2),
-    "electra": ("Electra", _SIZES | {"embedding_size": 32}, "wordpiece", 0),
-}
-# (cls, sep, pad, unk, mask); pad is token 1 in the families whose positions start after it.
+_POSITION_OFFSETS = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
+# cls, sep, pad, unk, mask
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
 _ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")
 
 
-def make_tokenizer(kind: str, *, max_tokens: int = MAX_POSITIONS) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(
+    kind: str, *, max_tokens: int = MAX_POSITIONS
+) -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone."""
     cls, sep, pad, unk, mask = names = _BERT_TOKENS if kind == "wordpiece" else _ROBERTA_TOKENS
     special = [pad, unk, cls, sep, mask] if kind == "wordpiece" else [cls, pad, sep, unk, mask]
@@ -105,28 +100,16 @@ def save_checkpoint(
 
     head: the class name without its stem (Model, ForMaskedLM, ...).  config: more of its config.
     """
-    stem, sizes, kind, offset = FAMILIES[family]
-    tokenizer = make_tokenizer(kind)
-    settings = sizes | {
+    tokenizer = make_tokenizer(TOKENIZERS[family])
+    settings = {
         "vocab_size": len(tokenizer),
-        "max_position_embeddings": MAX_POSITIONS + offset,
+        "max_position_embeddings": MAX_POSITIONS + _POSITION_OFFSETS.get(family, 0),
         "pad_token_id": tokenizer.pad_token_id,
     }
-    model_class = getattr(transformers, stem + head)
-    model = model_class(getattr(transformers, stem + "Config")(**settings | config))
-    randomize(model)
+    model = tiny_model(family, head, **(settings | config))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
-
-
-def randomize(model: nn.Module, *, std: float = 0.2) -> None:
-    """Weights spread so far that every part of a model shows in its output."""
-    generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            is_scale = "norm" in name.lower() and name.endswith("weight")
-            parameter.normal_(1.0 if is_scale else 0.0, std, generator=generator)
 
 
 def save_sentence_model(
@@ -158,4 +141,19 @@ def texts(num_texts: int, *, max_words: int = 20, seed: int = 0) -> list[str]:
     def draw(high: int) -> int:
         return int(torch.randint(high, (1,), generator=generator))
 
-    return [" ".join(words[draw(len(words))] for _ in range(draw(max_words + 1))) for _ in range(num_texts)]
+    return [
+        " ".join(words[draw(len(words))] for _ in range(draw(max_words + 1)))
+        for _ in range(num_texts)
+    ]
+
+
+def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest of 1 - cos over the rows."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cos = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    return float((1 - cos).max())
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Changes keys of a JSON object in place."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import shlex
 import string
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,8 +16,10 @@ from typer.testing import CliRunner
 from bytetx.bench import texts
 from bytetx.bench.cli import app
 from bytetx.bench.measure import alternate, encoder_flop
+from bytetx.bench.memory import measure_memory
 from bytetx.bench.plot import draw_cpu
 from bytetx.bench.records import Record, read_records, source_sha256, write_record
+from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
 from bytetx.bench.table import records_table, summary_line
 from bytetx.errors import BytetxError
@@ -123,10 +126,14 @@ def test_source_hash_follows_content_and_names_of_the_measured_code(tmp_path: Pa
 def test_table_shows_ratios_rate_and_the_floors_fraction() -> None:
     memory = replace(RECORD, case="memory", unit="MiB", rivals={}, floor=None)
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(records_table([RECORD, memory]))
+    console.print(records_table([RECORD, memory], width=160))
     text = console.export_text()
-    for shown in ("20,000 tokens/s", "80%", "200 (4.00x)", "125 (2.50x)", "50 MiB"):
+    for shown in ("20,000", "50 us", "80%", "200  4.00x", "125  2.50x", "50 MiB"):
         assert shown in text
+    narrow = Console(width=80, record=True, file=io.StringIO())
+    narrow.print(records_table([RECORD, memory], width=80))
+    text = narrow.export_text()
+    assert "4.00x" in text and "200" not in text and "…" not in text
     assert summary_line(RECORD).endswith("; 4.00x transformers, 2.50x sentence-transformers")
     assert summary_line(memory) == "memory: 50 MiB"
 
@@ -249,9 +256,23 @@ def test_recorded_run_on_a_tiny_checkpoint(tiny_checkpoint: Path, tmp_path: Path
     assert record.source == source_sha256()
     assert record.shape["tokens"] == 4096
     assert "transformers" in record.rivals
-    assert record.command == f"bytetx bench {' '.join(arguments[:3])} --case fp32-ids-query" or (
-        "--case fp32-ids-query" in record.command
-    )
+    words = ["bytetx", "bench", "cpu", "--case", "fp32-ids-query", "--model", str(tiny_checkpoint)]
+    assert record.command == shlex.join(words)
+
+
+def test_memory_case_counts_what_must_be_held(tiny_checkpoint: Path) -> None:
+    found = measure_memory(tiny_checkpoint, "fp32", 64)
+    assert found.shape["texts"] == 64
+    assert found.ours > 0
+    parts = [found.shape[f"{part}_mib"] for part in ("weights", "workspace", "results")]
+    assert found.floor == sum(parts)
+
+
+def test_a_rival_that_does_not_load_is_noted(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    loaded = load_rivals(["transformers"], tmp_path / "nowhere", torch.float32)
+    assert loaded.rivals == ()
+    assert loaded.notes[0].startswith("transformers left out: ")
 
 
 @pytest.mark.parametrize(

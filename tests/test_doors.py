@@ -21,6 +21,7 @@ HEIGHTS = {
     "bytetx.bench": 5,
     "bytetx.files": 5,
     "bytetx.hf": 5,
+    "bytetx.report": 5,
     "bytetx.serve": 5,
     "bytetx.inputs": 4,
     "bytetx.loading": 4,

@@ -62,7 +62,8 @@ def one_thread() -> Iterator[None]:
 def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:
     """A transformers model in eval mode; weights spread so far that every part of it shows."""
     stem, own = FAMILIES[family]
-    settings = SIZES | {"num_labels": 3} | own | config
+    labels = {} if "id2label" in config else {"num_labels": 3}
+    settings = SIZES | labels | own | config
     if family == "distilbert":
         settings = {_DISTILBERT_KEYS.get(key, key): value for key, value in settings.items()}
     model = getattr(transformers, stem + head)(getattr(transformers, stem + "Config")(**settings))
@@ -119,3 +120,9 @@ def random_ids(seqlens: Sequence[int], *, vocab_size: int = VOCAB_SIZE) -> list[
     """Ids that are never a special token (5 and up): Hugging Face skips pad ids in positions."""
     rng = np.random.default_rng(sum(seqlens))
     return [rng.integers(5, vocab_size, seqlen).tolist() for seqlen in seqlens]
+
+
+def same_rows(one: Loaded, other: Loaded) -> bool:
+    """Whether two checkpoints give the same hidden states, bit for bit."""
+    ids = random_ids([9, 2])
+    return all(torch.equal(a, b) for a, b in zip(one.rows(ids), other.rows(ids), strict=True))

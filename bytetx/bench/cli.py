@@ -91,7 +91,7 @@ def _run_cpu(
         for note in sorted(set(notes) - seen):
             console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
         seen.update(notes)
-    console.print(records_table(done))
+    console.print(records_table(done, width=console.width))
     if plot and record is not None:
         _draw(console, record)
 

@@ -25,11 +25,13 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 
 
 class Rival(Protocol):
-    """One library with the checkpoint loaded: inputs to unit vectors f32 [n, hidden_size]."""
+    """One library with the checkpoint loaded: inputs to unit vectors f32 [n, hidden_size].
+
+    Only those with sorts_itself False take token ids.
+    """
 
     name: str
     sorts_itself: bool  # by length, before it pads
-    takes_token_ids: bool
 
     def embed(self, inputs: Inputs) -> np.ndarray: ...
 
@@ -38,7 +40,6 @@ class PaddedRival:
     """Tokenise, pad, forward, mean-pool, normalise: batches of 32 in the order given."""
 
     sorts_itself = False
-    takes_token_ids = True
 
     def __init__(self, name: str, tokenizer: Any, forward: Forward):
         self.name, self._tokenizer, self._forward = name, tokenizer, forward
@@ -65,7 +66,6 @@ class SentenceTransformersRival:
 
     name = "sentence-transformers"
     sorts_itself = True
-    takes_token_ids = False
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype):
         from sentence_transformers import SentenceTransformer
@@ -89,31 +89,26 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load_rivals(checkpoint: Path, dtype: torch.dtype) -> Loaded:
-    """Every installed rival with the checkpoint in `dtype`.
+def load_rivals(names: Sequence[str], checkpoint: Path, dtype: torch.dtype) -> Loaded:
+    """The named rivals that are installed, with the checkpoint in `dtype`.
 
-    onnxruntime only in f32: it has no bf16 kernels for CPUs. A rival that is installed but fails to
-    load is left out and named in the notes, so that it costs no other number.
+    names: keys of _LOADERS. A rival that is installed but fails to load is left out and named in
+    the notes, so that it costs no other number.
     """
-    wanted: list[tuple[str, tuple[str, ...], Callable[[Path, torch.dtype], Rival]]] = [
-        ("transformers", ("transformers",), _transformers_rival),
-        ("openvino", ("openvino", "transformers"), _openvino_rival),
-        ("sentence-transformers", ("sentence_transformers",), SentenceTransformersRival),
-    ]
-    if dtype == torch.float32:
-        needs = ("onnxruntime", "onnxscript", "transformers")
-        wanted.insert(2, ("onnxruntime", needs, _onnxruntime_rival))
     found, notes = [], []
-    for name, needs, load in wanted:
+    for name in names:
+        needs, load = _LOADERS[name]
         missing = [module for module in needs if importlib.util.find_spec(module) is None]
         if missing:
             notes.append(f"{name} left out: {', '.join(missing)} not installed")
-            continue
-        try:
-            with _quiet():
-                found.append(load(checkpoint, dtype))
-        except Exception as error:  # a converter may raise anything; the line says what
-            notes.append(f"{name} left out: {type(error).__name__}: {error}")
+        elif name == "onnxruntime" and dtype != torch.float32:
+            notes.append("onnxruntime left out of bf16: it has no bf16 kernels for CPUs")
+        else:
+            try:
+                with quiet():
+                    found.append(load(checkpoint, dtype))
+            except Exception as error:  # a converter may raise anything; the line says what
+                notes.append(f"{name} left out: {type(error).__name__}: {error}")
     return Loaded(tuple(found), tuple(notes))
 
 
@@ -209,6 +204,15 @@ def _export_onnx(model: torch.nn.Module, path: str) -> None:
     program.save(path)
 
 
+# Each rival: the modules it needs, and how it is loaded.
+_LOADERS: dict[str, tuple[tuple[str, ...], Callable[[Path, torch.dtype], Rival]]] = {
+    "transformers": (("transformers",), _transformers_rival),
+    "openvino": (("openvino", "transformers"), _openvino_rival),
+    "onnxruntime": (("onnxruntime", "onnxscript", "transformers"), _onnxruntime_rival),
+    "sentence-transformers": (("sentence_transformers",), SentenceTransformersRival),
+}
+
+
 def _example() -> tuple[Tensor, Tensor]:
     """Small inputs for tracing, with pad tokens so that the mask stays in the graph."""
     return _padded([[1, 2, 3, 4, 5], [6, 7, 8]])
@@ -226,7 +230,7 @@ def _padded(token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Silences what the libraries print while they load and convert."""
     from transformers.utils import logging as transformers_logging
 

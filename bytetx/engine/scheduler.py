@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from bytetx.engine.request import Request
+from bytetx.errors import InputError
 
 T = TypeVar("T")
 
@@ -59,6 +60,14 @@ def plan_steps(requests: Sequence[Request], *, token_budget: int) -> list[list[R
     if step:
         steps.append(step)
     return steps
+
+
+def check_token_budget(token_budget: object) -> int:
+    """The budget itself; InputError where it is no positive integer."""
+    is_integer = isinstance(token_budget, int) and not isinstance(token_budget, bool)
+    if not is_integer or token_budget < 1:
+        raise InputError(f"token_budget must be a positive integer, got {token_budget!r}")
+    return token_budget
 
 
 def _even_share(num_tokens: int, token_budget: int) -> float:

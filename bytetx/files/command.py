@@ -45,7 +45,7 @@ def run_rank_job(
         raise typer.BadParameter("--column was given twice; documents have one column")
     total_bytes = _total_bytes(sources)
     if query is not None:
-        one = [Record(query, total_bytes)]
+        one = [Record(query, total_bytes, "--query")]
         _run(options, task, lambda: _ranking(one, sources, shape), total_bytes=total_bytes)
         return
     if query_file is not None:
@@ -77,7 +77,7 @@ def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> 
             value = RankRequest(value, documents)
         elif not isinstance(value, InputError):
             value = InputError("a query must be a string, got token ids")
-        yield Record(value, query.end_bytes)
+        yield replace(query, value=value)
 
 
 def _total_bytes(sources: list[Source]) -> int:
@@ -102,7 +102,7 @@ def _run(
         progress = unfinished_progress(path, progress.job, resume=options.resume)
     waiting_records = records()
     skip_done(waiting_records, progress, path or Path("-"))
-    with waiting(console, f"loading {options.model or folder.name}"):
+    with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
         model = _load(options, folder)
         run, encoder = task.open(model, path is not None and path.suffix.lower() != ".jsonl")
     output = StdoutOutput() if path is None else StagedOutput(path, encoder, progress=progress)
@@ -186,9 +186,10 @@ def _print_interrupted(console: Console, output: Output, path: Path | None) -> N
 def _print_closing(console: Console, output: Output, *, task: Task, path: Path | None) -> None:
     counts = output.progress.counts
     what = task.name if path is None else f"{task.name} → {path}"
-    console.print(closing_line(counts, what=what), markup=False, soft_wrap=True)
-    if path is not None and output.progress.error_bytes and path.suffix.lower() == ".npy":
-        console.print(f"errors are listed in {path}.errors.jsonl", markup=False, soft_wrap=True)
+    errors_at = ""
+    if path is not None and path.suffix.lower() == ".npy":
+        errors_at = f"{path}.errors.jsonl"
+    line = closing_line(counts, what=what, errors_at=errors_at)
+    console.print(line, markup=False, soft_wrap=True)
     if 0 < counts.num_texts == counts.num_errors:
-        where = "the output" if path is None or path.suffix != ".npy" else f"{path}.errors.jsonl"
-        raise BytetxError(f"every text failed; {where} says why for each")
+        raise BytetxError(f"every text failed; {errors_at or 'the output'} says why for each")

@@ -66,7 +66,10 @@ def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, An
     for result in results:
         while isinstance(pending[0].value, InputError):
             yield pending[0], pending.popleft().value
-        yield pending.popleft(), result
+        record = pending.popleft()
+        if isinstance(result, InputError):
+            result = InputError(f"{record.where}: {result}")
+        yield record, result
     while pending:
         yield pending[0], pending.popleft().value
 

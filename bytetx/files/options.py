@@ -19,7 +19,7 @@ class JobOptions:
     files: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILES]...",
+            metavar="FILES",
             help="Inputs: text (one text a line), .jsonl, .csv, .tsv or .parquet; - or nothing "
             "reads stdin.",
             show_default=False,

@@ -4,7 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
@@ -43,10 +43,12 @@ class Record:
     """One text of the inputs, or what is wrong with it.
 
     end_bytes: bytes of all inputs up to the end of this record; what a progress bar counts.
+    where: the input and the line or row in it, as errors name it.
     """
 
     value: Value | RankRequest | InputError
     end_bytes: int
+    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +179,13 @@ class _Lines:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "surrogateescape")
 
-    def error(self, problem: str, number: int | None = None) -> InputError:
-        return InputError(f"{self._name} line {number or self.number}: {problem}")
+    def record(self, value: Value | RankRequest, number: int | None = None) -> Record:
+        """number: of the line where the record starts, if it is not the last one read."""
+        return Record(value, self.end_bytes, f"{self._name} line {number or self.number}")
 
-    def record(self, value: Value | RankRequest | InputError) -> Record:
-        return Record(value, self.end_bytes)
+    def broken(self, error: Exception, number: int | None = None) -> Record:
+        record = self.record("", number)
+        return replace(record, value=InputError(f"{record.where}: {error}"))
 
 
 def _refuse_undecodable(texts: Iterable[Value]) -> None:
@@ -205,7 +209,7 @@ def _read_text(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
             _refuse_undecodable((line,))
             yield lines.record(line)
         except _BadLine as error:
-            yield lines.record(lines.error(str(error)))
+            yield lines.broken(error)
 
 
 def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
@@ -219,10 +223,9 @@ def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]
             if not has_read:
                 _check_columns(source, row, ("query", "documents"), shape)
             has_read = True
-            value = take(row, shape)
+            yield lines.record(take(row, shape))
         except _BadLine as error:
-            value = lines.error(str(error))
-        yield lines.record(value)
+            yield lines.broken(error)
 
 
 def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
@@ -246,11 +249,11 @@ def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
                 raise _BadLine(f"{len(cells)} cells, where the header has {len(header)}")
             value = _take_columns(dict(zip(header, cells, strict=True)), shape)
             _refuse_undecodable(value if isinstance(value, tuple) else (value,))
+            yield lines.record(value, number)
         except StopIteration:
             return
         except (_BadLine, csv.Error) as error:
-            value = lines.error(str(error), number)
-        yield lines.record(value)
+            yield lines.broken(error, number)
 
 
 def _read_parquet(source: Source, shape: Shape, start_bytes: int) -> Iterator[Record]:
@@ -264,12 +267,13 @@ def _read_parquet(source: Source, shape: Shape, start_bytes: int) -> Iterator[Re
         for batch in file.iter_batches(_PARQUET_ROWS, columns=list(shape.columns)):
             for row in batch.to_pylist():
                 number += 1
+                where = f"{source.name} row {number}"
                 try:
                     value = _take_columns(row, shape)
                 except _BadLine as error:
-                    value = InputError(f"{source.name} row {number}: {error}")
+                    value = InputError(f"{where}: {error}")
                 done = number / file.metadata.num_rows
-                yield Record(value, start_bytes + int(source.size_bytes * done))
+                yield Record(value, start_bytes + int(source.size_bytes * done), where)
     except (ArrowException, OSError) as error:
         raise InputError(f"{source.name} cannot be read as parquet: {error}") from error
 

@@ -114,7 +114,7 @@ class _Respelling:
 def _respelled(error: InputError) -> InputError:
     # The model counts the texts that it was given: without broken lines, from where a job resumed.
     text = re.sub(r"^(texts|documents)\[\d+\]", "the text", str(error))
-    return type(error)(text.replace("pass truncate=True", "give --truncate"))
+    return InputError(text.replace("pass truncate=True", "give --truncate"))
 
 
 def _sum(a: RunStats, b: RunStats) -> RunStats:

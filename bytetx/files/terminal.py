@@ -76,27 +76,30 @@ def waiting(console: Console, text: str) -> AbstractContextManager[object]:
     return console.status(text) if console.is_terminal else nullcontext()
 
 
-def closing_line(counts: Counts, *, what: str) -> str:
-    """One line on a finished job. what: task and output, such as "embed → vectors.npy"."""
-    padded = counts.num_tokens + counts.num_pad_tokens
+def closing_line(counts: Counts, *, what: str, errors_at: str = "") -> str:
+    """One line on a finished job.
+
+    what: task and output, such as "embed → vectors.npy".  errors_at: the file that lists errors,
+    where they are not in the output itself.
+    """
+    seconds = max(counts.seconds, 1e-3)
     texts = f"{counts.num_texts:,} texts"
     if counts.num_blank:
         texts += f" ({counts.num_blank:,} blank, a row each)"
-    parts = [
-        texts,
-        f"{counts.num_tokens:,} tokens",
-        f"{counts.num_pad_tokens:,} pad tokens not computed"
-        + (f" ({counts.num_pad_tokens / padded:.0%} of a padded run)" if padded else ""),
-    ]
-    if counts.num_truncated:
-        parts.append(f"{counts.num_truncated:,} truncated")
-    parts.append(f"{counts.num_errors:,} errors")
-    seconds = max(counts.seconds, 1e-3)
-    rates = [
-        f"{short(count / seconds)} {unit}/s"
-        for count, unit in ((counts.num_texts, "texts"), (counts.num_tokens, "tokens"))
-    ]
-    return f"{what}: {', '.join(parts)}; {seconds:.1f} s, {', '.join(rates)}"
+    rates = (
+        f"{short(counts.num_texts / seconds)} texts/s, "
+        f"{short(counts.num_tokens / seconds)} tokens/s"
+    )
+    pads = f"{counts.num_pad_tokens:,} pad tokens not computed"
+    if counts.num_pad_tokens:
+        share = counts.num_pad_tokens / (counts.num_tokens + counts.num_pad_tokens)
+        pads += f" ({share:.0%} of a padded run)"
+    errors = f"{counts.num_errors:,} errors"
+    if counts.num_errors and errors_at:
+        errors += f", listed in {errors_at}"
+    cut = f"{counts.num_truncated:,} truncated, " if counts.num_truncated else ""
+    run = f"{texts}, {counts.num_tokens:,} tokens in {seconds:.1f} s ({rates})"
+    return f"{what}: {run}; {pads}; {cut}{errors}"
 
 
 def short(number: float) -> str:

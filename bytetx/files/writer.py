@@ -258,7 +258,7 @@ class StagedOutput:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Ends the job: committed rows of an unfinished one stay, one without any leaves nothing."""
+        """Ends the job: committed rows of an unfinished one stay; one without any leaves none."""
         os.close(self._data)
         if self._errors is not None:
             os.close(self._errors)

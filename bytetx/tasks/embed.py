@@ -50,9 +50,15 @@ class EmbedTask:
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:
-    """Numbers in a vector before any cut."""
+    """Numbers in a vector before any cut. Raises InputError where a module does not fit."""
     size = hidden_size * len(pooling)
     for module in modules:
+        needed = getattr(module, "in_features", size)
+        if needed != size:
+            raise InputError(
+                f"the checkpoint's {type(module).__name__} takes {needed} numbers, pooling gives "
+                f"{size}; leave pooling to the checkpoint"
+            )
         size = getattr(module, "out_features", size)
     return size
 

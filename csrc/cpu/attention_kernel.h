@@ -41,6 +41,10 @@ using bytetx::cpu::kKeyBlock;
 using bytetx::cpu::kMaxTileQueries;
 
 constexpr int kPackingTiles = 4;  // fewer tiles than 5 read k and v in place
+
+// Longest chain of f32 additions in one score.  The error of a chain grows with its length; one of
+// 256 had twice the error of torch's product.
+constexpr int kChainWords = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 
 inline int min_int(int a, int b) { return a < b ? a : b; }
@@ -183,10 +187,12 @@ Operand pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num
     return {w.values, w.value_stride};
 }
 
-// s[key][lane] = k[key] . q[lane] for kKeys keys and kVectors vectors of queries; `maximum` follows.
+// s[key][lane] = k[key] . q[lane] over num_words words of d, added to what is there unless these are
+// the first words; `maximum` follows at the last ones.
 template <class Isa, int kVectors, int kKeys>
-inline void score_keys(const Workspace<Isa>& w, const float* q, const Operand& k, float* s,
-                       typename Isa::Vec (&maximum)[kVectors]) {
+inline void score_words(const Workspace<Isa>& w, const float* q, const Word* k, int64_t k_stride,
+                        int num_words, bool is_first, bool is_last, float* s,
+                        typename Isa::Vec (&maximum)[kVectors]) {
     typename Isa::Vec acc[kKeys][kVectors];
 #pragma GCC unroll 16
     for (int key = 0; key < kKeys; ++key) {
@@ -194,25 +200,40 @@ inline void score_keys(const Workspace<Isa>& w, const float* q, const Operand& k
         for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::zero();
     }
 #pragma GCC unroll 1
-    for (int word = 0; word < w.score_steps; ++word) {
+    for (int word = 0; word < num_words; ++word, q += w.kTile) {
         typename Isa::Vec lanes[kVectors];
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(q + v * Isa::kWidth);
 #pragma GCC unroll 16
         for (int key = 0; key < kKeys; ++key) {
-            const typename Isa::Vec one = Isa::set1(k.words[key * k.stride + word]);
+            const typename Isa::Vec one = Isa::set1(k[key * k_stride + word]);
 #pragma GCC unroll 4
             for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::dot(acc[key][v], lanes[v], one);
         }
-        q += w.kTile;
     }
+    const auto each = [&](auto body) {
 #pragma GCC unroll 16
-    for (int key = 0; key < kKeys; ++key) {
+        for (int key = 0; key < kKeys; ++key) {
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            maximum[v] = Isa::max(maximum[v], acc[key][v]);
-            Isa::store(s + key * w.kTile + v * Isa::kWidth, acc[key][v]);
+            for (int v = 0; v < kVectors; ++v) {
+                body(acc[key][v], maximum[v], s + key * w.kTile + v * Isa::kWidth);
+            }
         }
+    };
+    using Vec = typename Isa::Vec;
+    if (!is_first) each([](Vec& x, Vec&, float* p) { x = Isa::add(x, Isa::load(p)); });
+    if (is_last) each([](Vec& x, Vec& m, float*) { m = Isa::max(m, x); });
+    each([](Vec& x, Vec&, float* p) { Isa::store(p, x); });
+}
+
+template <class Isa, int kVectors, int kKeys>
+inline void score_keys(const Workspace<Isa>& w, const float* q, const Operand& k, float* s,
+                       typename Isa::Vec (&maximum)[kVectors]) {
+    for (int word = 0; word < w.score_steps; word += kChainWords) {
+        const int rest = w.score_steps - word;
+        score_words<Isa, kVectors, kKeys>(w, q + word * w.kTile, k.words + word, k.stride,
+                                          min_int(kChainWords, rest), word == 0,
+                                          rest <= kChainWords, s, maximum);
     }
 }
 
@@ -294,7 +315,7 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
                    const typename Isa::Vec (&maximum)[kVectors]) {
     using Vec = typename Isa::Vec;
     Vec shift[kVectors];
-    Vec sum[kVectors];
+    Vec sums[2][kVectors];  // of this block's even and odd keys: short chains keep the error low
     const Vec units = Isa::set1(unit);
     for (int v = 0; v < kVectors; ++v) {
         const int lane = tile + v * Isa::kWidth;
@@ -304,25 +325,37 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
         Isa::store(w.maximum + lane, now);
         Isa::store(w.decay + lane, decay);
         shift[v] = Isa::mul(units, now);
-        sum[v] = is_first ? Isa::zero() : Isa::mul(Isa::load(w.sum + lane), decay);
+        sums[0][v] = sums[1][v] = Isa::zero();
     }
+    const auto weights = [&](int key, int v) {
+        const float* s = w.scores + key * w.kTile + v * Isa::kWidth;
+        return exp2<Isa>(Isa::fms(Isa::load(s), units, shift[v]));
+    };
     float* p = w.scores;
-    for (int key = 0; key < num_keys; key += Isa::kPair, p += w.kTile) {
-        const float* s = w.scores + key * w.kTile;
+    for (int key = 0; key + 1 < num_keys; key += 2) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-            const int lane = v * Isa::kWidth;
-            const Vec even = exp2<Isa>(Isa::fms(Isa::load(s + lane), units, shift[v]));
-            sum[v] = Isa::add(sum[v], even);
-            Vec odd = Isa::zero();
-            if (Isa::kPair == 2 && key + 1 < num_keys) {
-                odd = exp2<Isa>(Isa::fms(Isa::load(s + w.kTile + lane), units, shift[v]));
-                sum[v] = Isa::add(sum[v], odd);
-            }
-            Isa::store(p + lane, Isa::join_pair(even, odd));
+            const Vec even = weights(key, v);
+            const Vec odd = weights(key + 1, v);
+            sums[0][v] = Isa::add(sums[0][v], even);
+            sums[1][v] = Isa::add(sums[1][v], odd);
+            Isa::store_weights(p + v * Isa::kWidth, w.kTile, even, odd);
+        }
+        p += 2 / Isa::kPair * w.kTile;
+    }
+    if (num_keys % 2 == 1) {
+        for (int v = 0; v < kVectors; ++v) {
+            const Vec even = weights(num_keys - 1, v);
+            sums[0][v] = Isa::add(sums[0][v], even);
+            Isa::store_weights(p + v * Isa::kWidth, w.kTile, even, Isa::zero());
         }
     }
-    for (int v = 0; v < kVectors; ++v) Isa::store(w.sum + tile + v * Isa::kWidth, sum[v]);
+    for (int v = 0; v < kVectors; ++v) {
+        float* total = w.sum + tile + v * Isa::kWidth;
+        const Vec sum = Isa::add(sums[0][v], sums[1][v]);
+        const Vec decay = Isa::load(w.decay + tile + v * Isa::kWidth);
+        Isa::store(total, is_first ? sum : Isa::fma(Isa::load(total), decay, sum));
+    }
 }
 
 // What value_rows() does around its product.
@@ -344,15 +377,11 @@ void value_rows(const Workspace<Isa>& w, const Operand& values, int num_steps, i
     using Vec = typename Isa::Vec;
     constexpr int kRows = Isa::value_rows(kVectors);
     Vec acc[kRows][kVectors];
-    float* state = w.output + (tile + row) * static_cast<int64_t>(w.value_stride) + column;
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = target.is_first_block
-                            ? Isa::zero()
-                            : Isa::mul(Isa::load(state + r * w.value_stride + v * Isa::kWidth),
-                                       Isa::set1(w.decay[tile + row + r]));
+            acc[r][v] = Isa::zero();
         }
     }
     const float* p = w.scores + row;
@@ -369,21 +398,32 @@ void value_rows(const Workspace<Isa>& w, const Operand& values, int num_steps, i
             for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::dot(acc[r][v], lanes[v], weight);
         }
     }
+    const auto each = [&](auto body) {
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-        if (row + r >= target.num_rows) return;
-        const Vec inverse = Isa::div(Isa::set1(1.0f), Isa::set1(w.sum[tile + row + r]));
+        for (int r = 0; r < kRows; ++r) {
+            const int query = tile + row + r;
+            float* state = w.output + query * static_cast<int64_t>(w.value_stride) + column;
+            if (row + r >= target.num_rows) return;
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            if (!target.is_last_block) {
-                Isa::store(state + r * w.value_stride + v * Isa::kWidth, acc[r][v]);
-                continue;
-            }
-            const int d = column + v * Isa::kWidth;
-            Isa::store_row(target.out + (row + r) * target.stride + d, Isa::mul(acc[r][v], inverse),
-                           w.head_dim - d);
+            for (int v = 0; v < kVectors; ++v) body(acc[r][v], r, v, state + v * Isa::kWidth);
         }
+    };
+    const auto broadcast = [&](const float* by_query, int r) {
+        return Isa::set1(by_query[tile + row + r]);
+    };
+    if (!target.is_first_block) {
+        each([&](Vec& x, int r, int, const float* state) {
+            x = Isa::fma(Isa::load(state), broadcast(w.decay, r), x);
+        });
     }
+    if (!target.is_last_block) {
+        return each([](Vec& x, int, int, float* state) { Isa::store(state, x); });
+    }
+    each([&](Vec& x, int r, int v, const float*) {
+        const int d = column + v * Isa::kWidth;
+        Isa::store_row(target.out + (row + r) * target.stride + d,
+                       Isa::div(x, broadcast(w.sum, r)), w.head_dim - d);
+    });
 }
 
 template <class Isa, int kVectors, typename T>

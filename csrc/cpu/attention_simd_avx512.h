@@ -56,8 +56,13 @@ struct Avx512 {
         return _mm512_permutexvar_ps(order, x);
     }
 
+    // acc + a . b, word by word.
     static Vec dot(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-    static Vec join_pair(Vec even, Vec) { return even; }
+    // The weights of two neighbouring keys as rows of words, `stride` words apart.
+    static void store_weights(float* p, int stride, Vec even, Vec odd) {
+        store(p, even);
+        store(p + stride, odd);
+    }
 
     // The first n elements of a row as words, zeros behind them; reads nothing past element n.
     static Vec load_words(const float* row, int n) {
@@ -132,13 +137,13 @@ struct Avx512Bf16 : Avx512 {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_castps_si512(a),
                                 (__m512bh)_mm512_castps_si512(b));
     }
-    // Word lane i = {even lane i, odd lane i} rounded to bf16.
-    static Vec join_pair(Vec even, Vec odd) {
+    // One row: word lane i = {even lane i, odd lane i}, rounded to bf16.
+    static void store_weights(float* p, int, Vec even, Vec odd) {
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
         const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25,
                                                9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
                                                17, 1, 16, 0);
-        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
+        store(p, _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves)));
     }
     static Vec load_words(const uint16_t* row, int n) {
         const __m512i bits = n >= 2 * kWidth ? _mm512_loadu_si512(row)
