@@ -138,10 +138,9 @@ def _share(base: nn.Module) -> Transformer:
 def _fuse(parameters: list[nn.Parameter]) -> None:
     """Moves parameters into one storage, one behind the other; the old storages are released."""
     rows = [_plain(parameter) for parameter in parameters]
-    storage = rows[0].untyped_storage()
-    if fuse_rows(rows).untyped_storage().data_ptr() == storage.data_ptr():
+    fused = fuse_rows(rows)
+    if fused.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return
-    fused = torch.cat(rows)
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
