@@ -5,7 +5,13 @@ import warnings
 
 import pytest
 import torch
-from hf_models import FAMILIES, FAMILY_HEADS, largest_difference, padded_inputs, tiny_model
+from hf_models import (
+    FAMILIES,
+    FAMILY_HEADS,
+    largest_difference,
+    padded_inputs,
+    tiny_model,
+)  # noqa: F401
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
 

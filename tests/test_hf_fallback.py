@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hf_models import largest_difference, padded_inputs, tiny_model
+from hf_models import largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
 from torch import nn
 
 from bytetx.errors import BytetxError

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import FAMILIES, largest_difference, padded_inputs, tiny_model
+from hf_models import FAMILIES, largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
 from safetensors.torch import load_file, save_file
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
@@ -165,6 +165,18 @@ def test_compiled_models_run():
         for eager in (model, base):
             compiled = torch.compile(eager, backend="eager")
             assert torch.equal(compiled(**inputs)[0], eager(**inputs)[0])
+
+
+def test_export_takes_the_original_forward():
+    model = wrap(tiny_model("bert", "ForSequenceClassification"))
+    inputs = padded_inputs(SEQLENS)
+    with torch.no_grad():
+        want = model(**inputs).logits
+        with pytest.warns(FallbackWarning, match="exported"):
+            exported = torch.export.export(model, (), inputs, strict=False)
+        assert largest_difference(exported.module()(**inputs).logits, want) < 1e-4
+        with pytest.raises(Exception, match="unwrap it for one whole graph"):
+            torch.compile(model, fullgraph=True, backend="eager")(**inputs)
 
 
 def test_one_model_in_several_threads():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hf_models import FAMILIES, largest_difference, padded_inputs, tiny_model
+from hf_models import FAMILIES, largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
 
 from bytetx.errors import InputError
 from bytetx.hf import wrap

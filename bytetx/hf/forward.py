@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -64,11 +65,18 @@ class ForwardStandIn(ABC):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
         # torch.compile leaves the call to this code and compiles what is around it.
-        self.run = torch.compiler.disable(self._run)
+        self.run = torch.compiler.disable(
+            self._run, reason="a wrapped model is not compiled; unwrap it for one whole graph"
+        )
 
     @property
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's: torch.export names a graph's inputs and source by it."""
+        return type(self.module).forward.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -151,13 +159,17 @@ class PackedForward(ForwardStandIn):
         inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=cu_seqlens)
         if not arguments.is_whole(inputs):
             return self.original(*args, **kwargs)
-        reason = self._reason_against(given, inputs)
+        reason = self._mode_reason()
+        if reason is None:
+            plan = self.current_plan()
+            reason = plan.reason or _plan_reason(plan, inputs)
+        reason = reason or arguments.reason_against(given, inputs, self.module.config)
         if reason is None:
             layout = _layout_of(inputs)
-            reason = _layout_reason(layout, call, self.plan.transformer)
+            reason = _layout_reason(layout, call, plan.transformer)
         if reason is not None:
             return self._fall_back(reason, inputs, args, kwargs)
-        return self._run_packed(inputs, layout, call)
+        return self._run_packed(plan.transformer, inputs, layout, call)
 
     def _fall_back(self, reason: str, inputs: Inputs, args: tuple, kwargs: dict) -> Any:
         if inputs.cu_seqlens is not None:
@@ -169,31 +181,21 @@ class PackedForward(ForwardStandIn):
 
     def current_plan(self) -> Plan:
         """The plan for the model as it is now, made anew where it was changed."""
-        if self.plan is None or not self.plan.snapshot.is_current():
-            self.plan = build_plan(self.module)
-        return self.plan
+        plan = self.plan  # read once: another thread may be moving the model
+        if plan is None or not plan.snapshot.is_current():
+            self.plan = plan = build_plan(self.module)
+        return plan
 
-    def _reason_against(self, given: dict[str, Any], inputs: Inputs) -> str | None:
+    def _mode_reason(self) -> str | None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return "the model is being exported or traced"
         if self.module.training:
             return "the model is in training mode; call .eval()"
-        plan = self.current_plan()
-        if plan.reason is not None:
-            return plan.reason
-        if plan.snapshot.is_training():
-            return "an inner module is in training mode; call .eval()"
-        if torch.is_autocast_enabled(inputs.main.device.type):
-            return "autocast is on; convert the model with .bfloat16() or .half() instead"
-        if torch.is_grad_enabled() and (
-            plan.snapshot.requires_grad()
-            or (inputs.inputs_embeds is not None and inputs.inputs_embeds.requires_grad)
-        ):
-            return "gradients are recorded; call the model inside torch.inference_mode()"
-        return arguments.reason_against(given, inputs, self.module.config)
+        return None
 
-    def _run_packed(self, inputs: Inputs, layout: Layout, call: HeadCall | None) -> Any:
-        transformer = self.plan.transformer
+    def _run_packed(
+        self, transformer: Transformer, inputs: Inputs, layout: Layout, call: HeadCall | None
+    ) -> Any:
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
         x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
@@ -219,6 +221,20 @@ class PackedForward(ForwardStandIn):
             return (fields["last_hidden_state"], fields.get("pooler_output"), *rest)
         output = getattr(modeling_outputs, OUTPUTS[name])(**fields)
         return output if return_dict else output.to_tuple()
+
+
+def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
+    """Why the modes and gradients of this call are for the original forward, or None."""
+    if plan.snapshot.is_training():
+        return "an inner module is in training mode; call .eval()"
+    if torch.is_autocast_enabled(inputs.main.device.type):
+        return "autocast is on; convert the model with .bfloat16() or .half() instead"
+    embeds = inputs.inputs_embeds
+    if torch.is_grad_enabled() and (
+        plan.snapshot.requires_grad() or (embeds is not None and embeds.requires_grad)
+    ):
+        return "gradients are recorded; call the model inside torch.inference_mode()"
+    return None
 
 
 def _layout_of(inputs: Inputs) -> Layout:

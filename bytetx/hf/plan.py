@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bytetx.errors import CheckpointError
+from bytetx.ops.check import addresses
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.transformer import Transformer, fuse_rows
 
@@ -70,7 +71,7 @@ class Snapshot:
 
     def seal(self) -> None:
         """Remembers where the parameters lie, after the last of them was moved."""
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.addresses = addresses(self.tensors)
 
     def is_current(self) -> bool:
         """Whether the model is still the one that the snapshot was taken of."""
@@ -81,7 +82,7 @@ class Snapshot:
             and all(map(is_, map(dict.get, self.dicts, repeat("forward")), self.own_forwards))
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
-            and list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
+            and addresses(self.tensors) == self.addresses
             and _version(self.table) == self.table_version
             and _config_facts(self.config) == self.config_facts
         )
@@ -137,9 +138,9 @@ def _share(base: nn.Module) -> Transformer:
 def _fuse(parameters: list[nn.Parameter]) -> None:
     """Moves parameters into one storage, one behind the other; the old storages are released."""
     rows = [_plain(parameter) for parameter in parameters]
-    if fuse_rows(rows).data_ptr() == rows[0].data_ptr():
+    fused = fuse_rows(rows)
+    if fused.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return
-    fused = torch.cat(rows)
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view

@@ -1,6 +1,6 @@
 """Argument checks shared by the ops: each names the argument, what it needs and what it got."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -79,3 +79,8 @@ def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -
 def has_cpu_rows(dtype: torch.dtype, width: int) -> bool:
     """Whether the CPU's row kernels take rows of this dtype and width (elements)."""
     return dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each tensor's data lies: compared to tell that one was moved, never read through."""
+    return list(map(Tensor.data_ptr, tensors))
