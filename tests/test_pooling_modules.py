@@ -1,0 +1,1 @@
+"""Every module of sentence-transformers against its own encode()."""
