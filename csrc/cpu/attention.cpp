@@ -32,8 +32,8 @@ using cpu::kMaxTileQueries;
 constexpr int64_t kAlign = 64;  // bytes: a cache line, so that threads share none
 
 // In multiply-adds of one of the two products.  An item's own cost is its packing and its loops'
-// ends.  A thread's least share is 5 us (bf16) or 15 us (f32) of AVX-512 work: less does not pay for
-// waking it.
+// ends.  A thread's least share is 5 us (bf16) or 15 us (f32) of AVX-512 work: less does not pay
+// for waking it.
 constexpr int64_t kItemCost = 1 << 14;
 constexpr int64_t kMinThreadCost = 1 << 19;
 constexpr int64_t kDrawsPerThread = 16;
@@ -58,8 +58,7 @@ void check(const VarlenAttentionParams& p, int num_threads) {
             "num_kv_heads must divide num_heads", p.num_kv_heads);
     require(p.dtype == DType::f32 || p.dtype == DType::bf16, "dtype must be f32 or bf16",
             static_cast<int64_t>(p.dtype));
-    const int64_t needed =
-        varlen_attention_workspace_bytes(p.batch_size, p.head_dim, num_threads);
+    const int64_t needed = varlen_attention_workspace_bytes(p.batch_size, p.head_dim, num_threads);
     if (p.workspace_bytes < needed) {
         throw std::invalid_argument("varlen_attention: workspace must have " +
                                     std::to_string(needed) + " bytes, got " +
@@ -92,7 +91,7 @@ AttentionKernel choose_kernel(Isa isa, DType dtype) {
 
 // The line of items: where each sequence's begin, in units of cost.
 class Plan {
-public:
+  public:
     Plan(const VarlenAttentionParams& p, int num_threads)
         : p_(p),
           order_(static_cast<int32_t*>(p.workspace)),
@@ -126,7 +125,7 @@ public:
         }
     }
 
-private:
+  private:
     int64_t length(int64_t sequence) const {
         return p_.cu_seqlens[sequence + 1] - p_.cu_seqlens[sequence];
     }
@@ -154,8 +153,10 @@ private:
         int64_t low = 0;
         for (int64_t high = p_.batch_size; low < high;) {
             const int64_t middle = (low + high) / 2;
-            if (cost_[middle + 1] <= begin) low = middle + 1;
-            else high = middle;
+            if (cost_[middle + 1] <= begin)
+                low = middle + 1;
+            else
+                high = middle;
         }
         return low;
     }
@@ -205,13 +206,14 @@ void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
                     scratch_bytes(p.head_dim);
     std::atomic<int64_t> next{0};
     // A task is a thread's slot of scratch, not a piece of work: the work is drawn from `next`.
-    cpu::parallel_for(num_threads, 1, static_cast<int32_t>(num_threads), [&](int64_t slot, int64_t) {
-        float* own = reinterpret_cast<float*>(scratch + slot * scratch_bytes(p.head_dim));
-        for (int64_t draw; (draw = next.fetch_add(1, std::memory_order_relaxed)) < num_draws;) {
-            plan.visit(total * draw / num_draws, total * (draw + 1) / num_draws,
-                       [&](const AttentionItem& item) { kernel(p, item, own); });
-        }
-    });
+    cpu::parallel_for(
+        num_threads, 1, static_cast<int32_t>(num_threads), [&](int64_t slot, int64_t) {
+            float* own = reinterpret_cast<float*>(scratch + slot * scratch_bytes(p.head_dim));
+            for (int64_t draw; (draw = next.fetch_add(1, std::memory_order_relaxed)) < num_draws;) {
+                plan.visit(total * draw / num_draws, total * (draw + 1) / num_draws,
+                           [&](const AttentionItem& item) { kernel(p, item, own); });
+            }
+        });
 }
 
 }  // namespace bytetx

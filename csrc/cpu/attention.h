@@ -28,8 +28,8 @@ constexpr int32_t kKeyBlock = 256;
 constexpr int32_t kMaxTileQueries = 32;
 
 // One thread's scratch, in 32-bit words; the same for every instruction set, so that a workspace
-// serves them all.  Rows are rounded up to whole vectors of 16 words.  Anonymous, so that no copy of
-// its functions is shared between files of different instruction sets.
+// serves them all.  Rows are rounded up to whole vectors of 16 words.  Anonymous, so that no copy
+// of its functions is shared between files of different instruction sets.
 namespace {
 struct AttentionScratch {
     int64_t row_words;

@@ -13,7 +13,7 @@ struct Avx2 {
     static constexpr int kPair = 1;
     static constexpr int kExp2Degree = 6;
     static constexpr float kMinExponent = -126;  // scale_by_power() makes normal numbers only
-    static constexpr int kScoreVectors = 2;  // 2 x 6 accumulators + 3 operands of 16 registers
+    static constexpr int kScoreVectors = 2;      // 2 x 6 accumulators + 3 operands of 16 registers
     static constexpr int kScoreKeys = 6;
     static constexpr int kMaxValueVectors = 3;  // 4 x 3 accumulators + 4 operands
     static constexpr int value_rows(int) { return 4; }

@@ -22,11 +22,11 @@ namespace {
 
 struct Avx512 {
     using Vec = __m512;
-    static constexpr int kWidth = 16;           // f32 lanes
-    static constexpr int kPair = 1;             // elements in a word
-    static constexpr int kExp2Degree = 6;       // 1 ulp, see exp2() in attention_kernel.h
-    static constexpr float kMinExponent = 0;    // scale_by_power() needs no bound
-    static constexpr int kScoreVectors = 2;     // 2 x 12 accumulators + 2 operands of 32 registers
+    static constexpr int kWidth = 16;         // f32 lanes
+    static constexpr int kPair = 1;           // elements in a word
+    static constexpr int kExp2Degree = 6;     // 1 ulp, see exp2() in attention_kernel.h
+    static constexpr float kMinExponent = 0;  // scale_by_power() needs no bound
+    static constexpr int kScoreVectors = 2;   // 2 x 12 accumulators + 2 operands of 32 registers
     static constexpr int kScoreKeys = 12;
     static constexpr int kMaxValueVectors = 4;  // 8 x 3 or 4 x 4 accumulators
     static constexpr int value_rows(int num_vectors) { return num_vectors <= 3 ? 8 : 4; }
@@ -45,8 +45,8 @@ struct Avx512 {
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }   // a * b + c
-    static Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }   // a * b - c
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+    static Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }  // a * b - c
     static Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
     // x * 2^n for integral n; underflows to 0, keeps NaN.
     static Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
@@ -119,7 +119,7 @@ struct Avx512 {
         }
     }
 
-private:
+  private:
     static Vec unpack_low(Vec a, Vec b) {
         return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
     }
@@ -140,9 +140,9 @@ struct Avx512Bf16 : Avx512 {
     // One row: word lane i = {even lane i, odd lane i}, rounded to bf16.
     static void store_weights(float* p, int, Vec even, Vec odd) {
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25,
-                                               9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-                                               17, 1, 16, 0);
+        const __m512i order =
+            _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                             22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
         store(p, _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves)));
     }
     static Vec load_words(const uint16_t* row, int n) {
