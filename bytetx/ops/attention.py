@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_out, require_tensor
+from bytetx.ops.rows import empty_rows
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -83,7 +84,7 @@ def run_kernel(
     num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
+        out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
     operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
     span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
     sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_heads, head_dim, span)

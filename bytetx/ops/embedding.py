@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
+from bytetx.ops.rows import empty_rows
 
 
 def embed(
@@ -64,7 +65,7 @@ def run_kernel(
     """The native kernel on checked (input, position, token type) ids and tables."""
     word = tables[0]
     total_tokens, embedding_size = ids[0].shape[0], word.shape[1]
-    out = torch.empty((total_tokens, embedding_size), dtype=word.dtype)
+    out = empty_rows(total_tokens, (embedding_size,), word.dtype)
     operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out)
     kernel(
         *(0 if t is None else t.data_ptr() for t in operands),
