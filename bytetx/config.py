@@ -67,9 +67,7 @@ def transformer_folder(folder: Path) -> Path:
     path = folder / "modules.json"
     if not path.is_file():
         return folder
-    modules = _parse(path)
-    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise CheckpointError(f"{path} must hold a list of modules, got {modules!r:.80}")
+    modules = read_json_objects(path)
     places = [
         module.get("path", "")
         for module in modules
@@ -78,12 +76,16 @@ def transformer_folder(folder: Path) -> Path:
     if not places:
         kinds = ", ".join(str(module.get("type")) for module in modules)
         raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
-    place = places[0]
+    return module_folder(path, places[0])
+
+
+def module_folder(path: Path, place: object) -> Path:
+    """The folder `place` that modules.json, at `path`, names; it must be there and inside."""
     if not isinstance(place, str) or Path(place).is_absolute() or ".." in Path(place).parts:
         raise CheckpointError(f"{path}: module path {place!r} must lie inside the folder")
-    if not (folder / place).is_dir():
+    if not (path.parent / place).is_dir():
         raise CheckpointError(f"{path} names the folder {place!r}, which is not there")
-    return folder / place
+    return path.parent / place
 
 
 def load_config(folder: Path) -> dict[str, Any]:
@@ -106,13 +108,21 @@ def load_config(folder: Path) -> dict[str, Any]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError names the file and the place where it breaks."""
-    content = _parse(path)
+    content = _parse_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
 
 
-def _parse(path: Path) -> Any:
+def read_json_objects(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects from a file; CheckpointError as read_json."""
+    content = _parse_json(path)
+    if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
+        raise CheckpointError(f"{path} must hold a JSON list of objects")
+    return content
+
+
+def _parse_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 // The only file that knows Python. It is compiled twice: as _cpu, and with BYTETX_CUDA as _cuda.
-// Tensors arrive as addresses that bytetx/ops/ has checked; every function ends in the same three
-// arguments (device, stream, num_threads), which make a Launch.
+// Tensors arrive as addresses that bytetx/ops/ has checked. Every op ends in the same four
+// arguments (device, stream, num_threads, isa), which make a Launch.
 
 #include <pybind11/pybind11.h>
 
@@ -26,7 +26,6 @@ T* pointer(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-#ifdef BYTETX_CUDA
 DType to_dtype(int code) {
     if (code < 0 || code > static_cast<int>(DType::bf16)) {
         throw std::invalid_argument("dtype code must be 0 (f32), 1 (f16) or 2 (bf16), got " +
@@ -35,25 +34,106 @@ DType to_dtype(int code) {
     return static_cast<DType>(code);
 }
 
+// While a kernel runs, other Python threads run too.
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
 void bind_layer_norm(py::module_& m) {
-    m.def("layer_norm", [](Address x, Address residual, Address out, Address weight, Address bias,
-                           int64_t total_tokens, int64_t hidden_size, float eps, int dtype,
-                           int device, Address stream, int num_threads) {
-        layer_norm({pointer(x), pointer(residual), pointer(out), pointer(weight), pointer(bias),
-                    total_tokens, hidden_size, eps, to_dtype(dtype)},
-                   {device, pointer(stream), num_threads});
-    });
+    m.def(
+        "layer_norm",
+        [](Address x, Address residual, Address out, Address weight, Address bias,
+           int64_t total_tokens, int64_t hidden_size, float eps, int dtype, int device,
+           Address stream, int num_threads, int isa) {
+            layer_norm({pointer(x), pointer(residual), pointer(out), pointer(weight), pointer(bias),
+                        total_tokens, hidden_size, eps, to_dtype(dtype)},
+                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
 }
+
+#ifndef BYTETX_CUDA
+
+void bind_embed(py::module_& m) {
+    m.def(
+        "embed",
+        [](Address input_ids, Address position_ids, Address token_type_ids, Address word,
+           Address position, Address token_type, Address inputs_embeds, Address norm_weight,
+           Address norm_bias, Address out, int64_t total_tokens, int64_t hidden_size,
+           int64_t num_words, int64_t num_positions, int64_t num_token_types, float eps, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            embed({pointer<int32_t>(input_ids), pointer<int32_t>(position_ids),
+                   pointer<int32_t>(token_type_ids), pointer(word), pointer(position),
+                   pointer(token_type), pointer(inputs_embeds), pointer(norm_weight),
+                   pointer(norm_bias), pointer(out), total_tokens, hidden_size, num_words,
+                   num_positions, num_token_types, eps, to_dtype(dtype)},
+                  {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_pool(py::module_& m) {
+    m.def(
+        "pool",
+        [](Address x, Address cu_seqlens, Address first_tokens, Address out, int64_t batch_size,
+           int64_t total_tokens, int64_t hidden_size, int mode, bool normalize, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            pool({pointer(x), pointer<int32_t>(cu_seqlens), pointer<int32_t>(first_tokens),
+                  pointer<float>(out), batch_size, total_tokens, hidden_size,
+                  static_cast<PoolMode>(mode), normalize, to_dtype(dtype)},
+                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_varlen_attention(py::module_& m) {
+    m.def("varlen_attention_workspace_bytes", &varlen_attention_workspace_bytes);
+    m.def(
+        "varlen_attention",
+        [](Address q, Address k, Address v, Address out, Address cu_seqlens, Address relative_bias,
+           Address bias_positions, Address workspace, int64_t workspace_bytes, int64_t batch_size,
+           int64_t total_tokens, int max_seqlen, int num_heads, int num_kv_heads, int head_dim,
+           int relative_bias_span, int64_t q_stride, int64_t k_stride, int64_t v_stride,
+           int64_t out_stride, float softmax_scale, int dtype, int device, Address stream,
+           int num_threads, int isa) {
+            varlen_attention({pointer(q),
+                              pointer(k),
+                              pointer(v),
+                              pointer(out),
+                              pointer<int32_t>(cu_seqlens),
+                              pointer<float>(relative_bias),
+                              pointer<int32_t>(bias_positions),
+                              pointer(workspace),
+                              workspace_bytes,
+                              batch_size,
+                              total_tokens,
+                              max_seqlen,
+                              num_heads,
+                              num_kv_heads,
+                              head_dim,
+                              relative_bias_span,
+                              q_stride,
+                              k_stride,
+                              v_stride,
+                              out_stride,
+                              softmax_scale,
+                              to_dtype(dtype)},
+                             {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #endif
 
 }  // namespace
 }  // namespace bytetx
 
 PYBIND11_MODULE(BYTETX_MODULE, m) {
+    bytetx::bind_layer_norm(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
-    bytetx::bind_layer_norm(m);
 #else
-    m.def("isa", &bytetx::isa);
+    m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
+    bytetx::bind_embed(m);
+    bytetx::bind_pool(m);
+    bytetx::bind_varlen_attention(m);
 #endif
 }

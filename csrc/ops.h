@@ -13,11 +13,15 @@ namespace bytetx {
 
 enum class DType : int { f32 = 0, f16 = 1, bf16 = 2 };
 
-// Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads.
+// Instruction sets of cpu/ kernels, each a superset of the one before it.
+enum class Isa : int { automatic = 0, portable = 1, avx2 = 2, avx512 = 3, avx512_bf16 = 4 };
+
+// Where an op runs. cuda/ reads device and stream, cpu/ reads num_threads and isa.
 struct Launch {
     int device;
     void* stream;  // a cudaStream_t
     int num_threads;
+    Isa isa;  // automatic: the best that the machine has
 };
 
 // out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias,  h = x + residual, statistics in f32.
@@ -34,5 +38,84 @@ struct LayerNormParams {
 };
 
 void layer_norm(const LayerNormParams& p, const Launch& launch);
+
+// out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
+// f32. An id outside its table throws before anything is written, and names id, index and table.
+struct EmbedParams {
+    const int32_t* input_ids;       // [total_tokens], or null where inputs_embeds is given
+    const int32_t* position_ids;    // [total_tokens], read where position is given
+    const int32_t* token_type_ids;  // [total_tokens], read where token_type is given
+    const void* word;               // [num_words, hidden_size], dtype, contiguous like all tables
+    const void* position;           // [num_positions, hidden_size], or null for none
+    const void* token_type;         // [num_token_types, hidden_size], or null for none
+    const void* inputs_embeds;      // [total_tokens, hidden_size] in place of word, or null
+    const void* norm_weight;        // [hidden_size], or null for no norm
+    const void* norm_bias;          // [hidden_size], or null for none
+    void* out;                      // [total_tokens, hidden_size], dtype
+    int64_t total_tokens;
+    int64_t hidden_size;
+    int64_t num_words;
+    int64_t num_positions;
+    int64_t num_token_types;
+    float eps;
+    DType dtype;
+};
+
+void embed(const EmbedParams& p, const Launch& launch);
+
+enum class PoolMode : int {
+    cls = 0,
+    mean = 1,
+    max = 2,
+    mean_sqrt_len_tokens = 3,
+    weightedmean = 4,
+    lasttoken = 5
+};
+
+// One vector a sequence, in f32; a sequence with no token left is zeros.
+struct PoolParams {
+    const void* x;                // [total_tokens, hidden_size], dtype, contiguous
+    const int32_t* cu_seqlens;    // [batch_size + 1]
+    const int32_t* first_tokens;  // [batch_size], tokens skipped at each start, or null for none
+    float* out;                   // [batch_size, hidden_size]
+    int64_t batch_size;
+    int64_t total_tokens;
+    int64_t hidden_size;
+    PoolMode mode;
+    bool normalize;  // divide each vector by max(its l2 norm, 1e-12)
+    DType dtype;
+};
+
+void pool(const PoolParams& p, const Launch& launch);
+
+// out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
+// score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
+struct VarlenAttentionParams {
+    const void* q;                  // [total_tokens, num_heads, head_dim], dtype
+    const void* k;                  // [total_tokens, num_kv_heads, head_dim]
+    const void* v;                  // as k
+    void* out;                      // as q
+    const int32_t* cu_seqlens;      // [batch_size + 1], starts at 0, ends at total_tokens
+    const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
+    const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
+    void* workspace;                // varlen_attention_workspace_bytes(), any content
+    int64_t workspace_bytes;
+    int64_t batch_size;
+    int64_t total_tokens;
+    int32_t max_seqlen;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t relative_bias_span;  // positions, >= the longest sequence
+    int64_t q_stride;            // elements from row to row
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t out_stride;
+    float softmax_scale;
+    DType dtype;  // f32 or bf16 on a CPU
+};
+
+int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
+void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
 
 }  // namespace bytetx

@@ -62,7 +62,8 @@ def one_thread() -> Iterator[None]:
 def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:
     """A transformers model in eval mode; weights spread so far that every part of it shows."""
     stem, own = FAMILIES[family]
-    settings = SIZES | {"num_labels": 3} | own | config
+    labels = {} if "id2label" in config else {"num_labels": 3}
+    settings = SIZES | labels | own | config
     if family == "distilbert":
         settings = {_DISTILBERT_KEYS.get(key, key): value for key, value in settings.items()}
     model = getattr(transformers, stem + head)(getattr(transformers, stem + "Config")(**settings))

@@ -1,12 +1,17 @@
 """Attention over packed sequences: checks, choice of kernel."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from bytetx.ops import reference
-from bytetx.ops.check import require_out, require_tensor
+from bytetx.ops import native, reference
+from bytetx.ops.check import require_contiguous, require_out, require_tensor
+from bytetx.ops.rows import empty_rows
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def varlen_attention(
@@ -36,62 +41,203 @@ def varlen_attention(
     Source: FlashAttention-2 (arXiv 2307.08691), section 3; zero padding as in ByteTransformer
     (arXiv 2210.03052).
     """
-    _check(q, k, v, cu_seqlens, max_seqlen, relative_bias, bias_positions)
+    _check(q, k, v, cu_seqlens, out)
+    _check_bias(q, max_seqlen, relative_bias, bias_positions)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[2])
-    if out is not None:
-        require_out("out", out, like=q, shape=q.shape)
-    attended = reference.varlen_attention(
+    if torch.compiler.is_compiling():
+        run = torch.ops.bytetx.varlen_attention
+    else:
+        run = _choose(q, has_bias=relative_bias is not None)
+    attended = run(
         q,
         k,
         v,
         cu_seqlens,
+        max_seqlen=max_seqlen,
         softmax_scale=softmax_scale,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
+        **({"out": out} if run is run_kernel else {}),
     )
-    return attended if out is None else out.copy_(attended)
+    return attended if out is None or out is attended else out.copy_(attended)
 
 
-def _check(
+def run_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
+    *,
     max_seqlen: int,
+    softmax_scale: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
-) -> None:
+    out: Tensor | None = None,
+    isa: str = "auto",
+) -> Tensor:
+    """The CPU's native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    total_tokens, num_heads, head_dim = q.shape
+    batch_size = cu_seqlens.shape[0] - 1
+    kernel, workspace_bytes = _kernel(q.device)
+    launch = native.launch_args(q.device, isa)
+    num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    if out is None:
+        out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
+    operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
+    span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
+    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_heads, head_dim, span)
+    strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
+    kernel(
+        *(0 if t is None else t.data_ptr() for t in operands),
+        num_bytes,
+        *sizes,
+        *strides,
+        softmax_scale,
+        native.DTYPE_CODES[q.dtype],
+        *launch,
+    )
+    return out
+
+
+@cache
+def _kernel(device: torch.device) -> tuple[Callable[..., None], Callable[..., int]]:
+    kernel = native.kernel("varlen_attention", device)
+    workspace_bytes = native.kernel("varlen_attention_workspace_bytes", device)
+    assert kernel is not None and workspace_bytes is not None  # _choose asked
+    return kernel, workspace_bytes
+
+
+def _choose(q: Tensor, *, has_bias: bool) -> Callable[..., Tensor]:
+    """The fastest path that takes q's device and dtype."""
+    if q.device.type == "cpu":
+        is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
+        if is_native and native.kernel("varlen_attention", q.device) is not None:
+            return run_kernel
+    elif q.is_cuda and not has_bias and q.shape[0] > 0:
+        if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
+            if _has_flash(q.device):
+                return _flash
+        elif q.dtype == torch.float32 and q.shape[2] % 4 == 0:
+            return _memory_efficient
+    return reference.varlen_attention
+
+
+@cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether torch was built with FlashAttention and the GPU runs it (Ampere or later)."""
+    is_built = torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    softmax_scale: float,
+    relative_bias: None,
+    bias_positions: Tensor | None,
+) -> Tensor:
+    """FlashAttention as torch ships it: f16 and bf16, head_dim a multiple of 8 up to 256.
+
+    Called below torch.nn.attention.varlen, whose custom op costs microseconds a call and whose
+    signature moved between torch 2.10 and 2.13.
+    """
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False,
+        scale=softmax_scale,
+    )[0]  # fmt: skip
+
+
+def _memory_efficient(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    softmax_scale: float,
+    relative_bias: None,
+    bias_positions: Tensor | None,
+) -> Tensor:
+    """torch's memory-efficient attention, which takes f32 and packed sequences."""
+    return torch.ops.aten._efficient_attention_forward(
+        q[None], k[None], v[None], None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, 0,
+        scale=softmax_scale,
+    )[0][0]  # fmt: skip
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
     require_tensor("q", q, shape=(None, None, None))
+    shape, dtypes, device = q.shape, (q.dtype,), q.device
+    row = (shape[2], 1)  # strides of heads and features
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t is not q:
-            require_tensor(name, t, shape=q.shape, dtypes=(q.dtype,), device=q.device)
-        if t.stride(2) != 1 or t.stride(1) != t.shape[2]:
+            require_tensor(name, t, shape=shape, dtypes=dtypes, device=device)
+        if t.stride()[1:] != row and t.numel() > 0:
             raise ValueError(
-                f"{name} must be contiguous within a row (strides [any, {t.shape[2]}, 1]), "
+                f"{name} must be contiguous within a row (strides [any, {q.shape[2]}, 1]), "
                 f"got strides {list(t.stride())}"
             )
-    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=q.device)
-    if cu_seqlens.numel() == 0:
+    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=device)
+    require_contiguous("cu_seqlens", cu_seqlens)
+    if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
-    if relative_bias is not None:
-        require_tensor(
-            "relative_bias",
-            relative_bias,
-            shape=(q.shape[1], None),
-            dtypes=(torch.float32,),
-            device=q.device,
+    if out is not None:
+        require_out("out", out, like=q, shape=q.shape)
+
+
+def _check_bias(
+    q: Tensor, max_seqlen: int, relative_bias: Tensor | None, bias_positions: Tensor | None
+) -> None:
+    if relative_bias is None:
+        return
+    shape = (q.shape[1], None)
+    require_tensor(
+        "relative_bias", relative_bias, shape=shape, dtypes=(torch.float32,), device=q.device
+    )
+    require_contiguous("relative_bias", relative_bias)
+    span, rest = divmod(relative_bias.shape[1] + 1, 2)
+    if rest or span < max_seqlen:
+        raise ValueError(
+            f"relative_bias must have 2 * span - 1 columns with span >= max_seqlen {max_seqlen}, "
+            f"got {relative_bias.shape[1]}"
         )
-        if (relative_bias.shape[1] + 1) // 2 < max_seqlen:
-            raise ValueError(
-                f"relative_bias must have at least 2 * max_seqlen - 1 = {2 * max_seqlen - 1} "
-                f"columns, got {relative_bias.shape[1]}"
-            )
-    if bias_positions is not None:
-        require_tensor(
-            "bias_positions",
-            bias_positions,
-            shape=(q.shape[0],),
-            dtypes=(torch.int32,),
-            device=q.device,
-        )
+    if bias_positions is None:
+        return
+    shape = (q.shape[0],)
+    require_tensor(
+        "bias_positions", bias_positions, shape=shape, dtypes=(torch.int32,), device=q.device
+    )
+    require_contiguous("bias_positions", bias_positions)
+    if q.shape[0] > 0 and not q.is_cuda and not torch.compiler.is_compiling():
+        low, high = (int(t) for t in bias_positions.aminmax())
+        if low < 0 or high >= span:
+            raise ValueError(f"bias_positions must be in [0, {span}), got {low} to {high}")
+
+
+def _fake_varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    softmax_scale: float | None = None,
+    relative_bias: Tensor | None = None,
+    bias_positions: Tensor | None = None,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+native.register(
+    "varlen_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, *, SymInt max_seqlen, "
+    "float? softmax_scale=None, Tensor? relative_bias=None, Tensor? bias_positions=None) -> Tensor",
+    fn=varlen_attention,
+    fake=_fake_varlen_attention,
+)

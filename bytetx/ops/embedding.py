@@ -1,8 +1,13 @@
 """Embedding gather, sum and norm from packed ids: checks, choice of kernel."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
-from bytetx.ops import reference
+from bytetx.ops import native, reference
+from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
+from bytetx.ops.rows import empty_rows
 
 
 def embed(
@@ -20,41 +25,123 @@ def embed(
 ) -> Tensor:
     """word[input_ids] + position[position_ids] + token_type[token_type_ids], then layer norm.
 
-    input_ids, position_ids, token_type_ids: int32 [total_tokens]; an id of a table that is None is
-    not read.  word [vocab_size, embedding_size], position, token_type: [rows, embedding_size].
-    norm_weight, norm_bias: [embedding_size], or both None for no norm.
+    input_ids, position_ids, token_type_ids: int32 [total_tokens]; ids of a table that is None are
+    not read.  word [vocab_size, embedding_size], position, token_type: [rows, embedding_size], all
+    of one dtype.  norm_weight, norm_bias: [embedding_size]; no norm where norm_weight is None.
     inputs_embeds: [total_tokens, embedding_size] in place of word[input_ids].
     Returns [total_tokens, embedding_size] in word's dtype; sums and statistics in f32.
-    Raises ValueError naming the first id outside its table (on CUDA that is torch's device-side
-    assertion: check ids on the host before they are sent).
+    Raises ValueError on shape, dtype or device mismatch, and naming the first id outside its table
+    (on CUDA that is torch's device-side assertion: check ids on the host before they are sent).
     """
-    if not input_ids.is_cuda:
-        if inputs_embeds is None:
-            check_ids("input_ids", input_ids, word.shape[0])
-        if position is not None:
-            check_ids("position_ids", position_ids, position.shape[0])
-        if token_type is not None:
-            check_ids("token_type_ids", token_type_ids, token_type.shape[0])
-    return reference.embed(
-        input_ids,
-        position_ids,
-        token_type_ids,
-        word=word,
-        position=position,
-        token_type=token_type,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        inputs_embeds=inputs_embeds,
+    _check_ids(input_ids, position_ids, token_type_ids, position, token_type)
+    tables = {"word": word, "position": position, "token_type": token_type}
+    _check_tables(tables, norm_weight, norm_bias, inputs_embeds, input_ids)
+    options = {
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "eps": eps,
+        "inputs_embeds": inputs_embeds,
+    }
+    ids = (input_ids, position_ids, token_type_ids)
+    if torch.compiler.is_compiling():
+        return torch.ops.bytetx.embed(*ids, **tables, **options)
+    kernel = native.kernel("embed", word.device)
+    if kernel is None or not has_cpu_rows(word.dtype, word.shape[1]):
+        return reference.embed(*ids, **tables, **options)
+    return run_kernel(kernel, ids, (word, position, token_type), **options)
+
+
+def run_kernel(
+    kernel: Callable[..., None],
+    ids: tuple[Tensor | None, Tensor | None, Tensor | None],
+    tables: tuple[Tensor, Tensor | None, Tensor | None],
+    *,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    eps: float,
+    inputs_embeds: Tensor | None,
+    isa: str = "auto",
+) -> Tensor:
+    """The native kernel on checked (input, position, token type) ids and tables."""
+    word = tables[0]
+    total_tokens, embedding_size = ids[0].shape[0], word.shape[1]
+    out = empty_rows(total_tokens, (embedding_size,), word.dtype)
+    operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out)
+    kernel(
+        *(0 if t is None else t.data_ptr() for t in operands),
+        total_tokens,
+        embedding_size,
+        *(0 if t is None else t.shape[0] for t in tables),
+        eps,
+        native.DTYPE_CODES[word.dtype],
+        *native.launch_args(word.device, isa),
     )
+    return out
 
 
-def check_ids(name: str, ids: Tensor, table_size: int) -> None:
-    """Raise ValueError naming the first of `ids` that is not in [0, table_size)."""
-    is_bad = (ids < 0) | (ids >= table_size)
-    if bool(is_bad.any()):
-        index = int(is_bad.nonzero()[0])
-        raise ValueError(
-            f"{name}[{index}] is {int(ids[index])}, but the table has {table_size} rows "
-            f"(ids 0 to {table_size - 1})"
-        )
+def _check_ids(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    position: Tensor | None,
+    token_type: Tensor | None,
+) -> None:
+    int32 = (torch.int32,)
+    require_tensor("input_ids", input_ids, shape=(None,), dtypes=int32)
+    require_contiguous("input_ids", input_ids)
+    optional = (
+        ("position_ids", position_ids, position),
+        ("token_type_ids", token_type_ids, token_type),
+    )
+    for name, ids, table in optional:
+        if table is not None:
+            device = input_ids.device
+            require_tensor(name, ids, shape=input_ids.shape, dtypes=int32, device=device)
+            require_contiguous(name, ids)
+
+
+def _check_tables(
+    tables: dict[str, Tensor | None],
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    inputs_embeds: Tensor | None,
+    input_ids: Tensor,
+) -> None:
+    word = tables["word"]
+    require_tensor("word", word, shape=(None, None), device=input_ids.device)
+    width = word.shape[1]
+    shapes = {name: (t, (None, width)) for name, t in tables.items()} | {
+        "norm_weight": (norm_weight, (width,)),
+        "norm_bias": (norm_bias, (width,)),
+        "inputs_embeds": (inputs_embeds, (input_ids.shape[0], width)),
+    }
+    for name, (t, shape) in shapes.items():
+        if t is not None:
+            require_tensor(name, t, shape=shape, dtypes=(word.dtype,), device=word.device)
+            require_contiguous(name, t)
+
+
+def _fake_embed(
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    token_type_ids: Tensor | None,
+    *,
+    word: Tensor,
+    position: Tensor | None = None,
+    token_type: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-12,
+    inputs_embeds: Tensor | None = None,
+) -> Tensor:
+    return word.new_empty((input_ids.shape[0], word.shape[1]))
+
+
+native.register(
+    "embed",
+    "(Tensor input_ids, Tensor? position_ids, Tensor? token_type_ids, *, Tensor word, "
+    "Tensor? position=None, Tensor? token_type=None, Tensor? norm_weight=None, "
+    "Tensor? norm_bias=None, float eps=1e-12, Tensor? inputs_embeds=None) -> Tensor",
+    fn=embed,
+    fake=_fake_embed,
+)

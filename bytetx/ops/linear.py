@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import reference
 from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.rows import whole_tiles
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -68,14 +69,16 @@ def linear(
     if residual is not None:
         shape = (x.shape[0], w.n)
         require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
+        require_contiguous("residual", residual)
     if not w.is_prepacked and not _has_onednn(w.weight):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
-    # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so that
-    # a row alone equals the same row in a batch, bit for bit.
-    m = x.shape[0]
-    rows = x if m > 1 else x.expand(2, -1).contiguous()
+    m, rows = x.shape[0], whole_tiles(x)
+    if rows.shape[0] == 1:
+        # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
+        # that a row alone equals the same row in a batch, bit for bit.
+        rows = rows.expand(2, -1).contiguous()
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
     return d if residual is None else d.add_(residual)

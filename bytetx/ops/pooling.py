@@ -1,12 +1,15 @@
 """One vector a sequence from packed rows: checks, choice of kernel."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from bytetx.ops import reference
-from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops import native, reference
+from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+# The order is PoolMode's in csrc/ops.h; the names are sentence-transformers'.
 
 
 def pool(
@@ -26,17 +29,79 @@ def pool(
     Returns f32 [batch_size, hidden_size]; a sequence with no token left is zeros.
     Raises ValueError on an unknown mode and on shape, dtype or device mismatch.
     """
+    _check(x, cu_seqlens, mode, first_tokens)
+    if torch.compiler.is_compiling():
+        run = torch.ops.bytetx.pool
+    else:
+        kernel = native.kernel("pool", x.device)
+        if kernel is not None and has_cpu_rows(x.dtype, x.shape[1]):
+            return run_kernel(
+                kernel, x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
+            )
+        run = reference.pool
+    return run(x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize)
+
+
+def run_kernel(
+    kernel: Callable[..., None],
+    x: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: str,
+    first_tokens: Tensor | None,
+    normalize: bool,
+    isa: str = "auto",
+) -> Tensor:
+    """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    batch_size = cu_seqlens.shape[0] - 1
+    out = torch.empty((batch_size, x.shape[1]), dtype=torch.float32)
+    kernel(
+        x.data_ptr(),
+        cu_seqlens.data_ptr(),
+        0 if first_tokens is None else first_tokens.data_ptr(),
+        out.data_ptr(),
+        batch_size,
+        x.shape[0],
+        x.shape[1],
+        POOLING_MODES.index(mode),
+        normalize,
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device, isa),
+    )
+    return out
+
+
+def _check(x: Tensor, cu_seqlens: Tensor, mode: str, first_tokens: Tensor | None) -> None:
     if mode not in POOLING_MODES:
         raise ValueError(f"mode must be one of {', '.join(POOLING_MODES)}, got {mode!r}")
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
-    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=x.device)
+    int32 = (torch.int32,)
+    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=int32, device=x.device)
+    require_contiguous("cu_seqlens", cu_seqlens)
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
     if first_tokens is not None:
-        require_tensor(
-            "first_tokens",
-            first_tokens,
-            shape=(cu_seqlens.numel() - 1,),
-            dtypes=(torch.int32,),
-            device=x.device,
-        )
-    return reference.pool(x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize)
+        shape = (cu_seqlens.shape[0] - 1,)
+        require_tensor("first_tokens", first_tokens, shape=shape, dtypes=int32, device=x.device)
+        require_contiguous("first_tokens", first_tokens)
+
+
+def _fake_pool(
+    x: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: str,
+    first_tokens: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    return x.new_empty((cu_seqlens.shape[0] - 1, x.shape[1]), dtype=torch.float32)
+
+
+native.register(
+    "pool",
+    "(Tensor x, Tensor cu_seqlens, *, str mode, Tensor? first_tokens=None, bool normalize=False) "
+    "-> Tensor",
+    fn=pool,
+    fake=_fake_pool,
+)

@@ -17,6 +17,7 @@ def varlen_attention(
     v: Tensor,
     cu_seqlens: Tensor,
     *,
+    max_seqlen: int,
     softmax_scale: float,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
@@ -28,9 +29,11 @@ def varlen_attention(
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
     """
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to total_tokens {q.shape[0]}, got {bounds}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    is_uniform = bias_positions is None
-    for start, count, seqlen in _runs(cu_seqlens.tolist(), merge=is_uniform):
+    for start, count, seqlen in _runs(bounds, merge=bias_positions is None):
         rows = slice(start, start + count * seqlen)
         qs, ks, vs = (
             t[rows].unflatten(0, (count, seqlen)).transpose(1, 2).float() for t in (q, k, v)
@@ -111,11 +114,16 @@ def linear(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, *, eps: float, residual: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, residual: Tensor | None = None
 ) -> Tensor:
     """layer_norm(x + residual) over the last dim, sum and statistics in f32, in x's dtype."""
     h = x.float() if residual is None else x.float() + residual.float()
-    return F.layer_norm(h, (x.shape[-1],), weight.float(), bias.float(), eps).to(x.dtype)
+    return _norm(h, weight, bias, eps).to(x.dtype)
+
+
+def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    shift = None if bias is None else bias.float()
+    return F.layer_norm(h, (h.shape[-1],), weight.float(), shift, eps)
 
 
 def embed(
@@ -132,15 +140,25 @@ def embed(
     inputs_embeds: Tensor | None = None,
 ) -> Tensor:
     """Sum in f32 of the rows that the ids name, then the norm where there is one; word's dtype."""
-    h = word[input_ids.long()] if inputs_embeds is None else inputs_embeds
-    h = h.float()
+    h = _rows(word, "input_ids", input_ids) if inputs_embeds is None else inputs_embeds.float()
     if token_type is not None:
-        h = h + token_type[token_type_ids.long()].float()
+        h = h + _rows(token_type, "token_type_ids", token_type_ids)
     if position is not None:
-        h = h + position[position_ids.long()].float()
+        h = h + _rows(position, "position_ids", position_ids)
     if norm_weight is not None:
-        h = F.layer_norm(h, (h.shape[-1],), norm_weight.float(), norm_bias.float(), eps)
+        h = _norm(h, norm_weight, norm_bias, eps)
     return h.to(word.dtype)
+
+
+def _rows(table: Tensor, name: str, ids: Tensor) -> Tensor:
+    """table[ids] in f32; on CUDA the ids are checked by torch's device-side assertion alone."""
+    if not ids.is_cuda and bool((is_bad := (ids < 0) | (ids >= table.shape[0])).any()):
+        index = int(is_bad.nonzero()[0])
+        raise ValueError(
+            f"{name}[{index}] is {int(ids[index])}, but the table has {table.shape[0]} rows "
+            f"(ids 0 to {table.shape[0] - 1})"
+        )
+    return F.embedding(ids, table).float()
 
 
 def pool(
@@ -170,7 +188,10 @@ def pool(
 def _reduce_segments(
     x: Tensor, offsets: Tensor, skipped: Tensor, num_kept: Tensor, mode: str
 ) -> Tensor:
-    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows."""
+    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows.
+
+    Sums are f64: segment_reduce adds row after row, which in f32 loses digits on long sequences.
+    """
     seqlens = offsets.diff()
     index = torch.arange(x.shape[0], device=x.device) - torch.repeat_interleave(
         offsets[:-1], seqlens, output_size=x.shape[0]
@@ -179,11 +200,12 @@ def _reduce_segments(
     if mode == "max":
         x = torch.where(is_kept[:, None], x, float("-inf"))
         return torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True)
-    weights = (index + 1.0) if mode == "weightedmean" else torch.ones_like(index, dtype=x.dtype)
+    weights = (index + 1).double() if mode == "weightedmean" else torch.ones_like(index).double()
     weights = torch.where(is_kept, weights, 0.0)
     x = torch.where(is_kept[:, None], x, 0.0) * weights[:, None]
     total = torch.segment_reduce(
         torch.cat((x, weights[:, None]), dim=1), "sum", offsets=offsets, axis=0, unsafe=True
     )
     divisor = total[:, -1:].clamp(min=1e-9)
-    return total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    mean = total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    return mean.float()

@@ -1,10 +1,17 @@
-// What this processor can run.
+// Which instruction set a kernel runs with.
 #pragma once
 
-namespace bytetx {
+#include "ops.h"
 
-// "avx512_bf16", "avx512", "avx2" or "portable": the best set of kernels that is both compiled in
-// and supported by the processor and its operating system.
-const char* isa();
+namespace bytetx::cpu {
 
-}  // namespace bytetx
+// The best set that this processor, its operating system and this build have.
+Isa best_isa();
+
+// `wanted`, or best_isa() for Isa::automatic. Throws std::invalid_argument where the machine lacks
+// it.
+Isa resolve_isa(Isa wanted);
+
+const char* isa_name(Isa isa);
+
+}  // namespace bytetx::cpu

@@ -1,0 +1,149 @@
+"""A forward call's arguments: read by name, checked, and told apart from what bytetx leaves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bytetx.errors import InputError
+
+# transformers names the prefix sums and the longest length for queries and for keys.
+PACKED_NAMES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_READ = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "position_ids",
+    "inputs_embeds",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    # No effect on an encoder's output; seq_idx says again what cu_seq_lens_q says.
+    "use_cache",
+    "num_items_in_batch",
+    "seq_idx",
+    *PACKED_NAMES,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The tensors of one call, and what the caller wants back.
+
+    input_ids, position_ids, token_type_ids: int [num_rows, num_columns]; attention_mask: the same
+    shape, or another that bytetx leaves; inputs_embeds: [num_rows, num_columns, embedding_size].
+    cu_seqlens: int [batch_size + 1] where the one row holds packed sequences.
+    """
+
+    input_ids: torch.Tensor | None
+    attention_mask: torch.Tensor | None
+    token_type_ids: torch.Tensor | None
+    position_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
+    cu_seqlens: torch.Tensor | None
+    output_hidden_states: bool
+    return_dict: bool
+
+    @property
+    def main(self) -> torch.Tensor:
+        """input_ids or inputs_embeds, whichever was given."""
+        return self.inputs_embeds if self.input_ids is None else self.input_ids
+
+
+def bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name; names: those of the original forward's positional parameters.
+
+    Raises TypeError for too many or doubled arguments.
+    """
+    if len(args) > len(names):
+        raise TypeError(f"forward takes at most {len(names)} positional arguments, got {len(args)}")
+    given = dict(zip(names, args, strict=False))
+    doubled = given.keys() & kwargs.keys()
+    if doubled:
+        raise TypeError(f"forward got several values for {', '.join(sorted(doubled))}")
+    return {**given, **kwargs}
+
+
+def take_cu_seqlens(given: dict[str, Any]) -> torch.Tensor | None:
+    """Removes the names of a packed call from `given`; the sequences' prefix sums, or None.
+
+    Raises InputError where they contradict each other, or a padded mask is given beside them.
+    """
+    found = {name: given.pop(name, None) for name in PACKED_NAMES}
+    sums = [found[name] for name in PACKED_NAMES[:3] if found[name] is not None]
+    if not sums:
+        return None
+    if not all(isinstance(s, torch.Tensor) for s in sums):
+        raise InputError("cu_seqlens must be an integer tensor [batch_size + 1]")
+    if any(s is not sums[0] and not torch.equal(s, sums[0]) for s in sums[1:]):
+        raise InputError("cu_seq_lens_q and cu_seq_lens_k must be equal: an encoder attends itself")
+    if given.get("attention_mask") is not None:
+        raise InputError("attention_mask must be None beside cu_seqlens: packed rows have no pads")
+    given.pop("seq_idx", None)
+    return sums[0]
+
+
+def with_row(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a packed call with [total_tokens] tensors as one row, [1, total_tokens]."""
+    dims = {"input_ids": 1, "position_ids": 1, "token_type_ids": 1, "inputs_embeds": 2}
+    rows = {
+        name: tensor.unsqueeze(0)
+        for name, dim in dims.items()
+        if isinstance(tensor := given.get(name), torch.Tensor) and tensor.dim() == dim
+    }
+    return {**given, **rows}
+
+
+def read_inputs(
+    given: Mapping[str, Any], *, config: object, cu_seqlens: torch.Tensor | None
+) -> Inputs:
+    """The call's Inputs, with the config's defaults where an argument is not given."""
+
+    def choice(name: str, default: bool) -> bool:
+        value = given.get(name)
+        return bool(getattr(config, name, default) if value is None else value)
+
+    return Inputs(
+        input_ids=given.get("input_ids"),
+        attention_mask=given.get("attention_mask"),
+        token_type_ids=given.get("token_type_ids"),
+        position_ids=given.get("position_ids"),
+        inputs_embeds=given.get("inputs_embeds"),
+        cu_seqlens=cu_seqlens,
+        output_hidden_states=choice("output_hidden_states", False),
+        return_dict=choice("return_dict", True),
+    )
+
+
+def reason_against(given: Mapping[str, Any], inputs: Inputs, config: object) -> str | None:
+    """Why this call's arguments are for the original forward, or None."""
+    attentions = given.get("output_attentions")
+    if getattr(config, "output_attentions", False) if attentions is None else attentions:
+        return "output_attentions: bytetx never holds attention weights"
+    if not isinstance(given.get("output_hidden_states"), bool | None):
+        return "output_hidden_states selects layers; pass True for all of them"
+    for name, value in given.items():
+        if (
+            name not in _READ
+            and name != "output_attentions"
+            and value is not None
+            and value is not False
+        ):
+            return f"the argument {name} is not one that bytetx runs"
+    mask = inputs.attention_mask
+    if mask is not None and mask.shape != inputs.main.shape[:2]:
+        return f"attention_mask has {mask.dim()} dimensions or another shape than the input"
+    return None
+
+
+def is_whole(inputs: Inputs) -> bool:
+    """Whether there is exactly one of input_ids and inputs_embeds, of a shape with tokens.
+
+    The original forward has its own words for the other cases.
+    """
+    if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
+        return False
+    dims = 2 if inputs.inputs_embeds is None else 3
+    main = inputs.main
+    return isinstance(main, torch.Tensor) and main.dim() == dims and main.numel() > 0

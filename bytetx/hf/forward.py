@@ -1,0 +1,300 @@
+"""What stands in for a base model's forward, and for that of a head on top of it."""
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytetx.errors import InputError
+from bytetx.hf import arguments
+from bytetx.hf.arguments import Inputs
+from bytetx.hf.notice import Notices
+from bytetx.hf.padding import Layout, packed_layout, padded_layout, position_ids_of
+from bytetx.hf.plan import Plan, build_plan
+from bytetx.packed import PackedBatch
+from bytetx.transformer import Transformer
+
+# Base classes that can be wrapped, with the transformers output class that each returns.
+OUTPUTS = {
+    "BertModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "RobertaModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "XLMRobertaModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "CamembertModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "DistilBertModel": "BaseModelOutput",
+    "MPNetModel": "BaseModelOutputWithPooling",
+    "ElectraModel": "BaseModelOutputWithPastAndCrossAttentions",
+}
+# Heads that read only the first token of each sequence, so that no rectangle need be made.
+_FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadCall:
+    """What a head tells the base model that it is about to call.
+
+    reads_first: the head reads column 0; only_first: and no other column.
+    reads_pads: what the head computes at pads changes its answer.
+    """
+
+    base: nn.Module
+    reads_first: bool
+    only_first: bool
+    reads_pads: bool
+    cu_seqlens: torch.Tensor | None
+
+
+# Scoped to one call of one head: the heads' own code lies between setting and reading it.
+_HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default=None)
+
+
+class ForwardStandIn(ABC):
+    """A callable that takes the place of `module.forward` and can call the original.
+
+    It carries the original's signature, and is copied and pickled along with its module.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.__signature__ = inspect.signature(self.original)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
+        # torch.compile leaves the call to this code and compiles what is around it.
+        self.run = torch.compiler.disable(
+            self._run, reason="a wrapped model is not compiled; unwrap it for one whole graph"
+        )
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        return type(self.module).forward.__get__(self.module)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's: torch.export names a graph's inputs and source by it."""
+        return type(self.module).forward.__code__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["module"])
+
+    @abstractmethod
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The call, in place of the original."""
+
+
+class HeadForward(ForwardStandIn):
+    """A head's own forward, run with word to its base model of what the head will read."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        name = type(module).__name__
+        self.is_multiple_choice = name.endswith("ForMultipleChoice")
+        # ELECTRA's summary for multiple choice may be the last column or the mean of all.
+        self.summarises_all = (
+            self.is_multiple_choice
+            and name.startswith("Electra")
+            and (getattr(module.config, "summary_type", "first") != "first")
+        )
+        self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
+        self.reads_first = self.only_first or name == "BertForPreTraining"
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self.names, args, kwargs)
+        cu_seqlens = arguments.take_cu_seqlens(given)
+        if cu_seqlens is not None:
+            if self.is_multiple_choice:
+                raise InputError(
+                    "multiple choice takes [batch_size, num_choices, seqlen] input; "
+                    "cu_seqlens cannot say which sequences are one question's choices"
+                )
+            given = arguments.with_row(given)
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=self.reads_first,
+            only_first=self.only_first,
+            # The loss of question answering is a softmax over every column.
+            reads_pads=self.summarises_all or given.get("start_positions") is not None,
+            cu_seqlens=cu_seqlens,
+        )
+        token = _HEAD_CALL.set(call)
+        try:
+            return self.original(**given)
+        finally:
+            _HEAD_CALL.reset(token)
+
+
+class PackedForward(ForwardStandIn):
+    """A base model's forward on packed rows; the original where bytetx cannot give its answer."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.notices = Notices()
+        self.plan: Plan | None = None
+
+    def apply_to_module(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
+        """Stands in for module._apply (.to, .half, .cuda): lets go of the old parameters first."""
+        self.plan = None
+        return type(self.module)._apply(self.module, fn, recurse)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self.names, args, kwargs)
+        cu_seqlens = arguments.take_cu_seqlens(given)
+        call = _HEAD_CALL.get()
+        if call is not None and call.base is not self.module:
+            call = None
+        if call is not None and cu_seqlens is None:
+            cu_seqlens = call.cu_seqlens
+        if cu_seqlens is not None:
+            given = arguments.with_row(given)
+        inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=cu_seqlens)
+        if not arguments.is_whole(inputs):
+            return self.original(*args, **kwargs)
+        reason = self._mode_reason()
+        if reason is None:
+            plan = self.current_plan()
+            reason = plan.reason or _plan_reason(plan, inputs)
+        reason = reason or arguments.reason_against(given, inputs, self.module.config)
+        if reason is None:
+            layout = _layout_of(inputs)
+            reason = _layout_reason(layout, call, plan.transformer)
+        if reason is not None:
+            return self._fall_back(reason, inputs, args, kwargs)
+        return self._run_packed(plan.transformer, inputs, layout, call)
+
+    def _fall_back(self, reason: str, inputs: Inputs, args: tuple, kwargs: dict) -> Any:
+        if inputs.cu_seqlens is not None:
+            raise InputError(
+                f"packed input (cu_seqlens) runs on bytetx alone, and here it cannot: {reason}"
+            )
+        self.notices.say(reason)
+        return self.original(*args, **kwargs)
+
+    def current_plan(self) -> Plan:
+        """The plan for the model as it is now, made anew where it was changed."""
+        plan = self.plan  # read once: another thread may be moving the model
+        if plan is None or not plan.snapshot.is_current():
+            self.plan = plan = build_plan(self.module)
+        return plan
+
+    def _mode_reason(self) -> str | None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return "the model is being exported or traced"
+        if self.module.training:
+            return "the model is in training mode; call .eval()"
+        return None
+
+    def _run_packed(
+        self, transformer: Transformer, inputs: Inputs, layout: Layout, call: HeadCall | None
+    ) -> Any:
+        layers: list[torch.Tensor] = []
+        on_layer = layers.append if inputs.output_hidden_states else None
+        x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
+        pooler = getattr(self.module, "pooler", None)
+        only_first = call is not None and call.only_first
+        if only_first or pooler is not None:
+            first = layout.first_rows(x).unsqueeze(1)  # [batch_size, 1, hidden_size]
+        fields = {"last_hidden_state": first if only_first else layout.scatter(x)}
+        if pooler is not None:
+            fields["pooler_output"] = pooler(first)
+        if layers:
+            last = layout.scatter(x) if only_first else fields["last_hidden_state"]
+            fields["hidden_states"] = (*map(layout.scatter, layers[:-1]), last)
+        return self._output(fields, return_dict=inputs.return_dict)
+
+    def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
+        from transformers import modeling_outputs
+
+        name = type(self.module).__name__
+        if not return_dict and name == "MPNetModel":  # its tuple keeps the place of a None pooler
+            hidden_states = fields.get("hidden_states")
+            rest = () if hidden_states is None else (hidden_states,)
+            return (fields["last_hidden_state"], fields.get("pooler_output"), *rest)
+        output = getattr(modeling_outputs, OUTPUTS[name])(**fields)
+        return output if return_dict else output.to_tuple()
+
+
+def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
+    """Why the modes and gradients of this call are for the original forward, or None."""
+    if plan.snapshot.is_training():
+        return "an inner module is in training mode; call .eval()"
+    if torch.is_autocast_enabled(inputs.main.device.type):
+        return "autocast is on; convert the model with .bfloat16() or .half() instead"
+    embeds = inputs.inputs_embeds
+    if torch.is_grad_enabled() and (
+        plan.snapshot.requires_grad() or (embeds is not None and embeds.requires_grad)
+    ):
+        return "gradients are recorded; call the model inside torch.inference_mode()"
+    return None
+
+
+def _layout_of(inputs: Inputs) -> Layout:
+    main = inputs.main
+    if inputs.cu_seqlens is None:
+        return padded_layout(inputs.attention_mask, main.shape[0], main.shape[1], main.device)
+    if main.shape[0] != 1:
+        raise InputError(
+            f"packed input must be one row, [1, total_tokens] or [total_tokens], "
+            f"got {list(main.shape)} beside cu_seqlens"
+        )
+    return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
+
+
+def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
+    """Why a padded batch is for the original forward, or None."""
+    if call is not None and call.reads_first and layout.starts_with_padding:
+        return (
+            "the head reads the first column, and a row starts with padding; "
+            "set tokenizer.padding_side = 'right' to run on bytetx"
+        )
+    if call is not None and call.reads_pads and layout.token_indices is not None:
+        return "the head's answer depends on what it finds at pads"
+    bias = transformer.relative_bias
+    if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
+        return "a mask with holes is wider than the model has positions"
+    return None
+
+
+def _batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> PackedBatch:
+    spec = transformer.spec
+    token_type_ids = embeds = None
+    if spec.num_token_types:
+        token_type_ids = torch.zeros(
+            layout.total_tokens, dtype=torch.int32, device=inputs.main.device
+        )
+        if inputs.token_type_ids is not None:
+            token_type_ids = layout.gather(inputs.token_type_ids).to(torch.int32)
+    if inputs.inputs_embeds is not None:
+        embeds = layout.gather(inputs.inputs_embeds).detach()
+    has_bias_positions = transformer.relative_bias is not None and layout.has_holes
+    return PackedBatch(
+        input_ids=_packed_ids(inputs, layout),
+        position_ids=position_ids_of(
+            layout,
+            input_ids=inputs.input_ids,
+            position_ids=inputs.position_ids,
+            position_offset=spec.position_offset,
+        ),
+        token_type_ids=token_type_ids,
+        cu_seqlens=layout.cu_seqlens,
+        seqlens=layout.seqlens,
+        max_seqlen=layout.max_seqlen,
+        inputs_embeds=embeds,
+        bias_positions=layout.columns.to(torch.int32) if has_bias_positions else None,
+    )
+
+
+def _packed_ids(inputs: Inputs, layout: Layout) -> torch.Tensor:
+    """int32 [total_tokens]; zeros where only embeddings were given."""
+    if inputs.input_ids is None:
+        return torch.zeros(layout.total_tokens, dtype=torch.int32, device=inputs.main.device)
+    return layout.gather(inputs.input_ids).to(torch.int32)

@@ -1,0 +1,167 @@
+"""Padded tensors to packed rows and back, without a loop over rows."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from bytetx.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each packed token stands in the caller's rectangle of [num_rows, num_columns].
+
+    token_indices: int64 [total_tokens], flat positions; None where every position is a token.
+    columns: int64 [total_tokens], index of each token in its row (in its sequence, if packed).
+    cu_seqlens: int32 [batch_size + 1] on the device; seqlens: int32 [batch_size] on the host.
+    starts_with_padding: whether a row that has tokens does not start with one.
+    has_holes: whether a row's tokens do not stand side by side.
+    is_packed: the caller's rectangle is one row of sequences already, [1, total_tokens].
+    """
+
+    num_rows: int
+    num_columns: int
+    token_indices: torch.Tensor | None
+    columns: torch.Tensor
+    cu_seqlens: torch.Tensor
+    seqlens: torch.Tensor
+    starts_with_padding: bool = False
+    has_holes: bool = False
+    is_packed: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        return self.columns.shape[0]
+
+    @property
+    def max_seqlen(self) -> int:
+        return int(self.seqlens.max()) if self.seqlens.numel() else 0
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_rows, num_columns, ...] (rows may be broadcast from 1) -> [total_tokens, ...]."""
+        flat = x.expand(self.num_rows, *x.shape[1:]).flatten(0, 1)
+        return flat if self.token_indices is None else flat.index_select(0, self.token_indices)
+
+    def scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """[total_tokens, hidden_size] -> [num_rows, num_columns, hidden_size], zeros at pads.
+
+        The result is a tensor of the caller's own mode: outside of inference mode it may take
+        part in autograd (a trained head on a frozen encoder), which x may not.
+        """
+        shape = (self.num_rows, self.num_columns, x.shape[1])
+        if self.token_indices is None:
+            return as_callers_tensor(x).view(shape)
+        padded = torch.zeros((shape[0] * shape[1], shape[2]), dtype=x.dtype, device=x.device)
+        return padded.index_copy_(0, self.token_indices, x).view(shape)
+
+    def first_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The first token's row of every sequence: [batch_size, hidden_size], zeros for none."""
+        if x.shape[0] == 0:
+            return torch.zeros((self.seqlens.shape[0], x.shape[1]), dtype=x.dtype, device=x.device)
+        starts = self.cu_seqlens[:-1].long().clamp(max=x.shape[0] - 1)
+        rows = x.index_select(0, starts)
+        if bool((self.seqlens == 0).any()):
+            rows = rows * (self.cu_seqlens.diff() > 0).unsqueeze(1)
+        return as_callers_tensor(rows)
+
+
+def as_callers_tensor(x: torch.Tensor) -> torch.Tensor:
+    """x itself, or a copy that autograd may keep where the caller is not in inference mode."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
+
+def padded_layout(
+    mask: torch.Tensor | None, num_rows: int, num_columns: int, device: torch.device
+) -> Layout:
+    """The layout of a padded batch; mask [num_rows, num_columns], non-zero = token, or None.
+
+    Waits for a GPU once, for the lengths.
+    """
+    if mask is None:
+        return _full_layout(num_rows, num_columns, device)
+    is_token = mask.to(device=device, dtype=torch.bool)
+    seqlens = is_token.sum(1)
+    # A row is one run of tokens where exactly one token follows a pad or the row's start.
+    num_runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
+    facts = torch.stack((seqlens, num_runs, is_token[:, 0].long())).cpu()
+    total_tokens = int(facts[0].sum())
+    if total_tokens == num_rows * num_columns:
+        return _full_layout(num_rows, num_columns, device)
+    token_indices = torch.nonzero_static(is_token.flatten(), size=total_tokens).squeeze(1)
+    return Layout(
+        num_rows=num_rows,
+        num_columns=num_columns,
+        token_indices=token_indices,
+        columns=token_indices % num_columns,
+        cu_seqlens=F.pad(seqlens.cumsum(0), (1, 0)).to(torch.int32),
+        seqlens=facts[0].to(torch.int32),
+        starts_with_padding=bool(((facts[0] > 0) & (facts[2] == 0)).any()),
+        has_holes=bool((facts[1] > 1).any()),
+    )
+
+
+def packed_layout(cu_seqlens: torch.Tensor, total_tokens: int, device: torch.device) -> Layout:
+    """The layout of a batch that is packed already; cu_seqlens: int [batch_size + 1].
+
+    Waits for a GPU once, for the lengths.  Raises InputError where cu_seqlens is no prefix sum of
+    lengths that ends at total_tokens.
+    """
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or cu_seqlens.numel() < 2:
+        raise InputError(
+            f"cu_seqlens must be integers [batch_size + 1], got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+    host = cu_seqlens.cpu().to(torch.int64)
+    seqlens = host.diff()
+    if int(host[0]) != 0 or int(host[-1]) != total_tokens or bool((seqlens < 0).any()):
+        raise InputError(
+            f"cu_seqlens must rise from 0 to the number of tokens, {total_tokens}; "
+            f"got {host[:8].tolist()}{' ...' if host.numel() > 8 else ''} ending at {int(host[-1])}"
+        )
+    starts = torch.repeat_interleave(host[:-1], seqlens)
+    return Layout(
+        num_rows=1,
+        num_columns=total_tokens,
+        token_indices=None,
+        columns=(torch.arange(total_tokens) - starts).to(device),
+        cu_seqlens=cu_seqlens.to(device=device, dtype=torch.int32),
+        seqlens=seqlens.to(torch.int32),
+        is_packed=True,
+    )
+
+
+def _full_layout(num_rows: int, num_columns: int, device: torch.device) -> Layout:
+    ends = torch.arange(num_rows + 1, dtype=torch.int32, device=device) * num_columns
+    return Layout(
+        num_rows=num_rows,
+        num_columns=num_columns,
+        token_indices=None,
+        columns=torch.arange(num_columns, device=device).repeat(num_rows),
+        cu_seqlens=ends,
+        seqlens=torch.full((num_rows,), num_columns, dtype=torch.int32),
+    )
+
+
+def position_ids_of(
+    layout: Layout,
+    *,
+    input_ids: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    position_offset: int,
+) -> torch.Tensor:
+    """int32 [total_tokens] by the family's own Hugging Face rule, on the caller's rectangle.
+
+    The caller's own position_ids [1 or num_rows, num_columns] win.  BERT, DistilBERT, ELECTRA
+    (offset 0): the column.  RoBERTa's kin and MPNet: tokens that are not the pad token
+    (position_offset - 1) are counted; where there are only embeddings, or the input is packed, the
+    index in the sequence.
+    """
+    if position_ids is not None:
+        return layout.gather(position_ids).to(torch.int32)
+    if position_offset == 0 or input_ids is None or layout.is_packed:
+        return (layout.columns + position_offset).to(torch.int32)
+    pad_token_id = position_offset - 1
+    is_counted = input_ids != pad_token_id
+    counted = is_counted.cumsum(1) * is_counted + pad_token_id
+    return layout.gather(counted).to(torch.int32)

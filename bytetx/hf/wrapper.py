@@ -1,0 +1,128 @@
+"""wrap and unwrap: finding the base models in an object and replacing their forwards."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from bytetx.errors import BytetxError
+from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward
+from bytetx.hf.plan import separate_qkv
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+OLDEST_TRANSFORMERS = (5, 0)
+
+
+def wrap(model: ModelT) -> ModelT:
+    """The same object, its forward running on packed tokens from now on.
+
+    model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet or
+    ELECTRA, bare or with any of its heads; a SentenceTransformer or CrossEncoder; or any module
+    that holds one of these.  Wrapping twice changes nothing more.
+
+    Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at
+    every token; at pads, hidden states are zeros (and a row without tokens is all zeros), where
+    Hugging Face has numbers without meaning; pooler_output reads a row's first token even where
+    pads stand before it.  Packed input: input_ids [1, total_tokens] or [total_tokens] with
+    cu_seqlens (or cu_seq_lens_q and cu_seq_lens_k), int [batch_size + 1]; a head that reads the
+    first token then gives one row a sequence.
+
+    The parameters are shared, not copied; query, key and value of a layer become views of one
+    storage.  Where bytetx cannot give the model's answer (training, gradients, attention weights,
+    changed modules), the original forward runs, and a FallbackWarning says so once a reason.
+    Raises TypeError for anything else, and BytetxError where transformers is too old or
+    accelerate has spread the model over devices.
+    """
+    bases = _base_models(model)
+    _check_transformers()
+    for base in bases:
+        _check_not_dispatched(base)
+    for base in bases:
+        if not isinstance(base.__dict__.get("forward"), PackedForward):
+            forward = PackedForward(base)
+            forward.current_plan()
+            base.forward = forward
+            base._apply = forward.apply_to_module
+    for module in model.modules():
+        if _is_head(module) and "forward" not in module.__dict__:
+            module.forward = HeadForward(module)
+    return model
+
+
+def unwrap(model: ModelT) -> ModelT:
+    """The same object with everything that wrap did undone; one never wrapped stays as it is.
+
+    Query, key and value parameters get storages of their own again.
+    Raises TypeError where model is no torch module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"unwrap takes a model that wrap returned, got {type(model).__name__}")
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, HeadForward):
+            del module.forward
+        elif isinstance(forward, PackedForward):
+            del module.forward, module._apply
+            forward.plan = None
+            separate_qkv(module)
+    return model
+
+
+def _base_models(model: object) -> list[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"wrap takes a loaded model, got {type(model).__name__}; load it first with "
+            "transformers or sentence-transformers, or give a path or id to bytetx.load"
+        )
+    bases = [module for module in model.modules() if _is_transformers_class(module, OUTPUTS)]
+    if not bases:
+        raise TypeError(
+            f"wrap found no model that it supports in {type(model).__name__}; supported are "
+            f"{', '.join(OUTPUTS)} of transformers, any of their heads, and "
+            "SentenceTransformer or CrossEncoder objects that hold one"
+        )
+    return bases
+
+
+def _is_transformers_class(module: nn.Module, names: object) -> bool:
+    """Whether the module's class is transformers' own (a subclass may compute something else)."""
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__ in names
+
+
+def _is_head(module: nn.Module) -> bool:
+    """Whether the module is one of transformers' heads on a base model that is wrapped."""
+    base = getattr(module, "base_model", None)
+    return (
+        isinstance(base, nn.Module)
+        and base is not module
+        and isinstance(base.__dict__.get("forward"), PackedForward)
+        and type(module).__module__ == type(base).__module__
+    )
+
+
+def _check_transformers() -> None:
+    import transformers
+
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < OLDEST_TRANSFORMERS:
+        oldest = ".".join(map(str, OLDEST_TRANSFORMERS))
+        raise BytetxError(
+            f"wrap needs transformers {oldest} or newer, found {transformers.__version__}; "
+            "upgrade it, or use bytetx.load, which does not need transformers"
+        )
+
+
+def _check_not_dispatched(base: nn.Module) -> None:
+    for name, module in base.named_modules():
+        if hasattr(module, "_hf_hook"):
+            raise BytetxError(
+                f"{name or type(base).__name__} carries an accelerate hook (device_map or "
+                "offloading); load the model on one device without device_map, then wrap it"
+            )
+        forward = module.__dict__.get("forward")
+        if module is base and forward is not None and not isinstance(forward, PackedForward):
+            raise BytetxError(
+                f"the forward of {type(base).__name__} was already replaced by {forward!r}; "
+                "undo that first"
+            )

@@ -1,0 +1,10 @@
+// Varlen attention on any processor that gcc or clang compiles for; bf16 is widened to f32.
+#include "cpu/attention_simd_portable.h"
+//
+#include "cpu/attention_kernel.h"
+
+bytetx::cpu::AttentionKernel bytetx::cpu::attention_portable(DType dtype) {
+    if (dtype == DType::f32) return attend<Portable, float>;
+    if (dtype == DType::bf16) return attend<Portable, uint16_t>;
+    return nullptr;
+}

@@ -1,0 +1,102 @@
+"""Small random models of every family and head, as transformers builds them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+VOCAB_SIZE = 60
+MAX_POSITIONS = 48
+
+_SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+_DISTILBERT_SIZES = {
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 96,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_POSITIONS,
+}
+
+# family: (stem of its class names, sizes)
+FAMILIES = {
+    "bert": ("Bert", _SIZES),
+    "roberta": ("Roberta", _SIZES | {"type_vocab_size": 2}),
+    "xlm-roberta": ("XLMRoberta", _SIZES),
+    "camembert": ("Camembert", _SIZES),
+    "distilbert": ("DistilBert", _DISTILBERT_SIZES),
+    "mpnet": ("MPNet", _SIZES),
+    "electra": ("Electra", _SIZES | {"embedding_size": 32}),
+}
+HEADS = (
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForMaskedLM",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForNextSentencePrediction",
+    "ForPreTraining",
+)
+FAMILY_HEADS = [
+    (family, head)
+    for family, (stem, _) in FAMILIES.items()
+    for head in HEADS
+    if hasattr(transformers, stem + head)
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small: ten times slower on a busy machine.
+
+    A test file imports this name to use it.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:
+    """A model with random weights of a size that makes every layer matter, in eval mode."""
+    stem, sizes = FAMILIES[family]
+    torch.manual_seed(7)
+    num_labels = 2 if head == "ForQuestionAnswering" else 3
+    settings = sizes | {"num_labels": num_labels} | config
+    model = getattr(transformers, stem + head)(getattr(transformers, stem + "Config")(**settings))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.15)
+        elif "norm" in name.lower() and name.endswith("weight"):
+            nn.init.uniform_(parameter, 0.5, 1.5)
+        else:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+    return model.eval()
+
+
+def padded_inputs(
+    seqlens: list[int], *, side: str = "right", pad_token_id: int = 1, width: int | None = None
+) -> dict[str, torch.Tensor]:
+    """input_ids and attention_mask, int64 [batch_size, width]; ids never are the pad token."""
+    generator = torch.Generator().manual_seed(sum(seqlens) + len(seqlens))
+    width = max(seqlens) if width is None else width
+    input_ids = torch.full((len(seqlens), width), pad_token_id)
+    mask = torch.zeros_like(input_ids)
+    for row, seqlen in enumerate(seqlens):
+        columns = slice(0, seqlen) if side == "right" else slice(width - seqlen, width)
+        input_ids[row, columns] = torch.randint(4, VOCAB_SIZE, (seqlen,), generator=generator)
+        mask[row, columns] = 1
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0
