@@ -65,7 +65,7 @@ def load_checkpoint(
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
-    dtype = resolve_dtype(dtype, device, saved=weights[spec.embeddings["word"]].dtype)
+    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
     prepack = device.type == "cpu"
     transformer = Transformer.from_tensors(
         spec, weights, dtype=dtype, device=device, prepack=prepack

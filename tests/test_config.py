@@ -114,8 +114,8 @@ def test_a_transformer_beside_modules_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "must hold a list of modules"),
-        ("[1]", "must hold a list of modules"),
+        ("{}", "must hold a JSON list of objects"),
+        ("[1]", "must hold a JSON list of objects"),
         ("[", "cannot be read as JSON"),
         ("[]", "names no Transformer module, only: nothing"),
         ('[{"type": "x.BoW", "path": ""}]', "only: x.BoW"),

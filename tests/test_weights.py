@@ -15,6 +15,7 @@ from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # no
 
 from bytetx import heads
 from bytetx.errors import CheckpointError
+from bytetx.loading import load_checkpoint
 from bytetx.weights import read_header
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -166,6 +167,13 @@ def test_missing_tensors_are_listed_at_once(bert: Path) -> None:
     edit(bert, lambda tensors: {k: v for k, v in tensors.items() if k not in gone})
     with pytest.raises(CheckpointError, match="lacks 2 tensors: " + ", ".join(gone)):
         load(bert)
+
+
+def test_a_missing_word_embedding_is_named_by_the_whole_loader(bert: Path) -> None:
+    name = "embeddings.word_embeddings.weight"
+    edit(bert, lambda tensors: {k: v for k, v in tensors.items() if k != name})
+    with pytest.raises(CheckpointError, match=f"lacks 1 tensors: {name}"):
+        load_checkpoint(bert, device="cpu", dtype="auto")
 
 
 def test_another_models_tensors(bert: Path) -> None:
