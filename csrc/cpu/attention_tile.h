@@ -158,30 +158,39 @@ Operand pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num
     return {w.values, w.value_stride};
 }
 
+// The register tile of both products: sums[i][v] = sum over steps of words[offset(i)] times vector
+// v of the row, where each step moves the words on by word_stride and the row by row_stride.
+template <class Isa, int kOnes, int kVectors, typename R, typename W, typename Offset>
+inline void multiply(typename Isa::Vec (&sums)[kOnes][kVectors], int num_steps, const R* row,
+                     int64_t row_stride, const W* words, int64_t word_stride, Offset offset) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kOnes; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sums[i][v] = Isa::zero();
+    }
+#pragma GCC unroll 1
+    for (int step = 0; step < num_steps; ++step, row += row_stride, words += word_stride) {
+        typename Isa::Vec lanes[kVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load_in_place(row + v * Isa::kWidth);
+#pragma GCC unroll 16
+        for (int i = 0; i < kOnes; ++i) {
+            const typename Isa::Vec one = Isa::set1(words[offset(i)]);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; ++v) sums[i][v] = Isa::dot(sums[i][v], lanes[v], one);
+        }
+    }
+}
+
 // s[key][lane] = k[key] . q[lane] over num_words words of d, added to what is there unless these
 // are the first words; `maximum` follows at the last ones.
 template <class Isa, int kVectors, int kKeys>
 inline void score_words(const Workspace<Isa>& w, const float* q, const Word* k, int64_t k_stride,
                         int num_words, bool is_first, bool is_last, float* s,
                         typename Isa::Vec (&maximum)[kVectors]) {
-    typename Isa::Vec acc[kKeys][kVectors];
-#pragma GCC unroll 16
-    for (int key = 0; key < kKeys; ++key) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::zero();
-    }
-#pragma GCC unroll 1
-    for (int word = 0; word < num_words; ++word, q += w.kTile) {
-        typename Isa::Vec lanes[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(q + v * Isa::kWidth);
-#pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) {
-            const typename Isa::Vec one = Isa::set1(k[key * k_stride + word]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::dot(acc[key][v], lanes[v], one);
-        }
-    }
+    using Vec = typename Isa::Vec;
+    Vec acc[kKeys][kVectors];
+    multiply<Isa>(acc, num_words, q, w.kTile, k, 1, [=](int key) { return key * k_stride; });
     const auto each = [&](auto body) {
 #pragma GCC unroll 16
         for (int key = 0; key < kKeys; ++key) {
@@ -191,7 +200,6 @@ inline void score_words(const Workspace<Isa>& w, const float* q, const Word* k, 
             }
         }
     };
-    using Vec = typename Isa::Vec;
     if (!is_first) each([](Vec& x, Vec&, float* p) { x = Isa::add(x, Isa::load(p)); });
     if (is_last) each([](Vec& x, Vec& m, float*) { m = Isa::max(m, x); });
     each([](Vec& x, Vec&, float* p) { Isa::store(p, x); });
@@ -229,6 +237,18 @@ void score_block(const Workspace<Isa>& w, const float* q, Operand k, int num_key
     score_rest<Isa, kVectors, kKeys - 1>(w, num_keys - key, q, k, s, maximum);
 }
 
+// Takes a block's maximum into the running one: returns what every score * unit of a vector is
+// shifted by, and leaves in `decay` the factor for all that was summed before.
+template <class Isa>
+inline typename Isa::Vec raise_maximum(const Workspace<Isa>& w, int query, bool is_first,
+                                       typename Isa::Vec units, typename Isa::Vec maximum) {
+    const typename Isa::Vec before = is_first ? maximum : Isa::load(w.maximum + query);
+    const typename Isa::Vec now = Isa::max(before, maximum);
+    Isa::store(w.maximum + query, now);
+    Isa::store(w.decay + query, exp2<Isa>(Isa::mul(units, Isa::sub(before, now))));
+    return Isa::mul(units, now);
+}
+
 // Scores to weights p = 2^(unit * (s - maximum)), in place; running maximum, sum and decay follow.
 // The maximum is exact and unit >= 0, so that every exponent is <= 0 up to one rounding.
 template <class Isa, int kVectors>
@@ -239,13 +259,7 @@ void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, 
     Vec sums[2][kVectors];  // of this block's even and odd keys: short chains keep the error low
     const Vec units = Isa::set1(unit);
     for (int v = 0; v < kVectors; ++v) {
-        const int lane = tile + v * Isa::kWidth;
-        const Vec before = is_first ? maximum[v] : Isa::load(w.maximum + lane);
-        const Vec now = Isa::max(before, maximum[v]);
-        const Vec decay = exp2<Isa>(Isa::mul(units, Isa::sub(before, now)));
-        Isa::store(w.maximum + lane, now);
-        Isa::store(w.decay + lane, decay);
-        shift[v] = Isa::mul(units, now);
+        shift[v] = raise_maximum<Isa>(w, tile + v * Isa::kWidth, is_first, units, maximum[v]);
         sums[0][v] = sums[1][v] = Isa::zero();
     }
     const auto weights = [&](int key, int v) {
@@ -298,27 +312,8 @@ void value_rows(const Workspace<Isa>& w, const Operand& values, int num_steps, i
     using Vec = typename Isa::Vec;
     constexpr int kRows = Isa::value_rows(kVectors);
     Vec acc[kRows][kVectors];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = Isa::zero();
-        }
-    }
-    const float* p = w.scores + row;
-    const Word* words = values.words + column;
-#pragma GCC unroll 1
-    for (int step = 0; step < num_steps; ++step, p += w.kTile, words += values.stride) {
-        Vec lanes[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load_in_place(words + v * Isa::kWidth);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Vec weight = Isa::set1(p[r]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::dot(acc[r][v], lanes[v], weight);
-        }
-    }
+    multiply<Isa>(acc, num_steps, values.words + column, values.stride, w.scores + row, w.kTile,
+                  [](int r) { return r; });
     const auto each = [&](auto body) {
 #pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
