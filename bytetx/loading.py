@@ -66,6 +66,7 @@ def load_checkpoint(
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    weights = weights.cast(dtype)
     prepack = device.type == "cpu"
     transformer = Transformer.from_tensors(
         spec, weights, dtype=dtype, device=device, prepack=prepack

@@ -1,12 +1,13 @@
 """Safetensors files of a checkpoint, read tensor by tensor, with or without the model's prefix."""
 
+import copy
 import json
 import math
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -26,6 +27,9 @@ _MAX_HEADER_BYTES = 100_000_000
 # Tensors from here on are read into pages of their own; below, a page's rounding would show.
 _MIN_MAPPED_BYTES = 1 << 20
 
+# Numbers that are read and cast at once where the dtype changes.
+_PIECE_NUMBERS = 1 << 20
+
 _INDEX = "model.safetensors.index.json"
 
 # Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
@@ -43,8 +47,8 @@ class SavedTensor:
     offset: int
     num_bytes: int
 
-    def read(self) -> torch.Tensor:
-        """The tensor in memory of its own.
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor in memory of its own, cast to dtype (None: as saved) piece by piece.
 
         Read, not mapped: a mapping would keep the file's pages beside the prepacked copies (two
         models in memory), and a file cut short under it would end the process.
@@ -54,29 +58,41 @@ class SavedTensor:
                 f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
                 f"of {', '.join(_DTYPES)}"
             )
-        tensor = self._allocate()
+        saved = _DTYPES[self.dtype]
+        tensor = _allocate(self.shape, dtype or saved)
+        flat = tensor.view(-1)
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                num_read = file.readinto(tensor.view(-1).view(torch.uint8).numpy())
+                if tensor.dtype == saved:
+                    self._fill(file, flat)
+                    return tensor
+                for piece in flat.split(_PIECE_NUMBERS):
+                    staged = torch.empty(piece.shape, dtype=saved)
+                    self._fill(file, staged)
+                    piece.copy_(staged)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: tensor {self.name!r} cannot be read: {error}"
             ) from error
-        if num_read != self.num_bytes:
-            raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
         return tensor
 
-    def _allocate(self) -> torch.Tensor:
-        """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+    def _fill(self, file: BinaryIO, flat: torch.Tensor) -> None:
+        room = flat.view(torch.uint8).numpy()
+        if file.readinto(room) != room.nbytes:
+            raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
 
-        From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
-        beside the 418 MiB of a BERT-base, with glibc.
-        """
-        dtype = _DTYPES[self.dtype]
-        if self.num_bytes < _MIN_MAPPED_BYTES:
-            return torch.empty(self.shape, dtype=dtype)
-        return torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=dtype).view(self.shape)
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+
+    From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
+    beside the 418 MiB of a BERT-base, with glibc.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _MIN_MAPPED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -100,12 +116,19 @@ class Weights(Mapping[str, torch.Tensor]):
                 self._saved[name] = tensor
         _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
+        self._dtype: torch.dtype | None = None
+
+    def cast(self, dtype: torch.dtype) -> "Weights":
+        """These tensors in another dtype, cast while they are read; `used` is shared."""
+        other = copy.copy(self)
+        other._dtype = dtype
+        return other
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:
             raise KeyError(name)
         self.used.add(name)
-        return self._saved[name].read()
+        return self._saved[name].read(self._dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self._saved

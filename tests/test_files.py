@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 from bytetx.files.reader import RankRequest, Record, Shape, open_sources, read_records
 

@@ -225,13 +225,18 @@ CASES: dict[str, Callable[[torch.dtype, str], Case]] = {
 def assert_as_exact_as_torch(got: Tensor, case: Case, dtype: torch.dtype) -> None:
     """err(ours) <= 2 * err(torch in the same dtype) + one unit in the last place of the result.
 
-    The unit is there because torch, on a given input, may happen to round to the nearest.
+    Errors are root mean squares: the largest of a few hundred errors is luck, on either side, so it
+    is held to twice that again. The unit is there because torch may happen to round to the nearest.
     """
     exact = case.torch(torch.float64)
-    theirs = case.torch(dtype).double()
-    unit = torch.finfo(dtype).eps * exact.abs().max() if exact.numel() else 0
+    theirs = case.torch(dtype).double() - exact
+    ours = got.double() - exact
     assert got.isfinite().all()
-    assert (got.double() - exact).abs().max() <= 2 * (theirs - exact).abs().max() + unit
+    if exact.numel() == 0:
+        return
+    unit = torch.finfo(dtype).eps * exact.abs().max()
+    assert ours.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt() + unit
+    assert ours.abs().max() <= 4 * theirs.abs().max() + unit
 
 
 @pytest.mark.parametrize("name", CASES)

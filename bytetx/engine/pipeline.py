@@ -8,6 +8,7 @@ from bytetx.engine.request import Failure, Request, RunCounter
 from bytetx.engine.runner import Launched, Runner, Task
 from bytetx.engine.scheduler import plan_steps
 from bytetx.errors import InputError
+from bytetx.ops.heap import release_heap
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -31,10 +32,12 @@ def run(
     has ended when the iterator ends or is closed.
     """
     try:
-        for items in _prepare_ahead(windows, prepare):
+        for number, items in enumerate(_prepare_ahead(windows, prepare)):
             results = _run_window(items, task, runner=runner, token_budget=token_budget)
             for item in items:
                 counter.add(item)
+            if number > 0:  # a short call's only window keeps its pages for the next call
+                release_heap()
             yield results
     finally:
         counter.stop()
