@@ -8,6 +8,7 @@ import torch
 
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
@@ -96,8 +97,14 @@ class Transformer:
         x = self._embed(batch)
         if on_layer:
             on_layer(x)
+        plan = plan_attention(
+            batch.cu_seqlens,
+            total_tokens=x.shape[0],
+            head_dim=self.spec.head_dim,
+            has_bias=self.relative_bias is not None,
+        )
         for weights in self.layers:
-            x = self._post_norm_layer(x, weights, batch)
+            x = self._post_norm_layer(x, weights, batch, plan)
             if on_layer:
                 on_layer(x)
         return x
@@ -119,7 +126,11 @@ class Transformer:
         return x if table.project is None else linear(x, table.project)
 
     def _post_norm_layer(
-        self, x: torch.Tensor, weights: LayerWeights, batch: PackedBatch
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        batch: PackedBatch,
+        plan: AttentionPlan | None,
     ) -> torch.Tensor:
         spec = self.spec
         qkv = linear(x, weights.qkv)  # [total_tokens, 3 * hidden_size]
@@ -132,6 +143,7 @@ class Transformer:
             max_seqlen=batch.max_seqlen,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
+            plan=plan,
         )
         projected = linear(attended.view(-1, spec.hidden_size), weights.attn_out)
         x = self._norm(projected, weights.attn_norm, residual=x)
