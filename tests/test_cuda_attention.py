@@ -1,4 +1,4 @@
-"""The Hopper attention kernels against float64: lengths, masks, biases, padding, broken neighbours."""
+"""The Hopper attention kernels against float64: lengths, masks, padding, broken neighbours."""
 
 import math
 from dataclasses import dataclass
