@@ -1,3 +1,33 @@
 """bytetx: transformer inference on packed tokens; no pad token is ever computed."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bytetx.hf import unwrap, wrap
+    from bytetx.model import Model, load
+    from bytetx.packed import PackedBatch, pack
+
 __version__ = "0.1.0"
+
+__all__ = ["Model", "PackedBatch", "__version__", "load", "pack", "unwrap", "wrap"]
+
+# Where each public name lives; it is imported at first use, so that `import bytetx` takes no torch.
+_HOMES = {
+    "Model": "bytetx.model",
+    "PackedBatch": "bytetx.packed",
+    "load": "bytetx.model",
+    "pack": "bytetx.packed",
+    "unwrap": "bytetx.hf",
+    "wrap": "bytetx.hf",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bytetx' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

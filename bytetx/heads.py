@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from bytetx.errors import CheckpointError
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import PackedBatch
@@ -68,13 +69,18 @@ def load_token_classification(spec: ModelSpec, load: TensorLoader) -> Classifica
 def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
     """The head of a ...ForMaskedLM checkpoint, or None where it has none.
 
-    The decoder is the word embedding where it is tied or not saved on its own.
+    The decoder is the saved one; where none is saved and the config ties them, the word embedding.
     """
     head = spec.heads.get("masked_lm")
     if head is None or not _has(load, head):
         return None
-    is_tied = spec.tie_word_embeddings or head.decoder not in load.tensors
-    decoder_name = spec.embeddings["word"] if is_tied else head.decoder
+    saved = [head.decoder] if head.decoder in load.tensors or not spec.tie_word_embeddings else []
+    bias = f"{head.decoder.removesuffix('.weight')}.bias"
+    if bias not in load.tensors:  # tied to the head's own, and saved under that name
+        bias = head.bias
+    stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
+    load.require([*stems, *saved, bias])
+    decoder_name = saved[0] if saved else spec.embeddings["word"]
     return MaskedLMHead(
         dense=load.linear([head.dense], spec.embedding_size, spec.hidden_size),
         activation=head.activation,
@@ -82,7 +88,7 @@ def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
         norm_eps=head.norm_eps,
         decoder=load.linear_from(
             load.tensor(decoder_name, (spec.vocab_size, spec.embedding_size)),
-            load.tensor(head.bias, (spec.vocab_size,)),
+            load.tensor(bias, (spec.vocab_size,)),
         ),
     )
 
@@ -93,6 +99,13 @@ def _classification(
     head = spec.heads.get(name)
     if head is None or not _has(load, head):
         return None
+    if num_labels and list(spec.id2label) != list(range(num_labels)):
+        raise CheckpointError(
+            f"config.json: id2label must name the classes 0 to {num_labels - 1} without a hole, "
+            f"got {list(spec.id2label)[:20]}"
+        )
+    stems = [stem for stem in (head.dense, head.out) if stem is not None]
+    load.require(f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
     hidden = spec.hidden_size
     return ClassificationHead(
         dense=None if head.dense is None else load.linear([head.dense], hidden, hidden),
@@ -102,5 +115,6 @@ def _classification(
 
 
 def _has(load: TensorLoader, head: HeadSpec) -> bool:
+    """Whether the checkpoint has this head: the weight of its last layer before a tied decoder."""
     stems = [stem for stem in (head.dense, head.norm, head.out) if stem is not None]
     return all(f"{stem}.weight" in load.tensors for stem in stems)

@@ -1,8 +1,8 @@
 """PackedBatch: the one type that flows through bytetx, and the ways into and out of it."""
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 import torch
@@ -10,6 +10,9 @@ import torch
 from bytetx.errors import InputError
 
 TokenIds = Sequence[int] | np.ndarray
+
+# cu_seqlens is int32.
+_MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +84,19 @@ def pack(
     token_type_ids: the same lengths as token_ids; None means 0 everywhere.
     has_token_types: whether the family has token types at all (False leaves the field None).
     position_offset: position id of a sequence's first token (RoBERTa: padding_idx + 1).
-    Raises InputError where lengths differ or an id does not fit int32.
+    Raises InputError naming the sequence where lengths differ or an id is no int32.
     """
-    seqlens = np.fromiter(map(len, token_ids), dtype=np.int32, count=len(token_ids))
+    seqlens = _lengths(token_ids, name="token_ids")
     cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int32)
     np.cumsum(seqlens, out=cu_seqlens[1:])
     types = None
     if has_token_types:
         types = np.zeros(cu_seqlens[-1], dtype=np.int32)
         if token_type_ids is not None:
-            _check_same_lengths(token_type_ids, seqlens)
-            types = _concatenate(token_type_ids, cu_seqlens[-1], name="token_type_ids")
+            _check_same_lengths(_lengths(token_type_ids, name="token_type_ids"), seqlens)
+            types = _concatenate(token_type_ids, name="token_type_ids")
     batch = PackedBatch(
-        input_ids=torch.from_numpy(_concatenate(token_ids, cu_seqlens[-1], name="token_ids")),
+        input_ids=torch.from_numpy(_concatenate(token_ids, name="token_ids")),
         position_ids=torch.from_numpy(_positions(cu_seqlens, seqlens, position_offset)),
         token_type_ids=None if types is None else torch.from_numpy(types),
         cu_seqlens=torch.from_numpy(cu_seqlens),
@@ -127,21 +130,48 @@ def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.n
     return positions
 
 
-def _concatenate(sequences: Sequence[TokenIds], total_tokens: int, *, name: str) -> np.ndarray:
+def _lengths(sequences: Sequence[TokenIds], *, name: str) -> np.ndarray:
     try:
-        if all(isinstance(ids, np.ndarray) for ids in sequences) and len(sequences):
-            return np.concatenate(sequences).astype(np.int32, casting="same_kind", copy=False)
-        return np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=total_tokens)
-    except (TypeError, ValueError, OverflowError) as error:
+        lengths = list(map(len, sequences))
+    except TypeError as error:
         raise InputError(
-            f"{name} must hold integers that fit int32, one sequence a text: {error}"
+            f"{name} must hold one sequence of token ids a text ([[101, 102], ...]): {error}"
         ) from error
+    if sum(lengths) > _MAX_TOKENS:
+        raise InputError(f"{name} holds {sum(lengths)} tokens, a batch at most {_MAX_TOKENS}")
+    return np.asarray(lengths, dtype=np.int32)
 
 
-def _check_same_lengths(token_type_ids: Sequence[TokenIds], seqlens: np.ndarray) -> None:
-    lengths = [len(ids) for ids in token_type_ids]
-    if lengths != seqlens.tolist():
+def _concatenate(sequences: Sequence[TokenIds], *, name: str) -> np.ndarray:
+    """All ids behind one another, int32.  An array takes integers only: numpy would round 1.5
+    and read "12" as a number, in silence."""
+    ids = array("i")
+    for index, sequence in enumerate(sequences):
+        try:
+            if isinstance(sequence, list):
+                ids.fromlist(sequence)
+            else:
+                ids.fromlist(sequence.tolist() if _is_array(sequence) else list(sequence))
+        except (TypeError, OverflowError) as error:
+            raise InputError(
+                f"{name}[{index}] must hold integers that fit int32: {error}"
+            ) from None
+    return np.asarray(ids)
+
+
+def _is_array(sequence: TokenIds) -> bool:
+    return isinstance(sequence, np.ndarray | torch.Tensor)
+
+
+def _check_same_lengths(lengths: np.ndarray, expected: np.ndarray) -> None:
+    if len(lengths) != len(expected):
         raise InputError(
-            f"token_type_ids must have the lengths of token_ids {seqlens.tolist()[:8]}, "
-            f"got {lengths[:8]}"
+            f"token_type_ids must have one sequence for each of token_ids ({len(expected)}), "
+            f"got {len(lengths)}"
+        )
+    if (different := np.flatnonzero(lengths != expected)).size:
+        index = int(different[0])
+        raise InputError(
+            f"token_type_ids[{index}] must be as long as token_ids[{index}] "
+            f"({expected[index]}), got {lengths[index]}"
         )

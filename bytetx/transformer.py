@@ -1,8 +1,9 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 
 import torch
 
@@ -14,6 +15,9 @@ from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import PackedBatch
 from bytetx.spec import ModelSpec
+
+# Missing tensors that are looked for before the search ends.
+_MAX_MISSING = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,17 @@ class Transformer:
 
         prepack: reorder linear weights for the CPU's GEMM; False keeps and shares the tensors
         given, so that a caller who owns them does not hold them twice.
-        Raises CheckpointError naming every missing tensor, or the first of a wrong shape.
+        Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
+        dtype that is not floating, or with a value that is not finite.
         """
         load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack)
         load.require(_tensor_names(spec))
+        extra = f"{spec.layer['q'].format(i=spec.num_layers)}.weight"
+        if extra in tensors:
+            raise CheckpointError(
+                f"the checkpoint has more layers than the {spec.num_layers} of config.json: it "
+                f"holds {extra!r}"
+            )
         return cls(
             spec,
             _embedding_weights(spec, load),
@@ -104,7 +115,9 @@ class Transformer:
             has_bias=self.relative_bias is not None,
         )
         for weights in self.layers:
-            x = self._post_norm_layer(x, weights, batch, plan)
+            # Two steps, so that the first one's activations are gone when the second one runs.
+            x = self._attention(x, weights, batch, plan)
+            x = self._feed_forward(x, weights)
             if on_layer:
                 on_layer(x)
         return x
@@ -125,15 +138,21 @@ class Transformer:
         )
         return x if table.project is None else linear(x, table.project)
 
-    def _post_norm_layer(
+    def _attention(
         self,
         x: torch.Tensor,
         weights: LayerWeights,
         batch: PackedBatch,
         plan: AttentionPlan | None,
     ) -> torch.Tensor:
+        attended = self._attend(linear(x, weights.qkv), batch, plan)
+        return self._add_norm(linear(attended, weights.attn_out), x, weights.attn_norm)
+
+    def _attend(
+        self, qkv: torch.Tensor, batch: PackedBatch, plan: AttentionPlan | None
+    ) -> torch.Tensor:
+        """qkv: [total_tokens, 3 * hidden_size], dropped on return."""
         spec = self.spec
-        qkv = linear(x, weights.qkv)  # [total_tokens, 3 * hidden_size]
         q, k, v = qkv.view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
         attended = varlen_attention(
             q,
@@ -145,13 +164,16 @@ class Transformer:
             bias_positions=batch.bias_positions,
             plan=plan,
         )
-        projected = linear(attended.view(-1, spec.hidden_size), weights.attn_out)
-        x = self._norm(projected, weights.attn_norm, residual=x)
-        inner = linear(x, weights.ffn_in, activation=spec.activation)
-        return self._norm(linear(inner, weights.ffn_out), weights.ffn_norm, residual=x)
+        return attended.view(-1, spec.hidden_size)
 
-    def _norm(self, x: torch.Tensor, norm: NormWeight, *, residual: torch.Tensor) -> torch.Tensor:
-        return layer_norm(x, norm.weight, norm.bias, eps=self.spec.norm_eps, residual=residual)
+    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+        outer = linear(linear(x, weights.ffn_in, activation=self.spec.activation), weights.ffn_out)
+        return self._add_norm(outer, x, weights.ffn_norm)
+
+    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> torch.Tensor:
+        """norm(x + residual), written over x."""
+        eps = self.spec.norm_eps
+        return layer_norm(x, norm.weight, norm.bias, eps=eps, residual=residual, out=x)
 
 
 class TensorLoader:
@@ -167,23 +189,31 @@ class TensorLoader:
     ):
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
 
-    def require(self, names: list[str]) -> None:
+    def require(self, names: Iterable[str]) -> None:
         """Raises CheckpointError that lists every name the checkpoint lacks."""
-        missing = [name for name in names if name not in self.tensors]
+        absent = (name for name in names if name not in self.tensors)
+        missing = list(islice(absent, _MAX_MISSING))
         if missing:
+            count = f"{len(missing)}{' or more' if len(missing) == _MAX_MISSING else ''}"
             shown = ", ".join(missing[:12]) + (", ..." if len(missing) > 12 else "")
-            raise CheckpointError(f"the checkpoint lacks {len(missing)} tensors: {shown}")
+            held = ", ".join(islice(self.tensors, 3)) or "nothing"
+            raise CheckpointError(
+                f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
+            )
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        tensor = self.tensors[name]
+        """A tensor in the model's dtype and on its device; shares memory where nothing changes."""
+        self.require([name])
+        tensor = self.tensors[name].detach()
         if tuple(tensor.shape) != shape:
             raise CheckpointError(
                 f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
-        tensor = tensor.detach().to(device=self.device, dtype=self.dtype)
-        if not torch.isfinite(tensor).all():
+        tensor = tensor.to(device=self.device, dtype=self.dtype)
+        # The extremes are finite only where every value is, and need no temporary of its size.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
             raise CheckpointError(
                 f"tensor {name!r} holds values that are not finite in {self.dtype}; "
                 "the file is damaged, or the weights need a wider dtype"
@@ -226,18 +256,21 @@ def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _tensor_names(spec: ModelSpec) -> list[str]:
+def _tensor_names(spec: ModelSpec) -> Iterator[str]:
+    """Every name the base model needs, lazily: a damaged config may ask for 10**9 layers."""
+    yield spec.embeddings["word"]
+    yield spec.embeddings["position"]
+    if spec.num_token_types:
+        yield spec.embeddings["token_type"]
+    if spec.relative_bias_rows:
+        yield spec.embeddings["relative_bias"]
     stems = [spec.embeddings["norm"]]
     if spec.embedding_size != spec.hidden_size:
         stems.append(spec.embeddings["project"])
-    for i in range(spec.num_layers):
-        stems += [stem.format(i=i) for stem in spec.layer.values()]
-    plain = [spec.embeddings["word"], spec.embeddings["position"]]
-    if spec.num_token_types:
-        plain.append(spec.embeddings["token_type"])
-    if spec.relative_bias_buckets:
-        plain.append(spec.embeddings["relative_bias"])
-    return plain + [f"{stem}.{part}" for stem in stems for part in ("weight", "bias")]
+    layers = (stem.format(i=i) for i in range(spec.num_layers) for stem in spec.layer.values())
+    for stem in chain(stems, layers):
+        yield f"{stem}.weight"
+        yield f"{stem}.bias"
 
 
 def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
@@ -275,9 +308,9 @@ def _relative_bias(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
     Column d + max_positions - 1 is the bias for key position minus query position = d.
     Source: T5 (arXiv 1910.10683), section 2.1, the bidirectional buckets.
     """
-    if not spec.relative_bias_buckets:
+    if not spec.relative_bias_rows:
         return None
-    shape = (spec.relative_bias_buckets, spec.num_heads)
+    shape = (spec.relative_bias_rows, spec.num_heads)
     table = load.tensor(spec.embeddings["relative_bias"], shape).float()
     span = spec.max_positions + spec.position_offset  # a wrapped model may use every position
     distance = torch.arange(-(span - 1), span, device=table.device)

@@ -1,89 +1,253 @@
-"""Safetensors files of a checkpoint, opened lazily and read by name, with or without its prefix."""
+"""Safetensors files of a checkpoint, read tensor by tensor, with or without the model's prefix."""
 
+import json
+import math
+import mmap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from bytetx.config import read_json
 from bytetx.errors import CheckpointError
 from bytetx.spec import ModelSpec
 
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# The format's own limit: a longer header is a damaged length, not a list of tensors.
+_MAX_HEADER_BYTES = 100_000_000
+
+# Tensors from here on are read into pages of their own; below, a page's rounding would show.
+_MIN_MAPPED_BYTES = 1 << 20
+
+_INDEX = "model.safetensors.index.json"
+
 # Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
 _OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Where one tensor lies: its file, its saved name, and its bytes from the file's start."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def read(self) -> torch.Tensor:
+        """The tensor in memory of its own.
+
+        Read, not mapped: a mapping would keep the file's pages beside the prepacked copies (two
+        models in memory), and a file cut short under it would end the process.
+        """
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
+                f"of {', '.join(_DTYPES)}"
+            )
+        tensor = self._allocate()
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                num_read = file.readinto(tensor.view(-1).view(torch.uint8).numpy())
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} cannot be read: {error}"
+            ) from error
+        if num_read != self.num_bytes:
+            raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
+        return tensor
+
+    def _allocate(self) -> torch.Tensor:
+        """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+
+        From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
+        beside the 418 MiB of a BERT-base, with glibc.
+        """
+        dtype = _DTYPES[self.dtype]
+        if self.num_bytes < _MIN_MAPPED_BYTES:
+            return torch.empty(self.shape, dtype=dtype)
+        return torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=dtype).view(self.shape)
 
 
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors of a checkpoint by canonical name: the base model's without prefix, heads as saved.
 
-    Reading a tensor loads it from the file then; `used` and `unused()` tell what a model took.
+    Opening reads the headers only; each look-up reads one tensor anew, and nothing is kept open.
+    `used` and `unused()` tell what a model took.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec):
-        self._prefix = spec.prefix
-        self._files = {path: _open(path) for path in _safetensors_files(folder)}
-        self._names: dict[str, tuple[Path, str]] = {}
-        for path, file in self._files.items():
-            for saved in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-                self._names[self._canonical(saved)] = (path, saved)
+        """Raises CheckpointError for files that are absent, damaged or contradict each other."""
+        self._saved: dict[str, SavedTensor] = {}
+        for path in _safetensors_files(folder, spec):
+            for tensor in read_header(path):
+                name = _canonical(tensor.name, spec.prefix)
+                if other := self._saved.get(name):
+                    raise CheckpointError(
+                        f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
+                        f"as {tensor.name!r} in {tensor.path}"
+                    )
+                self._saved[name] = tensor
+        _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name not in self._names:
-            raise CheckpointError(f"tensor {name!r} is missing from the checkpoint")
+        if name not in self._saved:
+            raise KeyError(name)
         self.used.add(name)
-        path, saved = self._names[name]
-        try:
-            return self._files[path].get_tensor(saved)
-        except (SafetensorError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{path}: tensor {saved!r} cannot be read: {error}") from error
+        return self._saved[name].read()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._saved
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._saved)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._saved)
 
     def unused(self) -> list[str]:
         """Saved names that nothing has read, sorted."""
-        return sorted(self._names[name][1] for name in self._names.keys() - self.used)
+        return sorted(self._saved[name].name for name in self._saved.keys() - self.used)
 
-    def _canonical(self, saved: str) -> str:
-        name = saved.removeprefix(self._prefix)
-        for old, new in _OLD_NAMES:
-            if name.endswith(old):
-                name = name.removesuffix(old) + new
-        return name
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating dtype that most of the checkpoint's bytes are in; f32 where it has none."""
+        num_bytes = dict.fromkeys(_DTYPES, 0)
+        for tensor in self._saved.values():
+            if tensor.dtype in num_bytes:
+                num_bytes[tensor.dtype] += tensor.num_bytes
+        largest = max(num_bytes, key=num_bytes.__getitem__)
+        return _DTYPES[largest] if num_bytes[largest] else torch.float32
 
 
-def _open(path: Path):
+def read_header(path: Path) -> list[SavedTensor]:
+    """The tensors of one safetensors file, in the header's order; reads the header only.
+
+    Trusts nothing: every length, offset and shape is checked against the size of the file.
+    Raises CheckpointError naming the file and, where there is one, the tensor.
+    """
+    raw, file_bytes = _header_bytes(path)
     try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}); download or save it again"
-        ) from error
+        header = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"header: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, f"header is a {type(header).__name__}, not a table of tensors")
+    header.pop("__metadata__", None)
+    data_start = 8 + len(raw)
+    tensors = [_saved_tensor(path, name, entry, data_start) for name, entry in header.items()]
+    needed = max((t.offset + t.num_bytes for t in tensors), default=data_start)
+    if needed != file_bytes:
+        raise _damaged(path, f"{file_bytes} bytes, its header describes {needed}")
+    return tensors
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def _header_bytes(path: Path) -> tuple[bytes, int]:
+    """(the JSON header: its length is the file's first 8 bytes, the file's size in bytes)"""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there"
+                )
+            header_bytes = int.from_bytes(start, "little")
+            if len(start) < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+                raise _damaged(path, f"{file_bytes} bytes, with a header of {header_bytes}")
+            return file.read(header_bytes), file_bytes
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end
+        ):
+            num_bytes = end - begin
+        case _:
+            raise _damaged(path, f"tensor {name!r} is described as {entry!r:.120}")
+    if dtype in _DTYPES and num_bytes != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise _damaged(path, f"tensor {name!r}: {num_bytes} bytes are no {dtype} {shape!r:.80}")
+    return SavedTensor(path, name, dtype, tuple(shape), data_start + begin, num_bytes)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a whole safetensors file ({what}); download or save it again"
+    )
+
+
+def _canonical(saved: str, prefix: str) -> str:
+    name = saved.removeprefix(prefix)
+    for old, new in _OLD_NAMES:
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _safetensors_files(folder: Path, spec: ModelSpec) -> list[Path]:
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise CheckpointError(f"{index} names files that are not there: {missing or 'none'}")
-        return [folder / name for name in names]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt")):
+    if not (folder / _INDEX).is_file():
+        raise CheckpointError(_no_weights(folder, spec))
+    names = sorted(set(_weight_map(folder).values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
         raise CheckpointError(
-            f"{folder} holds pickle weights (.bin), which can run code when opened: refused; "
-            'convert once: python -c "from transformers import AutoModel as M; '
-            f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
+            f"{folder / _INDEX} names files that are not there: {', '.join(missing) or 'none'}"
         )
-    raise CheckpointError(f"{folder} has no model.safetensors (nor an index of shards)")
+    return [folder / name for name in names]
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard's file name, which may not lead out of the folder."""
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / _INDEX}: weight_map must be a table of tensor names")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name or not name:
+            raise CheckpointError(
+                f"{folder / _INDEX}: shard {name!r} must be the name of a file in the folder"
+            )
+    return weight_map
+
+
+def _check_index(folder: Path, saved: set[str]) -> None:
+    """Raises CheckpointError where the index of a sharded checkpoint promises absent tensors."""
+    if (folder / "model.safetensors").is_file():
+        return
+    absent = sorted(_weight_map(folder).keys() - saved)
+    if absent:
+        raise CheckpointError(
+            f"{folder / _INDEX} names {len(absent)} tensors that no shard holds: "
+            f"{', '.join(absent[:12])}"
+        )
+
+
+def _no_weights(folder: Path, spec: ModelSpec) -> str:
+    """What to do about a folder without safetensors, by what it has instead."""
+    pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
+    if not pickles:
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+        return f"{folder} has no model.safetensors (nor {_INDEX}); it has: {found or 'nothing'}"
+    name = next((name for name in spec.architectures if name.isidentifier()), "AutoModel")
+    code = f"import transformers as t; t.{name}.from_pretrained('.').save_pretrained('.')"
+    return (
+        f"{folder} has pickle weights ({', '.join(sorted(pickles)[:3])}), which can run code when "
+        "opened and are refused; if you trust them, convert them once, in that folder: "
+        f'python -c "{code}"'
+    )

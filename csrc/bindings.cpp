@@ -43,8 +43,8 @@ void bind_layer_norm(py::module_& m) {
         [](Address x, Address residual, Address out, Address weight, Address bias,
            int64_t total_tokens, int64_t hidden_size, float eps, int dtype, int device,
            Address stream, int num_threads, int isa) {
-            layer_norm({pointer(x), pointer(residual), pointer(out), pointer(weight),
-                        pointer(bias), total_tokens, hidden_size, eps, to_dtype(dtype)},
+            layer_norm({pointer(x), pointer(residual), pointer(out), pointer(weight), pointer(bias),
+                        total_tokens, hidden_size, eps, to_dtype(dtype)},
                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
@@ -127,13 +127,29 @@ void bind_varlen_attention(py::module_& m) {
            int relative_bias_span, int64_t q_stride, int64_t k_stride, int64_t v_stride,
            int64_t out_stride, float softmax_scale, int dtype, int device, Address stream,
            int num_threads, int isa) {
-            varlen_attention(
-                {pointer(q), pointer(k), pointer(v), pointer(out), pointer<int32_t>(cu_seqlens),
-                 pointer<float>(relative_bias), pointer<int32_t>(bias_positions),
-                 pointer(workspace), workspace_bytes, batch_size, total_tokens, max_seqlen,
-                 num_heads, num_kv_heads, head_dim, relative_bias_span, q_stride, k_stride,
-                 v_stride, out_stride, softmax_scale, to_dtype(dtype)},
-                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            varlen_attention({pointer(q),
+                              pointer(k),
+                              pointer(v),
+                              pointer(out),
+                              pointer<int32_t>(cu_seqlens),
+                              pointer<float>(relative_bias),
+                              pointer<int32_t>(bias_positions),
+                              pointer(workspace),
+                              workspace_bytes,
+                              batch_size,
+                              total_tokens,
+                              max_seqlen,
+                              num_heads,
+                              num_kv_heads,
+                              head_dim,
+                              relative_bias_span,
+                              q_stride,
+                              k_stride,
+                              v_stride,
+                              out_stride,
+                              softmax_scale,
+                              to_dtype(dtype)},
+                             {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }

@@ -1,5 +1,8 @@
 """Small random models of every family and head, as transformers builds them."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -49,6 +52,18 @@ FAMILY_HEADS = [
     for head in HEADS
     if hasattr(transformers, stem + head)
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads only wait for each other on models this small: ten times slower on a busy machine.
+
+    A test file imports this name to use it.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:

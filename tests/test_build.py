@@ -131,7 +131,7 @@ def test_missing_kernel_has_a_reason() -> None:
     cpu = torch.device("cpu")
     assert native.kernel("no_such_op", cpu) is None
     assert "no_such_op" in native.why_no_kernel("no_such_op", cpu)
-    assert native.launch_args(cpu) == (-1, 0, torch.get_num_threads())
+    assert native.launch_args(cpu) == (-1, 0, torch.get_num_threads(), 0)
 
 
 def test_registered_op_passes_opcheck() -> None:

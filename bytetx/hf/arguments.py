@@ -16,6 +16,7 @@ _READ = {
     "token_type_ids",
     "position_ids",
     "inputs_embeds",
+    "output_attentions",
     "output_hidden_states",
     "return_dict",
     # No effect on an encoder's output; seq_idx says again what cu_seq_lens_q says.
@@ -123,7 +124,12 @@ def reason_against(given: Mapping[str, Any], inputs: Inputs, config: object) -> 
     if not isinstance(given.get("output_hidden_states"), bool | None):
         return "output_hidden_states selects layers; pass True for all of them"
     for name, value in given.items():
-        if name not in _READ and name != "output_attentions" and value is not None and value is not False:
+        if (
+            name not in _READ
+            and name != "output_attentions"
+            and value is not None
+            and value is not False
+        ):
             return f"the argument {name} is not one that bytetx runs"
     mask = inputs.attention_mask
     if mask is not None and mask.shape != inputs.main.shape[:2]:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -38,11 +39,13 @@ class HeadCall:
     """What a head tells the base model that it is about to call.
 
     reads_first: the head reads column 0; only_first: and no other column.
+    reads_pads: what the head computes at pads changes its answer.
     """
 
     base: nn.Module
     reads_first: bool
     only_first: bool
+    reads_pads: bool
     cu_seqlens: torch.Tensor | None
 
 
@@ -62,11 +65,18 @@ class ForwardStandIn(ABC):
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
         # torch.compile leaves the call to this code and compiles what is around it.
-        self.run = torch.compiler.disable(self._run)
+        self.run = torch.compiler.disable(
+            self._run, reason="a wrapped model is not compiled; unwrap it for one whole graph"
+        )
 
     @property
     def original(self) -> Callable[..., Any]:
         return type(self.module).forward.__get__(self.module)
+
+    @property
+    def __code__(self) -> CodeType:
+        """The original's: torch.export names a graph's inputs and source by it."""
+        return type(self.module).forward.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -88,20 +98,34 @@ class HeadForward(ForwardStandIn):
     def __init__(self, module: nn.Module):
         super().__init__(module)
         name = type(module).__name__
-        self.only_first = name.endswith(_FIRST_TOKEN_HEADS)
+        self.is_multiple_choice = name.endswith("ForMultipleChoice")
+        # ELECTRA's summary for multiple choice may be the last column or the mean of all.
+        self.summarises_all = (
+            self.is_multiple_choice
+            and name.startswith("Electra")
+            and (getattr(module.config, "summary_type", "first") != "first")
+        )
+        self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
         self.reads_first = self.only_first or name == "BertForPreTraining"
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
         cu_seqlens = arguments.take_cu_seqlens(given)
         if cu_seqlens is not None:
-            if type(self.module).__name__.endswith("ForMultipleChoice"):
+            if self.is_multiple_choice:
                 raise InputError(
                     "multiple choice takes [batch_size, num_choices, seqlen] input; "
                     "cu_seqlens cannot say which sequences are one question's choices"
                 )
             given = arguments.with_row(given)
-        call = HeadCall(self.module.base_model, self.reads_first, self.only_first, cu_seqlens)
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=self.reads_first,
+            only_first=self.only_first,
+            # The loss of question answering is a softmax over every column.
+            reads_pads=self.summarises_all or given.get("start_positions") is not None,
+            cu_seqlens=cu_seqlens,
+        )
         token = _HEAD_CALL.set(call)
         try:
             return self.original(**given)
@@ -135,13 +159,17 @@ class PackedForward(ForwardStandIn):
         inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=cu_seqlens)
         if not arguments.is_whole(inputs):
             return self.original(*args, **kwargs)
-        reason = self._reason_against(given, inputs)
+        reason = self._mode_reason()
+        if reason is None:
+            plan = self.current_plan()
+            reason = plan.reason or _plan_reason(plan, inputs)
+        reason = reason or arguments.reason_against(given, inputs, self.module.config)
         if reason is None:
             layout = _layout_of(inputs)
-            reason = _layout_reason(layout, call, self.plan.transformer)
+            reason = _layout_reason(layout, call, plan.transformer)
         if reason is not None:
             return self._fall_back(reason, inputs, args, kwargs)
-        return self._run_packed(inputs, layout, call)
+        return self._run_packed(plan.transformer, inputs, layout, call)
 
     def _fall_back(self, reason: str, inputs: Inputs, args: tuple, kwargs: dict) -> Any:
         if inputs.cu_seqlens is not None:
@@ -153,35 +181,24 @@ class PackedForward(ForwardStandIn):
 
     def current_plan(self) -> Plan:
         """The plan for the model as it is now, made anew where it was changed."""
-        if self.plan is None or not self.plan.snapshot.is_current():
-            self.plan = build_plan(self.module)
-        return self.plan
+        plan = self.plan  # read once: another thread may be moving the model
+        if plan is None or not plan.snapshot.is_current():
+            self.plan = plan = build_plan(self.module)
+        return plan
 
-    def _reason_against(self, given: dict[str, Any], inputs: Inputs) -> str | None:
+    def _mode_reason(self) -> str | None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return "the model is being exported or traced"
         if self.module.training:
             return "the model is in training mode; call .eval()"
-        plan = self.current_plan()
-        if plan.reason is not None:
-            return plan.reason
-        if plan.snapshot.is_training():
-            return "an inner module is in training mode; call .eval()"
-        if torch.is_autocast_enabled(inputs.main.device.type):
-            return "autocast is on; convert the model with .bfloat16() or .half() instead"
-        if torch.is_grad_enabled() and (
-            plan.snapshot.requires_grad()
-            or (inputs.inputs_embeds is not None and inputs.inputs_embeds.requires_grad)
-        ):
-            return "gradients are recorded; call the model inside torch.inference_mode()"
-        return arguments.reason_against(given, inputs, self.module.config)
+        return None
 
-    def _run_packed(self, inputs: Inputs, layout: Layout, call: HeadCall | None) -> Any:
-        transformer = self.plan.transformer
+    def _run_packed(
+        self, transformer: Transformer, inputs: Inputs, layout: Layout, call: HeadCall | None
+    ) -> Any:
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
         x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
-        first = None
         pooler = getattr(self.module, "pooler", None)
         only_first = call is not None and call.only_first
         if only_first or pooler is not None:
@@ -190,9 +207,8 @@ class PackedForward(ForwardStandIn):
         if pooler is not None:
             fields["pooler_output"] = pooler(first)
         if layers:
-            fields["hidden_states"] = tuple(layout.scatter(layer) for layer in layers)
-            if not only_first:
-                fields["hidden_states"] = (*fields["hidden_states"][:-1], fields["last_hidden_state"])
+            last = layout.scatter(x) if only_first else fields["last_hidden_state"]
+            fields["hidden_states"] = (*map(layout.scatter, layers[:-1]), last)
         return self._output(fields, return_dict=inputs.return_dict)
 
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
@@ -207,6 +223,20 @@ class PackedForward(ForwardStandIn):
         return output if return_dict else output.to_tuple()
 
 
+def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
+    """Why the modes and gradients of this call are for the original forward, or None."""
+    if plan.snapshot.is_training():
+        return "an inner module is in training mode; call .eval()"
+    if torch.is_autocast_enabled(inputs.main.device.type):
+        return "autocast is on; convert the model with .bfloat16() or .half() instead"
+    embeds = inputs.inputs_embeds
+    if torch.is_grad_enabled() and (
+        plan.snapshot.requires_grad() or (embeds is not None and embeds.requires_grad)
+    ):
+        return "gradients are recorded; call the model inside torch.inference_mode()"
+    return None
+
+
 def _layout_of(inputs: Inputs) -> Layout:
     main = inputs.main
     if inputs.cu_seqlens is None:
@@ -219,15 +249,15 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def _layout_reason(
-    layout: Layout, call: HeadCall | None, transformer: Transformer
-) -> str | None:
+def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
     """Why a padded batch is for the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (
             "the head reads the first column, and a row starts with padding; "
             "set tokenizer.padding_side = 'right' to run on bytetx"
         )
+    if call is not None and call.reads_pads and layout.token_indices is not None:
+        return "the head's answer depends on what it finds at pads"
     bias = transformer.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"

@@ -4,17 +4,19 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import contains, is_
+from operator import is_
 
 import torch
 from torch import nn
 
 from bytetx.errors import CheckpointError
+from bytetx.ops.check import addresses
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.transformer import Transformer, fuse_rows
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
-_PLAIN_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.Dropout, nn.ModuleList)
+_MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
+_PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout)
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"}
 _BUILD_LOCK = threading.Lock()  # fusing re-points parameters: one thread at a time
 
@@ -44,24 +46,32 @@ class Snapshot:
         self.num_children = list(map(len, self.parents))
         self.types = [type(module) for module in self.modules]
         self.dicts = [module.__dict__ for module in self.modules]
+        # The rest computes the same in either mode, and new containers start in training mode.
+        self.modal_dicts = [m.__dict__ for m in self.modules if type(m) not in _MODELESS_MODULES]
+        self.own_forwards = [module.get("forward") for module in self.dicts]
         self.hooks = [
             hooks
             for module in self.modules
             for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
         self.num_hooks = [len(hooks) for hooks in self.hooks]
-        owners = [(module._parameters, name) for module in self.modules for name in module._parameters]
+        owners = [
+            (module._parameters, name) for module in self.modules for name in module._parameters
+        ]
         self.owners = [owner for owner, _ in owners]
         self.parameter_names = [name for _, name in owners]
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
         self.table = _relative_bias_table(base)
+        if self.table is not None and self.table.is_inference():
+            # Moved in inference mode, it would not count its changes.
+            self.table.data = self.table.data.clone()
         self.table_version = _version(self.table)
 
     def seal(self) -> None:
         """Remembers where the parameters lie, after the last of them was moved."""
-        self.addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self.addresses = addresses(self.tensors)
 
     def is_current(self) -> bool:
         """Whether the model is still the one that the snapshot was taken of."""
@@ -69,17 +79,17 @@ class Snapshot:
             all(map(is_, map(dict.get, self.parents, self.names), self.modules))
             and list(map(len, self.parents)) == self.num_children
             and all(map(is_, map(type, self.modules), self.types))
-            and not any(map(contains, self.dicts, repeat("forward")))
+            and all(map(is_, map(dict.get, self.dicts, repeat("forward")), self.own_forwards))
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
-            and list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
+            and addresses(self.tensors) == self.addresses
             and _version(self.table) == self.table_version
             and _config_facts(self.config) == self.config_facts
         )
 
     def is_training(self) -> bool:
         """Whether any inner module is in training mode (a dropout may be, on its own)."""
-        return any(module["training"] for module in self.dicts)
+        return any(module["training"] for module in self.modal_dicts)
 
     def requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self.tensors)
@@ -112,13 +122,14 @@ def separate_qkv(base: nn.Module) -> None:
 
 
 def _share(base: nn.Module) -> Transformer:
-    tensors = {name: parameter for name, parameter in base.named_parameters()}
+    parameters = dict(base.named_parameters(remove_duplicate=False))
     spec = _spec_of(base)
-    first = tensors[spec.embeddings["word"]]
     for i in range(spec.num_layers):
         for part in ("weight", "bias"):
             names = [f"{spec.layer[key].format(i=i)}.{part}" for key in ("q", "k", "v")]
-            _fuse([tensors[name] for name in names if name in tensors])
+            _fuse([parameters[name] for name in names if name in parameters])
+    tensors = {name: _plain(parameter) for name, parameter in parameters.items()}
+    first = tensors[spec.embeddings["word"]]
     return Transformer.from_tensors(
         spec, tensors, dtype=first.dtype, device=first.device, prepack=False
     )
@@ -126,12 +137,23 @@ def _share(base: nn.Module) -> Transformer:
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
     """Moves parameters into one storage, one behind the other; the old storages are released."""
-    fused = fuse_rows([parameter.detach() for parameter in parameters])
-    if fused.data_ptr() == parameters[0].data_ptr():
+    rows = [_plain(parameter) for parameter in parameters]
+    fused = fuse_rows(rows)
+    if fused.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
         parameter.data = view
+
+
+def _plain(parameter: nn.Parameter) -> torch.Tensor:
+    """The parameter's memory as a tensor that has no part in autograd or inference mode.
+
+    A detached parameter that was made or moved in inference mode allows no views outside of it.
+    """
+    plain = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+    shape, strides = parameter.shape, parameter.stride()
+    return plain.set_(parameter.untyped_storage(), parameter.storage_offset(), shape, strides)
 
 
 def _spec_of(base: nn.Module) -> ModelSpec:
@@ -155,8 +177,6 @@ def _reason_against(base: nn.Module, snapshot: Snapshot) -> str | None:
     kinds = {(str(t.dtype), str(t.device)) for t in tensors}
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
-    if any(t.is_inference() for t in tensors):
-        return "the model was created in inference mode; create it outside of it"
     return _changed_module(base)
 
 
@@ -167,7 +187,7 @@ def _changed_module(base: nn.Module) -> str | None:
             continue
         kind = type(module)
         found = f"{name} is {kind.__module__}.{kind.__qualname__}"
-        if "forward" in module.__dict__ or hasattr(module, "_hf_hook"):
+        if hasattr(module, "_hf_hook") or not _runs_own_forward(module):
             return f"the forward of {name} was replaced"
         if any(map(_is_foreign_hook, module._forward_hooks.values())) or module._forward_pre_hooks:
             return f"{name} has forward hooks; remove them to run on bytetx"
@@ -179,6 +199,13 @@ def _changed_module(base: nn.Module) -> str | None:
         if kind is nn.LayerNorm and module.eps != spec.norm_eps:
             return f"{name}.eps is {module.eps}, the config says {spec.norm_eps}"
     return None
+
+
+def _runs_own_forward(module: nn.Module) -> bool:
+    """Whether module.forward is its class's.  transformers 5.0 collects hidden states by replacing
+    forwards for a while, and leaves the class's own behind as an attribute of the instance."""
+    forward = module.__dict__.get("forward")
+    return forward is None or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _is_foreign_hook(hook: object) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention, run_planned, takes_plan
 from bytetx.ops.check import require_contiguous, require_out, require_tensor
+from bytetx.ops.rows import empty_rows
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -119,32 +120,23 @@ def run_kernel(
     total_tokens, num_heads, head_dim = q.shape
     batch_size = cu_seqlens.shape[0] - 1
     kernel, workspace_bytes = _kernel(q.device)
-    launch = native.launch_args(q.device)
+    launch = native.launch_args(q.device, isa)
     num_bytes = workspace_bytes(batch_size, head_dim, launch[2])
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype)
-    optional = (relative_bias, bias_positions)
+        out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
+    operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
+    span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
+    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_heads, head_dim, span)
+    strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
     kernel(
-        *(t.data_ptr() for t in (q, k, v, out, cu_seqlens)),
-        *(0 if t is None else t.data_ptr() for t in optional),
-        workspace.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
-        batch_size,
-        total_tokens,
-        max_seqlen,
-        num_heads,
-        num_heads,
-        head_dim,
-        0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        num_heads * head_dim,
+        *sizes,
+        *strides,
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
         *launch,
-        native.ISA_CODES[isa],
     )
     return out
 
@@ -223,11 +215,12 @@ def _memory_efficient(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
     require_tensor("q", q, shape=(None, None, None))
-    row = (q.shape[2], 1)  # strides of heads and features
+    shape, dtypes, device = q.shape, (q.dtype,), q.device
+    row = (shape[2], 1)  # strides of heads and features
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t is not q:
-            shape = (q.shape[0], None if t is k else k.shape[1], q.shape[2])
-            require_tensor(name, t, shape=shape, dtypes=(q.dtype,), device=q.device)
+            wanted = (shape[0], None if t is k else k.shape[1], shape[2])
+            require_tensor(name, t, shape=wanted, dtypes=dtypes, device=device)
         if t.stride()[1:] != row and t.numel() > 0:
             raise ValueError(
                 f"{name} must be contiguous within a row (strides [any, {q.shape[2]}, 1]), "
@@ -237,7 +230,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | No
         raise ValueError(
             f"k must have a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}"
         )
-    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=q.device)
+    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=device)
     require_contiguous("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")

@@ -1,6 +1,6 @@
 """Argument checks shared by the ops: each names the argument, what it needs and what it got."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,20 +29,36 @@ def require_tensor(
 
     Raises TypeError where `t` is no tensor, else ValueError naming the argument.
     """
+    # The way of every right argument, at 0.4 us; what is wrong is looked for only after it.
+    if isinstance(t, Tensor) and t.dtype in dtypes and (device is None or t.device == device):
+        have = t.shape
+        if have == shape:
+            return
+        if len(have) == len(shape) and None in shape and _fits(have, shape):
+            return
+    _raise_what_is_wrong(name, t, shape, dtypes, device)
+
+
+def _fits(have: Sequence[int], shape: Sequence[int | None]) -> bool:
+    return all(want is None or want == extent for want, extent in zip(shape, have, strict=True))
+
+
+def _raise_what_is_wrong(
+    name: str,
+    t: object,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None,
+) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {describe(t)}")
     if t.dtype not in dtypes:
         names = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{name} must be {names}, got {describe(t)}")
-    extents = t.shape
-    is_shape_right = len(extents) == len(shape) and all(
-        want is None or want == have for want, have in zip(shape, extents, strict=True)
-    )
-    if not is_shape_right:
-        want_text = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ValueError(f"{name} must have shape [{want_text}], got {describe(t)}")
-    if device is not None and t.device != device:
-        raise ValueError(f"{name} must be on {device} like the other arguments, got {describe(t)}")
+    if len(t.shape) != len(shape) or not _fits(t.shape, shape):
+        extents = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} must have shape [{extents}], got {describe(t)}")
+    raise ValueError(f"{name} must be on {device} like the other arguments, got {describe(t)}")
 
 
 def require_contiguous(name: str, t: Tensor) -> None:
@@ -63,3 +79,8 @@ def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -
 def has_cpu_rows(dtype: torch.dtype, width: int) -> bool:
     """Whether the CPU's row kernels take rows of this dtype and width (elements)."""
     return dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
+
+
+def addresses(tensors: Iterable[Tensor]) -> list[int]:
+    """Where each tensor's data lies: compared to tell that one was moved, never read through."""
+    return list(map(Tensor.data_ptr, tensors))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
+from bytetx.ops.rows import empty_rows
 
 
 def embed(
@@ -35,33 +36,19 @@ def embed(
     _check_ids(input_ids, position_ids, token_type_ids, position, token_type)
     tables = {"word": word, "position": position, "token_type": token_type}
     _check_tables(tables, norm_weight, norm_bias, inputs_embeds, input_ids)
+    options = {
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "eps": eps,
+        "inputs_embeds": inputs_embeds,
+    }
+    ids = (input_ids, position_ids, token_type_ids)
     if torch.compiler.is_compiling():
-        run = torch.ops.bytetx.embed
-    else:
-        kernel = native.kernel("embed", word.device)
-        if kernel is not None and has_cpu_rows(word.dtype, word.shape[1]):
-            return run_kernel(
-                kernel,
-                (input_ids, position_ids, token_type_ids),
-                (word, position, token_type),
-                norm_weight=norm_weight,
-                norm_bias=norm_bias,
-                eps=eps,
-                inputs_embeds=inputs_embeds,
-            )
-        run = reference.embed
-    return run(
-        input_ids,
-        position_ids,
-        token_type_ids,
-        word=word,
-        position=position,
-        token_type=token_type,
-        norm_weight=norm_weight,
-        norm_bias=norm_bias,
-        eps=eps,
-        inputs_embeds=inputs_embeds,
-    )
+        return torch.ops.bytetx.embed(*ids, **tables, **options)
+    kernel = native.kernel("embed", word.device)
+    if kernel is None or not has_cpu_rows(word.dtype, word.shape[1]):
+        return reference.embed(*ids, **tables, **options)
+    return run_kernel(kernel, ids, (word, position, token_type), **options)
 
 
 def run_kernel(
@@ -78,7 +65,7 @@ def run_kernel(
     """The native kernel on checked (input, position, token type) ids and tables."""
     word = tables[0]
     total_tokens, embedding_size = ids[0].shape[0], word.shape[1]
-    out = torch.empty((total_tokens, embedding_size), dtype=word.dtype)
+    out = empty_rows(total_tokens, (embedding_size,), word.dtype)
     operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out)
     kernel(
         *(0 if t is None else t.data_ptr() for t in operands),
@@ -87,8 +74,7 @@ def run_kernel(
         *(0 if t is None else t.shape[0] for t in tables),
         eps,
         native.DTYPE_CODES[word.dtype],
-        *native.launch_args(word.device),
-        native.ISA_CODES[isa],
+        *native.launch_args(word.device, isa),
     )
     return out
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import reference
 from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.rows import whole_tiles
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -73,15 +74,13 @@ def linear(
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
-    if x.shape[0] == 1:
+    m, rows = x.shape[0], whole_tiles(x)
+    if rows.shape[0] == 1:
         # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
         # that a row alone equals the same row in a batch, bit for bit.
-        pair = None if residual is None else residual.expand(2, -1).contiguous()
-        return linear(x.expand(2, -1).contiguous(), w, activation=activation, residual=pair)[:1]
-    if activation == "none" and residual is not None:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, w.weight, w.bias, "add")
+        rows = rows.expand(2, -1).contiguous()
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    d = torch.ops.mkldnn._linear_pointwise(x, w.weight, w.bias, attribute, [], algorithm)
+    d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
     return d if residual is None else d.add_(residual)
 
 

@@ -81,15 +81,16 @@ def _refuse_gpu(index: int | None) -> str | None:
     return f"the kernels are for sm_90 (Hopper), and {name} is sm_{capability[0]}{capability[1]}"
 
 
-def launch_args(device: torch.device) -> tuple[int, int, int]:
-    """(device index, stream, num_threads): the three arguments that end every native call.
+def launch_args(device: torch.device, isa: str = "auto") -> tuple[int, int, int, int]:
+    """(device index, stream, num_threads, isa): the arguments that end every native call.
 
     The stream is torch's current one on `device`, the thread count is torch's.
+    isa: a key of ISA_CODES; the CPU's kernels run with it instead of the best that there is.
     """
     if device.type != "cuda":
-        return -1, 0, torch.get_num_threads()
+        return -1, 0, torch.get_num_threads(), ISA_CODES[isa]
     index = torch.cuda.current_device() if device.index is None else device.index
-    return index, torch._C._cuda_getCurrentRawStream(index), 0
+    return index, torch._C._cuda_getCurrentRawStream(index), 0, 0
 
 
 def register(

@@ -58,8 +58,7 @@ def run_kernel(
         x.shape[1],
         eps,
         native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
-        native.ISA_CODES[isa],
+        *native.launch_args(x.device, isa),
     )
     return out
 
@@ -69,15 +68,16 @@ def _check(
 ) -> None:
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
+    shape, dtypes, device = x.shape, (x.dtype,), x.device
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:
-            require_tensor(name, t, shape=(x.shape[1],), dtypes=(x.dtype,), device=x.device)
+            require_tensor(name, t, shape=shape[1:], dtypes=dtypes, device=device)
             require_contiguous(name, t)
     if residual is not None:
-        require_tensor("residual", residual, shape=x.shape, dtypes=(x.dtype,), device=x.device)
+        require_tensor("residual", residual, shape=shape, dtypes=dtypes, device=device)
         require_contiguous("residual", residual)
     if out is not None:
-        require_out("out", out, like=x, shape=x.shape)
+        require_out("out", out, like=x, shape=shape)
 
 
 native.register(

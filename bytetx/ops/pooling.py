@@ -66,8 +66,7 @@ def run_kernel(
         POOLING_MODES.index(mode),
         normalize,
         native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
-        native.ISA_CODES[isa],
+        *native.launch_args(x.device, isa),
     )
     return out
 

@@ -214,7 +214,10 @@ def pool(
 def _reduce_segments(
     x: Tensor, offsets: Tensor, skipped: Tensor, num_kept: Tensor, mode: str
 ) -> Tensor:
-    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows."""
+    """Sum, mean or max of x's rows in each sequence, without its first `skipped` rows.
+
+    Sums are f64: segment_reduce adds row after row, which in f32 loses digits on long sequences.
+    """
     seqlens = offsets.diff()
     index = torch.arange(x.shape[0], device=x.device) - torch.repeat_interleave(
         offsets[:-1], seqlens, output_size=x.shape[0]
@@ -223,11 +226,12 @@ def _reduce_segments(
     if mode == "max":
         x = torch.where(is_kept[:, None], x, float("-inf"))
         return torch.segment_reduce(x, "max", offsets=offsets, axis=0, unsafe=True)
-    weights = (index + 1.0) if mode == "weightedmean" else torch.ones_like(index, dtype=x.dtype)
+    weights = (index + 1).double() if mode == "weightedmean" else torch.ones_like(index).double()
     weights = torch.where(is_kept, weights, 0.0)
     x = torch.where(is_kept[:, None], x, 0.0) * weights[:, None]
     total = torch.segment_reduce(
         torch.cat((x, weights[:, None]), dim=1), "sum", offsets=offsets, axis=0, unsafe=True
     )
     divisor = total[:, -1:].clamp(min=1e-9)
-    return total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    mean = total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
+    return mean.float()

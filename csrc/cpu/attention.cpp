@@ -10,6 +10,7 @@
 // The kernels are in attention_kernel.h.
 #include "cpu/attention.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <stdexcept>
@@ -30,10 +31,11 @@ using cpu::kMaxTileQueries;
 
 constexpr int64_t kAlign = 64;  // bytes: a cache line, so that threads share none
 
-// In units of one score (a query times a key).  Below kMinThreadCost, about 20 us, waking another
-// thread costs more than it brings.
-constexpr int64_t kItemCost = 512;
-constexpr int64_t kMinThreadCost = 1 << 16;
+// In multiply-adds of one of the two products.  An item's own cost is its packing and its loops'
+// ends.  A thread's least share is 5 us (bf16) or 15 us (f32) of AVX-512 work: less does not pay
+// for waking it.
+constexpr int64_t kItemCost = 1 << 14;
+constexpr int64_t kMinThreadCost = 1 << 19;
 constexpr int64_t kDrawsPerThread = 16;
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
@@ -56,8 +58,7 @@ void check(const VarlenAttentionParams& p, int num_threads) {
             "num_kv_heads must divide num_heads", p.num_kv_heads);
     require(p.dtype == DType::f32 || p.dtype == DType::bf16, "dtype must be f32 or bf16",
             static_cast<int64_t>(p.dtype));
-    const int64_t needed =
-        varlen_attention_workspace_bytes(p.batch_size, p.head_dim, num_threads);
+    const int64_t needed = varlen_attention_workspace_bytes(p.batch_size, p.head_dim, num_threads);
     if (p.workspace_bytes < needed) {
         throw std::invalid_argument("varlen_attention: workspace must have " +
                                     std::to_string(needed) + " bytes, got " +
@@ -77,19 +78,20 @@ void check(const VarlenAttentionParams& p, int num_threads) {
             "relative_bias must span the longest sequence, its span", p.relative_bias_span);
 }
 
-// The first kernel of the best instruction set that the machine, this build and `wanted` allow.
-AttentionKernel choose_kernel(Isa wanted, DType dtype) {
-    const Isa isa = cpu::resolve_isa(wanted);
+// The kernel of `isa`, or of the best set below it that has one for this dtype.
+AttentionKernel choose_kernel(Isa isa, DType dtype) {
     AttentionKernel kernel = nullptr;
+#if defined(__x86_64__)
     if (isa >= Isa::avx512_bf16) kernel = cpu::attention_avx512bf16(dtype);
     if (kernel == nullptr && isa >= Isa::avx512) kernel = cpu::attention_avx512(dtype);
     if (kernel == nullptr && isa >= Isa::avx2) kernel = cpu::attention_avx2(dtype);
+#endif
     return kernel == nullptr ? cpu::attention_portable(dtype) : kernel;
 }
 
 // The line of items: where each sequence's begin, in units of cost.
 class Plan {
-public:
+  public:
     Plan(const VarlenAttentionParams& p, int num_threads)
         : p_(p),
           order_(static_cast<int32_t*>(p.workspace)),
@@ -123,7 +125,7 @@ public:
         }
     }
 
-private:
+  private:
     int64_t length(int64_t sequence) const {
         return p_.cu_seqlens[sequence + 1] - p_.cu_seqlens[sequence];
     }
@@ -131,7 +133,7 @@ private:
         return p_.num_heads * ((seqlen + group_ - 1) / group_);
     }
     int64_t item_cost(int64_t seqlen) const {
-        return (seqlen < group_ ? seqlen : group_) * seqlen + kItemCost;
+        return (seqlen < group_ ? seqlen : group_) * seqlen * p_.head_dim + kItemCost;
     }
     int64_t count_items() const {
         int64_t count = 0;
@@ -151,8 +153,10 @@ private:
         int64_t low = 0;
         for (int64_t high = p_.batch_size; low < high;) {
             const int64_t middle = (low + high) / 2;
-            if (cost_[middle + 1] <= begin) low = middle + 1;
-            else high = middle;
+            if (cost_[middle + 1] <= begin)
+                low = middle + 1;
+            else
+                high = middle;
         }
         return low;
     }
@@ -191,25 +195,25 @@ int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, i
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
     check(p, launch.num_threads);
     if (p.batch_size == 0 || p.total_tokens == 0) return;
-    const AttentionKernel kernel = choose_kernel(launch.isa, p.dtype);
+    const AttentionKernel kernel = choose_kernel(cpu::resolve_isa(launch.isa), p.dtype);
     const Plan plan(p, launch.num_threads);
     const int64_t total = plan.total_cost();
-    int64_t num_threads = 1 + total / kMinThreadCost;
-    if (num_threads > launch.num_threads) num_threads = launch.num_threads;
-    if (num_threads < 1) num_threads = 1;
+    const int64_t most_threads = launch.num_threads > 1 ? launch.num_threads : 1;
+    const int64_t num_threads = std::clamp(total / kMinThreadCost, int64_t{1}, most_threads);
     const int64_t num_draws = num_threads == 1 ? 1 : num_threads * kDrawsPerThread;
     char* scratch = static_cast<char*>(p.workspace) +
                     varlen_attention_workspace_bytes(p.batch_size, p.head_dim, 0) -
                     scratch_bytes(p.head_dim);
     std::atomic<int64_t> next{0};
     // A task is a thread's slot of scratch, not a piece of work: the work is drawn from `next`.
-    cpu::parallel_for(num_threads, 1, static_cast<int32_t>(num_threads), [&](int64_t slot, int64_t) {
-        float* own = reinterpret_cast<float*>(scratch + slot * scratch_bytes(p.head_dim));
-        for (int64_t draw; (draw = next.fetch_add(1, std::memory_order_relaxed)) < num_draws;) {
-            plan.visit(total * draw / num_draws, total * (draw + 1) / num_draws,
-                       [&](const AttentionItem& item) { kernel(p, item, own); });
-        }
-    });
+    cpu::parallel_for(
+        num_threads, 1, static_cast<int32_t>(num_threads), [&](int64_t slot, int64_t) {
+            float* own = reinterpret_cast<float*>(scratch + slot * scratch_bytes(p.head_dim));
+            for (int64_t draw; (draw = next.fetch_add(1, std::memory_order_relaxed)) < num_draws;) {
+                plan.visit(total * draw / num_draws, total * (draw + 1) / num_draws,
+                           [&](const AttentionItem& item) { kernel(p, item, own); });
+            }
+        });
 }
 
 }  // namespace bytetx

@@ -28,7 +28,9 @@ constexpr int32_t kKeyBlock = 256;
 constexpr int32_t kMaxTileQueries = 32;
 
 // One thread's scratch, in 32-bit words; the same for every instruction set, so that a workspace
-// serves them all.  Rows are rounded up to whole vectors of 16 words.
+// serves them all.  Rows are rounded up to whole vectors of 16 words.  Anonymous, so that no copy
+// of its functions is shared between files of different instruction sets.
+namespace {
 struct AttentionScratch {
     int64_t row_words;
     explicit AttentionScratch(int32_t head_dim) : row_words((head_dim + 15) / 16 * 16) {}
@@ -39,12 +41,14 @@ struct AttentionScratch {
         return scores_words() + 2 * keys_words() + 2 * queries_words() + 3 * kGroupQueries;
     }
 };
+}  // namespace
 
 // Computes one item; `scratch` holds AttentionScratch(head_dim).words() words.
 using AttentionKernel = void (*)(const VarlenAttentionParams& p, const AttentionItem& item,
                                  float* scratch);
 
-// The kernel of an instruction set, or nullptr where this build lacks it.
+// The kernel of an instruction set, or nullptr where it has none for the dtype.  All but the
+// portable one are built for x86-64 only.
 AttentionKernel attention_portable(DType dtype);
 AttentionKernel attention_avx2(DType dtype);
 AttentionKernel attention_avx512(DType dtype);

@@ -1,9 +1,4 @@
-// Varlen attention on AVX2 and FMA; bf16 is widened to f32.  Compiled with the flags for
-// these; without them (another processor, a compiler that lacks them) the kernel is absent.
-#include "cpu/attention.h"
-
-#if defined(__AVX2__) && defined(__FMA__)
-
+// Varlen attention on AVX2 and FMA; bf16 is widened to f32.
 #include "cpu/attention_simd_avx2.h"
 //
 #include "cpu/attention_kernel.h"
@@ -13,9 +8,3 @@ bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx2(DType dtype) {
     if (dtype == DType::bf16) return attend<Avx2, uint16_t>;
     return nullptr;
 }
-
-#else
-
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx2(DType) { return nullptr; }
-
-#endif

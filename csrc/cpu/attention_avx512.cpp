@@ -1,10 +1,4 @@
-// Varlen attention on AVX-512 F, BW, DQ and VL; bf16 is widened to f32.  Compiled with the flags for
-// these; without them (another processor, a compiler that lacks them) the kernel is absent.
-#include "cpu/attention.h"
-
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
-    defined(__AVX512VL__)
-
+// Varlen attention on AVX-512 F, BW, DQ and VL; bf16 is widened to f32.
 #include "cpu/attention_simd_avx512.h"
 //
 #include "cpu/attention_kernel.h"
@@ -14,9 +8,3 @@ bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx512(DType dtype) {
     if (dtype == DType::bf16) return attend<Avx512, uint16_t>;
     return nullptr;
 }
-
-#else
-
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx512(DType) { return nullptr; }
-
-#endif

@@ -8,7 +8,8 @@
 //
 //   packed once a group      q  [tile][word of d][query lane]        transposed in registers
 //   packed once a key block  k  [key][word of d]                     v  [key pair][d]
-//   tile of 32 queries       s  [key][query lane] f32  --exp2-->  p  [key pair][query lane], in place
+//   tile of 32 queries       s  [key][query lane] f32  --exp2-->  p  [key pair][query lane], in
+//   place
 //
 // A word is 32 bits: one f32, or with vdpbf16ps two neighbours (along d for q and k, along keys for
 // p and v) that one instruction multiplies and adds.  So f32, widened bf16 and bf16 pairs are the
@@ -30,181 +31,14 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include "cpu/attention_tile.h"
 
 namespace {
 
 using bytetx::VarlenAttentionParams;
 using bytetx::cpu::AttentionItem;
-using bytetx::cpu::AttentionScratch;
-using bytetx::cpu::kGroupQueries;
 using bytetx::cpu::kKeyBlock;
 using bytetx::cpu::kMaxTileQueries;
-
-constexpr float kLog2E = 1.4426950408889634f;
-
-inline int min_int(int a, int b) { return a < b ? a : b; }
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// 2^x for x <= 0: x = n + r with |r| <= 1/2, a polynomial for 2^r, times 2^n.  Largest relative
-// error, evaluated in f32: degree 6 7.9e-8 (0.94 ulp), degree 4 2.9e-6.  Coefficients minimise the
-// relative error with the constant term fixed to 1, so that 2^0 is exactly 1.
-template <class Isa>
-inline typename Isa::Vec exp2(typename Isa::Vec x) {
-    using Vec = typename Isa::Vec;
-    if constexpr (Isa::kMinExponent < 0) x = Isa::max(Isa::set1(Isa::kMinExponent), x);
-    const Vec n = Isa::round(x);
-    const Vec r = Isa::sub(x, n);
-    Vec y;
-    if constexpr (Isa::kExp2Degree == 6) {
-        y = Isa::fma(Isa::set1(1.5357772645e-4f), r, Isa::set1(1.3398959999e-3f));
-        y = Isa::fma(y, r, Isa::set1(9.6184201538e-3f));
-        y = Isa::fma(y, r, Isa::set1(5.5503323674e-2f));
-        y = Isa::fma(y, r, Isa::set1(2.4022647738e-1f));
-        y = Isa::fma(y, r, Isa::set1(6.9314718246e-1f));
-    } else {
-        static_assert(Isa::kExp2Degree == 4);
-        y = Isa::fma(Isa::set1(9.5828538761e-3f), r, Isa::set1(5.5906426162e-2f));
-        y = Isa::fma(y, r, Isa::set1(2.4024099112e-1f));
-        y = Isa::fma(y, r, Isa::set1(6.9312417507e-1f));
-    }
-    return Isa::scale_by_power(Isa::fma(y, r, Isa::set1(1.0f)), n);
-}
-
-// Strides and buffers of one group; pointers into the thread's scratch.
-template <class Isa>
-struct Workspace {
-    static constexpr int kTile = Isa::kScoreVectors * Isa::kWidth;  // queries
-
-    int head_dim;
-    int score_steps;  // words of d in a query or key
-    int key_stride;   // words
-    int value_stride;
-    float* scores;
-    float* keys;
-    float* values;
-    float* queries;
-    float* output;   // [query][value_stride], unnormalised
-    float* maximum;  // by query: largest score so far, in units of the scores
-    float* sum;
-    float* decay;    // by query: what the last block's maximum did to the ones before
-
-    Workspace(int head_dim_, float* scratch)
-        : head_dim(head_dim_),
-          score_steps(ceil_div(head_dim_, Isa::kPair)),
-          key_stride(ceil_div(score_steps, Isa::kWidth) * Isa::kWidth),
-          value_stride(ceil_div(head_dim_, Isa::kWidth) * Isa::kWidth) {
-        const AttentionScratch sizes(head_dim_);
-        scores = scratch;
-        keys = scores + sizes.scores_words();
-        values = keys + sizes.keys_words();
-        queries = values + sizes.keys_words();
-        output = queries + sizes.queries_words();
-        maximum = output + sizes.queries_words();
-        sum = maximum + kGroupQueries;
-        decay = sum + kGroupQueries;
-    }
-    float* query_tile(int first_query) const {
-        return queries + static_cast<int64_t>(first_query) * score_steps;
-    }
-};
-
-// One vector of queries, transposed to [word of d][lane]; rows that are not there become zeros.
-template <class Isa, typename T>
-void pack_queries(const Workspace<Isa>& w, const T* q, int64_t stride, int num_rows, float* packed) {
-    constexpr int kWidth = Isa::kWidth;
-    for (int word = 0; word < w.score_steps; word += kWidth) {
-        const int element = word * Isa::kPair;
-        typename Isa::Vec rows[kWidth];
-        for (int i = 0; i < kWidth; ++i) {
-            rows[i] = i < num_rows
-                          ? Isa::load_words(q + i * stride + element, w.head_dim - element)
-                          : Isa::zero();
-        }
-        Isa::transpose(rows);
-        const int num_words = min_int(kWidth, w.score_steps - word);
-        for (int i = 0; i < num_words; ++i) {
-            Isa::store(packed + (word + i) * w.kTile, rows[i]);
-        }
-    }
-}
-
-template <class Isa, typename T>
-void pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_keys) {
-    for (int key = 0; key < num_keys; ++key) {
-        for (int word = 0; word < w.score_steps; word += Isa::kWidth) {
-            const int element = word * Isa::kPair;
-            Isa::store(w.keys + key * w.key_stride + word,
-                       Isa::load_words(k + key * stride + element, w.head_dim - element));
-        }
-    }
-}
-
-template <class Isa, typename T>
-void pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num_keys) {
-    float* packed = w.values;
-    for (int key = 0; key < num_keys; key += Isa::kPair, packed += w.value_stride) {
-        const T* even = v + key * stride;
-        const T* odd = key + 1 < num_keys ? even + stride : nullptr;
-        for (int i = 0; i < w.head_dim; i += Isa::kWidth) {
-            Isa::store(packed + i,
-                       Isa::load_word_rows(even + i, odd ? odd + i : nullptr, w.head_dim - i));
-        }
-    }
-}
-
-// s[key][lane] = k[key] . q[lane] for kKeys keys and kVectors vectors of queries; `maximum` follows.
-template <class Isa, int kVectors, int kKeys>
-inline void score_keys(const Workspace<Isa>& w, const float* q, const float* k, float* s,
-                       typename Isa::Vec (&maximum)[kVectors]) {
-    typename Isa::Vec acc[kKeys][kVectors];
-#pragma GCC unroll 16
-    for (int key = 0; key < kKeys; ++key) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::zero();
-    }
-#pragma GCC unroll 1
-    for (int word = 0; word < w.score_steps; ++word) {
-        typename Isa::Vec lanes[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(q + v * Isa::kWidth);
-#pragma GCC unroll 16
-        for (int key = 0; key < kKeys; ++key) {
-            const typename Isa::Vec one = Isa::set1(k[key * w.key_stride + word]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) acc[key][v] = Isa::dot(acc[key][v], lanes[v], one);
-        }
-        q += w.kTile;
-    }
-#pragma GCC unroll 16
-    for (int key = 0; key < kKeys; ++key) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            maximum[v] = Isa::max(maximum[v], acc[key][v]);
-            Isa::store(s + key * w.kTile + v * Isa::kWidth, acc[key][v]);
-        }
-    }
-}
-
-// The last num_keys < kScoreKeys keys of a block.
-template <class Isa, int kVectors, int kKeys>
-inline void score_rest(const Workspace<Isa>& w, int num_keys, const float* q, const float* k,
-                       float* s, typename Isa::Vec (&maximum)[kVectors]) {
-    if (num_keys == kKeys) return score_keys<Isa, kVectors, kKeys>(w, q, k, s, maximum);
-    if constexpr (kKeys > 1) score_rest<Isa, kVectors, kKeys - 1>(w, num_keys, q, k, s, maximum);
-}
-
-template <class Isa, int kVectors>
-void score_block(const Workspace<Isa>& w, const float* q, int num_keys,
-                 typename Isa::Vec (&maximum)[kVectors]) {
-    constexpr int kKeys = Isa::kScoreKeys;
-    const float* k = w.keys;
-    float* s = w.scores;
-    int key = 0;
-    for (; key + kKeys <= num_keys; key += kKeys, k += kKeys * w.key_stride, s += kKeys * w.kTile) {
-        score_keys<Isa, kVectors, kKeys>(w, q, k, s, maximum);
-    }
-    score_rest<Isa, kVectors, kKeys - 1>(w, num_keys - key, q, k, s, maximum);
-}
 
 // Where the rows of a tile and the keys of a block stand in their sequence.
 struct Place {
@@ -256,145 +90,21 @@ void scale_scores(const Workspace<Isa>& w, const VarlenAttentionParams& p, const
     }
 }
 
-// Scores to weights p = 2^(unit * (s - maximum)), in place; running maximum, sum and decay follow.
-// The maximum is exact and unit >= 0, so that every exponent is <= 0 up to one rounding.
-template <class Isa, int kVectors>
-void softmax_block(const Workspace<Isa>& w, int tile, int num_keys, float unit, bool is_first,
-                   const typename Isa::Vec (&maximum)[kVectors]) {
-    using Vec = typename Isa::Vec;
-    Vec shift[kVectors];
-    Vec sum[kVectors];
-    const Vec units = Isa::set1(unit);
-    for (int v = 0; v < kVectors; ++v) {
-        const int lane = tile + v * Isa::kWidth;
-        const Vec before = is_first ? maximum[v] : Isa::load(w.maximum + lane);
-        const Vec now = Isa::max(before, maximum[v]);
-        const Vec decay = exp2<Isa>(Isa::mul(units, Isa::sub(before, now)));
-        Isa::store(w.maximum + lane, now);
-        Isa::store(w.decay + lane, decay);
-        shift[v] = Isa::mul(units, now);
-        sum[v] = is_first ? Isa::zero() : Isa::mul(Isa::load(w.sum + lane), decay);
-    }
-    float* p = w.scores;
-    for (int key = 0; key < num_keys; key += Isa::kPair, p += w.kTile) {
-        const float* s = w.scores + key * w.kTile;
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            const int lane = v * Isa::kWidth;
-            const Vec even = exp2<Isa>(Isa::fms(Isa::load(s + lane), units, shift[v]));
-            sum[v] = Isa::add(sum[v], even);
-            Vec odd = Isa::zero();
-            if (Isa::kPair == 2 && key + 1 < num_keys) {
-                odd = exp2<Isa>(Isa::fms(Isa::load(s + w.kTile + lane), units, shift[v]));
-                sum[v] = Isa::add(sum[v], odd);
-            }
-            Isa::store(p + lane, Isa::join_pair(even, odd));
-        }
-    }
-    for (int v = 0; v < kVectors; ++v) Isa::store(w.sum + tile + v * Isa::kWidth, sum[v]);
-}
-
-// What value_rows() does around its product.
-template <typename T>
-struct ValueTarget {
-    T* out;  // row 0 of the tile in the result
-    int64_t stride;
-    int num_rows;
-    bool is_first_block;
-    bool is_last_block;
-};
-
-// output[row] = decay * output[row] + sum over keys p[key][row] v[key], for kRows rows from `row` of
-// the tile at query `tile` on, and kVectors vectors of d from `column` on.  The last block divides
-// by the sum and writes the result.
-template <class Isa, int kVectors, typename T>
-void value_rows(const Workspace<Isa>& w, int num_steps, int tile, int row, int column,
-                const ValueTarget<T>& target) {
-    using Vec = typename Isa::Vec;
-    constexpr int kRows = Isa::value_rows(kVectors);
-    Vec acc[kRows][kVectors];
-    float* state = w.output + (tile + row) * static_cast<int64_t>(w.value_stride) + column;
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            acc[r][v] = target.is_first_block
-                            ? Isa::zero()
-                            : Isa::mul(Isa::load(state + r * w.value_stride + v * Isa::kWidth),
-                                       Isa::set1(w.decay[tile + row + r]));
-        }
-    }
-    const float* p = w.scores + row;
-    const float* values = w.values + column;
-#pragma GCC unroll 1
-    for (int step = 0; step < num_steps; ++step, p += w.kTile, values += w.value_stride) {
-        Vec lanes[kVectors];
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) lanes[v] = Isa::load(values + v * Isa::kWidth);
-#pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Vec weight = Isa::set1(p[r]);
-#pragma GCC unroll 4
-            for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::dot(acc[r][v], lanes[v], weight);
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-        if (row + r >= target.num_rows) return;
-        const Vec inverse = Isa::div(Isa::set1(1.0f), Isa::set1(w.sum[tile + row + r]));
-#pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) {
-            if (!target.is_last_block) {
-                Isa::store(state + r * w.value_stride + v * Isa::kWidth, acc[r][v]);
-                continue;
-            }
-            const int d = column + v * Isa::kWidth;
-            Isa::store_row(target.out + (row + r) * target.stride + d, Isa::mul(acc[r][v], inverse),
-                           w.head_dim - d);
-        }
-    }
-}
-
-template <class Isa, int kVectors, typename T>
-void value_columns(const Workspace<Isa>& w, int num_vectors, int num_steps, int tile, int column,
-                   const ValueTarget<T>& target) {
-    if (num_vectors == kVectors) {
-        for (int row = 0; row < target.num_rows; row += Isa::value_rows(kVectors)) {
-            value_rows<Isa, kVectors>(w, num_steps, tile, row, column, target);
-        }
-    } else if constexpr (kVectors > 1) {
-        value_columns<Isa, kVectors - 1>(w, num_vectors, num_steps, tile, column, target);
-    }
-}
-
-// All columns of a tile, in the fewest column groups of nearly equal width.
-template <class Isa, typename T>
-void value_block(const Workspace<Isa>& w, int num_keys, int tile, const ValueTarget<T>& target) {
-    const int num_steps = ceil_div(num_keys, Isa::kPair);
-    int rest = w.value_stride / Isa::kWidth;
-    int column = 0;
-    for (int groups = ceil_div(rest, Isa::kMaxValueVectors); groups > 0; --groups) {
-        const int num_vectors = ceil_div(rest, groups);
-        value_columns<Isa, Isa::kMaxValueVectors>(w, num_vectors, num_steps, tile, column, target);
-        rest -= num_vectors;
-        column += num_vectors * Isa::kWidth;
-    }
-}
-
 // One tile of queries against the packed key block; `tile` is its first query within the group.
 template <class Isa, int kVectors, typename T>
 void attend_tile(const Workspace<Isa>& w, const VarlenAttentionParams& p, const float* bias,
-                 const Place& at, int tile, const ValueTarget<T>& target) {
+                 const Operand& keys, const Operand& values, const Place& at, int tile,
+                 const ValueTarget<T>& target) {
     typename Isa::Vec maximum[kVectors];
     for (int v = 0; v < kVectors; ++v) maximum[v] = Isa::set1(-__builtin_inff());
-    score_block<Isa, kVectors>(w, w.query_tile(tile), at.num_keys, maximum);
+    score_block<Isa, kVectors>(w, w.query_tile(tile), keys, at.num_keys, maximum);
     float unit = p.softmax_scale * kLog2E;
     if (bias != nullptr || p.softmax_scale < 0) {
         scale_scores<Isa, kVectors>(w, p, bias, at, maximum);
         unit = kLog2E;
     }
     softmax_block<Isa, kVectors>(w, tile, at.num_keys, unit, target.is_first_block, maximum);
-    value_block<Isa>(w, at.num_keys, tile, target);
+    value_block<Isa>(w, values, at.num_keys, tile, target);
 }
 
 // The item: every tile of its queries against every key block of its sequence.
@@ -413,23 +123,26 @@ void attend(const VarlenAttentionParams& p, const AttentionItem& item, float* sc
     const float* bias = p.relative_bias;
     if (bias != nullptr) bias += item.head * (2 * int64_t{p.relative_bias_span} - 1);
 
+    const int num_tiles = ceil_div(item.num_queries, w.kTile);
     for (int i = 0; i < item.num_queries; i += Isa::kWidth) {
         float* packed = w.query_tile(i / w.kTile * w.kTile) + i % w.kTile;
         pack_queries<Isa>(w, q + i * p.q_stride, p.q_stride, item.num_queries - i, packed);
     }
     for (int first_key = 0; first_key < seqlen; first_key += kKeyBlock) {
         const int num_keys = min_int(kKeyBlock, seqlen - first_key);
-        pack_keys<Isa>(w, k + first_key * p.k_stride, p.k_stride, num_keys);
-        pack_values<Isa>(w, v + first_key * p.v_stride, p.v_stride, num_keys);
+        const Operand keys =
+            pack_keys(w, k + first_key * p.k_stride, p.k_stride, num_keys, num_tiles);
+        const Operand values =
+            pack_values(w, v + first_key * p.v_stride, p.v_stride, num_keys, num_tiles);
         for (int i = 0; i < item.num_queries; i += w.kTile) {
             const int num_rows = min_int(w.kTile, item.num_queries - i);
             const Place at{begin, item.first_query + i, num_rows, first_key, num_keys};
             const ValueTarget<T> target{out + i * p.out_stride, p.out_stride, num_rows,
                                         first_key == 0, first_key + num_keys == seqlen};
             if (num_rows > Isa::kWidth) {
-                attend_tile<Isa, Isa::kScoreVectors>(w, p, bias, at, i, target);
+                attend_tile<Isa, Isa::kScoreVectors>(w, p, bias, keys, values, at, i, target);
             } else {
-                attend_tile<Isa, 1>(w, p, bias, at, i, target);
+                attend_tile<Isa, 1>(w, p, bias, keys, values, at, i, target);
             }
         }
     }

@@ -13,13 +13,18 @@ struct Avx2 {
     static constexpr int kPair = 1;
     static constexpr int kExp2Degree = 6;
     static constexpr float kMinExponent = -126;  // scale_by_power() makes normal numbers only
-    static constexpr int kScoreVectors = 2;  // 2 x 6 accumulators + 3 operands of 16 registers
+    static constexpr int kScoreVectors = 2;      // 2 x 6 accumulators + 3 operands of 16 registers
     static constexpr int kScoreKeys = 6;
     static constexpr int kMaxValueVectors = 3;  // 4 x 3 accumulators + 4 operands
     static constexpr int value_rows(int) { return 4; }
 
     static Vec zero() { return _mm256_setzero_ps(); }
     static Vec set1(float x) { return _mm256_set1_ps(x); }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) { return _mm256_loadu_ps(p); }
     static void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
     static Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
@@ -41,7 +46,10 @@ struct Avx2 {
     }
 
     static Vec dot(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-    static Vec join_pair(Vec even, Vec) { return even; }
+    static void store_weights(float* p, int stride, Vec even, Vec odd) {
+        store(p, even);
+        store(p + stride, odd);
+    }
 
     static Vec load_words(const float* row, int n) {
         if (n >= kWidth) return load(row);

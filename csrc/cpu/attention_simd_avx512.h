@@ -1,5 +1,6 @@
 // 16-lane f32 vectors on AVX-512 (F, BW, DQ, VL), and bf16 pairs on AVX-512 BF16, for kernels that
-// are templates over their instruction set.  attention_simd_avx2.h and attention_simd_portable.h offer the same names.
+// are templates over their instruction set.  attention_simd_avx2.h and attention_simd_portable.h
+// offer the same names.
 //
 // A "word" is 32 bits of packed operand: one f32, or (Avx512Bf16) two bf16 that dot() multiplies
 // and adds into one f32 lane.  Words travel as f32 vectors whatever their bits mean.
@@ -8,7 +9,12 @@
 // never let a processor without AVX-512 run a copy that was compiled with it.
 #pragma once
 
+// gcc 12 warns of its own placeholders for lanes that no instruction reads (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include <cstdint>
 
@@ -16,17 +22,22 @@ namespace {
 
 struct Avx512 {
     using Vec = __m512;
-    static constexpr int kWidth = 16;           // f32 lanes
-    static constexpr int kPair = 1;             // elements in a word
-    static constexpr int kExp2Degree = 6;       // 1 ulp, see exp2() in attention_kernel.h
-    static constexpr float kMinExponent = 0;    // scale_by_power() needs no bound
-    static constexpr int kScoreVectors = 2;     // 2 x 12 accumulators + 2 operands of 32 registers
+    static constexpr int kWidth = 16;         // f32 lanes
+    static constexpr int kPair = 1;           // elements in a word
+    static constexpr int kExp2Degree = 6;     // 1 ulp, see exp2() in attention_kernel.h
+    static constexpr float kMinExponent = 0;  // scale_by_power() needs no bound
+    static constexpr int kScoreVectors = 2;   // 2 x 12 accumulators + 2 operands of 32 registers
     static constexpr int kScoreKeys = 12;
     static constexpr int kMaxValueVectors = 4;  // 8 x 3 or 4 x 4 accumulators
     static constexpr int value_rows(int num_vectors) { return num_vectors <= 3 ? 8 : 4; }
 
     static Vec zero() { return _mm512_setzero_ps(); }
     static Vec set1(float x) { return _mm512_set1_ps(x); }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) { return _mm512_loadu_ps(p); }
     static void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
     static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
@@ -34,8 +45,8 @@ struct Avx512 {
     static Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
     static Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }   // a * b + c
-    static Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }   // a * b - c
+    static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }  // a * b + c
+    static Vec fms(Vec a, Vec b, Vec c) { return _mm512_fmsub_ps(a, b, c); }  // a * b - c
     static Vec round(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT); }
     // x * 2^n for integral n; underflows to 0, keeps NaN.
     static Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
@@ -45,8 +56,13 @@ struct Avx512 {
         return _mm512_permutexvar_ps(order, x);
     }
 
+    // acc + a . b, word by word.
     static Vec dot(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-    static Vec join_pair(Vec even, Vec) { return even; }
+    // The weights of two neighbouring keys as rows of words, `stride` words apart.
+    static void store_weights(float* p, int stride, Vec even, Vec odd) {
+        store(p, even);
+        store(p + stride, odd);
+    }
 
     // The first n elements of a row as words, zeros behind them; reads nothing past element n.
     static Vec load_words(const float* row, int n) {
@@ -103,7 +119,7 @@ struct Avx512 {
         }
     }
 
-private:
+  private:
     static Vec unpack_low(Vec a, Vec b) {
         return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
     }
@@ -121,13 +137,13 @@ struct Avx512Bf16 : Avx512 {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_castps_si512(a),
                                 (__m512bh)_mm512_castps_si512(b));
     }
-    // Word lane i = {even lane i, odd lane i} rounded to bf16.
-    static Vec join_pair(Vec even, Vec odd) {
+    // One row: word lane i = {even lane i, odd lane i}, rounded to bf16.
+    static void store_weights(float* p, int, Vec even, Vec odd) {
         const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(odd, even);
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25,
-                                               9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-                                               17, 1, 16, 0);
-        return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
+        const __m512i order =
+            _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                             22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        store(p, _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves)));
     }
     static Vec load_words(const uint16_t* row, int n) {
         const __m512i bits = n >= 2 * kWidth ? _mm512_loadu_si512(row)

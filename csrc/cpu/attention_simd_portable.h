@@ -21,6 +21,11 @@ struct Portable {
 
     static Vec zero() { return Vec{}; }
     static Vec set1(float x) { return Vec{x, x, x, x}; }
+    // Rows of k and v where they lie, which may hold another type than float.
+    template <typename Word>
+    static Vec load_in_place(const Word* p) {
+        return load(reinterpret_cast<const float*>(p));
+    }
     static Vec load(const float* p) {
         Vec x;
         std::memcpy(&x, p, sizeof x);
@@ -45,7 +50,10 @@ struct Portable {
     static Vec reverse(Vec x) { return Vec{x[3], x[2], x[1], x[0]}; }
 
     static Vec dot(Vec acc, Vec a, Vec b) { return fma(a, b, acc); }
-    static Vec join_pair(Vec even, Vec) { return even; }
+    static void store_weights(float* p, int stride, Vec even, Vec odd) {
+        store(p, even);
+        store(p + stride, odd);
+    }
 
     static Vec load_words(const float* row, int n) {
         if (n >= kWidth) return load(row);

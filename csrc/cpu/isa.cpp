@@ -26,20 +26,26 @@ Isa best_isa() {
 Isa resolve_isa(Isa wanted) {
     const Isa best = best_isa();
     if (wanted == Isa::automatic) return best;
-    if (wanted > best) {
-        throw std::invalid_argument(std::string("isa must be one that this machine has, at most ") +
-                                    isa_name(best) + ", got " + isa_name(wanted));
+    if (wanted < Isa::automatic || wanted > best) {
+        const std::string code = std::to_string(static_cast<int>(wanted));
+        throw std::invalid_argument("isa must be one that this machine has, at most " +
+                                    std::string(isa_name(best)) + ", got code " + code);
     }
     return wanted;
 }
 
 const char* isa_name(Isa isa) {
     switch (isa) {
-        case Isa::automatic: return "auto";
-        case Isa::portable: return "portable";
-        case Isa::avx2: return "avx2";
-        case Isa::avx512: return "avx512";
-        case Isa::avx512_bf16: return "avx512_bf16";
+        case Isa::automatic:
+            return "auto";
+        case Isa::portable:
+            return "portable";
+        case Isa::avx2:
+            return "avx2";
+        case Isa::avx512:
+            return "avx512";
+        case Isa::avx512_bf16:
+            return "avx512_bf16";
     }
     throw std::invalid_argument("isa is not a value of bytetx::Isa");
 }

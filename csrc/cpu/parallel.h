@@ -22,8 +22,8 @@ void parallel_for(int64_t num_tasks, int64_t grain, int32_t num_threads, Body&& 
     auto call = [](void* data, int64_t begin, int64_t end) {
         (*static_cast<decltype(&body)>(data))(begin, end);
     };
-    parallel_run(num_tasks, grain, num_threads, call, const_cast<void*>(
-        static_cast<const void*>(&body)));
+    parallel_run(num_tasks, grain, num_threads, call,
+                 const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 }  // namespace bytetx::cpu

@@ -17,8 +17,9 @@ void check_lengths(const PoolParams& p) {
         if (is_bad) {
             throw std::invalid_argument(
                 "cu_seqlens must not decrease and first_tokens must not be negative, got "
-                "cu_seqlens " + std::to_string(p.cu_seqlens[i]) + ", " +
-                std::to_string(p.cu_seqlens[i + 1]) + " for sequence " + std::to_string(i));
+                "cu_seqlens " +
+                std::to_string(p.cu_seqlens[i]) + ", " + std::to_string(p.cu_seqlens[i + 1]) +
+                " for sequence " + std::to_string(i));
         }
     }
     if (p.cu_seqlens[0] != 0 || p.cu_seqlens[p.batch_size] != p.total_tokens) {

@@ -3,8 +3,8 @@
 // A sequence's rows are reduced in f32, eight rows at a time over a block of columns: the eight are
 // reduced in registers, the running result of the block lives in L1. Sums have three levels (8
 // rows, 16 such groups, the rest), so that a sequence of thousands of tokens carries the rounding
-// error of a few dozen additions. Bytes: each kept row read once; bound by the memory it comes from.
-// The result of a sequence depends on nothing but its rows. Source: standard.
+// error of a few dozen additions. Bytes: each kept row read once; bound by the memory it comes
+// from. The result of a sequence depends on nothing but its rows. Source: standard.
 #pragma once
 
 #include "cpu/row_norm.h"
@@ -12,9 +12,9 @@
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
-constexpr int kPoolRows = 8;              // rows reduced in registers
-constexpr int64_t kPoolGroups = 16;       // groups of kPoolRows between two additions to the total
-constexpr int64_t kPoolColumns = 1024;    // columns at a time: 4 KiB of running results, in L1
+constexpr int kPoolRows = 8;            // rows reduced in registers
+constexpr int64_t kPoolGroups = 16;     // groups of kPoolRows between two additions to the total
+constexpr int64_t kPoolColumns = 1024;  // columns at a time: 4 KiB of running results, in L1
 
 enum class Reduction { sum, weighted_sum, max };
 
@@ -103,7 +103,9 @@ template <typename T>
 inline void widen_row(const T* x, int64_t n, float* out) {
     int64_t i = 0;
     for (; i + Vec::kWidth <= n; i += Vec::kWidth) store(out + i, load(x + i));
-    if (i < n) store_first(out + i, static_cast<int>(n - i), load_first(x + i, static_cast<int>(n - i)));
+    if (i == n) return;
+    const int rest = static_cast<int>(n - i);
+    store_first(out + i, rest, load_first(x + i, rest));
 }
 
 inline void scale_row(float* x, int64_t n, float scale) {
@@ -121,13 +123,17 @@ template <typename T>
 inline void pool_block(PoolMode mode, const T* x, int64_t stride, const RowRange& rows, int64_t n,
                        float* out) {
     switch (mode) {
-        case PoolMode::cls: return widen_row(x, n, out);
-        case PoolMode::lasttoken: return widen_row(x + (rows.count - 1) * stride, n, out);
-        case PoolMode::max: return reduce_block<T, Reduction::max>(x, stride, rows, n, out);
+        case PoolMode::cls:
+            return widen_row(x, n, out);
+        case PoolMode::lasttoken:
+            return widen_row(x + (rows.count - 1) * stride, n, out);
+        case PoolMode::max:
+            return reduce_block<T, Reduction::max>(x, stride, rows, n, out);
         case PoolMode::weightedmean:
             reduce_block<T, Reduction::weighted_sum>(x, stride, rows, n, out);
             break;
-        default: reduce_block<T, Reduction::sum>(x, stride, rows, n, out);
+        default:
+            reduce_block<T, Reduction::sum>(x, stride, rows, n, out);
     }
     scale_row(out, n, sum_scale(mode, rows));
 }

@@ -6,7 +6,7 @@
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
-constexpr int kUnroll = 4;                  // independent chains, to hide the latency of an addition
+constexpr int kUnroll = 4;  // independent chains, to hide the latency of an addition
 
 inline int64_t whole_vectors(int64_t n) { return n / Vec::kWidth * Vec::kWidth; }
 
@@ -84,13 +84,14 @@ inline float square_root(float x) {
 // Rows staged at a time. The statistics of a bf16 row end in two chains of some 40 cycles each (sum
 // across lanes, then divide or take a root) that only other rows' work fills, and a weight that is
 // widened once serves all of them: 4 rows take 134 us where 1 takes 223 ([4096, 384], one Zen 5
-// core). An f32 row is bound by its bytes, and bursts of 4 rows only delay the memory: 690 to 900 us
+// core). An f32 row is bound by its bytes, and bursts of 4 rows only delay the memory: 690 to 900
+// us
 // ([4096, 768] with residual, out of cache).
 template <typename T>
 constexpr int kBlockRows = sizeof(T) == 2 ? 4 : 1;
 constexpr int64_t kStageFloats = kMaxRowWidth + Vec::kWidth;
 
-inline int64_t padded_width(int64_t n) { return (n + Vec::kWidth - 1) / Vec::kWidth * Vec::kWidth; }
+inline int64_t padded_width(int64_t n) { return whole_vectors(n + Vec::kWidth - 1); }
 
 template <typename T>
 inline bool fits_block(int64_t n) {

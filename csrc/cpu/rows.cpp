@@ -26,11 +26,15 @@ extern const RowKernels kRowKernels;
 const RowKernels& row_kernels(Isa isa) {
     switch (resolve_isa(isa)) {
 #if defined(__x86_64__)
-        case Isa::avx512_bf16: return avx512_bf16::kRowKernels;
-        case Isa::avx512: return avx512::kRowKernels;
-        case Isa::avx2: return avx2::kRowKernels;
+        case Isa::avx512_bf16:
+            return avx512_bf16::kRowKernels;
+        case Isa::avx512:
+            return avx512::kRowKernels;
+        case Isa::avx2:
+            return avx2::kRowKernels;
 #endif
-        default: return portable::kRowKernels;
+        default:
+            return portable::kRowKernels;
     }
 }
 

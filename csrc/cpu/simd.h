@@ -137,8 +137,7 @@ inline void store(Bf16* p, Vec a) {
         _mm256_blendv_ps(_mm256_castsi256_ps(_mm256_add_epi32(bits, bias)), quiet, is_nan);
     const __m256i high = _mm256_srli_epi32(_mm256_castps_si256(rounded), 16);
     const __m256i packed = _mm256_packus_epi32(high, high);  // within each half
-    _mm_storeu_si128((__m128i*)p,
-                     _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0b1000)));
 }
 
 #else
@@ -154,10 +153,18 @@ inline Vec each_lane(Lane lane) {
     for (int i = 0; i < Vec::kWidth; ++i) r.v[i] = lane(i);
     return r;
 }
-inline Vec broadcast(float x) { return each_lane([=](int) { return x; }); }
-inline Vec operator+(Vec a, Vec b) { return each_lane([&](int i) { return a.v[i] + b.v[i]; }); }
-inline Vec operator-(Vec a, Vec b) { return each_lane([&](int i) { return a.v[i] - b.v[i]; }); }
-inline Vec operator*(Vec a, Vec b) { return each_lane([&](int i) { return a.v[i] * b.v[i]; }); }
+inline Vec broadcast(float x) {
+    return each_lane([=](int) { return x; });
+}
+inline Vec operator+(Vec a, Vec b) {
+    return each_lane([&](int i) { return a.v[i] + b.v[i]; });
+}
+inline Vec operator-(Vec a, Vec b) {
+    return each_lane([&](int i) { return a.v[i] - b.v[i]; });
+}
+inline Vec operator*(Vec a, Vec b) {
+    return each_lane([&](int i) { return a.v[i] * b.v[i]; });
+}
 inline Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
 inline float reduce_sum(Vec a) {
     const float low = (a.v[0] + a.v[4]) + (a.v[2] + a.v[6]);
@@ -169,8 +176,12 @@ inline Vec max_or_nan(Vec a, Vec b) {
         return b.v[i] != b.v[i] ? b.v[i] : larger;
     });
 }
-inline Vec load(const float* p) { return each_lane([=](int i) { return p[i]; }); }
-inline Vec load(const Bf16* p) { return each_lane([=](int i) { return to_float(p[i]); }); }
+inline Vec load(const float* p) {
+    return each_lane([=](int i) { return p[i]; });
+}
+inline Vec load(const Bf16* p) {
+    return each_lane([=](int i) { return to_float(p[i]); });
+}
 inline void store(float* p, Vec a) {
     for (int i = 0; i < Vec::kWidth; ++i) p[i] = a.v[i];
 }

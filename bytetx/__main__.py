@@ -1,0 +1,5 @@
+"""`python -m bytetx` is `bytetx`."""
+
+from bytetx.cli import main
+
+main()

@@ -1,0 +1,117 @@
+"""`bytetx bench`: run a suite, keep its records, draw them."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from bytetx.errors import BytetxError
+
+app = typer.Typer(
+    name="bench",
+    help="Measure bytetx and what a user would run instead, side by side.",
+    no_args_is_help=True,
+)
+_PLOT_FOLDER = Path("benchmarks")
+
+RecordOption = Annotated[
+    Path | None,
+    typer.Option("--record", help="A .jsonl file: the line of each case run is replaced."),
+]
+CaseOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--case", help="Run cases whose name has this part or fits this glob; repeatable."
+    ),
+]
+
+
+@app.command()
+def cpu(
+    record: RecordOption = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw the recorded cases beside the --record file.")
+    ] = False,
+    case: CaseOption = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A few texts and one round: does everything run?")
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
+    ] = None,
+) -> None:
+    """Encoders on the CPU: bytetx, transformers, sentence-transformers, OpenVINO, ONNX Runtime."""
+    console = Console()
+    try:
+        _run_cpu(console, record=record, plot=plot, case=case or [], quick=quick, model=model)
+    except BytetxError as error:
+        _fail(error)
+
+
+@app.command(name="plot")
+def plot_command(
+    records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER
+    / "cpu.jsonl",
+) -> None:
+    """Draw the records as .svg files beside them, one for light and one for dark pages."""
+    try:
+        _draw(Console(), records)
+    except BytetxError as error:
+        _fail(error)
+
+
+def _run_cpu(
+    console: Console,
+    *,
+    record: Path | None,
+    plot: bool,
+    case: list[str],
+    quick: bool,
+    model: Path | None,
+) -> None:
+    # Imported late: torch and the rivals take seconds, which `--help` must not wait for.
+    from bytetx.bench.cpu import QUICK, Sizes, cpu_suite
+    from bytetx.bench.suite import run_suite
+    from bytetx.bench.table import records_table, summary_line
+
+    if quick and record is not None:
+        raise BytetxError("--quick measures too little to be recorded; drop --quick or --record")
+    if plot and record is None:
+        raise BytetxError("--plot draws from a file of records; add --record FILE")
+    suite = cpu_suite(QUICK if quick else Sizes(), patterns=case, checkpoint=model)
+    versions = ", ".join(f"{name} {version}" for name, version in suite.versions.items())
+    console.print(f"{suite.device}; {versions}", highlight=False, soft_wrap=True)
+    done, seen = [], set()
+    command = _command(case, model)
+    for measured, notes in run_suite(suite, command=command, record_to=record):
+        done.append(measured)
+        console.print(summary_line(measured), highlight=False, markup=False, soft_wrap=True)
+        for note in sorted(set(notes) - seen):
+            console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
+        seen.update(notes)
+    console.print(records_table(done, width=console.width))
+    if plot and record is not None:
+        _draw(console, record)
+
+
+def _draw(console: Console, records: Path) -> None:
+    from bytetx.bench.plot import draw_cpu
+
+    for path in draw_cpu(records):
+        console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _command(case: list[str], model: Path | None) -> str:
+    """The command that measures a record's case again; where the record goes is left out."""
+    words = ["bytetx", "bench", "cpu"]
+    words += [word for pattern in case for word in ("--case", pattern)]
+    if model is not None:
+        words += ["--model", str(model)]
+    return shlex.join(words)
+
+
+def _fail(error: BytetxError) -> None:
+    Console(stderr=True).print(f"bytetx bench: {error}", highlight=False, markup=False)
+    raise typer.Exit(1) from error

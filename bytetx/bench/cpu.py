@@ -1,0 +1,211 @@
+"""Suite `cpu`: encoders on this machine's CPU, from strings and from token ids, against rivals."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import bytetx
+from bytetx.bench import measure, rivals, texts
+from bytetx.bench.memory import measure_memory
+from bytetx.bench.rivals import Inputs, Rival
+from bytetx.bench.suite import Case, Measurement, Suite, is_selected
+from bytetx.demo import demo_checkpoint
+from bytetx.errors import BytetxError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
+# Cosine distance beyond which a rival did other work than ours; bf16 rounds at 2^-9.
+_MAX_COSINE_DISTANCE = {"fp32": 1e-4, "bf16": 2e-2}
+_BASE_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much a run measures; counts of texts, tokens, rounds; seconds a case."""
+
+    num_texts: int = 256
+    num_base_texts: int = 48
+    profile_tokens: int = 4096
+    num_memory_texts: int = 16384
+    min_rounds: int = 2
+    max_rounds: int = 3
+    seconds: float = 60.0
+
+
+QUICK = Sizes(48, 4, 256, 512, min_rounds=1, max_rounds=1)
+# The rivals of the larger model and of the length profiles: the reference and the fastest. All four
+# there would make a run take a quarter of an hour on two cores.
+_TWO_RIVALS = ("transformers", "openvino")
+_CHECKED_INPUTS = 2 * rivals.BATCH_SIZE  # embedded by everyone before the clock starts
+
+
+def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+    """The suite's selected cases.
+
+    patterns: parts or globs of case names; empty means all.
+    checkpoint: an encoder's folder to measure instead of MiniLM and the BERT-base shape.
+    Raises BytetxError where no case fits.
+    """
+    names = [checkpoint.resolve().name] if checkpoint else ["minilm", "bert-base"]
+    known = [name for model in names for name in _case_names(model)]
+    if not any(is_selected(name, patterns) for name in known):
+        raise BytetxError(f"no case fits {', '.join(patterns)}; the cases are: {', '.join(known)}")
+    return Suite(
+        name="cpu",
+        device=measure.device_name(),
+        versions=rivals.versions(RIVALS),
+        cases=_cases(sizes, patterns, checkpoint),
+    )
+
+
+class Contest:
+    """Ours and the rivals on one checkpoint in one dtype; each is loaded when first asked for."""
+
+    def __init__(
+        self, checkpoint: Path, dtype_name: str, *, sizes: Sizes, rival_names: tuple[str, ...]
+    ):
+        self.checkpoint, self.dtype_name, self.sizes = checkpoint, dtype_name, sizes
+        self.dtype, self.rival_names = DTYPES[dtype_name], rival_names
+
+    @cached_property
+    def model(self) -> "bytetx.Model":
+        return bytetx.load(self.checkpoint, device="cpu", dtype=self.dtype)
+
+    @cached_property
+    def rivals(self) -> rivals.Loaded:
+        return rivals.load_rivals(self.rival_names, self.checkpoint, self.dtype)
+
+    @cached_property
+    def gemm_flops(self) -> float:
+        return measure.gemm_flops(self.model.spec, self.dtype)
+
+    def texts(self, count: int, *, is_sorted: bool) -> Measurement:
+        """From strings; sorted means longest first by characters, as users sort."""
+        passages = texts.english_passages(count)
+        if is_sorted:
+            passages.sort(key=len, reverse=True)
+        kept = [r for r in self.rivals.rivals if not (is_sorted and r.sorts_itself)]
+        return self._measure(passages, kept, {"order": "sorted" if is_sorted else "arrival"})
+
+    def token_ids(self, profile: str) -> Measurement:
+        """From token ids whose lengths follow a profile, in arrival order."""
+        spec = self.model.spec
+        lengths = texts.profile_lengths(profile, total_tokens=self.sizes.profile_tokens)
+        lengths = [min(length, spec.max_positions) for length in lengths]
+        ids = texts.random_token_ids(lengths, vocab_size=spec.vocab_size)
+        kept = [rival for rival in self.rivals.rivals if rival.name in _TWO_RIVALS]
+        return self._measure(ids, kept, {"order": "arrival", "profile": profile})
+
+    def _measure(
+        self, inputs: Inputs, competitors: Sequence[Rival], shape: dict[str, int | float | str]
+    ) -> Measurement:
+        sizes, notes = self.sizes, list(self.rivals.notes)
+        lengths = self._lengths(inputs)
+        some = inputs[:_CHECKED_INPUTS]
+        ours = self.model.embed(some).vectors
+        runs: dict[str, Callable[[], object]] = {}
+        for rival in competitors:
+            distance = _cosine_distance(ours, rival.embed(some))
+            if distance > _MAX_COSINE_DISTANCE[self.dtype_name]:
+                notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
+            else:
+                runs[rival.name] = partial(rival.embed, inputs)
+        timing = measure.alternate(
+            partial(self.model.embed, inputs),
+            runs,
+            min_rounds=sizes.min_rounds,
+            max_rounds=sizes.max_rounds,
+            seconds=sizes.seconds,
+        )
+        total = sum(lengths)
+        per_token = 1e6 / total  # seconds a run -> microseconds a token
+        flop = measure.encoder_flop(self.model.spec, lengths)
+        return Measurement(
+            ours=timing.ours * per_token,
+            rivals={name: seconds * per_token for name, seconds in timing.rivals.items()},
+            floor=flop / self.gemm_flops * per_token,
+            shape={
+                **shape,
+                "sequences": len(lengths),
+                "tokens": total,
+                "max_seqlen": max(lengths),
+                "rounds": timing.rounds,
+                "gemm_gflops": round(self.gemm_flops / 1e9),
+            },
+            notes=tuple(notes),
+        )
+
+    def _lengths(self, inputs: Inputs) -> list[int]:
+        """Tokens of each input, special tokens included."""
+        if isinstance(inputs[0], str):
+            return [len(encoding.ids) for encoding in self.model.tokenizer.encode(inputs)]
+        return [len(ids) for ids in inputs]
+
+
+def _case_names(model: str) -> list[str]:
+    names = []
+    for dtype in DTYPES:
+        names += [f"{model}-{dtype}-arrival", f"{model}-{dtype}-sorted"]
+        if model != "bert-base":
+            names += [f"{model}-{dtype}-ids-{profile}" for profile in texts.PROFILES]
+            names.append(f"{model}-{dtype}-memory")
+    return names
+
+
+def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterator[Case]:
+    if checkpoint is not None:
+        name = checkpoint.resolve().name
+        yield from _model_cases(name, checkpoint, sizes, patterns)
+        return
+    demo = demo_checkpoint()
+    yield from _model_cases("minilm", demo, sizes, patterns)
+    if any(is_selected(name, patterns) for name in _case_names("bert-base")):
+        with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
+            base = _save_bert_base(Path(folder), tokenizer_from=demo)
+            yield from _model_cases("bert-base", base, sizes, patterns)
+
+
+def _model_cases(model: str, checkpoint: Path, sizes: Sizes, patterns: list[str]) -> Iterator[Case]:
+    """The selected cases of one checkpoint; one dtype's models are dropped before the next's."""
+    is_base = model == "bert-base"
+    count = sizes.num_base_texts if is_base else sizes.num_texts
+    rival_names = _TWO_RIVALS if is_base else RIVALS
+    for dtype in DTYPES:
+        contest = Contest(checkpoint, dtype, sizes=sizes, rival_names=rival_names)
+        measures: dict[str, Callable[[], Measurement]] = {
+            "arrival": partial(contest.texts, count, is_sorted=False),
+            "sorted": partial(contest.texts, count, is_sorted=True),
+            **{f"ids-{p}": partial(contest.token_ids, p) for p in texts.PROFILES},
+            "memory": partial(measure_memory, checkpoint, dtype, sizes.num_memory_texts),
+        }
+        for name in _case_names(model):
+            prefix = f"{model}-{dtype}-"
+            if name.startswith(prefix) and is_selected(name, patterns):
+                kind = name.removeprefix(prefix)
+                unit = "MiB" if kind == "memory" else "us/token"
+                yield Case(name, unit, dtype, measures[kind])
+
+
+def _save_bert_base(folder: Path, *, tokenizer_from: Path) -> Path:
+    """A BERT-base checkpoint with random weights (110 M) and a real tokenizer, in `folder`."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    with rivals.quiet():
+        BertModel(BertConfig(), add_pooling_layer=False).save_pretrained(folder)
+    for name in _BASE_TOKENIZER:
+        shutil.copy(tokenizer_from / name, folder)
+    return folder
+
+
+def _cosine_distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest 1 - cosine over rows; infinite where a row is not finite."""
+    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    distance = 1 - (ours.astype(np.float64) * theirs).sum(axis=1) / norms
+    return float(distance.max()) if np.isfinite(distance).all() else float("inf")

@@ -1,0 +1,115 @@
+"""Clocks: ours and its rivals in turn, and the GEMM rate that a CPU floor stands on."""
+
+import gc
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bytetx.ops.linear import linear, prepare_linear
+from bytetx.spec import ModelSpec
+
+# Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
+_RATE_ROWS = (1024, 4096)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Median seconds of ours and of each rival, over the rounds that were run."""
+
+    ours: float
+    rivals: dict[str, float]
+    rounds: int
+
+
+def alternate(
+    ours: Callable[[], object],
+    rivals: Mapping[str, Callable[[], object]],
+    *,
+    min_rounds: int,
+    max_rounds: int,
+    seconds: float,
+) -> Timing:
+    """Times ours before each rival (ours, rival, ours, rival, ...), so that drift hits all alike.
+
+    Runs `min_rounds` rounds, then more, up to `max_rounds`, while less than `seconds` have passed.
+    """
+    own: list[float] = []
+    theirs: dict[str, list[float]] = {name: [] for name in rivals}
+    began = time.perf_counter()
+    rounds = 0
+    gc.collect()
+    while rounds < min_rounds or (
+        rounds < max_rounds and time.perf_counter() - began < seconds * rounds / (rounds + 1)
+    ):
+        for name, run in rivals.items():
+            own.append(_seconds(ours))
+            theirs[name].append(_seconds(run))
+        if not rivals:
+            own.append(_seconds(ours))
+        rounds += 1
+    medians = {name: statistics.median(times) for name, times in theirs.items()}
+    return Timing(statistics.median(own), medians, rounds)
+
+
+def encoder_flop(spec: ModelSpec, seqlens: list[int]) -> float:
+    """FLOP of the GEMMs and of attention's two products over real tokens, all layers."""
+    gemm = 2 * spec.hidden_size * (4 * spec.hidden_size + 2 * spec.intermediate_size)
+    return spec.num_layers * sum(n * gemm + 4 * n * n * spec.hidden_size for n in seqlens)
+
+
+def gemm_flops(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """FLOP/s of one layer's four GEMMs with oneDNN's prepacked weights, the best this machine gave.
+
+    Takes the fastest of several passes over each of _RATE_ROWS: a floor must not be beatable.
+    """
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    shapes = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
+    weights = [prepare_linear(torch.randn(n, k).to(dtype), prepack=True) for n, k in shapes]
+    best = 0.0
+    for rows in _RATE_ROWS:
+        inputs = [torch.randn(rows, k).to(dtype) for _, k in shapes]
+
+        def layer(inputs: list[torch.Tensor] = inputs) -> None:
+            for x, weight in zip(inputs, weights, strict=True):
+                linear(x, weight)
+
+        layer()
+        flop = sum(2 * rows * n * k for n, k in shapes)
+        best = max(best, flop / _fastest(layer, seconds=0.5))
+    return best
+
+
+def device_name() -> str:
+    """The CPU as a record names it: model, threads used, and torch's instruction set for it."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if torch.cpu._is_avx512_bf16_supported():
+        instructions += " bf16"
+    return f"{_cpu_model()}, {torch.get_num_threads()} threads, {instructions}"
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _fastest(run: Callable[[], object], *, seconds: float) -> float:
+    """The shortest of at least five runs, repeated for about `seconds`."""
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < seconds:
+        times.append(_seconds(run))
+    return min(times)
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

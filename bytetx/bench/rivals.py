@@ -1,0 +1,247 @@
+"""What a user would run instead, in the same process: padded batches of 32, each library's way."""
+
+import importlib.util
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytetx import __version__
+
+BATCH_SIZE = 32  # sentence-transformers' default
+
+Inputs = Sequence[str] | Sequence[Sequence[int]]
+# (input_ids, attention_mask), both int64 [batch_size, max_seqlen] -> the last hidden states.
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+class Rival(Protocol):
+    """One library with the checkpoint loaded: inputs to unit vectors f32 [n, hidden_size].
+
+    Only those with sorts_itself False take token ids.
+    """
+
+    name: str
+    sorts_itself: bool  # by length, before it pads
+
+    def embed(self, inputs: Inputs) -> np.ndarray: ...
+
+
+class PaddedRival:
+    """Tokenise, pad, forward, mean-pool, normalise: batches of 32 in the order given."""
+
+    sorts_itself = False
+
+    def __init__(self, name: str, tokenizer: Any, forward: Forward):
+        self.name, self._tokenizer, self._forward = name, tokenizer, forward
+
+    def embed(self, inputs: Inputs) -> np.ndarray:
+        batches = (inputs[i : i + BATCH_SIZE] for i in range(0, len(inputs), BATCH_SIZE))
+        return np.concatenate([self._embed_batch(batch) for batch in batches])
+
+    @torch.inference_mode()
+    def _embed_batch(self, batch: Inputs) -> np.ndarray:
+        if isinstance(batch[0], str):
+            tokens = self._tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
+            input_ids, mask = tokens["input_ids"], tokens["attention_mask"]
+        else:
+            input_ids, mask = _padded(batch)
+        hidden_states = self._forward(input_ids, mask)  # [batch_size, max_seqlen, hidden_size]
+        keep = mask.unsqueeze(-1).to(hidden_states.dtype)
+        pooled = (hidden_states * keep).sum(1).float() / mask.sum(1, keepdim=True)
+        return torch.nn.functional.normalize(pooled, dim=-1).numpy()
+
+
+class SentenceTransformersRival:
+    """sentence-transformers' own encode, which sorts by length and pads batches of 32."""
+
+    name = "sentence-transformers"
+    sorts_itself = True
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype):
+        from sentence_transformers import SentenceTransformer
+
+        self._model = SentenceTransformer(
+            str(checkpoint), device="cpu", model_kwargs={"dtype": dtype}
+        )
+
+    def embed(self, inputs: Inputs) -> np.ndarray:
+        with warnings.catch_warnings(action="ignore"):
+            return self._model.encode(
+                inputs, batch_size=BATCH_SIZE, normalize_embeddings=True, show_progress_bar=False
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The rivals that could be loaded, and a line for each that could not."""
+
+    rivals: tuple[Rival, ...]
+    notes: tuple[str, ...]
+
+
+def load_rivals(names: Sequence[str], checkpoint: Path, dtype: torch.dtype) -> Loaded:
+    """The named rivals that are installed, with the checkpoint in `dtype`.
+
+    names: keys of _LOADERS. A rival that is installed but fails to load is left out and named in
+    the notes, so that it costs no other number.
+    """
+    found, notes = [], []
+    for name in names:
+        needs, load = _LOADERS[name]
+        missing = [module for module in needs if importlib.util.find_spec(module) is None]
+        if missing:
+            notes.append(f"{name} left out: {', '.join(missing)} not installed")
+        elif name == "onnxruntime" and dtype != torch.float32:
+            notes.append("onnxruntime left out of bf16: it has no bf16 kernels for CPUs")
+        else:
+            try:
+                with quiet():
+                    found.append(load(checkpoint, dtype))
+            except Exception as error:  # a converter may raise anything; the line says what
+                notes.append(f"{name} left out: {type(error).__name__}: {error}")
+    return Loaded(tuple(found), tuple(notes))
+
+
+def versions(names: Sequence[str]) -> dict[str, str]:
+    """Versions of bytetx, torch and the named packages, those that are installed."""
+    found = {"bytetx": __version__}
+    for name in ("torch", *names):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class _LastHiddenState(torch.nn.Module):
+    """A transformers model with one output, so that no rival pays for the pooler."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+def _tokenizer(checkpoint: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
+
+
+def _encoder(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers import AutoModel
+
+    return _LastHiddenState(AutoModel.from_pretrained(checkpoint, dtype=dtype)).eval()
+
+
+def _transformers_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
+    """AutoModel with its default attention."""
+    return PaddedRival("transformers", _tokenizer(checkpoint), _encoder(checkpoint, dtype))
+
+
+def _openvino_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
+    """AutoModel converted with openvino.convert_model; bf16 by the precision hint."""
+    import openvino
+
+    example = dict(zip(("input_ids", "attention_mask"), _example(), strict=True))
+    exported = openvino.convert_model(_encoder(checkpoint, torch.float32), example_input=example)
+    options = {
+        "INFERENCE_PRECISION_HINT": "bf16" if dtype == torch.bfloat16 else "f32",
+        "PERFORMANCE_HINT": "LATENCY",  # every thread on the one batch in flight
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+    }
+    compiled = openvino.Core().compile_model(exported, "CPU", options)
+
+    def forward(input_ids: Tensor, mask: Tensor) -> Tensor:
+        outputs = compiled({"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
+        return torch.from_numpy(outputs[0])
+
+    return PaddedRival("openvino", _tokenizer(checkpoint), forward)
+
+
+def _onnxruntime_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
+    """AutoModel through torch.onnx.export, with every graph optimisation of ONNX Runtime."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.log_severity_level = 3
+    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
+        path = str(Path(folder) / "model.onnx")
+        _export_onnx(_encoder(checkpoint, dtype), path)
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def forward(input_ids: Tensor, mask: Tensor) -> Tensor:
+        feed = {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()}
+        return torch.from_numpy(session.run(None, feed)[0])
+
+    return PaddedRival("onnxruntime", _tokenizer(checkpoint), forward)
+
+
+def _export_onnx(model: torch.nn.Module, path: str) -> None:
+    axes = {0: torch.export.Dim("batch_size"), 1: torch.export.Dim("max_seqlen")}
+    program = torch.onnx.export(
+        model,
+        _example(),
+        dynamo=True,
+        verbose=False,
+        dynamic_shapes={"input_ids": axes, "attention_mask": axes},
+        input_names=["input_ids", "attention_mask"],
+        output_names=["last_hidden_state"],
+    )
+    program.save(path)
+
+
+# Each rival: the modules it needs, and how it is loaded.
+_LOADERS: dict[str, tuple[tuple[str, ...], Callable[[Path, torch.dtype], Rival]]] = {
+    "transformers": (("transformers",), _transformers_rival),
+    "openvino": (("openvino", "transformers"), _openvino_rival),
+    "onnxruntime": (("onnxruntime", "onnxscript", "transformers"), _onnxruntime_rival),
+    "sentence-transformers": (("sentence_transformers",), SentenceTransformersRival),
+}
+
+
+def _example() -> tuple[Tensor, Tensor]:
+    """Small inputs for tracing, with pad tokens so that the mask stays in the graph."""
+    return _padded([[1, 2, 3, 4, 5], [6, 7, 8]])
+
+
+def _padded(token_ids: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """input_ids and attention_mask, int64 [batch_size, max_seqlen], padded with id 0."""
+    longest = max(map(len, token_ids))
+    input_ids = torch.zeros(len(token_ids), longest, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, ids in enumerate(token_ids):
+        input_ids[row, : len(ids)] = torch.tensor(ids)
+        mask[row, : len(ids)] = 1
+    return input_ids, mask
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silences what the libraries print while they load and convert."""
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+        transformers_logging.enable_progress_bar()
+        transformers_logging.set_verbosity(verbosity)

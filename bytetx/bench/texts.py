@@ -1,0 +1,117 @@
+"""Inputs of the suites: real English passages and length profiles, seeded, without a download."""
+
+import math
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
+from pydoc_data.topics import topics
+
+# WordPiece cuts at every border of letters, digits and signs, and rare words further: tokens of
+# BERT's uncased vocabulary per piece of this prose, measured.
+_PIECES = re.compile(r"[^\W\d_]+|\d+|[^\w\s]|_")
+_TOKENS_PER_PIECE = 1.1
+_SPECIAL_TOKENS = 2  # [CLS] and [SEP]
+_MIN_PARAGRAPH_WORDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Lognormal:
+    """Lengths drawn from a lognormal and clipped to [lo, hi]; `mean` is the unclipped mean."""
+
+    mean: float
+    sigma: float
+    lo: int
+    hi: int
+
+    def draw(self, rng: random.Random) -> int:
+        mu = math.log(self.mean) - self.sigma**2 / 2
+        return min(max(round(rng.lognormvariate(mu, self.sigma)), self.lo), self.hi)
+
+
+# Tokens per sequence, special tokens included; a profile is a mixture of (weight, lognormal).
+PROFILES: dict[str, tuple[tuple[float, Lognormal], ...]] = {
+    "query": ((1.0, Lognormal(9, 0.35, 4, 64)),),
+    "passage": ((1.0, Lognormal(78, 0.42, 8, 384)),),
+    "ln128": ((1.0, Lognormal(128, 0.8, 4, 512)),),
+    "squad": ((1.0, Lognormal(177, 0.38, 40, 384)),),
+    "mixed": (
+        (0.2, Lognormal(10, 0.3, 4, 512)),
+        (0.4, Lognormal(139, 0.6, 4, 512)),
+        (0.4, Lognormal(304, 0.55, 4, 512)),
+    ),
+}
+PASSAGE_TEXTS = Lognormal(90, 0.42, 8, 192)
+
+
+def english_passages(count: int, *, lengths: Lognormal = PASSAGE_TEXTS, seed: int = 0) -> list[str]:
+    """`count` passages of real English prose, about `lengths` tokens each, in arrival order.
+
+    The prose is the Python language reference that ships with the interpreter (pydoc_data.topics):
+    its paragraphs without code, grammar and tables, cut at word borders into consecutive passages.
+    It is read again from its start where it runs out, which cuts it at other places. The same
+    interpreter version and seed give the same passages.
+    """
+    rng = random.Random(seed)
+    words = cycle(_prose_words())
+    return [_passage(words, lengths.draw(rng) - _SPECIAL_TOKENS) for _ in range(count)]
+
+
+def profile_lengths(profile: str, *, total_tokens: int, seed: int = 0) -> list[int]:
+    """Lengths (tokens) from a profile of PROFILES, drawn until they sum to `total_tokens`.
+
+    The last one is cut so that the sum is exact; a sequence has at least one token.
+    """
+    if profile not in PROFILES:
+        raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got {profile!r}")
+    rng = random.Random(seed)
+    weights, parts = zip(*PROFILES[profile], strict=True)
+    lengths, left = [], total_tokens
+    while left > 0:
+        length = min(rng.choices(parts, weights)[0].draw(rng), left)
+        lengths.append(length)
+        left -= length
+    return lengths
+
+
+def random_token_ids(lengths: list[int], *, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """One sequence of uniform random token ids per length; no id is 0, which pads in BERT."""
+    rng = random.Random(seed)
+    return [rng.choices(range(1, vocab_size), k=length) for length in lengths]
+
+
+def _passage(words: Iterator[tuple[str, float]], tokens: int) -> str:
+    """The next words, until about `tokens` tokens are reached; at least one word."""
+    word, size = next(words)
+    taken = [word]
+    while size < tokens:
+        word, more = next(words)
+        taken.append(word)
+        size += more
+    return " ".join(taken)
+
+
+@cache
+def _prose_words() -> tuple[tuple[str, float], ...]:
+    """The prose word by word, each with its estimated number of tokens."""
+    paragraphs = (p for _, topic in sorted(topics.items()) for p in topic.split("\n\n"))
+    words = (word for p in paragraphs if _is_prose(p) for word in _plain(p).split())
+    return tuple((word, _TOKENS_PER_PIECE * len(_PIECES.findall(word))) for word in words)
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether a paragraph is running text: not indented, no grammar, a sentence's punctuation."""
+    return (
+        bool(paragraph)
+        and not paragraph[0].isspace()
+        and "::=" not in paragraph
+        and len(paragraph.split()) >= _MIN_PARAGRAPH_WORDS
+        and paragraph.rstrip()[-1] in ".:;?!)"
+    )
+
+
+def _plain(paragraph: str) -> str:
+    """The paragraph without the reference's markup for emphasis, code and list items."""
+    return paragraph.replace("*", "").replace("`", "").replace('"', "")

@@ -1,0 +1,185 @@
+"""The command line: batch jobs over files, and what this machine and a checkpoint are."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bytetx import __version__
+from bytetx.bench.cli import app as bench_app
+from bytetx.errors import BytetxError
+from bytetx.files.options import JobOptions, with_job_options
+
+# What click calls UsageError and ClickException; typer names only their child.
+_, UsageError, CommandError = typer.BadParameter.__mro__[:3]
+
+app = typer.Typer(
+    help="Transformer inference on packed tokens: no pad token is ever computed.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app)
+
+TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
+RawScores = Annotated[
+    bool, typer.Option("--raw-scores", help="The head's own numbers, without softmax or sigmoid.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        sys.exit(app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False) or 0)
+    except CommandError as error:
+        if error.format_message():  # a group of commands alone prints its help and has none
+            _print_error(error.format_message())
+        sys.exit(error.exit_code)
+    except BytetxError as error:
+        _print_error(str(error))
+        sys.exit(1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+
+
+def _print_error(message: str) -> None:
+    line = Text.assemble(("error: ", "bold red"), message.replace("\n", " "))
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"bytetx {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@with_job_options
+def embed(
+    options: JobOptions,
+    pooling: Annotated[
+        str | None,
+        typer.Option(help="cls, mean, max, ...; the checkpoint's own if not given."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to put before every text.")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first numbers and normalise again.")
+    ] = None,
+) -> None:
+    """One vector a text: float32 rows in .npy, a row a line; errors are rows of NaN."""
+    from bytetx.files.command import run_text_job
+    from bytetx.files.tasks import embed_task
+
+    if prompt is not None and prompt_name is not None:
+        raise typer.BadParameter("--prompt and --prompt-name exclude each other")
+    given = {
+        "pooling": pooling,
+        "prompt": prompt,
+        "prompt_name": prompt_name,
+        "dimensions": dimensions,
+        "truncate": options.truncate,
+    }
+    run_text_job(options, embed_task(given))
+
+
+@app.command()
+@with_job_options
+def classify(options: JobOptions, top_k: TopK = None, raw_scores: RawScores = False) -> None:
+    """Labels and scores of each text or pair (--column twice), best first."""
+    from bytetx.files.command import run_text_job
+    from bytetx.files.tasks import list_task
+
+    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    task = list_task("classify", method="classify", key="labels", options=given)
+    run_text_job(options, task, takes_pairs=True)
+
+
+@app.command()
+@with_job_options
+def tag(
+    options: JobOptions,
+    aggregation: Annotated[
+        str, typer.Option(help="none, simple, first, average or max, as Hugging Face's.")
+    ] = "simple",
+) -> None:
+    """Tagged tokens or groups of tokens of each text, with character offsets."""
+    from bytetx.files.command import run_text_job
+    from bytetx.files.tasks import list_task
+
+    given = {"aggregation": aggregation, "truncate": options.truncate}
+    run_text_job(options, list_task("tag", method="tag", key="entities", options=given))
+
+
+@app.command()
+@with_job_options
+def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
+    """The best fillings of each mask of each text."""
+    from bytetx.files.command import run_text_job
+    from bytetx.files.tasks import list_task
+
+    given = {"top_k": top_k, "truncate": options.truncate}
+    run_text_job(options, list_task("fill-mask", method="fill_mask", key="fills", options=given))
+
+
+@app.command()
+@with_job_options
+def rerank(
+    options: JobOptions,
+    query: Annotated[
+        str | None, typer.Option("--query", "-q", help="Rank all texts of FILES for this query.")
+    ] = None,
+    query_file: Annotated[
+        str | None,
+        typer.Option(help="Rank them for each query of this file; --column holds for it, too."),
+    ] = None,
+    top_k: TopK = None,
+    raw_scores: RawScores = False,
+) -> None:
+    """Documents by their score for a query, one line a query.
+
+    Without --query and --query-file, FILES are .jsonl with {"query", "documents"} on each line.
+    """
+    from bytetx.files.command import run_rank_job
+    from bytetx.files.tasks import rerank_task
+
+    if query is not None and query_file is not None:
+        raise typer.BadParameter("--query and --query-file exclude each other")
+    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    run_rank_job(options, rerank_task(given), query=query, query_file=query_file)
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", envvar="BYTETX_MODEL", help="Checkpoint folder or hub id."),
+    ] = None,
+    device: Annotated[str, typer.Option(envvar="BYTETX_DEVICE", help="As for embed.")] = "auto",
+    dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help="As for embed.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """What backs each op on this machine, why a kernel is not used, and what a checkpoint is."""
+    from bytetx.report import checkpoint_report, machine_report, print_report
+
+    report = machine_report()
+    if model is not None:
+        from bytetx.config import resolve_checkpoint
+        from bytetx.model import load
+
+        folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
+        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype), folder)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report, Console(highlight=False))

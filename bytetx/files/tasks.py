@@ -1,0 +1,138 @@
+"""The tasks as batch jobs see them: how the model runs a stream, how its answers are spelled."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bytetx.engine.request import RunStats
+from bytetx.errors import InputError
+from bytetx.files.job import Stream
+from bytetx.files.reader import RankRequest
+from bytetx.files.writer import Encoder, LineEncoder, VectorEncoder
+
+Run = Callable[[Iterator[Any]], Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task with its options.
+
+    name: the command's.  options: keyword arguments of the Model's method; they change the
+    answers, so a job resumes with the same ones only.
+    open: from the loaded model, and whether vectors are stored as rows, to how it runs a stream
+    and how its answers are encoded.
+    """
+
+    name: str
+    options: dict[str, Any]
+    open: Callable[[Any, bool], tuple[Run, Encoder]]
+
+
+def embed_task(options: dict[str, Any]) -> Task:
+    """options: keyword arguments of Model.embed."""
+
+    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        # No text at all: what is wrong with the options shows now, and the size of a vector.
+        dim = model.embed([], **options).vectors.shape[1]
+        encoder = VectorEncoder(dim) if as_rows else LineEncoder(_vector_json(dim))
+        return _streaming(model.embed, options), encoder
+
+    return Task("embed", options, open_task)
+
+
+def list_task(name: str, *, method: str, key: str, options: dict[str, Any]) -> Task:
+    """A task whose answer to a text is a list of records: {"index": i, key: [{...}, ...]}.
+
+    method: the Model's, options: its keyword arguments.
+    """
+
+    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        encoder = LineEncoder(lambda answer: _json({key: [asdict(item) for item in answer]}))
+        return _streaming(getattr(model, method), options), encoder
+
+    return Task(name, options, open_task)
+
+
+def rerank_task(options: dict[str, Any]) -> Task:
+    """Hits of each query, best first. options: keyword arguments of Model.rerank."""
+
+    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        model.rerank("", [], **options)  # what is wrong with the model or the options shows now
+        return lambda requests: _RankStream(model, requests, options), LineEncoder(_json)
+
+    return Task("rerank", options, open_task)
+
+
+class _RankStream:
+    """Answers requests one by one; a document that cannot be ranked ends the list of hits."""
+
+    def __init__(self, model: Any, requests: Iterator[RankRequest], options: dict[str, Any]):
+        self._model = model
+        self._requests = requests
+        self._options = options
+        self.stats = RunStats()
+
+    def __iter__(self) -> Iterator[dict[str, Any] | InputError]:
+        for request in self._requests:
+            try:
+                yield self._rank(request)
+            except InputError as error:
+                yield error
+
+    def _rank(self, request: RankRequest) -> dict[str, Any]:
+        places = [i for i, text in enumerate(request.documents) if not isinstance(text, Exception)]
+        documents = [request.documents[i] for i in places]
+        ranked = self._model.rerank(request.query, documents, on_error="return", **self._options)
+        self.stats = _sum(self.stats, ranked.stats)
+        hits = [{**asdict(hit), "index": places[hit.index]} for hit in ranked]
+        errors = {places[i]: _respelled(error) for i, error in ranked.errors.items()}
+        errors.update((i, e) for i, e in enumerate(request.documents) if isinstance(e, Exception))
+        hits += [{"index": i, "error": str(error)} for i, error in sorted(errors.items())]
+        return {"query": request.query, "hits": hits}
+
+
+def _streaming(method: Callable[..., Any], options: dict[str, Any]) -> Run:
+    return lambda texts: _Respelling(method(texts, stream=True, on_error="return", **options))
+
+
+class _Respelling:
+    """A stream whose errors speak of a line of a file and of options of the command line."""
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    @property
+    def stats(self) -> RunStats:
+        return self._stream.stats
+
+    def __iter__(self) -> Iterator[Any]:
+        return (_respelled(x) if isinstance(x, InputError) else x for x in self._stream)
+
+
+def _respelled(error: InputError) -> InputError:
+    # The model counts the texts that it was given: without broken lines, from where a job resumed.
+    text = re.sub(r"^(texts|documents)\[\d+\]", "the text", str(error))
+    return InputError(text.replace("pass truncate=True", "give --truncate"))
+
+
+def _sum(a: RunStats, b: RunStats) -> RunStats:
+    return RunStats(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(RunStats)})
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False)
+
+
+def _vector_json(dim: int) -> Callable[[Any], str]:
+    # Nine significant digits give every float32 back exactly; json's 17 would double the file.
+    numbers = ", ".join(["%.9g"] * dim)
+
+    def to_json(vector: Any) -> str:
+        text = numbers % tuple(vector.tolist())
+        if "n" in text:
+            raise ValueError("nan or inf, which JSON does not have")
+        return f'{{"embedding": [{text}]}}'
+
+    return to_json

@@ -1,0 +1,164 @@
+"""A checkpoint's folder -> everything a Model holds; the files are closed when it returns."""
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bytetx.config import load_config
+from bytetx.errors import CheckpointError, InputError
+from bytetx.heads import (
+    ClassificationHead,
+    MaskedLMHead,
+    load_masked_lm,
+    load_sequence_classification,
+    load_token_classification,
+)
+from bytetx.sentence import Module, SentenceSpec, load_modules, load_sentence_spec
+from bytetx.spec import ModelSpec, build_spec
+from bytetx.tokenizer import Tokenizer, load_tokenizer
+from bytetx.transformer import TensorLoader, Transformer
+from bytetx.weights import Weights
+
+logger = logging.getLogger("bytetx")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that the checkpoint has; None for those it has not."""
+
+    sequence: ClassificationHead | None = None
+    token: ClassificationHead | None = None
+    masked_lm: MaskedLMHead | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
+
+    unused_tensors: names in the files that nothing here reads.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    sentence: SentenceSpec
+    modules: tuple[Module, ...]
+    transformer: Transformer
+    heads: Heads
+    tokenizer: Tokenizer | None
+    cross_encoder_activation: str | None
+    unused_tensors: tuple[str, ...]
+    device: torch.device
+    dtype: torch.dtype
+
+
+def load_checkpoint(
+    folder: Path, *, device: str | torch.device, dtype: str | torch.dtype
+) -> LoadedCheckpoint:
+    """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError."""
+    device = resolve_device(device)
+    sentence = load_sentence_spec(folder)
+    config = load_config(sentence.folder)
+    spec = build_spec(config)
+    weights = Weights(sentence.folder, spec)
+    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    prepack = device.type == "cpu"
+    transformer = Transformer.from_tensors(
+        spec, weights, dtype=dtype, device=device, prepack=prepack
+    )
+    heads = _load_heads(spec, TensorLoader(weights, dtype=dtype, device=device, prepack=prepack))
+    unused = tuple(weights.unused())
+    _report_unused(folder, unused)
+    saved_by_cross_encoder = config.get("sentence_transformers") or {}
+    return LoadedCheckpoint(
+        folder=folder,
+        spec=spec,
+        sentence=sentence,
+        modules=load_modules(sentence, device=device),
+        transformer=transformer,
+        heads=heads,
+        tokenizer=load_tokenizer(
+            sentence.folder,
+            max_positions=spec.max_positions,
+            max_seq_length=sentence.max_seq_length,
+            do_lower_case=sentence.do_lower_case,
+        ),
+        cross_encoder_activation=(
+            sentence.activation_fn
+            or saved_by_cross_encoder.get("activation_fn")
+            or config.get("sbert_ce_default_activation_function")
+        ),
+        unused_tensors=unused,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is CUDA where there is one. Raises InputError for a device torch cannot use."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device must be auto, cpu or cuda[:index], got {device!r}") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise InputError(f"device must be auto, cpu or cuda[:index], got {device!r}")
+    if resolved.type == "cuda":
+        if (resolved.index or 0) >= torch.cuda.device_count():
+            raise InputError(
+                f"device {device!r} was asked for, torch sees {torch.cuda.device_count()} CUDA "
+                "devices; use device='cpu'"
+            )
+        resolved = torch.device("cuda", resolved.index or 0)
+    return resolved
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype, device: torch.device, *, saved: torch.dtype
+) -> torch.dtype:
+    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16."""
+    if dtype == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
+    resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if resolved not in DTYPES.values():
+        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+    return resolved
+
+
+def _load_heads(spec: ModelSpec, load: TensorLoader) -> Heads:
+    """The head that `architectures` names; where it names none, those whose tensors are there."""
+    architecture = spec.architectures[0] if spec.architectures else ""
+    for ending, field, load_head in (
+        ("ForSequenceClassification", "sequence", load_sequence_classification),
+        ("ForTokenClassification", "token", load_token_classification),
+        ("ForMaskedLM", "masked_lm", load_masked_lm),
+        ("ForPreTraining", "masked_lm", load_masked_lm),
+    ):
+        if architecture.endswith(ending):
+            head = load_head(spec, load)
+            if head is None and ending != "ForPreTraining":
+                raise CheckpointError(
+                    f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
+                )
+            return Heads(**{field: head})
+    if architecture:
+        return Heads()
+    sequence = load_sequence_classification(spec, load)
+    token = load_token_classification(spec, load) if sequence is None else None
+    return Heads(sequence, token, load_masked_lm(spec, load))
+
+
+def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:
+    """Unused layers mean that config.json and the files disagree: that is worth a warning."""
+    if not unused:
+        return
+    has_layers = any(re.search(r"\.layer\.\d+\.", name) for name in unused)
+    level = logging.WARNING if has_layers else logging.INFO
+    logger.log(level, "%s: tensors that are not used: %s", folder, ", ".join(unused))

@@ -1,0 +1,369 @@
+"""Model: a checkpoint with its tokenizer, weights and runner, and a method for each task."""
+
+import logging
+from collections.abc import Collection, Generator, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from bytetx.config import resolve_checkpoint
+from bytetx.engine.pipeline import run
+from bytetx.engine.request import RunCounter
+from bytetx.engine.runner import Runner, Task
+from bytetx.engine.scheduler import check_token_budget, windows
+from bytetx.errors import InputError
+from bytetx.inputs import Input, InputReader, estimate_tokens
+from bytetx.loading import LoadedCheckpoint, load_checkpoint
+from bytetx.ops.pooling import POOLING_MODES
+from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Results, Stream
+from bytetx.sentence import Normalize, activation_by_name
+from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
+from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
+from bytetx.tasks.fill_mask import FillMaskTask, find_targets
+from bytetx.tasks.hidden_states import HiddenStatesTask
+from bytetx.tasks.tag import AGGREGATIONS, TagTask
+
+logger = logging.getLogger("bytetx")
+
+R = TypeVar("R")
+OnError = Literal["raise", "return"]
+
+# Tokens of one forward pass: rows enough that a GEMM hides its start and its threads' meeting, and
+# a workspace that stays small beside the weights (MiniLM in f32: 44 MB for 4096 tokens).
+DEFAULT_TOKEN_BUDGET = {"cpu": 4096, "cuda": 16384}
+
+
+def load(
+    path_or_id: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    token_budget: int | None = None,
+    revision: str | None = None,
+    local_files_only: bool = False,
+) -> "Model":
+    """Loads a Hugging Face encoder checkpoint, with the head and the tokenizer that it has.
+
+    path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
+    as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
+    or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16.
+    token_budget: tokens of one forward pass, which bound its memory; None is a good default.
+    Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
+    """
+    folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
+    checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
+    return Model(checkpoint, token_budget=token_budget)
+
+
+class Model:
+    """A loaded checkpoint. Methods may be called from several threads.
+
+    Every task takes any iterable of inputs (a str, a pair of str, or a sequence of token ids that
+    already has its special tokens) and answers in the caller's order. Common options:
+    truncate: cut a text beyond the model's positions; else it is a TooLongError.
+    on_error: "raise" a bad text's InputError, or "return" it in place of that text's result.
+    stream: an iterator that pulls inputs as it goes, instead of everything at the end.
+    """
+
+    def __init__(self, checkpoint: LoadedCheckpoint, *, token_budget: int | None = None):
+        if token_budget is None:
+            token_budget = DEFAULT_TOKEN_BUDGET[checkpoint.device.type]
+        self.checkpoint = checkpoint
+        self.token_budget = check_token_budget(token_budget)
+        self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
+        self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
+        self._runner = Runner(checkpoint.transformer, device=checkpoint.device)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one text, special tokens included."""
+        return self.spec.max_positions if self.tokenizer is None else self.tokenizer.max_tokens
+
+    def embed(
+        self,
+        texts: Iterable[Input],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Embeddings | Stream[np.ndarray | InputError]:
+        """One f32 vector a text, as sentence-transformers' encode gives it.
+
+        prompt, prompt_name: text put before every str; None is the checkpoint's default.
+        dimensions: keep the first ones, normalised anew where the model normalises.
+        pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
+        checkpoint says.  A failed text's vector is NaN, its error in `errors`.
+        """
+        task = self._embed_task(dimensions=dimensions, pooling=pooling, normalize=normalize)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        counter = RunCounter()
+        blocks = self._run(texts, task, reader, counter)
+        if stream:
+            return Stream(blocks, counter.stats)
+        size = output_size(self.spec.hidden_size, task.pooling, task.modules)
+        buffer = VectorBuffer(dimensions or size, num_texts=_length(texts))
+        for block in blocks:
+            buffer.extend(block)
+        return Embeddings(buffer.vectors(), counter.stats(), buffer.errors)
+
+    def classify(
+        self,
+        texts: Iterable[Input],
+        *,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Results[list[Label] | InputError] | Stream[list[Label] | InputError]:
+        """The checkpoint's labels for each text, best first.
+
+        Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
+        regression, or with raw_scores, the logits themselves.  top_k: None keeps every label.
+        """
+        _check_top_k(top_k)
+        head = self._need_head(self.heads.sequence, "sequence classification")
+        scores = raw if raw_scores else score_function(self.spec)
+        task = ClassifyTask(head, self._labels(), scores, top_k)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        return self._results(texts, task, reader, stream=stream)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+    ) -> Results[Hit]:
+        """The documents by how well they answer the query, best first (a cross-encoder).
+
+        top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
+        on_error="return": a bad document is left out; its error is in `errors` by its index.
+        """
+        _check_top_k(top_k)
+        head = self._need_head(self.heads.sequence, "sequence classification")
+        if self.spec.num_labels != 1:
+            raise InputError(
+                f"rerank needs a model with one label, this one has {self.spec.num_labels}; "
+                "use classify with (query, document) pairs"
+            )
+        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
+        if raw_scores:
+            name = "torch.nn.Identity"
+        task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
+        documents = _listed(documents)
+        pairs = ((query, document) for document in documents)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        scores = self._results(pairs, task, reader, stream=False)
+        hits = [
+            Hit(index, score, documents[index])
+            for index, score in enumerate(scores)
+            if index not in scores.errors
+        ]
+        hits.sort(key=lambda hit: hit.score, reverse=True)
+        return Results(hits[:top_k], scores.stats, scores.errors)
+
+    def tag(
+        self,
+        texts: Iterable[Input],
+        *,
+        aggregation: str = "simple",
+        ignore_labels: Collection[str] = ("O",),
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Results[list[Entity] | InputError] | Stream[list[Entity] | InputError]:
+        """Tags of the tokens of each text, with character offsets.
+
+        aggregation: none (every token), simple (runs of one tag), or first, average, max (one tag
+        a word, then runs); as Hugging Face's token-classification pipeline.
+        """
+        if aggregation not in AGGREGATIONS:
+            known = ", ".join(AGGREGATIONS)
+            raise InputError(f"aggregation must be one of {known}, got {aggregation!r}")
+        head = self._need_head(self.heads.token, "token classification")
+        self._need_tokenizer()
+        task = TagTask(head, self.tokenizer, self._labels(), aggregation, ignore_labels)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader.with_alignment = True
+        return self._results(texts, task, reader, stream=stream)
+
+    def fill_mask(
+        self,
+        texts: Iterable[Input],
+        *,
+        top_k: int = 5,
+        targets: Sequence[str] | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Results[list[Fill] | InputError] | Stream[list[Fill] | InputError]:
+        """The best top_k fillings of every mask token of each text, mask by mask.
+
+        targets: score these words only, by their probability in the whole vocabulary.
+        """
+        _check_top_k(top_k)
+        head = self._need_head(self.heads.masked_lm, "masked language model")
+        tokenizer = self._need_tokenizer()
+        if tokenizer.mask_token_id is None:
+            raise InputError("this checkpoint's tokenizer names no mask token")
+        target_ids = None if targets is None else find_targets(tokenizer, targets)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader.needs_mask = True
+        task = FillMaskTask(head, tokenizer, top_k, target_ids)
+        return self._results(texts, task, reader, stream=stream)
+
+    def hidden_states(
+        self,
+        texts: Iterable[Input],
+        *,
+        layers: Sequence[int] = (-1,),
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Results[np.ndarray | InputError] | Stream[np.ndarray | InputError]:
+        """f32 [len(layers), num_tokens, hidden_size] a text; layer 0 is the embeddings' output."""
+        num_states = self.spec.num_layers + 1
+        for layer in layers:
+            if not -num_states <= layer < num_states:
+                raise InputError(
+                    f"layers must lie between {-num_states} and {num_states - 1}, got {layer}"
+                )
+        task = HiddenStatesTask(tuple(layer % num_states for layer in layers))
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        return self._results(texts, task, reader, stream=stream)
+
+    def info(self) -> dict[str, Any]:
+        """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""
+        spec, sentence = self.spec, self.checkpoint.sentence
+        itemsize = self.checkpoint.dtype.itemsize
+        heads = {
+            "sequence classification": self.heads.sequence,
+            "token classification": self.heads.token,
+            "masked language model": self.heads.masked_lm,
+        }
+        return {
+            "path": str(self.checkpoint.folder),
+            "family": spec.family,
+            "architectures": list(spec.architectures),
+            "num_layers": spec.num_layers,
+            "hidden_size": spec.hidden_size,
+            "num_heads": spec.num_heads,
+            "intermediate_size": spec.intermediate_size,
+            "vocab_size": spec.vocab_size,
+            "max_tokens": self.max_tokens,
+            "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
+            "device": str(self.checkpoint.device),
+            "token_budget": self.token_budget,
+            "workspace_bytes": spec.workspace_bytes(self.token_budget, itemsize),
+            "heads": [name for name, head in heads.items() if head is not None],
+            "labels": list(self._labels()),
+            "pooling": list(sentence.pooling),
+            "sentence_modules": [kind for kind, _ in sentence.modules],
+            "prompts": dict(sentence.prompts),
+            "has_tokenizer": self.tokenizer is not None,
+            "unused_tensors": list(self.checkpoint.unused_tensors),
+        }
+
+    def _embed_task(
+        self,
+        *,
+        dimensions: int | None,
+        pooling: str | Sequence[str] | None,
+        normalize: bool | None,
+    ) -> EmbedTask:
+        sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
+        modes = (pooling,) if isinstance(pooling, str) else tuple(pooling or sentence.pooling)
+        unknown = [mode for mode in modes if mode not in POOLING_MODES]
+        if unknown:
+            known = ", ".join(POOLING_MODES)
+            raise InputError(f"pooling must be one or more of {known}, got {unknown[0]!r}")
+        if pooling is None and not sentence.is_declared:
+            logger.info("%s names no pooling: mean is used", self.checkpoint.folder)
+        if normalize is False:
+            modules = tuple(module for module in modules if not isinstance(module, Normalize))
+        normalizes = any(isinstance(module, Normalize) for module in modules)
+        size = output_size(self.spec.hidden_size, modes, modules)
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InputError(f"dimensions must lie between 1 and {size}, got {dimensions!r}")
+        return EmbedTask(
+            modes,
+            modules,
+            dimensions,
+            skips_prompt=not sentence.include_prompt,
+            normalize=bool(normalize) or (normalizes and dimensions is not None),
+        )
+
+    def _reader(self, *, truncate: bool, on_error: str) -> InputReader:
+        if on_error not in ("raise", "return"):
+            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        keeps_errors = on_error == "return"
+        return InputReader(self.spec, self.tokenizer, truncate=truncate, keeps_errors=keeps_errors)
+
+    def _run(
+        self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
+    ) -> Generator[list[R | InputError], None, None]:
+        if isinstance(texts, str | bytes):
+            raise InputError("texts must be an iterable of texts, got one text; put it in a list")
+        cut = windows(texts, estimate_tokens=estimate_tokens, token_budget=self.token_budget)
+        return run(
+            cut,
+            reader.read,
+            task,
+            runner=self._runner,
+            token_budget=self.token_budget,
+            counter=counter,
+        )
+
+    def _results(
+        self, texts: Iterable[Input], task: Task[R], reader: InputReader, *, stream: bool
+    ) -> Results[R | InputError] | Stream[R | InputError]:
+        counter = RunCounter()
+        blocks = self._run(texts, task, reader, counter)
+        if stream:
+            return Stream(blocks, counter.stats)
+        items = [result for block in blocks for result in block]
+        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
+        return Results(items, counter.stats(), errors)
+
+    def _labels(self) -> tuple[str, ...]:
+        return tuple(self.spec.id2label[i] for i in range(self.spec.num_labels))
+
+    def _need_head(self, head: R | None, name: str) -> R:
+        if head is None:
+            raise InputError(
+                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) has "
+                f"no {name} head; load one that was fine-tuned for it"
+            )
+        return head
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise InputError("this checkpoint has no tokenizer, which this task needs")
+        return self.tokenizer
+
+
+def _length(texts: Iterable[Input]) -> int | None:
+    return len(texts) if hasattr(texts, "__len__") else None
+
+
+def _listed(documents: Iterable[str]) -> list[str]:
+    if isinstance(documents, str):
+        raise InputError("documents must be an iterable of texts, got one str; put it in a list")
+    return list(documents)
+
+
+def _check_top_k(top_k: int | None) -> None:
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise InputError(f"top_k must be a positive integer, got {top_k!r}")

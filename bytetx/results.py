@@ -1,0 +1,131 @@
+"""What the tasks return: one entry a text in the caller's order, with the run's counts."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, SupportsIndex, TypeVar
+
+import numpy as np
+
+from bytetx.engine.request import RunStats
+from bytetx.errors import InputError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One class of a text and its score (a probability, unless raw scores were asked for)."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One document of a reranking: its place in the input, its score, and the document."""
+
+    index: int
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A tagged token, or a group of tokens with one tag.
+
+    entity: the tag; without its B-/I- prefix where tokens were grouped.
+    start, end: characters of the text, None where token ids were given.
+    index: the token's place in the sequence, word_id: the word's place in the text; both are those
+    of the first token of a group.
+    """
+
+    entity: str
+    score: float
+    word: str
+    start: int | None
+    end: int | None
+    index: int
+    word_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """One filling of one mask of a text.
+
+    mask_index: which mask of the text, from 0.  sequence: the text with this mask filled.
+    """
+
+    mask_index: int
+    score: float
+    token: int
+    token_str: str
+    sequence: str
+
+
+class Results(list[T]):
+    """A list of results with the run's counts; a text that failed is its InputError."""
+
+    def __init__(self, items: Iterable[T], stats: RunStats, errors: Mapping[int, InputError]):
+        super().__init__(items)
+        self.stats = stats
+        self.errors = errors
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Vectors f32 [num_texts, dimensions] in the caller's order.
+
+    errors: InputError of each text that failed, by its index; its vector is NaN.
+    """
+
+    vectors: np.ndarray
+    stats: RunStats
+    errors: Mapping[int, InputError] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.vectors.shape
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: SupportsIndex | slice | np.ndarray) -> np.ndarray:
+        return self.vectors[index]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.vectors)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.vectors, dtype=dtype, copy=copy)
+
+
+class Stream(Iterator[T], Generic[T]):
+    """Results one by one in the caller's order; `stats` counts what has been computed so far.
+
+    `close()` ends the run early; so does dropping the stream.
+    """
+
+    def __init__(self, blocks: Generator[list[T], None, None], stats: Callable[[], RunStats]):
+        self._results = _flatten(blocks)
+        self._stats = stats
+
+    def __iter__(self) -> "Stream[T]":
+        return self
+
+    def __next__(self) -> T:
+        return next(self._results)
+
+    @property
+    def stats(self) -> RunStats:
+        return self._stats()
+
+    def close(self) -> None:
+        self._results.close()
+
+
+def _flatten(blocks: Generator[list[T], None, None]) -> Generator[T, None, None]:
+    try:
+        for block in blocks:
+            yield from block
+    finally:
+        blocks.close()

@@ -1,0 +1,77 @@
+"""Sequence classification and the cross-encoder's scores, from the first token of each text."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytetx.engine.runner import Step
+from bytetx.heads import ClassificationHead, first_tokens
+from bytetx.results import Label
+from bytetx.spec import ModelSpec
+from bytetx.transformer import Transformer
+
+
+def score_function(spec: ModelSpec) -> Callable[[np.ndarray], np.ndarray]:
+    """Logits [n, num_labels] -> scores, chosen as Hugging Face's text-classification does."""
+    if spec.problem_type == "regression":
+        return raw
+    if spec.problem_type == "multi_label_classification" or spec.num_labels == 1:
+        return sigmoid
+    return softmax
+
+
+def raw(logits: np.ndarray) -> np.ndarray:
+    return logits
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 1.0 / (1.0 + np.exp(-logits))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyTask:
+    """Labels of each text, best first. labels: by class id. top_k: None keeps all."""
+
+    head: ClassificationHead
+    labels: tuple[str, ...]
+    scores: Callable[[np.ndarray], np.ndarray]
+    top_k: int | None
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return (_logits(self.head, transformer, step),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Label]]:
+        return [self._labels(row) for row in self.scores(outputs[0])]
+
+    def _labels(self, scores: np.ndarray) -> list[Label]:
+        order = np.argsort(-scores, kind="stable")[: self.top_k]
+        return [Label(self.labels[i], float(scores[i])) for i in order]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask:
+    """One number a text: the only logit of a cross-encoder through its activation."""
+
+    head: ClassificationHead
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return (self.activation(_logits(self.head, transformer, step)),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
+        return outputs[0][:, 0].tolist()
+
+
+def _logits(head: ClassificationHead, transformer: Transformer, step: Step) -> torch.Tensor:
+    """f32 [batch_size, num_labels]."""
+    rows = first_tokens(transformer.forward(step.batch), step.batch)
+    return head.forward(rows).float()

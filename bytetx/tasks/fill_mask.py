@@ -1,0 +1,94 @@
+"""Masked tokens: logits at the mask rows only, the best fillings of each."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytetx.engine.runner import Step
+from bytetx.errors import InputError
+from bytetx.heads import MaskedLMHead
+from bytetx.results import Fill
+from bytetx.tokenizer import Tokenizer
+from bytetx.transformer import Transformer
+
+logger = logging.getLogger("bytetx")
+
+# Masks whose logits exist at once: 256 rows of a vocabulary of 250 000 are 256 MB in f32.
+_MAX_MASK_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FillMaskTask:
+    """target_ids: the only tokens to score, by their probability in the whole vocabulary."""
+
+    head: MaskedLMHead
+    tokenizer: Tokenizer
+    top_k: int
+    target_ids: torch.Tensor | None
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        is_mask = np.concatenate([request.token_ids for request in step.requests])
+        rows = torch.from_numpy(np.flatnonzero(is_mask == self.tokenizer.mask_token_id))
+        hidden_states = transformer.forward(step.batch)
+        blocks = hidden_states[rows.to(hidden_states.device)].split(_MAX_MASK_ROWS)
+        scores, tokens = zip(*(self._best(block) for block in blocks), strict=True)
+        return torch.cat(scores), torch.cat(tokens)
+
+    def _best(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and token ids [n, top_k] of mask rows [n, hidden_size]."""
+        scores = self.head.forward(rows).float().softmax(dim=-1)  # [n, vocab_size]
+        if self.target_ids is None:
+            return tuple(scores.topk(min(self.top_k, scores.shape[1])))
+        targets = self.target_ids.to(scores.device)
+        best, places = scores[:, targets].topk(min(self.top_k, len(targets)))
+        return best, targets[places]
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Fill]]:
+        scores, tokens = (output.tolist() for output in outputs)
+        results, row = [], 0
+        for request in step.requests:
+            token_ids = np.asarray(request.token_ids)
+            masks = np.flatnonzero(token_ids == self.tokenizer.mask_token_id)
+            fills = []
+            for mask_index, place in enumerate(masks):
+                for score, token in zip(scores[row], tokens[row], strict=True):
+                    sequence = self._sequence(token_ids, place, token, is_single=len(masks) == 1)
+                    token_str = self.tokenizer.decode([token])
+                    fills.append(Fill(mask_index, score, token, token_str, sequence))
+                row += 1
+            results.append(fills)
+        return results
+
+    def _sequence(self, token_ids: np.ndarray, place: int, token: int, *, is_single: bool) -> str:
+        """The text with one mask filled; other masks are special tokens and must stay readable."""
+        filled = token_ids.copy()
+        filled[place] = token
+        filled = filled[filled != self.tokenizer.pad_token_id]
+        return self.tokenizer.decode(filled.tolist(), skip_special_tokens=is_single)
+
+
+def find_targets(tokenizer: Tokenizer, targets: Sequence[str]) -> torch.Tensor:
+    """int64 [num_targets]: the token of each word, or its first token where it has several.
+
+    Raises InputError where no target is given or one has no token.
+    """
+    if isinstance(targets, str):
+        targets = [targets]
+    token_ids = []
+    for target in targets:
+        token_id = tokenizer.backend.token_to_id(target)
+        if token_id is None:
+            pieces = tokenizer.backend.encode(target, add_special_tokens=False).ids
+            if not pieces:
+                raise InputError(f"target {target!r} has no token in this vocabulary")
+            token_id = pieces[0]
+            piece = tokenizer.token(token_id)
+            logger.warning("target %r is no single token: %r is scored for it", target, piece)
+        token_ids.append(token_id)
+    if not token_ids:
+        raise InputError("targets is empty; give at least one word, or None for all")
+    return torch.tensor(sorted(set(token_ids)))

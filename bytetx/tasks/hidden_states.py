@@ -1,0 +1,36 @@
+"""Hidden states of chosen layers, one array a text."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytetx.engine.runner import Step
+from bytetx.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStatesTask:
+    """layers: 0 is the embeddings, num_layers the last layer; all from 0."""
+
+    layers: tuple[int, ...]
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        kept: dict[int, torch.Tensor] = {}
+        num_seen = 0
+
+        def keep(x: torch.Tensor) -> None:
+            nonlocal num_seen
+            if num_seen in self.layers:
+                kept[num_seen] = x.float()
+            num_seen += 1
+
+        transformer.forward(step.batch, on_layer=keep)
+        return tuple(kept[layer] for layer in self.layers)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
+        """f32 [len(layers), num_tokens, hidden_size] a text."""
+        ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
+        pieces = [np.split(layer, ends) for layer in outputs]
+        return [np.stack(rows) for rows in zip(*pieces, strict=True)]

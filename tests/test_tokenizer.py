@@ -1,0 +1,214 @@
+"""Tokenizer and InputReader against transformers' own tokenizers; bad input is named."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    MAX_POSITIONS,
+    SENTENCES,
+    TOKENIZERS,
+    edit_json,
+    make_tokenizer,
+    save_checkpoint,
+    texts,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import one_thread  # noqa: F401  (autouse)
+
+import bytetx
+from bytetx.errors import CheckpointError, InputError, TooLongError
+from bytetx.tokenizer import load_tokenizer
+
+KINDS = ["wordpiece", "bpe", "unigram"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("max_tokens", [5, 11, 17])
+def test_truncation_equals_transformers(
+    kind: str, side: str, max_tokens: int, tmp_path: Path
+) -> None:
+    make_tokenizer(kind, max_tokens=max_tokens).save_pretrained(tmp_path)
+    edit_json(tmp_path / "tokenizer_config.json", truncation_side=side)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path, max_positions=MAX_POSITIONS)
+    singles = SENTENCES + texts(30, max_words=8)
+    pairs = list(zip(singles, reversed(singles), strict=True))
+    for items in (singles, pairs):
+        expected = reference(items, truncation=True, return_token_type_ids=True)
+        whole = reference(items)["input_ids"]
+        for i, encoding in enumerate(ours.encode(items)):
+            assert encoding.ids == expected["input_ids"][i]
+            assert encoding.type_ids == expected["token_type_ids"][i]
+            assert bool(encoding.overflowing) == (len(whole[i]) > max_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_offsets_are_characters(kind: str, tmp_path: Path) -> None:
+    make_tokenizer(kind).save_pretrained(tmp_path)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(tmp_path, max_positions=200)
+    for text, encoding in zip(SENTENCES, ours.encode(SENTENCES, with_offsets=True), strict=True):
+        expected = reference(text, truncation=True, return_offsets_mapping=True)
+        assert encoding.offsets == expected["offset_mapping"]
+
+
+def test_saved_padding_and_truncation_are_ignored(tmp_path: Path) -> None:
+    reference = make_tokenizer("wordpiece")
+    reference.backend_tokenizer.enable_padding(length=30)
+    reference.backend_tokenizer.enable_truncation(4)
+    reference.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path, max_positions=20)
+    lengths = [len(encoding.ids) for encoding in ours.encode(["a", "a dog " * 4])]
+    assert lengths[0] == 3 and lengths[1] > 4
+
+
+def test_the_smallest_limit_counts(tmp_path: Path) -> None:
+    make_tokenizer("wordpiece", max_tokens=30).save_pretrained(tmp_path)
+    limits = [(None, 512, 30), (None, 20, 20), (50, 512, 50), (10, 512, 10), (50, 40, 40)]
+    for max_seq_length, max_positions, expected in limits:
+        tokenizer = load_tokenizer(
+            tmp_path, max_positions=max_positions, max_seq_length=max_seq_length
+        )
+        assert tokenizer.max_tokens == expected
+
+
+def test_vocabulary_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    shutil.copy(save_checkpoint(tmp_path / "other") / "config.json", tmp_path)
+    tokenizer = load_tokenizer(tmp_path, max_positions=20)
+    assert tokenizer.encode(["The dogs"])[0].ids == [2, 5, 6, 7, 3]
+
+
+def test_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read as a tokenizer"):
+        load_tokenizer(tmp_path, max_positions=20)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> bytetx.Model:
+    return bytetx.load(save_checkpoint(tmp_path_factory.mktemp("bert")))
+
+
+BAD_INPUTS = [
+    ("half a pair \ud83d", r"texts\[1\] holds half a surrogate pair at character 12"),
+    (("good", "\udc00"), r"texts\[1\] holds half a surrogate pair at character 0"),
+    (None, r"texts\[1\] is NoneType; give a str"),
+    (7, r"texts\[1\] is int; give a str"),
+    (np.array(7), r"texts\[1\] is ndarray; give a str"),
+    (torch.tensor(7), r"texts\[1\] is Tensor; give a str"),
+    (b"bytes", r"texts\[1\] is bytes; give a str"),
+    (["a", "b", "c"], r"texts\[1\] is list; give a str"),
+    ([1.5, 2.5], r"texts\[1\] is list; give a str"),
+    ([[1, 2], [3, 4]], r"texts\[1\] is list; give a str"),
+    ([[1, 2], [3]], r"texts\[1\] is list; give a str"),
+    ([], r"texts\[1\] has no tokens"),
+    ([2, -1], r"texts\[1\] holds token id -1; ids of this model lie between 0 and"),
+    ([2, 10**6], r"texts\[1\] holds token id 1000000"),
+    ([2, 2**40], r"texts\[1\] holds token id 1099511627776"),
+    ([2, 2**70], r"texts\[1\] is list; give a str"),
+    (np.zeros(3), r"texts\[1\] is ndarray; give a str"),
+    (np.full(MAX_POSITIONS + 1, 5), r"texts\[1\] has 41 token ids, the model takes at most 40"),
+    ("dog " * 99, r"texts\[1\] has more than the 40 tokens this model takes; .* truncate=True"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD_INPUTS)
+def test_bad_input_is_named_and_costs_no_other(
+    bad: object, message: str, model: bytetx.Model
+) -> None:
+    with pytest.raises(InputError, match=message):
+        model.embed(["good", bad, "fine"])
+    result = model.embed(["good", bad, "fine"], on_error="return")
+    assert list(result.errors) == [1] and result.stats.num_errors == 1
+    assert np.isnan(result[1]).all()
+    np.testing.assert_array_equal(result[[0, 2]], model.embed(["good", "fine"]))
+    streamed = list(model.embed(["good", bad, "fine"], on_error="return", stream=True))
+    assert isinstance(streamed[1], InputError)
+    np.testing.assert_array_equal(streamed[2], result[2])
+
+
+def test_too_long_is_its_own_error_and_truncation_is_counted(model: bytetx.Model) -> None:
+    long_ids, long_text = np.full(MAX_POSITIONS + 9, 5), "dog " * 99
+    for item in (long_ids, long_text):
+        with pytest.raises(TooLongError):
+            model.embed([item])
+    result = model.hidden_states([long_ids, "a", long_text], truncate=True)
+    assert [len(states[0]) for states in result] == [MAX_POSITIONS, 3, MAX_POSITIONS]
+    assert result.stats.num_truncated == 2
+
+
+def test_one_text_instead_of_a_list_is_named(model: bytetx.Model) -> None:
+    with pytest.raises(InputError, match="texts must be an iterable of texts, got one text"):
+        model.embed("hello")
+
+
+def test_token_ids_of_every_integer_kind(model: bytetx.Model) -> None:
+    ids = [2, 9, 17, 3]
+    kinds = [
+        ids,
+        tuple(ids),
+        np.array(ids),
+        np.array(ids, np.uint8),
+        torch.tensor(ids),
+        range(2, 6),
+    ]
+    vectors = model.embed(kinds).vectors
+    assert (vectors[:5] == vectors[0]).all()
+    assert not (vectors[5] == vectors[0]).all()
+
+
+def test_text_equals_its_token_ids(model: bytetx.Model) -> None:
+    ids = [encoding.ids for encoding in model.tokenizer.encode(SENTENCES)]
+    np.testing.assert_array_equal(model.embed(ids), model.embed(SENTENCES, truncate=True))
+
+
+def test_empty_list_and_empty_text(model: bytetx.Model) -> None:
+    assert model.embed([]).vectors.shape == (0, 48)
+    assert model.embed(iter([])).vectors.shape == (0, 48)
+    assert model.hidden_states([]) == []
+    assert np.isfinite(model.embed([""]).vectors).all()
+
+
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    (folder / "tokenizer.json").unlink()
+    model = bytetx.load(folder)
+    assert model.embed([[2, 5, 3]]).shape == (1, 48)
+    with pytest.raises(InputError, match="the checkpoint has no tokenizer; give token ids"):
+        model.embed(["a"])
+
+
+def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, vocab_size=30)
+    with pytest.raises(InputError, match=r"texts\[0\] holds token id .* between 0 and 29"):
+        bytetx.load(folder).embed(["unbelievable!"])
+
+
+@given(st.text(max_size=40))
+def test_any_text_embeds_or_is_named(model: bytetx.Model, text: str) -> None:
+    result = model.embed([text, "a"], truncate=True, on_error="return")
+    assert np.isfinite(result[1]).all()
+    assert np.isfinite(result[0]).all() or 0 in result.errors
+
+
+@pytest.mark.parametrize("family", TOKENIZERS)
+def test_first_position_past_the_end_is_refused(family: str, tmp_path: Path) -> None:
+    model = bytetx.load(save_checkpoint(tmp_path, family))
+    assert model.embed([[5] * MAX_POSITIONS]).shape == (1, 48)
+    with pytest.raises(TooLongError):
+        model.embed([[5] * (MAX_POSITIONS + 1)])
+
+
+def test_model_max_length_absurd_values_are_capped(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    edit_json(folder / "tokenizer_config.json", model_max_length=int(1e30))
+    assert bytetx.load(folder).max_tokens == MAX_POSITIONS
