@@ -65,7 +65,6 @@ def plan_attention(
         window,
         causal,
         *native.launch_args(cu_seqlens.device),
-        native.ISA_CODES["auto"],
     )
     return AttentionPlan(buffer, tile_rows, batch_size, total_tokens, causal, window)
 
@@ -122,7 +121,6 @@ def run_planned(
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
         *native.launch_args(q.device),
-        native.ISA_CODES["auto"],
     )
     return out
 
