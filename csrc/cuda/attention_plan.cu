@@ -3,17 +3,16 @@
 //
 // Tiles hold whole sequences as long as these fit, one behind the other. A sequence that does not
 // fit opens a new tile; one longer than a tile fills tiles of its own and leaves its rest open for
-// the next. Against cutting every tile_rows rows regardless, tiles see fewer foreign keys: at a mean
-// length of 20 one key tile instead of two (H200, 2026-11-21: attention 84 to 76 us), at
-// 102 to 512 tokens 138 instead of 157 us.
+// the next. Against cutting every tile_rows rows regardless, tiles see fewer foreign keys: at a
+// mean length of 20 one key tile instead of two, and at 102 to 512 tokens 141 instead of 157 us (H200,
+// 12 heads of 64, f16, 2026-11-21).
 //
 // That packing is sequential, but a tile's fill before a sequence is all that the past leaves
 // behind, so a chunk of sequences is a function from fill to fill: CTA 0 tabulates it for every
 // chunk and fill at once, walks the chunks, and lets one thread a chunk write its tiles. Then it
 // orders them: long ones first, longest key range first, so that the last CTAs to finish are short
-// ones; all others in the order of rows, which keeps DRAM pages open (76 instead of 83 us at mean
-// 20). The other CTAs find each row's sequence by bisection. Standard parts; bound by latency,
-// about 10 us a batch.
+// ones; all others in the order of rows, which DRAM prefers (76 instead of 83 us at mean 20). The
+// other CTAs find each row's sequence by bisection. Standard parts; bound by latency.
 
 #include <cstdint>
 #include <stdexcept>
@@ -28,6 +27,7 @@ namespace attention {
 namespace {
 
 constexpr int kThreads = 1024;
+constexpr int kEntries = 8192;  // of the table [chunk][fill]: 40 KB of shared memory
 constexpr int kBuckets = 256;
 constexpr int kLongKeys = 256;  // a tile that sees more is worth ordering
 
@@ -47,12 +47,12 @@ struct Packer {
     int fill;  // rows of the open tile; 0: none is open
 
     __device__ bool fits(int length) const { return fill > 0 && fill + length <= tile_rows; }
-    __device__ static int full_tiles(int length, int tile_rows) { return (length - 1) / tile_rows; }
     // Returns how many tiles it opened.
     __device__ int add(int length) {
         if (length == 0) return 0;
         const bool joins = fits(length);
-        const int full = joins ? 0 : full_tiles(length, tile_rows);
+        // Divides only where it must: the division costs more than all the rest.
+        const int full = joins || length <= tile_rows ? 0 : (length - 1) / tile_rows;
         fill = joins ? fill + length : length - full * tile_rows;
         if (fill == tile_rows) fill = 0;
         return joins ? 0 : full + 1;
@@ -152,30 +152,34 @@ __device__ void order_tiles(const PlanKernelParams& p, int used, int* scratch) {
 }
 
 __device__ void make_tiles(const PlanKernelParams& p) {
-    __shared__ int next_fill[kThreads], opened[kThreads];  // [chunk][fill]
-    __shared__ int start_fill[kThreads], start_tile[kThreads + 1];
+    __shared__ uint8_t next_fill[kEntries];
+    __shared__ int opened[kEntries];  // and order_tiles' scratch, later
+    __shared__ uint8_t start_fill[kThreads];
+    __shared__ int start_tile[kThreads + 1];
     const int thread = static_cast<int>(threadIdx.x);
-    const int num_chunks = kThreads / p.tile_rows;
+    const int num_chunks = kEntries / p.tile_rows;  // at most kThreads: tiles have 8 rows or more
     const int share = (p.batch_size + num_chunks - 1) / num_chunks;
     const auto bound = [&](int chunk) { return min(chunk * share, p.batch_size); };
-    const int chunk = thread / p.tile_rows;
-    if (chunk < num_chunks) {
-        Packer packer{p.tile_rows, thread % p.tile_rows};
+    for (int entry = thread; entry < num_chunks * p.tile_rows; entry += kThreads) {
+        const int chunk = entry / p.tile_rows, last = bound(chunk + 1);
+        Packer packer{p.tile_rows, entry % p.tile_rows};
         int count = 0;
-        for (int i = bound(chunk); i < bound(chunk + 1); ++i) {
+#pragma unroll 8  // lengths do not depend on the fill: their loads run ahead
+        for (int i = bound(chunk); i < last; ++i) {
             count += packer.add(p.cu_seqlens[i + 1] - p.cu_seqlens[i]);
         }
-        next_fill[thread] = packer.fill;
-        opened[thread] = count;
+        next_fill[entry] = static_cast<uint8_t>(packer.fill);
+        opened[entry] = count;
     }
     __syncthreads();
     if (thread == 0) {
         int fill = 0, tile = 0;
-        for (int c = 0; c < num_chunks; ++c) {
-            start_fill[c] = fill;
-            start_tile[c] = tile;
-            tile += opened[c * p.tile_rows + fill];
-            fill = next_fill[c * p.tile_rows + fill];
+        for (int chunk = 0; chunk < num_chunks; ++chunk) {
+            start_fill[chunk] = static_cast<uint8_t>(fill);
+            start_tile[chunk] = tile;
+            const int entry = chunk * p.tile_rows + fill;
+            tile += opened[entry];
+            fill = next_fill[entry];
         }
         start_tile[num_chunks] = tile;
         *p.plan.used_tiles = tile;
@@ -185,7 +189,7 @@ __device__ void make_tiles(const PlanKernelParams& p) {
         write_tiles(p, bound(thread), bound(thread + 1), start_fill[thread], start_tile[thread]);
     }
     __syncthreads();  // the unsorted tiles are written
-    order_tiles(p, start_tile[num_chunks], next_fill);
+    order_tiles(p, start_tile[num_chunks], opened);
 }
 
 __device__ int2 find_bounds(const PlanKernelParams& p, int row) {
@@ -218,7 +222,7 @@ void attention_plan(const AttentionPlanParams& p, const Launch& launch) {
     using namespace attention;
     const int64_t needed = attention_plan_bytes(p.batch_size, p.total_tokens, p.tile_rows);
     if (p.batch_size <= 0 || p.total_tokens <= 0 || p.total_tokens > INT32_MAX / 2 ||
-        p.tile_rows <= 0 || p.tile_rows > kThreads || p.plan_bytes < needed) {
+        p.tile_rows < kEntries / kThreads || p.tile_rows >= 256 || p.plan_bytes < needed) {
         throw std::invalid_argument(
             "attention_plan needs batch_size > 0, 0 < total_tokens < 2^30 and a plan of " +
             std::to_string(needed) + " bytes; got " + std::to_string(p.batch_size) + ", " +
@@ -227,9 +231,12 @@ void attention_plan(const AttentionPlanParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const int64_t rows = padded_rows(p.total_tokens, p.tile_rows);
     const int64_t tiles = max_tiles(p.batch_size, p.total_tokens, p.tile_rows);
-    const PlanKernelParams params{p.cu_seqlens,      view_plan(p.plan, tiles),
-                                  static_cast<int>(p.batch_size), static_cast<int>(rows),
-                                  p.tile_rows,       p.window,
+    const PlanKernelParams params{p.cu_seqlens,
+                                  view_plan(p.plan, tiles),
+                                  static_cast<int>(p.batch_size),
+                                  static_cast<int>(rows),
+                                  p.tile_rows,
+                                  p.window,
                                   p.causal};
     const auto num_ctas = static_cast<unsigned>(1 + (rows + kThreads - 1) / kThreads);
     plan_kernel<<<num_ctas, kThreads, 0, static_cast<cudaStream_t>(launch.stream)>>>(params);
