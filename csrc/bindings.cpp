@@ -72,13 +72,29 @@ void bind_planned_attention(py::module_& m) {
            int num_heads, int num_kv_heads, int head_dim, int relative_bias_span, int window,
            bool causal, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t out_stride,
            float softmax_scale, int dtype, int device, Address stream, int num_threads, int isa) {
-            planned_attention(
-                {pointer(q), pointer(k), pointer(v), pointer(out), pointer<int32_t>(plan),
-                 pointer<float>(relative_bias), pointer<int32_t>(bias_positions), batch_size,
-                 total_tokens, tile_rows, num_heads, num_kv_heads, head_dim, relative_bias_span,
-                 window, causal, q_stride, k_stride, v_stride, out_stride, softmax_scale,
-                 to_dtype(dtype)},
-                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            planned_attention({pointer(q),
+                               pointer(k),
+                               pointer(v),
+                               pointer(out),
+                               pointer<int32_t>(plan),
+                               pointer<float>(relative_bias),
+                               pointer<int32_t>(bias_positions),
+                               batch_size,
+                               total_tokens,
+                               tile_rows,
+                               num_heads,
+                               num_kv_heads,
+                               head_dim,
+                               relative_bias_span,
+                               window,
+                               causal,
+                               q_stride,
+                               k_stride,
+                               v_stride,
+                               out_stride,
+                               softmax_scale,
+                               to_dtype(dtype)},
+                              {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }

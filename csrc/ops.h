@@ -115,7 +115,8 @@ struct VarlenAttentionParams {
     DType dtype;  // f32 or bf16 on a CPU
 };
 
-// cuda only. Which tile owns which rows of a batch, made once on the device and read by every layer.
+// cuda only. Which tile owns which rows of a batch, made once on the device and read by every
+// layer.
 struct AttentionPlanParams {
     const int32_t* cu_seqlens;  // [batch_size + 1], starts at 0; its end may be below total_tokens
     int32_t* plan;              // attention_plan_bytes(), 16-byte aligned, any content
@@ -131,8 +132,8 @@ int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t he
 int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows);
 void attention_plan(const AttentionPlanParams& p, const Launch& launch);
 
-// cuda only. As varlen_attention on f16 and bf16, with masks and grouped key heads. Rows that belong
-// to no sequence are neither read by the others nor written.
+// cuda only. As varlen_attention on f16 and bf16, with masks and grouped key heads. Rows that
+// belong to no sequence are neither read by the others nor written.
 struct PlannedAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype, 16-byte aligned
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
@@ -148,8 +149,8 @@ struct PlannedAttentionParams {
     int32_t num_kv_heads;  // divides num_heads
     int32_t head_dim;      // a multiple of 8 up to 128
     int32_t relative_bias_span;
-    int32_t window;  // keys a row sees, its own the last of them; 0: from the sequence's first
-    bool causal;     // no key after the row
+    int32_t window;    // keys a row sees, its own the last of them; 0: from the sequence's first
+    bool causal;       // no key after the row
     int64_t q_stride;  // elements from row to row, multiples of 8
     int64_t k_stride;
     int64_t v_stride;

@@ -118,7 +118,7 @@ __device__ __forceinline__ void produce(const Params& p, PipelineSmem<C>& s, int
         const Item now{next.x, next.y, next.z, next.w, item % p.num_heads};
         const int kv_head = now.head / p.group;
         if (item + gridDim.x < num_items) next = p.tiles[(item + gridDim.x) / p.num_heads];
-        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);  // pairs with the end of consume's item
+        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);  // pairs with consume's end of item
         s.items[q.index] = now;  // before the arrival below, which releases it
         uint64_t* full = &s.q_full[q.index];
         FullBarrier::arrive_and_expect_tx(
@@ -161,8 +161,8 @@ __device__ __forceinline__ void consume(const Params& p, PipelineSmem<C>& s, int
         const int base = uniform(now.base) + warpgroup * kTileRows;
         const int end = uniform(now.end);
         const int2* sequences = s.row_bounds[q.index] + base % 2 + warpgroup * kTileRows;
-        tile.start(sequences, base,
-                   uniform(now.rows) - warpgroup * kTileRows, uniform(now.head), end);
+        tile.start(sequences, base, uniform(now.rows) - warpgroup * kTileRows, uniform(now.head),
+                   end);
         const int2 own = tile.own_keys(sequences);
         auto* q_tile = s.q[q.index] + warpgroup * C::kQElements;
         for (int first = uniform(now.begin); first < end; first += kN, kv.advance()) {
@@ -177,7 +177,8 @@ __device__ __forceinline__ void consume(const Params& p, PipelineSmem<C>& s, int
             }
             const auto on_scores = [&] { release(&s.k_empty[stage]); };
             if (own.y - first <= kN / 2) {
-                tile.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores, wait_v);
+                tile.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
+                                             wait_v);
             } else {
                 tile.template attend<kN>(q_tile, s.k[stage], s.v[stage], first, on_scores, wait_v);
             }

@@ -15,8 +15,8 @@ constexpr int kPipelineWarpgroups = 3;
 constexpr int kPipelineRows = kPipelineWarpgroups * kTileRows;
 constexpr int kPipelineHeadDim = 96;  // from here on pipeline_kernel wins on long sequences
 
-// tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one: more
-// CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
+// tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
+// more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
 template <int kHeadDim, bool kBias>
 struct TileTiling {
     static constexpr int kBlockN = 64;
@@ -46,7 +46,8 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
         BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
                                                            12000, cudaEnableDefault, &result));
         if (result != cudaDriverEntryPointSuccess) {
-            throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
+            throw std::runtime_error(
+                "the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
         }
         return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
     }();
@@ -111,7 +112,8 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
 
 template <typename Kernel>
 void allow_smem(Kernel kernel, int bytes) {
-    BYTETX_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    BYTETX_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
 }
 
 template <typename T, int kHeadDim, bool kBias>

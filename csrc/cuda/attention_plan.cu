@@ -4,8 +4,8 @@
 // Tiles hold whole sequences as long as these fit, one behind the other. A sequence that does not
 // fit opens a new tile; one longer than a tile fills tiles of its own and leaves its rest open for
 // the next. Against cutting every tile_rows rows regardless, tiles see fewer foreign keys: at a
-// mean length of 20 one key tile instead of two, and at 102 to 512 tokens 141 instead of 157 us (H200,
-// 12 heads of 64, f16, 2026-11-21).
+// mean length of 20 one key tile instead of two, and at 102 to 512 tokens 141 instead of 157 us
+// (H200, 12 heads of 64, f16, 2026-11-21).
 //
 // That packing is sequential, but a tile's fill before a sequence is all that the past leaves
 // behind, so a chunk of sequences is a function from fill to fill: CTA 0 tabulates it for every
@@ -203,7 +203,8 @@ __device__ int2 find_bounds(const PlanKernelParams& p, int row) {
     return {p.cu_seqlens[low], p.cu_seqlens[high]};
 }
 
-__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanKernelParams p) {
+__global__ void __launch_bounds__(kThreads)
+    plan_kernel(const __grid_constant__ PlanKernelParams p) {
     if (blockIdx.x == 0) return make_tiles(p);
     const int64_t row = int64_t{blockIdx.x - 1} * kThreads + threadIdx.x;
     if (row < p.num_rows) p.plan.row_bounds[row] = find_bounds(p, static_cast<int>(row));

@@ -1,9 +1,10 @@
-// Where the parts of an attention plan lie in its buffer: attention_plan.cu writes, attention reads.
+// Where the parts of an attention plan lie in its buffer: attention_plan.cu writes, attention
+// reads.
 //
 //   int  used_tiles, 3 unused
-//   int4 tiles[max_tiles]      {first row, rows, first key, one past the last key}, in the order to run
-//   int4 unsorted[max_tiles]   as made, in the order of rows
-//   int2 row_bounds[padded]    first row and one past the last row of each row's sequence
+//   int4 tiles[max_tiles]      {first row, rows, first key, one past the last key}, in the order to
+//   run int4 unsorted[max_tiles]   as made, in the order of rows int2 row_bounds[padded]    first
+//   row and one past the last row of each row's sequence
 #pragma once
 
 #include <cuda_runtime.h>

@@ -2,9 +2,9 @@
 // the way out for rows that came out as no number.
 //
 // A tile multiplies the weights of one sequence by the values of its neighbours, too: weights that
-// are exactly 0, so finite neighbours change nothing, but 0 * inf and 0 * NaN are NaN. A row that is
-// not finite is therefore computed again from its own keys alone. That is slow (one warp a row, no
-// matrix unit) and rare: it happens beside broken activations only.
+// are exactly 0, so finite neighbours change nothing, but 0 * inf and 0 * NaN are NaN. A row that
+// is not finite is therefore computed again from its own keys alone. That is slow (one warp a row,
+// no matrix unit) and rare: it happens beside broken activations only.
 #pragma once
 
 #include "cuda/attention_tile.cuh"

@@ -12,7 +12,8 @@
 //   sequence B  3            . . . x x x x x
 //
 // Registers of a thread (wgmma's accumulator layout): rows r0 = 16 * warp + lane / 4 and r0 + 8,
-// columns 8 * j + 2 * (lane % 4) + {0, 1}: element 4 * j + e is row r0, 4 * j + 2 + e is row r0 + 8.
+// columns 8 * j + 2 * (lane % 4) + {0, 1}: element 4 * j + e is row r0, 4 * j + 2 + e is row r0
+// + 8.
 #pragma once
 
 #include <cuda.h>
@@ -49,11 +50,11 @@ struct Params {
     const void* v_rows;
     const void* q_rows;
     void* out;
-    const int2* row_bounds;     // [num_tiles * rows of a tile] its sequence; {total, total} past it
-    const int4* tiles;          // [num_tiles] {first row, rows, first key, one past the last key}
-    const int* used_tiles;         // how many of them hold rows
-    const float* relative_bias;    // [num_heads, 2 * span - 1], or null
-    const int* bias_positions;     // [total_tokens], or null
+    const int2* row_bounds;  // [num_tiles * rows of a tile] its sequence; {total, total} past it
+    const int4* tiles;       // [num_tiles] {first row, rows, first key, one past the last key}
+    const int* used_tiles;   // how many of them hold rows
+    const float* relative_bias;                        // [num_heads, 2 * span - 1], or null
+    const int* bias_positions;                         // [total_tokens], or null
     int64_t q_stride, k_stride, v_stride, out_stride;  // elements
     int total_tokens;
     int num_tiles;
@@ -179,17 +180,17 @@ struct RowTile {
         typename C::template MmaPv<C::kBlockN>{},
         cute::Shape<cute::Int<kTileRows>, cute::Int<C::kDim>>{}));
     const Params& p;
-    int tid;   // in the warpgroup
+    int tid;  // in the warpgroup
     int lane;
     int base;  // first row
     int head;
-    int num_rows;  // of the 64: the others belong to other tiles, or to nobody
-    int2 bounds[2];         // keys of the thread's two rows
+    int num_rows;              // of the 64: the others belong to other tiles, or to nobody
+    int2 bounds[2];            // keys of the thread's two rows
     int warp_begin, warp_end;  // keys that any row of the warp sees
     int full_begin, full_end;  // keys that every row of the warp sees
-    float scale;            // score to power of two
-    float top[2];           // the scaled score that the weights are relative to
-    float sum[2];           // of this thread's weights
+    float scale;               // score to power of two
+    float top[2];              // the scaled score that the weights are relative to
+    float sum[2];              // of this thread's weights
     AccO out;
     bool is_fresh;  // nothing is in out yet
 
@@ -228,8 +229,8 @@ struct RowTile {
                 uniform(key_bounds(p, sequences[last], base + last).y)};
     }
 
-    // out += softmax weights of keys first .. first + kN - 1, times their values. on_scores is called
-    // when k is free, wait_v when the values are needed; v is free on return.
+    // out += softmax weights of keys first .. first + kN - 1, times their values. on_scores is
+    // called when k is free, wait_v when the values are needed; v is free on return.
     template <int kN, typename OnScores, typename WaitV>
     __device__ __forceinline__ void attend(const T* q, const T* k, const T* v, int first,
                                            OnScores&& on_scores, WaitV&& wait_v) {
