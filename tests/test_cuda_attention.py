@@ -232,6 +232,18 @@ def test_one_graph_serves_other_lengths_and_leaves_padding_alone(head_dim: int) 
             assert_as_exact_as_torch(out[:total], used)
 
 
+def test_weights_are_as_exact_as_their_two_roundings() -> None:
+    """Values that are unit vectors show the weights: the fast exponential must not be visible."""
+    case = make_case([64] * 50, num_heads=1)
+    case.q.mul_(3)
+    case.v.copy_(torch.eye(64, device="cuda").repeat(50, 1)[:, None])
+    exact = attend(case, torch.float64)
+    is_large = exact > 2**-10  # smaller ones are subnormal in f16, where the rounding is absolute
+    error = ((case.run().double() - exact) / exact)[is_large].abs().max()
+    two_roundings = torch.finfo(torch.float16).eps
+    assert error <= 1.01 * two_roundings
+
+
 def test_a_plan_of_another_batch_is_refused() -> None:
     case = make_case([5, 6])
     plan = plan_attention(case.cu_seqlens, total_tokens=11, head_dim=64, causal=True)
