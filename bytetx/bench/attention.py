@@ -132,14 +132,10 @@ def _measure(shape: Shape, rates: Rates) -> Measurement:
                 scale=scale,
             )
 
-    num_bytes = 4 * total * shape.num_heads * shape.head_dim * buffers[0].element_size()
-    flop = 4 * float((shape.lengths**2).sum()) * shape.num_heads * shape.head_dim
-    flop /= 2 if shape.causal else 1
-    floor = max(num_bytes / rates.copy_bytes_per_second, flop / rates.gemm_flops)
     return Measurement(
         ours=_microseconds(ours, calls=_NUM_LAYERS),
         rivals={"flash-attention-2": _microseconds(flash, calls=_NUM_LAYERS)},
-        floor=floor * 1e6,
+        floor=_floor_us(shape, rates),
         shape={
             "batch_size": len(shape.lengths),
             "total_tokens": total,
@@ -149,6 +145,14 @@ def _measure(shape: Shape, rates: Rates) -> Measurement:
             "causal": int(shape.causal),
         },
     )
+
+
+def _floor_us(shape: Shape, rates: Rates) -> float:
+    """Every operand moved once, or the scores' and values' products: the longer of the two."""
+    features = shape.num_heads * shape.head_dim
+    num_bytes = 4 * int(shape.lengths.sum()) * features * DTYPES[shape.dtype].itemsize
+    flop = 4 * float((shape.lengths**2).sum()) * features / (2 if shape.causal else 1)
+    return max(num_bytes / rates.copy_bytes_per_second, flop / rates.gemm_flops) * 1e6
 
 
 def _microseconds(run: Callable[[], None], *, calls: int) -> float:
