@@ -9,6 +9,7 @@ import torch
 
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
@@ -107,9 +108,15 @@ class Transformer:
         x = self._embed(batch)
         if on_layer:
             on_layer(x)
+        plan = plan_attention(
+            batch.cu_seqlens,
+            total_tokens=x.shape[0],
+            head_dim=self.spec.head_dim,
+            has_bias=self.relative_bias is not None,
+        )
         for weights in self.layers:
             # Two steps, so that the first one's activations are gone when the second one runs.
-            x = self._attention(x, weights, batch)
+            x = self._attention(x, weights, batch, plan)
             x = self._feed_forward(x, weights)
             if on_layer:
                 on_layer(x)
@@ -132,12 +139,18 @@ class Transformer:
         return x if table.project is None else linear(x, table.project)
 
     def _attention(
-        self, x: torch.Tensor, weights: LayerWeights, batch: PackedBatch
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        batch: PackedBatch,
+        plan: AttentionPlan | None,
     ) -> torch.Tensor:
-        attended = self._attend(linear(x, weights.qkv), batch)
+        attended = self._attend(linear(x, weights.qkv), batch, plan)
         return self._add_norm(linear(attended, weights.attn_out), x, weights.attn_norm)
 
-    def _attend(self, qkv: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    def _attend(
+        self, qkv: torch.Tensor, batch: PackedBatch, plan: AttentionPlan | None
+    ) -> torch.Tensor:
         """qkv: [total_tokens, 3 * hidden_size], dropped on return."""
         spec = self.spec
         q, k, v = qkv.view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
@@ -149,6 +162,7 @@ class Transformer:
             max_seqlen=batch.max_seqlen,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
+            plan=plan,
         )
         return attended.view(-1, spec.hidden_size)
 

@@ -50,7 +50,56 @@ void bind_layer_norm(py::module_& m) {
         ReleaseGil());
 }
 
-#ifndef BYTETX_CUDA
+#ifdef BYTETX_CUDA
+
+void bind_planned_attention(py::module_& m) {
+    m.def("attention_tile_rows", &attention_tile_rows);
+    m.def("attention_plan_bytes", &attention_plan_bytes);
+    m.def(
+        "attention_plan",
+        [](Address cu_seqlens, Address plan, int64_t plan_bytes, int64_t batch_size,
+           int64_t total_tokens, int tile_rows, int window, bool causal, int device, Address stream,
+           int num_threads, int isa) {
+            attention_plan({pointer<int32_t>(cu_seqlens), pointer<int32_t>(plan), plan_bytes,
+                            batch_size, total_tokens, tile_rows, window, causal},
+                           {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "planned_attention",
+        [](Address q, Address k, Address v, Address out, Address plan, Address relative_bias,
+           Address bias_positions, int64_t batch_size, int64_t total_tokens, int tile_rows,
+           int num_heads, int num_kv_heads, int head_dim, int relative_bias_span, int window,
+           bool causal, int64_t q_stride, int64_t k_stride, int64_t v_stride, int64_t out_stride,
+           float softmax_scale, int dtype, int device, Address stream, int num_threads, int isa) {
+            planned_attention({pointer(q),
+                               pointer(k),
+                               pointer(v),
+                               pointer(out),
+                               pointer<int32_t>(plan),
+                               pointer<float>(relative_bias),
+                               pointer<int32_t>(bias_positions),
+                               batch_size,
+                               total_tokens,
+                               tile_rows,
+                               num_heads,
+                               num_kv_heads,
+                               head_dim,
+                               relative_bias_span,
+                               window,
+                               causal,
+                               q_stride,
+                               k_stride,
+                               v_stride,
+                               out_stride,
+                               softmax_scale,
+                               to_dtype(dtype)},
+                              {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+#else
 
 void bind_embed(py::module_& m) {
     m.def(
@@ -130,6 +179,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     bytetx::bind_layer_norm(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
+    bytetx::bind_planned_attention(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_embed(m);

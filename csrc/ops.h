@@ -115,6 +115,52 @@ struct VarlenAttentionParams {
     DType dtype;  // f32 or bf16 on a CPU
 };
 
+// cuda only. Which tile owns which rows of a batch, made once on the device and read by every
+// layer.
+struct AttentionPlanParams {
+    const int32_t* cu_seqlens;  // [batch_size + 1], starts at 0; its end may be below total_tokens
+    int32_t* plan;              // attention_plan_bytes(), 16-byte aligned, any content
+    int64_t plan_bytes;
+    int64_t batch_size;
+    int64_t total_tokens;  // rows there are; those from cu_seqlens[batch_size] on are padding
+    int32_t tile_rows;     // 64 or 192, from attention_tile_rows()
+    int32_t window;        // as in PlannedAttentionParams
+    bool causal;
+};
+
+int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t head_dim);
+int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows);
+void attention_plan(const AttentionPlanParams& p, const Launch& launch);
+
+// cuda only. As varlen_attention on f16 and bf16, with masks and grouped key heads. Rows that
+// belong to no sequence are neither read by the others nor written.
+struct PlannedAttentionParams {
+    const void* q;                  // [total_tokens, num_heads, head_dim], dtype, 16-byte aligned
+    const void* k;                  // [total_tokens, num_kv_heads, head_dim]
+    const void* v;                  // as k
+    void* out;                      // as q
+    const int32_t* plan;            // attention_plan's, of the same sizes, window and causal
+    const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
+    const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
+    int64_t batch_size;
+    int64_t total_tokens;
+    int32_t tile_rows;
+    int32_t num_heads;
+    int32_t num_kv_heads;  // divides num_heads
+    int32_t head_dim;      // a multiple of 8 up to 128
+    int32_t relative_bias_span;
+    int32_t window;    // keys a row sees, its own the last of them; 0: from the sequence's first
+    bool causal;       // no key after the row
+    int64_t q_stride;  // elements from row to row, multiples of 8
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t out_stride;
+    float softmax_scale;  // > 0
+    DType dtype;
+};
+
+void planned_attention(const PlannedAttentionParams& p, const Launch& launch);
+
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
 

@@ -288,3 +288,10 @@ def test_wrong_options_say_what_to_do(arguments: list[str], message: str) -> Non
     assert result.exit_code == 1
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
+def test_attention_suite_asks_for_a_gpu() -> None:
+    result = CliRunner().invoke(app, ["attention"])
+    assert result.exit_code == 1
+    assert "the attention suite needs a CUDA GPU" in " ".join(result.output.split())

@@ -2,12 +2,15 @@
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from bytetx.errors import BytetxError
+
+if TYPE_CHECKING:
+    from bytetx.bench.suite import Suite
 
 app = typer.Typer(
     name="bench",
@@ -50,6 +53,18 @@ def cpu(
         _fail(error)
 
 
+@app.command()
+def attention(record: RecordOption = None, case: CaseOption = None) -> None:
+    """Packed attention on a Hopper GPU: bytetx and FlashAttention-2 as torch ships it."""
+    from bytetx.bench.attention import attention_suite
+
+    try:
+        suite = attention_suite(patterns=case or [])
+        _run_suite(Console(), suite, command=_command("attention", case or []), record=record)
+    except BytetxError as error:
+        _fail(error)
+
+
 @app.command(name="plot")
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER
@@ -73,18 +88,26 @@ def _run_cpu(
 ) -> None:
     # Imported late: torch and the rivals take seconds, which `--help` must not wait for.
     from bytetx.bench.cpu import QUICK, Sizes, cpu_suite
-    from bytetx.bench.suite import run_suite
-    from bytetx.bench.table import records_table, summary_line
 
     if quick and record is not None:
         raise BytetxError("--quick measures too little to be recorded; drop --quick or --record")
     if plot and record is None:
         raise BytetxError("--plot draws from a file of records; add --record FILE")
     suite = cpu_suite(QUICK if quick else Sizes(), patterns=case, checkpoint=model)
+    command = _command("cpu", case, model)
+    _run_suite(console, suite, command=command, record=record)
+    if plot and record is not None:
+        _draw(console, record)
+
+
+def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path | None) -> None:
+    """Measures and records case after case, and prints each one and a table of all."""
+    from bytetx.bench.suite import run_suite
+    from bytetx.bench.table import records_table, summary_line
+
     versions = ", ".join(f"{name} {version}" for name, version in suite.versions.items())
     console.print(f"{suite.device}; {versions}", highlight=False, soft_wrap=True)
     done, seen = [], set()
-    command = _command(case, model)
     for measured, notes in run_suite(suite, command=command, record_to=record):
         done.append(measured)
         console.print(summary_line(measured), highlight=False, markup=False, soft_wrap=True)
@@ -92,8 +115,6 @@ def _run_cpu(
             console.print(f"  {note}", highlight=False, markup=False, soft_wrap=True)
         seen.update(notes)
     console.print(records_table(done, width=console.width))
-    if plot and record is not None:
-        _draw(console, record)
 
 
 def _draw(console: Console, records: Path) -> None:
@@ -103,9 +124,9 @@ def _draw(console: Console, records: Path) -> None:
         console.print(f"wrote {path}", highlight=False, markup=False)
 
 
-def _command(case: list[str], model: Path | None) -> str:
+def _command(suite: str, case: list[str], model: Path | None = None) -> str:
     """The command that measures a record's case again; where the record goes is left out."""
-    words = ["bytetx", "bench", "cpu"]
+    words = ["bytetx", "bench", suite]
     words += [word for pattern in case for word in ("--case", pattern)]
     if model is not None:
         words += ["--model", str(model)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
+from bytetx.ops.attention_plan import AttentionPlan, plan_attention, run_planned, takes_plan
 from bytetx.ops.check import require_contiguous, require_out, require_tensor
 from bytetx.ops.rows import empty_rows
 
@@ -22,19 +23,27 @@ def varlen_attention(
     *,
     max_seqlen: int,
     softmax_scale: float | None = None,
+    causal: bool = False,
+    window: int = 0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
+    plan: AttentionPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attention over packed sequences; no token sees another sequence.
 
-    q, k, v: [total_tokens, num_heads, head_dim], f32, bf16 or f16, heads and features contiguous in
-    each row (views into one packed qkv buffer are normal).  cu_seqlens: int32 [batch_size + 1] on
-    q's device, starts at 0, ends at total_tokens.  max_seqlen: tokens, host int.
-    softmax_scale: 1 / sqrt(head_dim) where None.
+    q: [total_tokens, num_heads, head_dim], f32, bf16 or f16, heads and features contiguous in each
+    row (views into one packed qkv buffer are normal).  k, v: the same, or fewer heads that divide
+    num_heads, each shared by neighbouring query heads.  cu_seqlens: int32 [batch_size + 1] on q's
+    device, starts at 0, ends at total_tokens.  max_seqlen: tokens, host int.
+    softmax_scale: 1 / sqrt(head_dim) where None.  causal: no token sees a later one.
+    window: a token sees itself and the window - 1 tokens before it; 0: all before it.
     relative_bias: f32 [num_heads, 2 * span - 1], span >= max_seqlen; score(i, j) of a head gets
     relative_bias[head, position(j) - position(i) + span - 1], where position is the index in the
     sequence, or bias_positions: int32 [total_tokens], values in [0, span).
+    plan: plan_attention's for this batch, made once for all layers; where None and a kernel wants
+    one, the call makes its own.  With a plan, cu_seqlens may end before total_tokens: the rows past
+    its end are padding, which is neither read by the sequences nor written.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
@@ -43,24 +52,55 @@ def varlen_attention(
     """
     _check(q, k, v, cu_seqlens, out)
     _check_bias(q, max_seqlen, relative_bias, bias_positions)
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[2])
+    options = {
+        "softmax_scale": softmax_scale,
+        "relative_bias": relative_bias,
+        "bias_positions": bias_positions,
+    }
     if torch.compiler.is_compiling():
-        run = torch.ops.bytetx.varlen_attention
-    else:
-        run = _choose(q, has_bias=relative_bias is not None)
-    attended = run(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen=max_seqlen,
-        softmax_scale=softmax_scale,
-        relative_bias=relative_bias,
-        bias_positions=bias_positions,
-        **({"out": out} if run is run_kernel else {}),
-    )
-    return attended if out is None or out is attended else out.copy_(attended)
+        attended = torch.ops.bytetx.varlen_attention(
+            q, k, v, cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window, **options
+        )
+        return attended if out is None else out.copy_(attended)
+    if takes_plan(q, k, v, softmax_scale) and q.shape[0] > 0 and cu_seqlens.shape[0] > 1:
+        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=relative_bias is not None)
+        return run_planned(q, k, v, plan, out=out, **options)
+    has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
+    run = _choose(q, has_bias=relative_bias is not None, has_mask=has_mask)
+    if run is run_kernel:
+        return run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, out=out, **options)
+    if run is not _memory_efficient:
+        options |= {"causal": causal, "window": window}
+    attended = run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, **options)
+    return attended if out is None else out.copy_(attended)
+
+
+def _plan_for(
+    plan: AttentionPlan | None,
+    q: Tensor,
+    cu_seqlens: Tensor,
+    causal: bool,
+    window: int,
+    *,
+    has_bias: bool,
+) -> AttentionPlan:
+    if plan is None:
+        sizes = {"total_tokens": q.shape[0], "head_dim": q.shape[2], "has_bias": has_bias}
+        plan = plan_attention(cu_seqlens, causal=causal, window=window, **sizes)
+        assert plan is not None  # takes_plan said that there is a kernel
+        return plan
+    made_for = (plan.batch_size, plan.total_tokens, plan.causal, plan.window)
+    wanted = (cu_seqlens.shape[0] - 1, q.shape[0], causal, window)
+    if made_for != wanted:
+        raise ValueError(
+            f"plan must be of this batch: (batch_size, total_tokens, causal, window) is {wanted}, "
+            f"the plan's {made_for}; make it with plan_attention"
+        )
+    return plan
 
 
 def run_kernel(
@@ -109,17 +149,17 @@ def _kernel(device: torch.device) -> tuple[Callable[..., None], Callable[..., in
     return kernel, workspace_bytes
 
 
-def _choose(q: Tensor, *, has_bias: bool) -> Callable[..., Tensor]:
+def _choose(q: Tensor, *, has_bias: bool, has_mask: bool) -> Callable[..., Tensor]:
     """The fastest path that takes q's device and dtype."""
     if q.device.type == "cpu":
         is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
-        if is_native and native.kernel("varlen_attention", q.device) is not None:
+        if is_native and not has_mask and native.kernel("varlen_attention", q.device) is not None:
             return run_kernel
     elif q.is_cuda and not has_bias and q.shape[0] > 0:
         if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             if _has_flash(q.device):
                 return _flash
-        elif q.dtype == torch.float32 and q.shape[2] % 4 == 0:
+        elif q.dtype == torch.float32 and q.shape[2] % 4 == 0 and not has_mask:
             return _memory_efficient
     return reference.varlen_attention
 
@@ -139,6 +179,8 @@ def _flash(
     *,
     max_seqlen: int,
     softmax_scale: float,
+    causal: bool,
+    window: int,
     relative_bias: None,
     bias_positions: Tensor | None,
 ) -> Tensor:
@@ -148,8 +190,8 @@ def _flash(
     signature moved between torch 2.10 and 2.13.
     """
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, False, False,
-        scale=softmax_scale,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False,
+        scale=softmax_scale, window_size_left=window - 1 if window else None,
     )[0]  # fmt: skip
 
 
@@ -177,12 +219,17 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | No
     row = (shape[2], 1)  # strides of heads and features
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t is not q:
-            require_tensor(name, t, shape=shape, dtypes=dtypes, device=device)
+            wanted = (shape[0], None if t is k else k.shape[1], shape[2])
+            require_tensor(name, t, shape=wanted, dtypes=dtypes, device=device)
         if t.stride()[1:] != row and t.numel() > 0:
             raise ValueError(
                 f"{name} must be contiguous within a row (strides [any, {q.shape[2]}, 1]), "
                 f"got strides {list(t.stride())}"
             )
+    if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
+        raise ValueError(
+            f"k must have a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}"
+        )
     require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=(torch.int32,), device=device)
     require_contiguous("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] == 0:
@@ -228,6 +275,8 @@ def _fake_varlen_attention(
     *,
     max_seqlen: int,
     softmax_scale: float | None = None,
+    causal: bool = False,
+    window: int = 0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
 ) -> Tensor:
@@ -237,7 +286,8 @@ def _fake_varlen_attention(
 native.register(
     "varlen_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, *, SymInt max_seqlen, "
-    "float? softmax_scale=None, Tensor? relative_bias=None, Tensor? bias_positions=None) -> Tensor",
+    "float? softmax_scale=None, bool causal=False, SymInt window=0, Tensor? relative_bias=None, "
+    "Tensor? bias_positions=None) -> Tensor",
     fn=varlen_attention,
     fake=_fake_varlen_attention,
 )

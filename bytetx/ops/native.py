@@ -13,6 +13,7 @@ ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
 
 OPS = ("embed", "layer_norm", "linear", "varlen_attention", "pool")
+_CUDA_KERNELS = {"varlen_attention": "planned_attention"}  # where the kernel's name is another
 
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
@@ -149,7 +150,7 @@ def _backing(op: str, device: torch.device) -> str:
         return "none: torch finds no CUDA GPU"
     if op == "linear":
         return _backing_linear(device)
-    reason = why_no_kernel(op, device)
+    reason = why_no_kernel(_CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device)
     return f"torch: {reason}" if reason else f"native, {_describe_core(device.type)}"
 
 

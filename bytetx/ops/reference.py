@@ -1,6 +1,7 @@
 """Every op in plain torch, fp32 inside: the definition, the oracle, the path without kernels."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,15 @@ def varlen_attention(
     *,
     max_seqlen: int,
     softmax_scale: float,
+    causal: bool = False,
+    window: int = 0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * softmax_scale + bias) v within each sequence, one run of sequences at a time.
 
-    q, k, v: [total_tokens, num_heads, head_dim].  cu_seqlens: int32 [batch_size + 1].
+    q: [total_tokens, num_heads, head_dim].  k, v: [total_tokens, num_kv_heads, head_dim].
+    cu_seqlens: int32 [batch_size + 1].  causal, window: see ops.attention.varlen_attention.
     relative_bias: f32 [num_heads, 2 * span - 1]; bias_positions: int32 [total_tokens] or None.
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
@@ -32,6 +36,9 @@ def varlen_attention(
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != q.shape[0] or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens must rise from 0 to total_tokens {q.shape[0]}, got {bounds}")
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for start, count, seqlen in _runs(bounds, merge=bias_positions is None):
         rows = slice(start, start + count * seqlen)
@@ -43,7 +50,8 @@ def varlen_attention(
             if bias_positions is None
             else bias_positions[rows]
         )
-        attended = _attend(qs, ks, vs, softmax_scale, relative_bias, positions)
+        mask = _Mask(causal, window, relative_bias, positions)
+        attended = _attend(qs, ks, vs, softmax_scale, mask)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
@@ -67,30 +75,48 @@ def _runs(cu_seqlens: list[int], *, merge: bool) -> Iterator[tuple[int, int, int
         yield start, count, seqlen
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
-    relative_bias: Tensor | None,
-    positions: Tensor,
-) -> Tensor:
-    """Attention of [count, num_heads, seqlen, head_dim] operands; positions: int [seqlen]."""
-    if relative_bias is None:
-        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale)
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """What is added to the scores of one sequence."""
+
+    causal: bool
+    window: int
+    relative_bias: Tensor | None  # f32 [num_heads, 2 * span - 1]
+    positions: Tensor  # int [seqlen]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """f32 [num_heads or 1, last - first, seqlen], for query rows first .. last - 1."""
+        index = torch.arange(self.positions.shape[0], device=self.positions.device)
+        distance = index[None, :] - index[first:last, None]
+        if self.relative_bias is None:
+            mask = torch.zeros((1, *distance.shape), device=distance.device)
+        else:
+            span = (self.relative_bias.shape[1] + 1) // 2
+            moved = self.positions[None, :] - self.positions[first:last, None] + (span - 1)
+            mask = self.relative_bias.float()[:, moved.long()]
+        if self.causal:
+            mask = mask.masked_fill(distance > 0, -torch.inf)
+        if self.window:
+            mask = mask.masked_fill(distance <= -self.window, -torch.inf)
+        return mask
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: _Mask) -> Tensor:
+    """Attention of [count, num_heads, seqlen, head_dim] operands."""
+    if mask.relative_bias is None and not mask.window:
+        return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=mask.causal)
     num_heads, seqlen = q.shape[1], q.shape[2]
-    span = (relative_bias.shape[1] + 1) // 2
     block_rows = max(1, _MAX_BIAS_ELEMENTS // (num_heads * seqlen))
-    pieces = []
-    for first in range(0, seqlen, block_rows):
-        rows = slice(first, first + block_rows)
-        distance = positions[None, :] - positions[rows, None] + (span - 1)
-        bias = relative_bias.float()[:, distance.long()]  # [num_heads, rows, seqlen]
-        pieces.append(
-            F.scaled_dot_product_attention(
-                q[:, :, rows], k, v, attn_mask=bias[None], scale=softmax_scale
-            )
+    pieces = [
+        F.scaled_dot_product_attention(
+            q[:, :, first : first + block_rows],
+            k,
+            v,
+            attn_mask=mask.rows(first, min(first + block_rows, seqlen))[None],
+            scale=softmax_scale,
         )
+        for first in range(0, seqlen, block_rows)
+    ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 

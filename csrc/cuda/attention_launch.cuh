@@ -1,0 +1,171 @@
+// From the params of ops.h to a launch: TMA maps, tilings, the choice between the two kernels.
+// attention_d*.cu instantiate launch_attention, one head size a file, so that they compile at once.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "common/check.cuh"
+#include "cuda/attention_kernels.cuh"
+#include "cuda/attention_plan.cuh"
+#include "ops.h"
+
+namespace bytetx::attention {
+
+constexpr int kPipelineWarpgroups = 3;
+constexpr int kPipelineRows = kPipelineWarpgroups * kTileRows;
+constexpr int kPipelineHeadDim = 96;  // from here on pipeline_kernel wins on long sequences
+
+// tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
+// more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
+template <int kHeadDim, bool kBias>
+struct TileTiling {
+    static constexpr int kBlockN = 64;
+    static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
+    static constexpr int kNumWarpgroups = 1;
+    static constexpr int kQStages = 1;
+    static constexpr int kConsumerRegisters = 0;
+    static constexpr bool kHasBias = kBias;
+    static constexpr int kMinCtas = (kHeadDim <= 64 ? 5 : 3) - (kBias && kHeadDim <= 64);
+};
+
+template <int kHeadDim>
+struct PipelineTiling {
+    static constexpr int kBlockN = 64;
+    static constexpr int kStages = 3;
+    static constexpr int kNumWarpgroups = kPipelineWarpgroups;
+    static constexpr int kQStages = 1;
+    static constexpr int kConsumerRegisters = 160;  // 3 * 160 + 24 registers of 128 threads: 62k
+    static constexpr bool kHasBias = false;
+    static constexpr int kMinCtas = 1;
+};
+
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+    static const auto encoder = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                           12000, cudaEnableDefault, &result));
+        if (result != cudaDriverEntryPointSuccess) {
+            throw std::runtime_error(
+                "the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
+        }
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    }();
+    return encoder;
+}
+
+// Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.
+template <typename C>
+CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t stride, int heads,
+                     int box_rows) {
+    const cuuint64_t sizes[3] = {cuuint64_t(p.head_dim), cuuint64_t(heads),
+                                 cuuint64_t(p.total_tokens)};
+    const cuuint64_t strides[2] = {cuuint64_t(p.head_dim) * kElementBytes,
+                                   cuuint64_t(stride) * kElementBytes};
+    const cuuint32_t box[3] = {C::kBoxColumns, 1, cuuint32_t(box_rows)};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    CUtensorMap map;
+    const CUresult status = tensor_map_encoder()(
+        &map,
+        p.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        3, const_cast<void*>(rows), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        C::kBoxColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+        throw std::invalid_argument("attention: no tensor map (CUresult " + std::to_string(status) +
+                                    ") for head_dim " + std::to_string(p.head_dim) +
+                                    ", row stride " + std::to_string(stride));
+    }
+    return map;
+}
+
+template <typename C>
+Params make_params(const PlannedAttentionParams& p, int num_tiles) {
+    const PlanView plan = view_plan(const_cast<int32_t*>(p.plan), num_tiles);
+    Params params{};
+    params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, kTileRows);
+    params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, C::kBlockN);
+    params.v = make_map<C>(p, p.v, p.v_stride, p.num_kv_heads, C::kBlockN);
+    params.q_rows = p.q;
+    params.k_rows = p.k;
+    params.v_rows = p.v;
+    params.out = p.out;
+    params.row_bounds = plan.row_bounds;
+    params.tiles = plan.tiles;
+    params.used_tiles = plan.used_tiles;
+    params.relative_bias = p.relative_bias;
+    params.bias_positions = p.bias_positions;
+    params.q_stride = p.q_stride;
+    params.k_stride = p.k_stride;
+    params.v_stride = p.v_stride;
+    params.out_stride = p.out_stride;
+    params.total_tokens = static_cast<int>(p.total_tokens);
+    params.num_heads = p.num_heads;
+    params.group = p.num_heads / p.num_kv_heads;
+    params.head_dim = p.head_dim;
+    params.window = p.window;
+    params.bias_span = p.relative_bias_span;
+    params.causal = p.causal;
+    params.softmax_scale = p.softmax_scale;
+    return params;
+}
+
+template <typename Kernel>
+void allow_smem(Kernel kernel, int bytes) {
+    BYTETX_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+template <typename T, int kHeadDim, bool kBias>
+void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
+    using Tiling = TileTiling<kHeadDim, kBias>;
+    using C = TileTypes<T, kHeadDim, Tiling>;
+    const auto kernel = tile_kernel<C, Tiling::kMinCtas>;
+    constexpr int kSmemBytes = sizeof(TileSmem<C>);
+    allow_smem(kernel, kSmemBytes);
+    const dim3 grid(p.num_heads, num_tiles);  // heads of a tile run together: their rows adjoin
+    kernel<<<grid, 128, kSmemBytes, stream>>>(make_params<C>(p, num_tiles));
+}
+
+template <typename T, int kHeadDim>
+void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
+    using Tiling = PipelineTiling<kHeadDim>;
+    using C = TileTypes<T, kHeadDim, Tiling>;
+    const auto kernel = pipeline_kernel<C, Tiling::kMinCtas>;
+    constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
+    allow_smem(kernel, kSmemBytes);
+    int device, num_sms;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
+    const int num_ctas = std::min(num_sms * Tiling::kMinCtas, num_tiles * p.num_heads);
+    kernel<<<num_ctas, 128 * C::kNumWarpgroups + C::kProducerThreads, kSmemBytes, stream>>>(
+        make_params<C>(p, num_tiles));
+}
+
+template <int kHeadDim>
+void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim>
+void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
+    const auto num_tiles = static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows));
+    if constexpr (kHeadDim >= kPipelineHeadDim) {
+        if (p.tile_rows == kPipelineRows && p.relative_bias == nullptr) {
+            return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
+        }
+    }
+    if (p.tile_rows != kTileRows) {
+        throw std::invalid_argument("planned_attention: a plan of " + std::to_string(p.tile_rows) +
+                                    " rows a tile is not for this head_dim or bias");
+    }
+    if (p.relative_bias != nullptr) return launch_tiles<T, kHeadDim, true>(p, num_tiles, stream);
+    launch_tiles<T, kHeadDim, false>(p, num_tiles, stream);
+}
+
+// The body of launch_attention's instantiations.
+template <int kHeadDim>
+void launch_any_type(const PlannedAttentionParams& p, cudaStream_t stream) {
+    if (p.dtype == DType::f16) return launch_typed<cutlass::half_t, kHeadDim>(p, stream);
+    launch_typed<cutlass::bfloat16_t, kHeadDim>(p, stream);
+}
+
+}  // namespace bytetx::attention

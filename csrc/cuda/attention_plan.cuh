@@ -1,0 +1,41 @@
+// Where the parts of an attention plan lie in its buffer: attention_plan.cu writes, attention
+// reads.
+//
+//   int  used_tiles, 3 unused
+//   int4 tiles[max_tiles]      {first row, rows, first key, one past the last key}, in the order to
+//   run int4 unsorted[max_tiles]   as made, in the order of rows int2 row_bounds[padded]    first
+//   row and one past the last row of each row's sequence
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+
+namespace bytetx::attention {
+
+// Two neighbouring tiles hold more than tile_rows rows between them, else they were one; and every
+// sequence opens at most one tile that is not full.
+inline int64_t max_tiles(int64_t batch_size, int64_t total_tokens, int64_t tile_rows) {
+    const int64_t full = total_tokens / tile_rows;
+    return std::min(2 * full + 1, full + batch_size) + 1;
+}
+
+// Tiles are read whole: from an even row on, up to tile_rows + 2 of them.
+inline int64_t padded_rows(int64_t total_tokens, int64_t tile_rows) {
+    return total_tokens + tile_rows + 2;
+}
+
+struct PlanView {
+    int* used_tiles;
+    int4* tiles;
+    int4* unsorted;
+    int2* row_bounds;
+};
+
+inline PlanView view_plan(int32_t* plan, int64_t num_tiles) {
+    auto* tiles = reinterpret_cast<int4*>(plan) + 1;
+    return {plan, tiles, tiles + num_tiles, reinterpret_cast<int2*>(tiles + 2 * num_tiles)};
+}
+
+}  // namespace bytetx::attention

@@ -1,0 +1,55 @@
+"""Causal, windowed and grouped attention where no planned kernel runs: against the definition."""
+
+import pytest
+import torch
+
+from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention_plan import plan_attention
+
+LENGTHS = [3, 0, 17, 30, 1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 4, 100])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_masks_and_groups(causal: bool, window: int, num_kv_heads: int, has_bias: bool) -> None:
+    total, num_heads, head_dim = sum(LENGTHS), 8, 16
+    q = torch.randn(total, num_heads, head_dim)
+    k, v = torch.randn(2, total, num_kv_heads, head_dim)
+    bias = torch.randn(num_heads, 2 * 30 - 1) if has_bias else None
+    cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    options = {"causal": causal, "window": window, "relative_bias": bias}
+    ours = varlen_attention(q, k, v, cu_seqlens, max_seqlen=30, **options)
+
+    group = num_heads // num_kv_heads
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    expected = []
+    for rows in torch.arange(total).split(LENGTHS):
+        scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / head_dim**0.5
+        distance = rows[None, :] - rows[:, None]
+        if bias is not None:
+            scores += bias[:, distance + 29]
+        if causal:
+            scores.masked_fill_(distance > 0, -torch.inf)
+        if window:
+            scores.masked_fill_(distance <= -window, -torch.inf)
+        expected.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[rows].double()))
+    torch.testing.assert_close(ours.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_key_heads_must_divide_query_heads() -> None:
+    q, k = torch.randn(4, 8, 16), torch.randn(4, 3, 16)
+    with pytest.raises(ValueError, match="divides q's 8, got 3"):
+        varlen_attention(q, k, k, torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4)
+
+
+def test_a_negative_window_is_refused() -> None:
+    q = torch.randn(4, 8, 16)
+    with pytest.raises(ValueError, match="window must be 0"):
+        varlen_attention(q, q, q, torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4, window=-1)
+
+
+def test_no_plan_where_no_kernel_takes_one() -> None:
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    assert plan_attention(cu_seqlens, total_tokens=4, head_dim=64) is None

@@ -1,0 +1,251 @@
+"""The Hopper attention kernels against float64: lengths, masks, padding, broken neighbours."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from bytetx.ops import native
+from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention_plan import plan_attention
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = [torch.float16, torch.bfloat16]
+HEAD_DIMS = [32, 64, 80, 96, 128]
+EDGES = [0, 1, 2, 63, 64, 65, 0, 127, 128, 129, 31, 32, 33, 191, 192, 193, 3, 0]
+LENGTHS = {
+    "edges": EDGES,
+    "huge among ones": [1, 1, 1, 8192, 1, 1],
+    "short": [9, 4, 1, 17, 30, 2, 5] * 20,
+    "long": [700, 1025, 512],  # mean above 512: the pipeline where head_dim is large
+    "one": [1],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Operands of one call; q, k and v are views into one packed buffer, as in a model."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: list[int]
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        ends = torch.tensor([0, *self.lengths], device="cuda").cumsum(0)
+        return ends.to(torch.int32)
+
+    def run(self, **options: object) -> Tensor:
+        out = torch.full(self.q.shape, torch.nan, device="cuda", dtype=self.q.dtype)
+        longest = max(self.lengths)
+        return varlen_attention(
+            self.q, self.k, self.v, self.cu_seqlens, max_seqlen=longest, out=out, **options
+        )
+
+
+def make_case(
+    lengths: list[int],
+    *,
+    dtype: torch.dtype = torch.float16,
+    num_heads: int = 2,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    seed: int = 0,
+) -> Case:
+    reason = native.why_no_kernel("planned_attention", torch.device("cuda"))
+    if reason is not None:
+        pytest.skip(reason)
+    torch.manual_seed(seed)
+    kv_heads = num_kv_heads or num_heads
+    heads = num_heads + 2 * kv_heads
+    packed = torch.randn(sum(lengths), heads, head_dim, device="cuda", dtype=dtype)
+    q, k, v = packed.split([num_heads, kv_heads, kv_heads], dim=1)
+    return Case(q, k, v, lengths)
+
+
+def attend(
+    case: Case,
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    window: int = 0,
+    relative_bias: Tensor | None = None,
+) -> Tensor:
+    """The definition, sequence by sequence, in `dtype`; returned in float64."""
+    group = case.q.shape[1] // case.k.shape[1]
+    out = []
+    for q, k, v in zip(*(t.split(case.lengths) for t in (case.q, case.k, case.v)), strict=True):
+        index = torch.arange(len(q), device="cuda")
+        distance = index[None, :] - index[:, None]
+        mask = torch.zeros(1, len(q), len(q), device="cuda", dtype=dtype)
+        if relative_bias is not None:
+            span = (relative_bias.shape[1] + 1) // 2
+            mask = relative_bias.to(dtype)[:, distance + span - 1]
+        if causal:
+            mask = mask.masked_fill(distance > 0, -torch.inf)
+        if window:
+            mask = mask.masked_fill(distance <= -window, -torch.inf)
+        q, k, v = (t.transpose(0, 1).to(dtype) for t in (q, k, v))
+        k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))
+        out.append(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).double())
+    return torch.cat(out)
+
+
+def assert_as_exact_as_torch(ours: Tensor, case: Case, **options: object) -> None:
+    """At most twice the error of torch in the same dtype, and the rounding of the result."""
+    exact = attend(case, torch.float64, **options)
+    torchs = attend(case, case.q.dtype, **options) - exact
+    error = ours.double() - exact
+    rounding = torch.finfo(case.q.dtype).eps * exact.abs()
+    assert error.norm() <= 2 * torchs.norm() + rounding.norm()
+    assert error.abs().max() <= 2 * torchs.abs().max() + rounding.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_shape_is_as_exact_as_torch(
+    dtype: torch.dtype, head_dim: int, lengths: list[int], causal: bool
+) -> None:
+    case = make_case(lengths, dtype=dtype, head_dim=head_dim)
+    assert_as_exact_as_torch(case.run(causal=causal), case, causal=causal)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", [EDGES, [700, 1025, 512]], ids=["edges", "long"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 63, 100])
+def test_a_window_hides_older_tokens(
+    head_dim: int, lengths: list[int], causal: bool, window: int
+) -> None:
+    case = make_case(lengths, head_dim=head_dim)
+    options = {"causal": causal, "window": window}
+    assert_as_exact_as_torch(case.run(**options), case, **options)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [EDGES, [700, 1025, 512]], ids=["edges", "long"])
+def test_query_heads_share_key_heads(num_kv_heads: int, head_dim: int, lengths: list[int]) -> None:
+    case = make_case(lengths, num_heads=8, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    assert_as_exact_as_torch(case.run(causal=True), case, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("lengths", [EDGES, [700, 1025, 512]], ids=["edges", "long"])
+def test_a_relative_bias_is_added(dtype: torch.dtype, head_dim: int, lengths: list[int]) -> None:
+    case = make_case(lengths, dtype=dtype, head_dim=head_dim)
+    span = max(lengths) + 5
+    bias = torch.randn(2, 2 * span - 1, device="cuda")
+    assert_as_exact_as_torch(case.run(relative_bias=bias), case, relative_bias=bias)
+    positions = torch.cat([torch.arange(n) for n in lengths]).int().cuda()
+    moved = case.run(relative_bias=bias, bias_positions=positions)
+    assert torch.equal(moved, case.run(relative_bias=bias))
+
+
+def test_two_thousand_random_length_lists() -> None:
+    generator = torch.Generator().manual_seed(1)
+    for seed in range(2000):
+        sizes = torch.randint(1, 40, (1,), generator=generator).item()
+        scale = 10 ** torch.empty(1).uniform_(0, 2.5, generator=generator).item()
+        draws = torch.empty(sizes).exponential_(generator=generator)
+        lengths = [1, *(min(int(x), 600) for x in (draws * scale).tolist())]
+        case = make_case(lengths, num_heads=1, seed=seed)
+        row = torch.repeat_interleave(
+            torch.arange(len(lengths)), torch.tensor(lengths), output_size=sum(lengths)
+        ).cuda()
+        q, k, v = (t.transpose(0, 1).float() for t in (case.q, case.k, case.v))
+        expected = scaled_dot_product_attention(q, k, v, attn_mask=row[:, None] == row[None, :])
+        error = (case.run() - expected.transpose(0, 1)).abs().max().item()
+        # Rounded weights and results: a few units of 2^-11, of values up to 5.
+        assert error < 5e-3, f"lengths {lengths} (seed {seed}): error {error}"
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+@pytest.mark.parametrize("lengths", [[5, 9, 30, 70, 3, 40], [700, 9, 1500]], ids=["short", "long"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_broken_values_stay_in_their_sequence(
+    broken: float, operand: str, lengths: list[int], head_dim: int
+) -> None:
+    case = make_case(lengths, head_dim=head_dim)
+    clean = attend(case, torch.float64)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    rows = slice(ends[0], ends[1])
+    getattr(case, operand)[rows] = broken
+    ours = case.run().double()
+    others = torch.ones(len(ours), dtype=torch.bool, device="cuda")
+    others[rows] = False
+    assert (ours - clean)[others].abs().max() < 5e-3  # as in the random lists
+    if math.isnan(broken):
+        assert ours[rows].isnan().all()
+
+
+def test_a_long_sequence_does_not_depend_on_its_mates() -> None:
+    mates = make_case([7, 300, 20, 1, 65, 129])
+    together = mates.run()
+    ends = torch.tensor([0, *mates.lengths]).cumsum(0).tolist()
+    for first, last in zip(ends, ends[1:], strict=False):
+        if last - first <= 64:
+            continue
+        rows = slice(first, last)
+        alone = Case(mates.q[rows], mates.k[rows], mates.v[rows], [last - first])
+        assert torch.equal(alone.run(), together[rows])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_graph_serves_other_lengths_and_leaves_padding_alone(head_dim: int) -> None:
+    rows = 2048
+    case = make_case([rows], head_dim=head_dim)
+    cu_seqlens = torch.zeros(9, dtype=torch.int32, device="cuda")
+    out = torch.empty(case.q.shape, device="cuda", dtype=case.q.dtype)
+
+    def step() -> None:
+        plan = plan_attention(cu_seqlens, total_tokens=rows, head_dim=head_dim)
+        operands = (case.q, case.k, case.v, cu_seqlens)
+        varlen_attention(*operands, max_seqlen=rows, plan=plan, out=out)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for lengths in ([3, 200, 0, 64, 1, 1, 500, 30], [1500, 1, 1, 1, 1, 1, 1, 1], [0] * 8):
+        total = sum(lengths)
+        torch.manual_seed(total)
+        for operand in (case.q, case.k, case.v):
+            operand.normal_()
+            operand[total:] = torch.nan
+        used = Case(case.q[:total], case.k[:total], case.v[:total], lengths)
+        cu_seqlens.copy_(used.cu_seqlens)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert out[total:].isnan().all()
+        if total:
+            assert_as_exact_as_torch(out[:total], used)
+
+
+def test_weights_are_as_exact_as_their_two_roundings() -> None:
+    """Values that are unit vectors show the weights: the fast exponential must not be visible."""
+    case = make_case([64] * 50, num_heads=1)
+    case.q.mul_(3)
+    case.v.copy_(torch.eye(64, device="cuda").repeat(50, 1)[:, None])
+    exact = attend(case, torch.float64)
+    is_large = exact > 2**-10  # smaller ones are subnormal in f16, where the rounding is absolute
+    error = ((case.run().double() - exact) / exact)[is_large].abs().max()
+    two_roundings = torch.finfo(torch.float16).eps
+    assert error <= 1.01 * two_roundings
+
+
+def test_a_plan_of_another_batch_is_refused() -> None:
+    case = make_case([5, 6])
+    plan = plan_attention(case.cu_seqlens, total_tokens=11, head_dim=64, causal=True)
+    with pytest.raises(ValueError, match="plan must be of this batch"):
+        case.run(plan=plan)
