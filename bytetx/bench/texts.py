@@ -44,7 +44,7 @@ PROFILES: dict[str, tuple[tuple[float, Lognormal], ...]] = {
     ),
 }
 # As wide as mixed real traffic: padded batches of 32 in arrival order are then 60 to 65 % padding.
-PASSAGE_TEXTS = Lognormal(90, 0.7, 4, 240)
+PASSAGE_TEXTS = Lognormal(90, 0.7, 4, 220)
 
 
 def english_passages(count: int, *, lengths: Lognormal = PASSAGE_TEXTS, seed: int = 0) -> list[str]:
