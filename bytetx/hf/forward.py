@@ -15,7 +15,13 @@ from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
 from bytetx.hf.notice import Notices
-from bytetx.hf.padding import Layout, packed_layout, padded_layout, position_ids_of
+from bytetx.hf.padding import (
+    Layout,
+    as_int32,
+    packed_layout,
+    padded_layout,
+    position_ids_of,
+)
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.packed import PackedBatch
 from bytetx.transformer import Transformer
@@ -277,7 +283,7 @@ def _batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> Packe
             layout.total_tokens, dtype=torch.int32, device=inputs.main.device
         )
         if inputs.token_type_ids is not None:
-            token_type_ids = layout.gather(inputs.token_type_ids).to(torch.int32)
+            token_type_ids = as_int32("token_type_ids", layout.gather(inputs.token_type_ids))
     if inputs.inputs_embeds is not None:
         embeds = layout.gather(inputs.inputs_embeds).detach()
     has_bias_positions = transformer.relative_bias is not None and layout.has_holes
@@ -302,4 +308,4 @@ def _packed_ids(inputs: Inputs, layout: Layout) -> torch.Tensor:
     """int32 [total_tokens]; zeros where only embeddings were given."""
     if inputs.input_ids is None:
         return torch.zeros(layout.total_tokens, dtype=torch.int32, device=inputs.main.device)
-    return layout.gather(inputs.input_ids).to(torch.int32)
+    return as_int32("input_ids", layout.gather(inputs.input_ids))
