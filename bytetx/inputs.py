@@ -198,8 +198,11 @@ def _check_range(ids: np.ndarray, index: int, vocab_size: int) -> None:
 
 
 def _not_an_input(item: object, index: int) -> InputError:
+    given = type(item).__name__
+    if isinstance(item, tuple) and len(item) == 2:
+        given = f"a pair ({', '.join(type(part).__name__ for part in item)})"
     return InputError(
-        f"texts[{index}] is {type(item).__name__}; give a str, a pair (str, str), or a sequence of "
+        f"texts[{index}] is {given}; give a str, a pair (str, str), or a sequence of "
         "integer token ids"
     )
 

@@ -8,6 +8,15 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 
+from bytetx.arguments import (
+    check_dimensions,
+    check_iterable,
+    check_names,
+    check_text,
+    check_top_k,
+    chosen_layers,
+    chosen_modes,
+)
 from bytetx.config import resolve_checkpoint
 from bytetx.engine.pipeline import run
 from bytetx.engine.request import RunCounter
@@ -97,6 +106,8 @@ class Model:
         pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
         checkpoint says.  A failed text's vector is NaN, its error in `errors`.
         """
+        if prompt is not None:
+            check_text("prompt", prompt)
         task = self._embed_task(dimensions=dimensions, pooling=pooling, normalize=normalize)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
@@ -125,7 +136,7 @@ class Model:
         Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
         regression, or with raw_scores, the logits themselves.  top_k: None keeps every label.
         """
-        _check_top_k(top_k)
+        check_top_k(top_k)
         head = self._need_head(self.heads.sequence, "sequence classification")
         scores = raw if raw_scores else score_function(self.spec)
         task = ClassifyTask(head, self._labels(), scores, top_k)
@@ -147,7 +158,8 @@ class Model:
         top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
         on_error="return": a bad document is left out; its error is in `errors` by its index.
         """
-        _check_top_k(top_k)
+        check_top_k(top_k)
+        check_text("query", query)
         head = self._need_head(self.heads.sequence, "sequence classification")
         if self.spec.num_labels != 1:
             raise InputError(
@@ -158,7 +170,7 @@ class Model:
         if raw_scores:
             name = "torch.nn.Identity"
         task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
-        documents = _listed(documents)
+        documents = list(check_iterable("documents", documents))
         pairs = ((query, document) for document in documents)
         reader = self._reader(truncate=truncate, on_error=on_error)
         scores = self._results(pairs, task, reader, stream=False)
@@ -188,6 +200,7 @@ class Model:
         if aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
             raise InputError(f"aggregation must be one of {known}, got {aggregation!r}")
+        check_names("ignore_labels", ignore_labels)
         head = self._need_head(self.heads.token, "token classification")
         self._need_tokenizer()
         task = TagTask(head, self.tokenizer, self._labels(), aggregation, ignore_labels)
@@ -209,7 +222,9 @@ class Model:
 
         targets: score these words only, by their probability in the whole vocabulary.
         """
-        _check_top_k(top_k)
+        check_top_k(top_k, may_be_none=False)
+        if targets is not None and not isinstance(targets, str):
+            check_names("targets", targets)
         head = self._need_head(self.heads.masked_lm, "masked language model")
         tokenizer = self._need_tokenizer()
         if tokenizer.mask_token_id is None:
@@ -230,13 +245,7 @@ class Model:
         stream: bool = False,
     ) -> Results[np.ndarray | InputError] | Stream[np.ndarray | InputError]:
         """f32 [len(layers), num_tokens, hidden_size] a text; layer 0 is the embeddings' output."""
-        num_states = self.spec.num_layers + 1
-        for layer in layers:
-            if not -num_states <= layer < num_states:
-                raise InputError(
-                    f"layers must lie between {-num_states} and {num_states - 1}, got {layer}"
-                )
-        task = HiddenStatesTask(tuple(layer % num_states for layer in layers))
+        task = HiddenStatesTask(chosen_layers(layers, num_states=self.spec.num_layers + 1))
         reader = self._reader(truncate=truncate, on_error=on_error)
         return self._results(texts, task, reader, stream=stream)
 
@@ -280,19 +289,16 @@ class Model:
         normalize: bool | None,
     ) -> EmbedTask:
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
-        modes = (pooling,) if isinstance(pooling, str) else tuple(pooling or sentence.pooling)
-        unknown = [mode for mode in modes if mode not in POOLING_MODES]
-        if unknown:
-            known = ", ".join(POOLING_MODES)
-            raise InputError(f"pooling must be one or more of {known}, got {unknown[0]!r}")
-        if pooling is None and not sentence.is_declared:
+        modes = sentence.pooling
+        if pooling is not None:
+            modes = chosen_modes(pooling, known=POOLING_MODES)
+        elif not sentence.is_declared:
             logger.info("%s names no pooling: mean is used", self.checkpoint.folder)
         if normalize is False:
             modules = tuple(module for module in modules if not isinstance(module, Normalize))
         normalizes = any(isinstance(module, Normalize) for module in modules)
         size = output_size(self.spec.hidden_size, modes, modules)
-        if dimensions is not None and not 1 <= dimensions <= size:
-            raise InputError(f"dimensions must lie between 1 and {size}, got {dimensions!r}")
+        check_dimensions(dimensions, size=size)
         return EmbedTask(
             modes,
             modules,
@@ -310,8 +316,7 @@ class Model:
     def _run(
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
     ) -> Generator[list[R | InputError], None, None]:
-        if isinstance(texts, str | bytes):
-            raise InputError("texts must be an iterable of texts, got one text; put it in a list")
+        check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=estimate_tokens, token_budget=self.token_budget)
         return run(
             cut,
@@ -363,14 +368,3 @@ def default_token_budget(device: torch.device) -> int:
 
 def _length(texts: Iterable[Input]) -> int | None:
     return len(texts) if hasattr(texts, "__len__") else None
-
-
-def _listed(documents: Iterable[str]) -> list[str]:
-    if isinstance(documents, str):
-        raise InputError("documents must be an iterable of texts, got one str; put it in a list")
-    return list(documents)
-
-
-def _check_top_k(top_k: int | None) -> None:
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise InputError(f"top_k must be a positive integer, got {top_k!r}")

@@ -83,7 +83,9 @@ def pack(
     token_ids: one sequence of ints a text; length 0 is allowed.
     token_type_ids: the same lengths as token_ids; None means 0 everywhere.
     has_token_types: whether the family has token types at all (False leaves the field None).
-    position_offset: position id of a sequence's first token (RoBERTa: padding_idx + 1).
+    position_offset: position id of a sequence's first token (RoBERTa: padding_idx + 1).  Where it
+        is not 0, the token position_offset - 1 (the pad token, which a text can spell out) keeps
+        that number as its position and is not counted, as Hugging Face has it.
     Raises InputError naming the sequence where lengths differ or an id is no int32.
     """
     seqlens = _lengths(token_ids, name="token_ids")
@@ -95,9 +97,13 @@ def pack(
         if token_type_ids is not None:
             _check_same_lengths(_lengths(token_type_ids, name="token_type_ids"), seqlens)
             types = _concatenate(token_type_ids, name="token_type_ids")
+    ids = _concatenate(token_ids, name="token_ids")
+    positions = _positions(cu_seqlens, seqlens, position_offset)
+    if position_offset and (is_pad := ids == position_offset - 1).any():
+        _skip_pads(positions, is_pad, cu_seqlens, pad_token_id=position_offset - 1)
     batch = PackedBatch(
-        input_ids=torch.from_numpy(_concatenate(token_ids, name="token_ids")),
-        position_ids=torch.from_numpy(_positions(cu_seqlens, seqlens, position_offset)),
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(positions),
         token_type_ids=None if types is None else torch.from_numpy(types),
         cu_seqlens=torch.from_numpy(cu_seqlens),
         seqlens=torch.from_numpy(seqlens),
@@ -128,6 +134,16 @@ def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.n
     positions -= starts
     positions += np.int32(offset)
     return positions
+
+
+def _skip_pads(
+    positions: np.ndarray, is_pad: np.ndarray, cu_seqlens: np.ndarray, *, pad_token_id: int
+) -> None:
+    """Lowers each position by the pad tokens before it in its sequence; a pad's is its own id."""
+    num_before = np.zeros(len(is_pad) + 1, dtype=np.int32)
+    np.cumsum(is_pad, out=num_before[1:])
+    positions -= num_before[:-1] - np.repeat(num_before[cu_seqlens[:-1]], np.diff(cu_seqlens))
+    positions[is_pad] = pad_token_id
 
 
 def _lengths(sequences: Sequence[TokenIds], *, name: str) -> np.ndarray:

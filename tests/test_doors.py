@@ -23,6 +23,7 @@ HEIGHTS = {
     "bytetx.hf": 5,
     "bytetx.report": 5,
     "bytetx.serve": 5,
+    "bytetx.arguments": 4,
     "bytetx.inputs": 4,
     "bytetx.loading": 4,
     "bytetx.model": 4,

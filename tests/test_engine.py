@@ -224,7 +224,7 @@ def test_wrong_options_are_named(folder: Path, options: dict, message: str) -> N
 def test_wrong_task_options_are_named(model: Model) -> None:
     with pytest.raises(InputError, match="on_error must be 'raise' or 'return', got 'skip'"):
         model.embed(["a"], on_error="skip")
-    with pytest.raises(InputError, match="layers must lie between -3 and 2, got 3"):
+    with pytest.raises(InputError, match="layers must be one or more integers from -3 to 2, got "):
         model.hidden_states(["a"], layers=(3,))
 
 

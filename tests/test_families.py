@@ -195,6 +195,16 @@ def test_roberta_positions_start_after_the_pad_id(
         assert_close(rows, expected(model, sequence).last_hidden_state[0])
 
 
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta", "camembert", "mpnet"])
+def test_text_that_spells_out_the_pad_token(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    loaded = load(save(model, tmp_path))
+    pad = loaded.spec.position_offset - 1
+    ids = [[5, pad, 9, 7, pad, pad, 8], [6, 7], [pad, 9]]
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_up_to_the_last_position(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)

@@ -215,6 +215,19 @@ def test_positional_arguments_and_wrong_ones():
             wrapped(torch.tensor([[5, 1000]]))
 
 
+def test_float_ids_are_refused_and_huge_ones_do_not_wrap_round():
+    wrapped = wrap(tiny_model("bert"))
+    inputs = {"input_ids": torch.full((1, 4), 5), "token_type_ids": torch.zeros(1, 4).long()}
+    inputs["position_ids"] = torch.arange(4).unsqueeze(0)
+    for name, ids in inputs.items():
+        with torch.inference_mode():
+            with pytest.raises(ValueError, match=f"{name} must be integers, got torch.float32"):
+                wrapped(**inputs | {name: ids.float()})
+            for shift in (2**32, -(2**32)):
+                with pytest.raises(ValueError, match="but the table has"):
+                    wrapped(**inputs | {name: ids + shift})
+
+
 def test_unwrap_restores_everything():
     model = tiny_model("roberta", "ForSequenceClassification")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

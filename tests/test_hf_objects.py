@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import FAMILIES, largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
+from hf_models import (  # noqa: F401  (one_thread is a fixture)
+    FAMILIES,
+    FAMILY_HEADS,
+    largest_difference,
+    one_thread,
+    padded_inputs,
+    tiny_model,
+)
 from safetensors.torch import load_file, save_file
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
@@ -138,6 +145,14 @@ def test_copies_are_wrapped_and_independent(make):
     unwrap(other)
     assert "forward" in model.bert.__dict__
     assert "forward" not in other.bert.__dict__
+
+
+@pytest.mark.parametrize(("family", "head"), FAMILY_HEADS)
+def test_deepcopy_of_every_wrapped_head(family, head):
+    model = wrap(tiny_model(family, head))
+    other = by_pickle(by_deepcopy(model))
+    assert other.forward.module is other
+    assert type(other) is type(model)
 
 
 def test_training_a_wrapped_model_trains_what_bytetx_runs():

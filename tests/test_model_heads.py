@@ -17,6 +17,7 @@ from torch import nn
 import bytetx
 from bytetx.errors import CheckpointError, InputError
 from bytetx.results import Entity
+from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.tag import AGGREGATIONS
 
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC", 5: "MISC"}
@@ -76,6 +77,15 @@ def test_one_label_is_a_sigmoid(tmp_path: Path) -> None:
     assert score == pytest.approx(1 / (1 + np.exp(-logit)), abs=1e-6)
 
 
+def test_scores_of_huge_logits_warn_of_no_overflow() -> None:
+    logits = np.array([[-500.0, -1.0, 0.0, 1.0, 500.0]], dtype=np.float32)
+    with warnings.catch_warnings(action="error"):
+        scores = sigmoid(logits)
+    assert scores.dtype == np.float32
+    expected = 1 / (1 + np.exp(-logits.astype(np.float64)))
+    np.testing.assert_allclose(scores, expected, rtol=1e-6, atol=1e-38)
+
+
 @pytest.mark.parametrize("activation", [None, nn.Identity(), nn.Sigmoid(), nn.Tanh()])
 @pytest.mark.parametrize("saved_by_cross_encoder", [False, True])
 def test_rerank_equals_cross_encoder(
@@ -112,6 +122,8 @@ def test_rerank_options_and_errors(tmp_path: Path) -> None:
     assert len(hits) == 3 and list(hits.errors) == [len(DOCUMENTS)]
     raw = model.rerank("fox", DOCUMENTS, raw_scores=True, truncate=True)
     assert raw[:3] == hits  # this checkpoint's activation is the identity
+    with pytest.raises(InputError, match=r"texts\[1\] is a pair \(str, int\); give a str"):
+        model.rerank("fox", ["dog", 3])
     with pytest.raises(InputError, match="documents must be an iterable of texts, got one str"):
         model.rerank("fox", "dog")
     edit_json(folder / "config.json", sbert_ce_default_activation_function="evil.code.Run")

@@ -22,10 +22,29 @@ def test_round_trip(texts: list[list[int]], offset: int, container: type) -> Non
     batch = pack(given_texts, has_token_types=True, position_offset=offset)
     assert [rows.tolist() for rows in split(batch.input_ids, batch)] == texts
     assert [rows.tolist() for rows in split(batch.position_ids, batch)] == [
-        list(range(offset, offset + len(text))) for text in texts
+        positions(text, offset) for text in texts
     ]
     assert batch.token_type_ids.tolist() == [0] * batch.total_tokens
     assert batch.batch_size == len(texts)
+
+
+def positions(text: list[int], offset: int) -> list[int]:
+    """Hugging Face's: from the offset, pad tokens (offset - 1) stand still and are not counted."""
+    if offset == 0:
+        return list(range(len(text)))
+    pad = offset - 1
+    return [
+        pad if token_id == pad else pad + sum(other != pad for other in text[: i + 1])
+        for i, token_id in enumerate(text)
+    ]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=6), st.integers(1, 3))
+def test_pad_tokens_in_a_text_take_no_position(texts: list[list[int]], offset: int) -> None:
+    batch = pack(texts, position_offset=offset)
+    assert [rows.tolist() for rows in split(batch.position_ids, batch)] == [
+        positions(text, offset) for text in texts
+    ]
 
 
 @given(LENGTHS)

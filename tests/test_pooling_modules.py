@@ -113,7 +113,7 @@ def test_dimensions_are_normalised_anew(tmp_path: Path) -> None:
     )
     ours = bytetx.load(folder).embed(INPUTS, dimensions=16, truncate=True)
     np.testing.assert_allclose(ours.vectors, theirs, atol=1e-5)
-    with pytest.raises(InputError, match="dimensions must lie between 1 and 48, got 49"):
+    with pytest.raises(InputError, match="dimensions must be an integer from 1 to 48, got 49"):
         bytetx.load(folder).embed(["a"], dimensions=49)
 
 

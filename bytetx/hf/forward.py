@@ -15,7 +15,13 @@ from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
 from bytetx.hf.notice import Notices
-from bytetx.hf.padding import Layout, packed_layout, padded_layout, position_ids_of
+from bytetx.hf.padding import (
+    Layout,
+    as_int32,
+    packed_layout,
+    padded_layout,
+    position_ids_of,
+)
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.packed import PackedBatch
 from bytetx.transformer import Transformer
@@ -99,14 +105,17 @@ class HeadForward(ForwardStandIn):
         super().__init__(module)
         name = type(module).__name__
         self.is_multiple_choice = name.endswith("ForMultipleChoice")
-        # ELECTRA's summary for multiple choice may be the last column or the mean of all.
-        self.summarises_all = (
-            self.is_multiple_choice
-            and name.startswith("Electra")
-            and (getattr(module.config, "summary_type", "first") != "first")
-        )
-        self.only_first = name.endswith(_FIRST_TOKEN_HEADS) and not self.summarises_all
-        self.reads_first = self.only_first or name == "BertForPreTraining"
+        self.is_first_token_head = name.endswith(_FIRST_TOKEN_HEADS)
+        self.is_pretraining_head = name == "BertForPreTraining"
+
+    @property
+    def summarises_all(self) -> bool:
+        """Whether the head may read any column: ELECTRA's summary for multiple choice.
+
+        Asked at each call: while a module is copied, its config is not there yet.
+        """
+        is_summary = self.is_multiple_choice and type(self.module).__name__.startswith("Electra")
+        return is_summary and getattr(self.module.config, "summary_type", "first") != "first"
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
@@ -118,12 +127,14 @@ class HeadForward(ForwardStandIn):
                     "cu_seqlens cannot say which sequences are one question's choices"
                 )
             given = arguments.with_row(given)
+        summarises_all = self.summarises_all
+        only_first = self.is_first_token_head and not summarises_all
         call = HeadCall(
             base=self.module.base_model,
-            reads_first=self.reads_first,
-            only_first=self.only_first,
+            reads_first=only_first or self.is_pretraining_head,
+            only_first=only_first,
             # The loss of question answering is a softmax over every column.
-            reads_pads=self.summarises_all or given.get("start_positions") is not None,
+            reads_pads=summarises_all or given.get("start_positions") is not None,
             cu_seqlens=cu_seqlens,
         )
         token = _HEAD_CALL.set(call)
@@ -272,7 +283,7 @@ def _batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> Packe
             layout.total_tokens, dtype=torch.int32, device=inputs.main.device
         )
         if inputs.token_type_ids is not None:
-            token_type_ids = layout.gather(inputs.token_type_ids).to(torch.int32)
+            token_type_ids = as_int32("token_type_ids", layout.gather(inputs.token_type_ids))
     if inputs.inputs_embeds is not None:
         embeds = layout.gather(inputs.inputs_embeds).detach()
     has_bias_positions = transformer.relative_bias is not None and layout.has_holes
@@ -297,4 +308,4 @@ def _packed_ids(inputs: Inputs, layout: Layout) -> torch.Tensor:
     """int32 [total_tokens]; zeros where only embeddings were given."""
     if inputs.input_ids is None:
         return torch.zeros(layout.total_tokens, dtype=torch.int32, device=inputs.main.device)
-    return layout.gather(inputs.input_ids).to(torch.int32)
+    return as_int32("input_ids", layout.gather(inputs.input_ids))

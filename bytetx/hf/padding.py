@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from bytetx.errors import InputError
 
+_INT32 = torch.iinfo(torch.int32)
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -69,6 +71,20 @@ class Layout:
 def as_callers_tensor(x: torch.Tensor) -> torch.Tensor:
     """x itself, or a copy that autograd may keep where the caller is not in inference mode."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
+
+def as_int32(name: str, ids: torch.Tensor) -> torch.Tensor:
+    """ids as int32; what is too large stays too large for every table, instead of wrapping round.
+
+    Raises InputError where ids are no integers.
+    """
+    if ids.dtype == torch.int32:
+        return ids
+    if ids.is_floating_point() or ids.is_complex():
+        raise InputError(f"{name} must be integers, got {ids.dtype}; pass {name}.long()")
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(_INT32.min, _INT32.max)
+    return ids.to(torch.int32)
 
 
 def padded_layout(
@@ -158,7 +174,7 @@ def position_ids_of(
     index in the sequence.
     """
     if position_ids is not None:
-        return layout.gather(position_ids).to(torch.int32)
+        return as_int32("position_ids", layout.gather(position_ids))
     if position_offset == 0 or input_ids is None or layout.is_packed:
         return (layout.columns + position_offset).to(torch.int32)
     pad_token_id = position_offset - 1

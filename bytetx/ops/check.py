@@ -40,7 +40,11 @@ def require_tensor(
 
 
 def _fits(have: Sequence[int], shape: Sequence[int | None]) -> bool:
-    return all(want is None or want == extent for want, extent in zip(shape, have, strict=True))
+    # A plain loop takes half the time of all() over a generator: 0.4 us of every op's call.
+    for want, extent in zip(shape, have, strict=True):  # noqa: SIM110
+        if want is not None and want != extent:
+            return False
+    return True
 
 
 def _raise_what_is_wrong(

@@ -27,7 +27,8 @@ def raw(logits: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
-    return 1.0 / (1.0 + np.exp(-logits))
+    small = np.exp(-np.abs(logits))  # never overflows
+    return np.where(logits >= 0, 1.0, small) / (1.0 + small)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

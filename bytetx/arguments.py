@@ -1,0 +1,72 @@
+"""What a caller asked of a task: options that are checked by name before anything runs."""
+
+from collections.abc import Collection, Iterable, Sequence
+from numbers import Integral
+from typing import TypeVar
+
+from bytetx.errors import InputError
+
+T = TypeVar("T")
+
+
+def check_iterable(name: str, given: Iterable[T]) -> Iterable[T]:
+    """`given` itself; InputError where it is one text, or holds no texts at all."""
+    if isinstance(given, str | bytes):
+        one = "str" if isinstance(given, str) else "bytes"
+        raise InputError(f"{name} must be an iterable of texts, got one {one}; put it in a list")
+    if not isinstance(given, Iterable):
+        raise InputError(f"{name} must be an iterable of texts, got {type(given).__name__}")
+    return given
+
+
+def check_top_k(top_k: object, *, may_be_none: bool = True) -> None:
+    """InputError unless top_k is a positive integer, or None where that means all."""
+    if top_k is None and may_be_none:
+        return
+    if not _is_integer(top_k) or top_k < 1:
+        raise InputError(f"top_k must be a positive integer, got {top_k!r}")
+
+
+def check_dimensions(dimensions: object, *, size: int) -> None:
+    """InputError unless dimensions is None or an integer from 1 to size."""
+    if dimensions is not None and not (_is_integer(dimensions) and 1 <= dimensions <= size):
+        raise InputError(f"dimensions must be an integer from 1 to {size}, got {dimensions!r}")
+
+
+def check_text(name: str, given: object) -> None:
+    """InputError unless `given` is a str."""
+    if not isinstance(given, str):
+        raise InputError(f"{name} must be a str, got {type(given).__name__}")
+
+
+def check_names(name: str, given: object) -> None:
+    """InputError unless `given` is a collection of str; one str would be read by its letters."""
+    is_names = isinstance(given, Collection) and not isinstance(given, str | bytes)
+    if not is_names or not all(isinstance(entry, str) for entry in given):
+        raise InputError(f"{name} must be a list of str, got {given!r}")
+
+
+def chosen_modes(pooling: object, *, known: Sequence[str]) -> tuple[str, ...]:
+    """The pooling modes that one str or several name; InputError for none or one not known."""
+    modes = (pooling,) if isinstance(pooling, str) else pooling
+    modes = tuple(modes) if isinstance(modes, Iterable) else ()
+    if not modes or not all(mode in known for mode in modes):
+        raise InputError(f"pooling must be one or more of {', '.join(known)}, got {pooling!r}")
+    return modes
+
+
+def chosen_layers(layers: object, *, num_states: int) -> tuple[int, ...]:
+    """Layers counted from 0; InputError unless each is an integer within num_states."""
+    chosen = tuple(layers) if isinstance(layers, Iterable) else ()
+    if not chosen or not all(
+        _is_integer(layer) and -num_states <= layer < num_states for layer in chosen
+    ):
+        raise InputError(
+            f"layers must be one or more integers from {-num_states} to {num_states - 1}, got "
+            f"{layers!r}"
+        )
+    return tuple(layer % num_states for layer in chosen)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
