@@ -181,7 +181,11 @@ def projected(**changes: object) -> Tensor:
 
 ERRORS: list[tuple[Callable[..., Tensor], dict[str, object], str]] = [
     (attend, {"q": torch.ones(6, 16)}, r"q must have shape \[any, any, any\], got float32 \[6, 16"),
-    (attend, {"k": torch.ones(5, 2, 8)}, r"k must have shape \[6, any, 8\], got float32 \[5, 2, 8\]"),
+    (
+        attend,
+        {"k": torch.ones(5, 2, 8)},
+        r"k must have shape \[6, any, 8\], got float32 \[5, 2, 8\]",
+    ),
     (attend, {"v": torch.ones(6, 2, 8, dtype=BF16)}, "v must be float32, got bfloat16"),
     (attend, {"v": torch.ones(6, 8, 2).mT}, "v must be contiguous within a row"),
     (attend, {"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens must be int32, got int64"),
