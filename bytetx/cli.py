@@ -1,6 +1,7 @@
 """The command line: batch jobs over files, and what this machine and a checkpoint are."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,6 +35,8 @@ RawScores = Annotated[
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if sys.stderr is None:  # closed (2>&-): a file opened next would take its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
         sys.exit(app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False) or 0)
     except CommandError as error:

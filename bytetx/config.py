@@ -28,7 +28,7 @@ def resolve_checkpoint(
 
     Raises CheckpointError where the folder is no checkpoint or the hub cannot answer.
     """
-    folder = Path(path_or_id).expanduser()
+    folder = _checked_path(path_or_id)
     if folder.is_dir():
         if not any((folder / name).is_file() for name in ("config.json", "modules.json")):
             raise CheckpointError(
@@ -37,6 +37,8 @@ def resolve_checkpoint(
         return folder
     if folder.exists():
         raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
+    if str(path_or_id).startswith((".", "/", "~")):
+        raise CheckpointError(f"there is no folder {folder}; give a checkpoint's folder or hub id")
     try:
         return Path(
             snapshot_download(
@@ -56,6 +58,18 @@ def resolve_checkpoint(
         raise CheckpointError(
             f"{str(path_or_id)!r} is neither a local folder nor a checkpoint the hub gave: {error}"
         ) from error
+
+
+def _checked_path(path_or_id: str | Path) -> Path:
+    """The name as a path, whether something is there or not; CheckpointError for no name at all."""
+    if not str(path_or_id):
+        raise CheckpointError("the checkpoint's name is empty; give its folder or a hub id")
+    try:
+        path = Path(path_or_id).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; ~ of nobody
+        raise CheckpointError(f"{str(path_or_id)!r} cannot be opened: {error}") from error
+    return path
 
 
 def transformer_folder(folder: Path) -> Path:

@@ -78,7 +78,8 @@ class InputReader:
     def _checked_text(self, text: str | Sequence[str], index: int) -> str | tuple[str, str]:
         if self.tokenizer is None:
             raise InputError(
-                f"texts[{index}] is text, but the checkpoint has no tokenizer; give token ids"
+                f"texts[{index}] needs a tokenizer and the checkpoint has no tokenizer; give "
+                "token ids, or save the tokenizer into the checkpoint's folder"
             )
         if isinstance(text, str):
             _check_unicode(text, index)
@@ -180,7 +181,9 @@ def _checked_ids(item: object, index: int, vocab_size: int) -> np.ndarray:
         ids = np.asarray(item)
     except (TypeError, ValueError) as error:
         raise _not_an_input(item, index) from error
-    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+    # Numbers beyond 64 bits come as objects; they are token ids out of range.
+    is_integers = ids.dtype.kind in "iu" or all(type(number) is int for number in ids.flat)
+    if ids.ndim != 1 or not is_integers:
         raise _not_an_input(item, index)
     if not len(ids):
         raise _no_tokens(index)

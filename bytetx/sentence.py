@@ -119,6 +119,13 @@ class SentenceSpec:
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text to put before every input. Raises InputError for a name that is not known."""
         if prompt is not None:
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"prompt holds half a surrogate pair at character {error.start}, which is no "
+                    "text; give it as UTF-8"
+                ) from error
             return prompt
         name = self.default_prompt_name if prompt_name is None else prompt_name
         if name is None:

@@ -1,5 +1,6 @@
 """From a command's options to a finished output: check all that is cheap, load, run, close."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ def run_rank_job(
         _run(options, task, lambda: _ranking(one, sources, shape), total_bytes=total_bytes)
         return
     if query_file is not None:
+        if query_file == "-" and any(source.path is None for source in sources):
+            raise typer.BadParameter("queries and documents cannot both come from stdin")
         asking = open_sources([query_file])
         _run(
             options,
@@ -94,7 +97,8 @@ def _run(
     if path is not None and not check_output(
         path, resume=options.resume, overwrite=options.overwrite
     ):
-        console.print(f"{path} is whole; nothing is left to resume", markup=False)
+        line = f"{path} is whole; nothing is left to resume; --overwrite would make it again"
+        console.print(line, markup=False, soft_wrap=True)
         return
     folder = _checkpoint_folder(options, task)
     progress = Progress(_job(options, task, folder))
@@ -124,10 +128,16 @@ def _check_output_options(options: JobOptions, task: Task) -> None:
         raise typer.BadParameter("--resume goes on, --overwrite starts again; give one of them")
     if options.resume and path is None:
         raise typer.BadParameter("--resume needs an output file; give -o")
+    if path is not None and any(_is_same_file(path, name) for name in options.files or []):
+        raise typer.BadParameter(f"{path} is an input, too; give the output another name")
     if path is not None and path.suffix.lower() == ".npy" and task.name != "embed":
         raise typer.BadParameter(
             f"{path}: .npy holds vectors, which embed gives; {task.name} writes .jsonl or .parquet"
         )
+
+
+def _is_same_file(path: Path, name: str) -> bool:
+    return os.path.exists(name) and os.path.exists(path) and os.path.samefile(name, path)
 
 
 def _checkpoint_folder(options: JobOptions, task: Task) -> Path:

@@ -9,6 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+# Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
+MAX_THREADS = 1024
+
 _MODEL, _RUN, _OUTPUT = "Model", "Input and run", "Output"
 
 
@@ -98,6 +101,7 @@ class JobOptions:
         typer.Option(
             envvar="BYTETX_THREADS",
             min=1,
+            max=MAX_THREADS,
             help="CPU threads; all cores if not given.",
             rich_help_panel=_RUN,
             show_default=False,

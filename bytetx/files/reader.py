@@ -86,8 +86,12 @@ def open_sources(paths: Sequence[str], *, format: str | None = None) -> list[Sou
     """
     if format is not None and format not in FORMATS:
         raise InputError(f"--input-format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if sys.stdin is None and (not paths or "-" in paths):
+        raise InputError("no input: stdin is closed; give files, or pipe texts into stdin")
     if not paths and sys.stdin.isatty():
         raise InputError("no input: give files, or pipe texts into stdin")
+    if list(paths).count("-") > 1:
+        raise InputError("- was given more than once; stdin can be read only once")
     return [_open_source(path, format) for path in paths or ["-"]]
 
 
@@ -96,7 +100,13 @@ def _open_source(path: str, format: str | None) -> Source:
         if format == "parquet":
             raise InputError("parquet cannot be read from stdin; give the file")
         return Source(None, format or "text", 0, is_regular=False)
+    if not path:
+        raise InputError("an input has an empty name; give a file, or - for stdin")
     file = Path(path)
+    try:
+        file.exists()
+    except OSError as error:  # such as a name that is too long
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     if file.is_dir():
         raise InputError(f"{path} is a folder; give its files, such as {path.rstrip('/')}/*.txt")
     if file.is_fifo():  # opening it only to look would lose what its writer sends
@@ -239,6 +249,9 @@ def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
     if header is None:
         raise InputError(f"{source.name} is empty; a csv needs a header line with column names")
     _check_columns(source, header, (), shape)
+    twice = [column for column in shape.columns if header.count(column) > 1]
+    if twice:
+        raise InputError(f"{source.name} has column {twice[0]!r} twice; rename one of them")
     while True:
         number = lines.number + 1
         try:

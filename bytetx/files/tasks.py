@@ -82,6 +82,11 @@ class _RankStream:
                 yield error
 
     def _rank(self, request: RankRequest) -> dict[str, Any]:
+        if not _is_unicode(request.query):
+            raise InputError(
+                "the query holds half a surrogate pair, which is no text; decode its source with "
+                "errors='replace'"
+            )
         places = [i for i, text in enumerate(request.documents) if not isinstance(text, Exception)]
         documents = [request.documents[i] for i in places]
         ranked = self._model.rerank(request.query, documents, on_error="return", **self._options)
@@ -91,6 +96,15 @@ class _RankStream:
         errors.update((i, e) for i, e in enumerate(request.documents) if isinstance(e, Exception))
         hits += [{"index": i, "error": str(error)} for i, error in sorted(errors.items())]
         return {"query": request.query, "hits": hits}
+
+
+def _is_unicode(text: str) -> bool:
+    """False where half a surrogate pair is in it, which no encoding of text has."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _streaming(method: Callable[..., Any], options: dict[str, Any]) -> Run:

@@ -83,23 +83,28 @@ def closing_line(counts: Counts, *, what: str, errors_at: str = "") -> str:
     where they are not in the output itself.
     """
     seconds = max(counts.seconds, 1e-3)
-    texts = f"{counts.num_texts:,} texts"
+    texts = counted(counts.num_texts, "text")
     if counts.num_blank:
         texts += f" ({counts.num_blank:,} blank, a row each)"
     rates = (
         f"{short(counts.num_texts / seconds)} texts/s, "
         f"{short(counts.num_tokens / seconds)} tokens/s"
     )
-    pads = f"{counts.num_pad_tokens:,} pad tokens not computed"
+    pads = f"{counted(counts.num_pad_tokens, 'pad token')} not computed"
     if counts.num_pad_tokens:
         share = counts.num_pad_tokens / (counts.num_tokens + counts.num_pad_tokens)
         pads += f" ({share:.0%} of a padded run)"
-    errors = f"{counts.num_errors:,} errors"
+    errors = counted(counts.num_errors, "error")
     if counts.num_errors and errors_at:
         errors += f", listed in {errors_at}"
     cut = f"{counts.num_truncated:,} truncated, " if counts.num_truncated else ""
-    run = f"{texts}, {counts.num_tokens:,} tokens in {seconds:.1f} s ({rates})"
+    run = f"{texts}, {counted(counts.num_tokens, 'token')} in {seconds:.1f} s ({rates})"
     return f"{what}: {run}; {pads}; {cut}{errors}"
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 text", "1,200 texts"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short(number: float) -> str:

@@ -88,7 +88,9 @@ class LineEncoder:
             except ValueError:  # JSON has no NaN
                 result = _NOT_FINITE
             else:
-                return Row(f'{{"index": {index}, {text[1:]}\n'.encode())
+                # A label may hold half a surrogate pair; the escape of it is the one JSON has.
+                line = f'{{"index": {index}, {text[1:]}\n'
+                return Row(line.encode("utf-8", "backslashreplace"))
         return Row(_error_line(index, result), is_error=True)
 
 
@@ -120,11 +122,22 @@ class StdoutOutput:
     """Lines to stdout as they come; nothing to resume."""
 
     def __init__(self) -> None:
+        if sys.stdout is None:
+            raise OutputError("stdout is closed; give an output file with -o")
         self.progress = Progress({})
 
     def append(self, data: bytes, errors: bytes, progress: Progress) -> None:
-        sys.stdout.buffer.write(data)
-        sys.stdout.buffer.flush()
+        try:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:  # the reader has enough, as `head` does; the command ends silently
+            raise
+        except OSError as error:
+            _forget_stdout()
+            raise OutputError(
+                f"stdout cannot be written: {error.strerror}; {self.progress.counts.num_texts:,} "
+                "results were written; a job with an output file (-o) can be resumed"
+            ) from error
         self.progress = progress
 
     def finish(self) -> None:
@@ -132,6 +145,12 @@ class StdoutOutput:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _forget_stdout() -> None:
+    """Drops what is buffered: Python would try to write it once more, and complain, at exit."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +183,12 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> bool:
     paths = OutputPaths(path)
     if path.suffix.lower() not in OUTPUT_SUFFIXES:
         raise OutputError(
-            f"{path} must end in {', '.join(OUTPUT_SUFFIXES)}; without -o, jsonl goes to stdout"
+            f"the output's name must end in {', '.join(OUTPUT_SUFFIXES)}, got {str(path)!r}; "
+            "without -o, jsonl goes to stdout"
         )
     if path.suffix.lower() == ".parquet":
         import_parquet(str(path))
+    _check_name_length(paths)
     if path.is_dir():
         raise OutputError(f"{path} is a folder; give a file name, such as {path.name}/out.jsonl")
     folder = path.parent
@@ -187,6 +208,19 @@ def check_output(path: Path, *, resume: bool, overwrite: bool) -> bool:
         if not overwrite:
             raise OutputError(f"{path} exists; replace it with --overwrite, or give another name")
     return True
+
+
+def _check_name_length(paths: OutputPaths) -> None:
+    """Raises OutputError where the file system has no room for the longest name beside it."""
+    longest = paths.progress.with_name(f"{paths.progress.name}.tmp")  # as save_progress has it
+    try:
+        longest.exists()
+        paths.final.exists()
+    except OSError as error:
+        raise OutputError(
+            f"{paths.final} cannot be written: {error.strerror}; give a shorter name, as files "
+            f"such as {longest.name[-24:]} stand beside it while the job runs"
+        ) from error
 
 
 def unfinished_progress(path: Path, job: Mapping[str, Any], *, resume: bool) -> Progress:
@@ -304,6 +338,9 @@ def _open_locked(path: Path) -> int:
     except OSError as error:
         os.close(descriptor)
         raise OutputError(f"{path} is being written by another bytetx; wait for it") from error
+    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+        os.close(descriptor)  # its job ended meanwhile, and this is the finished output now
+        raise OutputError(f"{path} was just finished by another bytetx; look at its output")
     return descriptor
 
 
