@@ -5,24 +5,23 @@
 // x [total_tokens, hidden_size] f32, f16, bf16; out f32 [batch_size, hidden_size]. cls, lasttoken:
 // the sum of one row; weightedmean weighs a row by its index in the sequence plus one.
 //
-// A CTA of 8 warps takes a tile of columns: a warp reads 512 consecutive bytes of a row, or 32
-// elements where rows are not 16-byte aligned, 8 rows at a time. Rows go to 64 slices by their
-// index modulo 64; slice u * 8 + w is warp w's u-th accumulator. The slices are added in one fixed order: the
-// CTA's shared memory holds one partial row a warp.
+// Row r of a sequence belongs to slice (a, b), a = r / 8 % 8 and b = r % 8. A slice is summed row
+// after row, the slices over a, then over b. Three ways do this, by the sequence's own length, and
+// add the same numbers in the same order, so no bit depends on the way or on batch mates:
 //
-//   short sequences, many of them   one CTA a sequence, 8 accumulators a thread
-//   long sequences, few of them     a cluster of 8 CTAs a sequence, 1 accumulator a thread: CTA u
-//                                   holds the slices u * 8 ..; partial rows are read through DSMEM
+//   to 64 rows    a warp: one accumulator a thread for each b
+//   to 512 rows   a CTA: warp b, one accumulator a thread for each a; b through shared memory
+//   above         a cluster: CTA b, warp a, one accumulator; a through shared memory, b through
+//                 that of the cluster
 //
-// Both add the same numbers in the same order, so the choice (from batch_size and total_tokens)
-// changes no bit, and a vector depends on nothing but its own rows. A sum over n rows is n / 64
-// additions deep, plus 14.
+// A tile of columns at a time: a lane reads 16 bytes (an element where rows are not 16-byte
+// aligned), 8 or 16 rows at once. A cluster of 8 CTAs owns a group of neighbouring sequences: it
+// first spreads the short ones over its warps and CTAs, then takes the long ones together. A sum
+// over n rows is n / 64 additions deep, plus 14. `normalize` divides the stored row by its norm.
 //
-// With `normalize` a CTA, or a cluster, goes over all tiles of its sequence and then divides its
-// share of the row by the norm of what was stored; without, tiles are CTAs of their own.
-//
-// Bytes: every kept row once, batch_size * hidden_size * 4 written. Bound by HBM; fraction reached:
-// csrc/README.md. Source: standard.
+// Bytes: every kept row once, batch_size * hidden_size * 4 written. Bound by HBM, and for a few
+// long sequences by what 8 SMs can have in flight; fraction reached: csrc/README.md. Source:
+// standard.
 
 #include <cooperative_groups.h>
 
@@ -40,12 +39,12 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kPoolWarps = 8;
+constexpr int kPoolWarps = 8;  // of a CTA, and CTAs of a cluster: the 8 x 8 slices
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
-constexpr int kRanks = 8;  // CTAs of a cluster, and accumulators where there is none
-constexpr int kSlices = kPoolWarps * kRanks;
-constexpr int kLoads = 8;              // in flight a thread: 32 KiB a CTA
-constexpr int64_t kFilling = 4 * 132;  // sequences that fill an H200 with one CTA each
+constexpr int64_t kWarpRows = kPoolWarps * kPoolWarps;  // every slice has one row at most
+constexpr int64_t kCtaRows = 512;  // above, 7 more CTAs outweigh their barriers
+constexpr int64_t kFilling = 32;  // clusters that give every SM of an H200 two CTAs
+constexpr int64_t kGroup = 64;    // sequences of a group at most: one a warp
 
 struct RowRange {
     int64_t first;  // row of x
@@ -85,58 +84,69 @@ __device__ __forceinline__ float divisor_of(PoolMode mode, const RowRange& rows)
     return static_cast<float>(rows.count * (2 * rows.index + rows.count + 1) / 2);
 }
 
-// kElems: elements of one access, kVecSize<T> or 1.
+// kElems: elements of one access, kVecSize<T> or 1. Untyped, because 16-bit elements that may be
+// loaded or not cost a register each.
 template <typename T, int kElems>
 struct Access {
-    T value[kElems];
+    uint4 words;
 
     __device__ __forceinline__ void load(const T* at) {
-        if constexpr (kElems == 1) {
-            value[0] = *at;
-        } else {
-            *reinterpret_cast<Vec<T>*>(value) = load_vec<T>(at, 0);
-        }
+        words = *reinterpret_cast<const uint4*>(at);
     }
+    __device__ __forceinline__ float get(int j) const {
+        return static_cast<float>(reinterpret_cast<const Vec<T>*>(&words)->value[j]);
+    }
+};
+
+template <typename T>
+struct Access<T, 1> {
+    T element;
+
+    __device__ __forceinline__ void load(const T* at) { element = *at; }
+    __device__ __forceinline__ float get(int) const { return static_cast<float>(element); }
 };
 
 template <int kElems>
 constexpr int kTileColumns = kWarpSize * kElems;
 
-// One partial row a warp, twice: a tile is written while slower CTAs still read the one before.
 template <int kElems>
-using Partials = float[2][kPoolWarps][kTileColumns<kElems>];
+struct Partials {
+    float warps[kPoolWarps][kTileColumns<kElems>];
+    float cta[2][kTileColumns<kElems>];  // twice: written while other CTAs read the tile before
+};
 
-// This thread's columns of the slices that CTA `rank` of kCtas holds, joined in order of slices.
-template <typename T, int kElems, bool kIsMax, int kCtas>
-__device__ __forceinline__ void reduce_rows(const PoolParams& p, const RowRange& rows, int rank,
-                                            const T* x, float (&joined)[kElems]) {
-    constexpr int kOwn = kRanks / kCtas;  // accumulators
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+// This thread's columns of rows first, first + gap, ...: row i goes to accumulator i % kOwn, and
+// the accumulators are joined in order.
+template <typename T, int kElems, bool kIsMax, int kOwn>
+__device__ __forceinline__ void reduce_rows(const PoolParams& p, const RowRange& rows,
+                                            int64_t column, int first, int gap,
+                                            float (&joined)[kElems]) {
+    constexpr int kLoads = kOwn == 1 ? 16 : 8;  // 16: a long sequence has but 8 SMs
     const bool is_weighted = p.mode == PoolMode::weightedmean;
+    const T* x = static_cast<const T*>(p.x) + (rows.first + first) * p.hidden_size + column;
+    const int64_t stride = gap * p.hidden_size;
     float sums[kOwn][kElems];
 #pragma unroll
     for (int u = 0; u < kOwn; ++u) {
 #pragma unroll
         for (int j = 0; j < kElems; ++j) sums[u][j] = kNeutral<kIsMax>;
     }
-    constexpr int kStep = kSlices * kLoads / kOwn;  // rows that the CTAs have in flight
-    for (int64_t base = rank * kOwn * kPoolWarps + warp; base < rows.count; base += kStep) {
+    for (int64_t base = first; base < rows.count; base += gap * kLoads, x += kLoads * stride) {
+        const int left = static_cast<int>(rows.count - base);  // cu_seqlens is int32
         Access<T, kElems> loaded[kLoads];
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int64_t row = base + i / kOwn * kSlices + i % kOwn * kPoolWarps;
-            if (row < rows.count) loaded[i].load(x + row * p.hidden_size);
+            if (i * gap < left) loaded[i].load(x + i * stride);
         }
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {
-            const int64_t row = base + i / kOwn * kSlices + i % kOwn * kPoolWarps;
-            if (row >= rows.count) continue;
-            const float weight = is_weighted ? static_cast<float>(rows.index + row + 1) : 1.0f;
+            if (i * gap >= left) break;
+            const auto weight = static_cast<float>(rows.index + base + i * gap + 1);
 #pragma unroll
             for (int j = 0; j < kElems; ++j) {
-                const float v = static_cast<float>(loaded[i].value[j]);
-                float& sum = sums[i % kOwn][j];
-                sum = kIsMax ? max_or_nan(sum, v) : fmaf(v, weight, sum);
+                float v = loaded[i].get(j);
+                if (is_weighted) v = __fmul_rn(v, weight);  // not fused: the ways would differ
+                sums[i % kOwn][j] = join<kIsMax>(sums[i % kOwn][j], v);
             }
         }
     }
@@ -148,138 +158,146 @@ __device__ __forceinline__ void reduce_rows(const PoolParams& p, const RowRange&
     }
 }
 
-// All CTAs of the sequence have written what they wrote before: to shared memory and to out.
-template <int kCtas>
-__device__ __forceinline__ void sync_ctas() {
-    if constexpr (kCtas == 1) {
-        __syncthreads();
-    } else {
-        cg::this_cluster().sync();
+// One over the norm of a stored row, which a warp finds in the same way wherever it is needed.
+template <int kElems>
+__device__ __forceinline__ float inverse_norm(const PoolParams& p, const float* out) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    float squares = 0.0f;
+    for (int64_t c = lane * kElems; c < p.hidden_size; c += kTileColumns<kElems>) {
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) squares = fmaf(out[c + j], out[c + j], squares);
+    }
+    return 1.0f / max_or_nan(sqrtf(row_sum<kWarpSize>(squares)), 1e-12f);
+}
+
+template <typename T, int kElems, bool kIsMax>
+__device__ __forceinline__ void pool_by_warp(const PoolParams& p, const RowRange& rows,
+                                             float* out) {
+    const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+    const float scale = 1.0f / divisor_of(p.mode, rows);
+    for (int64_t c = lane * kElems; c < p.hidden_size; c += kTileColumns<kElems>) {
+        float joined[kElems] = {};
+        if (rows.count > 0) reduce_rows<T, kElems, kIsMax, kPoolWarps>(p, rows, c, 0, 1, joined);
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) out[c + j] = rows.count > 0 ? joined[j] * scale : 0.0f;
+    }
+    if (!p.normalize) return;
+    const float inverse = inverse_norm<kElems>(p, out);  // a lane reads what it wrote
+    for (int64_t c = lane * kElems; c < p.hidden_size; c += kTileColumns<kElems>) {
+#pragma unroll
+        for (int j = 0; j < kElems; ++j) out[c + j] *= inverse;
     }
 }
 
-// Column `column` of the tile: partial rows of all warps and CTAs, joined in order.
-template <int kElems, bool kIsMax, int kCtas>
-__device__ __forceinline__ float join_partials(float (&partial)[kPoolWarps][kTileColumns<kElems>],
-                                               int column) {
-    float total = kNeutral<kIsMax>;
+// Column `column` of the tile whose partial rows the CTA's warps have written.
+template <int kElems, bool kIsMax>
+__device__ __forceinline__ float join_warps(const Partials<kElems>& partials, int column) {
+    float total = partials.warps[0][column];
 #pragma unroll
-    for (int warp = 0; warp < kPoolWarps; ++warp) {
-        float sum = kNeutral<kIsMax>;
-        if constexpr (kCtas == 1) {
-            sum = partial[warp][column];
-        } else {
-            auto* own = &partial[warp][column];
-            sum = *cg::this_cluster().map_shared_rank(own, 0);
-#pragma unroll
-            for (int rank = 1; rank < kCtas; ++rank) {
-                sum = join<kIsMax>(sum, *cg::this_cluster().map_shared_rank(own, rank));
-            }
-        }
-        total = join<kIsMax>(total, sum);
+    for (int warp = 1; warp < kPoolWarps; ++warp) {
+        total = join<kIsMax>(total, partials.warps[warp][column]);
     }
     return total;
 }
 
-// Divides this CTA's share of a stored row by the norm of all, which every CTA computes alike.
-template <int kCtas>
-__device__ __forceinline__ void normalize_stored(const PoolParams& p, int rank, float* out) {
-    sync_ctas<kCtas>();  // the row is stored
-    float squares = 0.0f;
-    for (int64_t i = threadIdx.x; i < p.hidden_size; i += kPoolThreads) squares += out[i] * out[i];
-    const float norm = max_or_nan(sqrtf(row_sum<kPoolThreads>(squares)), 1e-12f);
-    sync_ctas<kCtas>();  // the row has been read by all, and may change
-    for (int64_t i = rank * kPoolThreads + threadIdx.x; i < p.hidden_size;
-         i += kCtas * kPoolThreads) {
-        out[i] /= norm;
-    }
-}
-
-// One sequence by CTA `rank` of kCtas, over the tiles that blockIdx.y says.
-template <typename T, int kElems, bool kIsMax, int kCtas>
-__device__ __forceinline__ void pool_sequence(const PoolParams& p, int64_t sequence, int rank,
-                                              const RowRange& rows, Partials<kElems>& partials) {
+template <typename T, int kElems, bool kIsMax, bool kIsCluster>
+__device__ __forceinline__ void pool_by_ctas(const PoolParams& p, const RowRange& rows, int rank,
+                                             Partials<kElems>& partials, float* out) {
     constexpr int kColumns = kTileColumns<kElems>;
-    constexpr int kOwnColumns = kColumns / kCtas;
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
-    const int in_tile = static_cast<int>(threadIdx.x) % kWarpSize * kElems;
-    const int64_t num_tiles = (p.hidden_size + kColumns - 1) / kColumns;
-    const float divisor = divisor_of(p.mode, rows);
-    float* out = p.out + sequence * p.hidden_size;
+    constexpr int kOwnColumns = kIsCluster ? kColumns / kPoolWarps : kColumns;  // to store
+    const int thread = static_cast<int>(threadIdx.x);
+    const int warp = thread / kWarpSize;
+    const int in_tile = thread % kWarpSize * kElems;
+    const int mine = rank * kOwnColumns + thread;
+    const float scale = 1.0f / divisor_of(p.mode, rows);
+    const auto sync = [] {
+        if constexpr (kIsCluster) cg::this_cluster().sync();
+        if constexpr (!kIsCluster) __syncthreads();
+    };
     int buffer = 0;
-    for (int64_t tile = blockIdx.y; tile < num_tiles; tile += gridDim.y, buffer ^= 1) {
-        const int64_t column = tile * kColumns + in_tile;
-        if (column < p.hidden_size) {
-            const T* x = static_cast<const T*>(p.x) + rows.first * p.hidden_size + column;
+    for (int64_t tile = 0; tile < p.hidden_size; tile += kColumns, buffer ^= 1) {
+        if (tile + in_tile < p.hidden_size) {
             float joined[kElems];
-            reduce_rows<T, kElems, kIsMax, kCtas>(p, rows, rank, x, joined);
+            reduce_rows<T, kElems, kIsMax, kIsCluster ? 1 : kPoolWarps>(
+                p, rows, tile + in_tile, kIsCluster ? warp * kPoolWarps + rank : warp,
+                kIsCluster ? kPoolWarps * kPoolWarps : kPoolWarps, joined);
 #pragma unroll
-            for (int j = 0; j < kElems; ++j) partials[buffer][warp][in_tile + j] = joined[j];
+            for (int j = 0; j < kElems; ++j) partials.warps[warp][in_tile + j] = joined[j];
         }
-        sync_ctas<kCtas>();  // partial rows are written; those of the tile before have been read
-        const int mine = rank * kOwnColumns + static_cast<int>(threadIdx.x);
-        if (static_cast<int>(threadIdx.x) < kOwnColumns && tile * kColumns + mine < p.hidden_size) {
-            const float total = join_partials<kElems, kIsMax, kCtas>(partials[buffer], mine);
-            out[tile * kColumns + mine] = total / divisor;
+        __syncthreads();  // the partial rows of all warps are written
+        if constexpr (kIsCluster) {
+            if (thread < kColumns) {
+                partials.cta[buffer][thread] = join_warps<kElems, kIsMax>(partials, thread);
+            }
+            sync();  // those of all CTAs are, and those of the tile before have been read
         }
+        if (thread < kOwnColumns && tile + mine < p.hidden_size) {
+            float total;
+            if constexpr (kIsCluster) {
+                float* own = &partials.cta[buffer][mine];
+                total = *cg::this_cluster().map_shared_rank(own, 0);
+#pragma unroll
+                for (int cta = 1; cta < kPoolWarps; ++cta) {
+                    total = join<kIsMax>(total, *cg::this_cluster().map_shared_rank(own, cta));
+                }
+            } else {
+                total = join_warps<kElems, kIsMax>(partials, mine);
+            }
+            out[tile + mine] = total * scale;
+        }
+        if constexpr (!kIsCluster) sync();  // the partial rows have been read
     }
-    if (p.normalize) normalize_stored<kCtas>(p, rank, out);
-    if constexpr (kCtas > 1) sync_ctas<kCtas>();  // no CTA leaves while its partial rows are read
+    sync();  // the row is stored, and no CTA reads another's shared memory any more
+    if (!p.normalize) return;
+    const float inverse = inverse_norm<kElems>(p, out);
+    sync();  // every warp has read the row, which may now change
+    constexpr int kStep = kIsCluster ? kPoolWarps * kPoolThreads : kPoolThreads;
+    for (int64_t i = rank * kPoolThreads + thread; i < p.hidden_size; i += kStep) out[i] *= inverse;
 }
 
-template <typename T, int kElems, bool kIsMax, int kCtas>
-__global__ void __launch_bounds__(kPoolThreads)
-    pool_kernel(const __grid_constant__ PoolParams p) {
+// group_size: sequences of a cluster.
+template <typename T, int kElems, bool kIsMax>
+__global__ void __launch_bounds__(kPoolThreads) __cluster_dims__(kPoolWarps, 1, 1)
+    pool_kernel(const __grid_constant__ PoolParams p, const int64_t group_size) {
     __shared__ Partials<kElems> partials;
-    const int64_t sequence = blockIdx.x / kCtas;
-    const int rank = static_cast<int>(blockIdx.x % kCtas);
-    const RowRange rows = kept_rows(p, sequence);
-    if (rows.count > kSlices && kCtas > 1) {
-        return pool_sequence<T, kElems, kIsMax, kCtas>(p, sequence, rank, rows, partials);
+    const int rank = static_cast<int>(blockIdx.x % kPoolWarps);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+    const int64_t begin = blockIdx.x / kPoolWarps * group_size;
+    const int64_t end = min(begin + group_size, p.batch_size);
+    const int64_t own = begin + warp * kPoolWarps + rank;
+    if (own < end) {
+        const RowRange rows = kept_rows(p, own);
+        float* out = p.out + own * p.hidden_size;
+        if (rows.count <= kWarpRows) pool_by_warp<T, kElems, kIsMax>(p, rows, out);
     }
-    if (rank != 0) return;  // few rows: the cluster costs more than it brings
-    if (rows.count > 0) {
-        return pool_sequence<T, kElems, kIsMax, 1>(p, sequence, 0, rows, partials);
+    for (int64_t sequence = begin + rank; sequence < end; sequence += kPoolWarps) {
+        const RowRange rows = kept_rows(p, sequence);
+        if (rows.count <= kWarpRows || rows.count > kCtaRows) continue;
+        float* out = p.out + sequence * p.hidden_size;
+        pool_by_ctas<T, kElems, kIsMax, false>(p, rows, 0, partials, out);
     }
-    for (int64_t i = blockIdx.y * kPoolThreads + threadIdx.x; i < p.hidden_size;
-         i += gridDim.y * kPoolThreads) {
-        p.out[sequence * p.hidden_size + i] = 0.0f;
+    for (int64_t sequence = begin; sequence < end; ++sequence) {
+        const RowRange rows = kept_rows(p, sequence);
+        if (rows.count <= kCtaRows) continue;
+        float* out = p.out + sequence * p.hidden_size;
+        pool_by_ctas<T, kElems, kIsMax, true>(p, rows, rank, partials, out);
     }
-}
-
-template <typename T, int kElems, bool kIsMax, int kCtas>
-void launch_pool(const PoolParams& p, cudaStream_t stream) {
-    const int64_t num_tiles = (p.hidden_size + kTileColumns<kElems> - 1) / kTileColumns<kElems>;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {kCtas, 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(p.batch_size * kCtas),
-                          p.normalize ? 1u : static_cast<unsigned>(num_tiles));
-    config.blockDim = dim3(kPoolThreads);
-    config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-    BYTETX_CUDA_CHECK(cudaLaunchKernelEx(&config, pool_kernel<T, kElems, kIsMax, kCtas>, p));
 }
 
 template <typename T, int kElems, bool kIsMax>
-void choose_ctas(const PoolParams& p, cudaStream_t stream) {
-    const bool has_long = p.total_tokens > kSlices * p.batch_size;
-    if (p.batch_size < kFilling && has_long) {
-        return launch_pool<T, kElems, kIsMax, kRanks>(p, stream);
-    }
-    launch_pool<T, kElems, kIsMax, 1>(p, stream);
+void launch_pool(const PoolParams& p, cudaStream_t stream) {
+    const int64_t spread = (p.batch_size + kFilling - 1) / kFilling;
+    const int64_t group_size = spread < kGroup ? spread : kGroup;
+    const int64_t num_groups = (p.batch_size + group_size - 1) / group_size;
+    pool_kernel<T, kElems, kIsMax>
+        <<<static_cast<unsigned>(num_groups * kPoolWarps), kPoolThreads, 0, stream>>>(p,
+                                                                                      group_size);
 }
 
 void check(const PoolParams& p) {
-    constexpr int64_t kMaxSequences = INT32_MAX / kRanks;
-    constexpr int64_t kMaxHidden = 65535 * int64_t{kWarpSize};  // tiles are the grid's second axis
-    if (p.batch_size < 0 || p.batch_size > kMaxSequences || p.hidden_size <= 0 ||
-        p.hidden_size > kMaxHidden) {
+    if (p.batch_size < 0 || p.batch_size > INT32_MAX || p.hidden_size <= 0) {
         throw std::invalid_argument(
-            "pool needs 0 <= batch_size <= " + std::to_string(kMaxSequences) +
-            ", 0 < hidden_size <= " + std::to_string(kMaxHidden) + "; got " +
+            "pool needs 0 <= batch_size < 2^31, hidden_size > 0; got " +
             std::to_string(p.batch_size) + " and " + std::to_string(p.hidden_size));
     }
 }
@@ -293,8 +311,8 @@ void pool(const PoolParams& p, const Launch& launch) {
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     dispatch_dtype(p.dtype, [&]<typename T>() {
         const auto with_elems = [&]<int kElems>() {
-            if (p.mode == PoolMode::max) return choose_ctas<T, kElems, true>(p, stream);
-            choose_ctas<T, kElems, false>(p, stream);
+            if (p.mode == PoolMode::max) return launch_pool<T, kElems, true>(p, stream);
+            launch_pool<T, kElems, false>(p, stream);
         };
         if (fits_vecs<T>(p.hidden_size, p.x)) {
             return with_elems.template operator()<kVecSize<T>>();
