@@ -43,7 +43,7 @@ constexpr int kPoolWarps = 8;  // of a CTA, and CTAs of a cluster: the 8 x 8 sli
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
 constexpr int64_t kWarpRows = kPoolWarps * kPoolWarps;  // every slice has one row at most
 constexpr int64_t kCtaRows = 512;  // above, 7 more CTAs outweigh their barriers
-constexpr int64_t kFilling = 32;  // clusters that give every SM of an H200 two CTAs
+constexpr int64_t kFilling = 16;  // clusters that give every SM of an H200 a CTA, as registers allow
 constexpr int64_t kGroup = 64;    // sequences of a group at most: one a warp
 
 struct RowRange {
