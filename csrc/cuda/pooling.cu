@@ -43,7 +43,7 @@ constexpr int kPoolWarps = 8;  // of a CTA, and CTAs of a cluster: the 8 x 8 sli
 constexpr int kPoolThreads = kPoolWarps * kWarpSize;
 constexpr int64_t kWarpRows = kPoolWarps * kPoolWarps;  // every slice has one row at most
 constexpr int64_t kCtaRows = 512;  // above, 7 more CTAs outweigh their barriers
-constexpr int64_t kFilling = 16;  // clusters that give every SM of an H200 a CTA, as registers allow
+constexpr int64_t kFilling = 16;  // clusters that give every SM of an H200 its one CTA
 constexpr int64_t kGroup = 64;    // sequences of a group at most: one a warp
 
 struct RowRange {
@@ -109,8 +109,32 @@ struct Access<T, 1> {
 template <int kElems>
 constexpr int kTileColumns = kWarpSize * kElems;
 
+// A lane's f32 columns, 16 bytes at a time where it has four or more.
 template <int kElems>
-struct Partials {
+__device__ __forceinline__ void store_floats(float* at, const float (&values)[kElems]) {
+    if constexpr (kElems == 1) *at = values[0];
+#pragma unroll
+    for (int j = 0; j + 4 <= kElems; j += 4) {
+        *reinterpret_cast<float4*>(at + j) =
+            make_float4(values[j], values[j + 1], values[j + 2], values[j + 3]);
+    }
+}
+
+template <int kElems>
+__device__ __forceinline__ void load_floats(const float* at, float (&values)[kElems]) {
+    if constexpr (kElems == 1) values[0] = *at;
+#pragma unroll
+    for (int j = 0; j + 4 <= kElems; j += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(at + j);
+        values[j] = four.x;
+        values[j + 1] = four.y;
+        values[j + 2] = four.z;
+        values[j + 3] = four.w;
+    }
+}
+
+template <int kElems>
+struct alignas(kVecBytes) Partials {
     float warps[kPoolWarps][kTileColumns<kElems>];
     float cta[2][kTileColumns<kElems>];  // twice: written while other CTAs read the tile before
 };
@@ -164,8 +188,10 @@ __device__ __forceinline__ float inverse_norm(const PoolParams& p, const float* 
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     float squares = 0.0f;
     for (int64_t c = lane * kElems; c < p.hidden_size; c += kTileColumns<kElems>) {
+        float values[kElems];
+        load_floats<kElems>(out + c, values);
 #pragma unroll
-        for (int j = 0; j < kElems; ++j) squares = fmaf(out[c + j], out[c + j], squares);
+        for (int j = 0; j < kElems; ++j) squares = fmaf(values[j], values[j], squares);
     }
     return 1.0f / max_or_nan(sqrtf(row_sum<kWarpSize>(squares)), 1e-12f);
 }
@@ -179,13 +205,17 @@ __device__ __forceinline__ void pool_by_warp(const PoolParams& p, const RowRange
         float joined[kElems] = {};
         if (rows.count > 0) reduce_rows<T, kElems, kIsMax, kPoolWarps>(p, rows, c, 0, 1, joined);
 #pragma unroll
-        for (int j = 0; j < kElems; ++j) out[c + j] = rows.count > 0 ? joined[j] * scale : 0.0f;
+        for (int j = 0; j < kElems; ++j) joined[j] = rows.count > 0 ? joined[j] * scale : 0.0f;
+        store_floats<kElems>(out + c, joined);
     }
     if (!p.normalize) return;
     const float inverse = inverse_norm<kElems>(p, out);  // a lane reads what it wrote
     for (int64_t c = lane * kElems; c < p.hidden_size; c += kTileColumns<kElems>) {
+        float values[kElems];
+        load_floats<kElems>(out + c, values);
 #pragma unroll
-        for (int j = 0; j < kElems; ++j) out[c + j] *= inverse;
+        for (int j = 0; j < kElems; ++j) values[j] *= inverse;
+        store_floats<kElems>(out + c, values);
     }
 }
 
@@ -221,8 +251,7 @@ __device__ __forceinline__ void pool_by_ctas(const PoolParams& p, const RowRange
             reduce_rows<T, kElems, kIsMax, kIsCluster ? 1 : kPoolWarps>(
                 p, rows, tile + in_tile, kIsCluster ? warp * kPoolWarps + rank : warp,
                 kIsCluster ? kPoolWarps * kPoolWarps : kPoolWarps, joined);
-#pragma unroll
-            for (int j = 0; j < kElems; ++j) partials.warps[warp][in_tile + j] = joined[j];
+            store_floats<kElems>(&partials.warps[warp][in_tile], joined);
         }
         __syncthreads();  // the partial rows of all warps are written
         if constexpr (kIsCluster) {
@@ -314,7 +343,7 @@ void pool(const PoolParams& p, const Launch& launch) {
             if (p.mode == PoolMode::max) return launch_pool<T, kElems, true>(p, stream);
             launch_pool<T, kElems, false>(p, stream);
         };
-        if (fits_vecs<T>(p.hidden_size, p.x)) {
+        if (fits_vecs<T>(p.hidden_size, p.x, p.out)) {
             return with_elems.template operator()<kVecSize<T>>();
         }
         with_elems.template operator()<1>();
