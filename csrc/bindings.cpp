@@ -50,6 +50,38 @@ void bind_layer_norm(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_embed(py::module_& m) {
+    m.def(
+        "embed",
+        [](Address input_ids, Address position_ids, Address token_type_ids, Address word,
+           Address position, Address token_type, Address inputs_embeds, Address norm_weight,
+           Address norm_bias, Address out, int64_t total_tokens, int64_t hidden_size,
+           int64_t num_words, int64_t num_positions, int64_t num_token_types, float eps, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            embed({pointer<int32_t>(input_ids), pointer<int32_t>(position_ids),
+                   pointer<int32_t>(token_type_ids), pointer(word), pointer(position),
+                   pointer(token_type), pointer(inputs_embeds), pointer(norm_weight),
+                   pointer(norm_bias), pointer(out), total_tokens, hidden_size, num_words,
+                   num_positions, num_token_types, eps, to_dtype(dtype)},
+                  {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_pool(py::module_& m) {
+    m.def(
+        "pool",
+        [](Address x, Address cu_seqlens, Address first_tokens, Address out, int64_t batch_size,
+           int64_t total_tokens, int64_t hidden_size, int mode, bool normalize, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            pool({pointer(x), pointer<int32_t>(cu_seqlens), pointer<int32_t>(first_tokens),
+                  pointer<float>(out), batch_size, total_tokens, hidden_size,
+                  static_cast<PoolMode>(mode), normalize, to_dtype(dtype)},
+                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #ifdef BYTETX_CUDA
 
 void bind_planned_attention(py::module_& m) {
@@ -101,38 +133,6 @@ void bind_planned_attention(py::module_& m) {
 
 #else
 
-void bind_embed(py::module_& m) {
-    m.def(
-        "embed",
-        [](Address input_ids, Address position_ids, Address token_type_ids, Address word,
-           Address position, Address token_type, Address inputs_embeds, Address norm_weight,
-           Address norm_bias, Address out, int64_t total_tokens, int64_t hidden_size,
-           int64_t num_words, int64_t num_positions, int64_t num_token_types, float eps, int dtype,
-           int device, Address stream, int num_threads, int isa) {
-            embed({pointer<int32_t>(input_ids), pointer<int32_t>(position_ids),
-                   pointer<int32_t>(token_type_ids), pointer(word), pointer(position),
-                   pointer(token_type), pointer(inputs_embeds), pointer(norm_weight),
-                   pointer(norm_bias), pointer(out), total_tokens, hidden_size, num_words,
-                   num_positions, num_token_types, eps, to_dtype(dtype)},
-                  {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
-        },
-        ReleaseGil());
-}
-
-void bind_pool(py::module_& m) {
-    m.def(
-        "pool",
-        [](Address x, Address cu_seqlens, Address first_tokens, Address out, int64_t batch_size,
-           int64_t total_tokens, int64_t hidden_size, int mode, bool normalize, int dtype,
-           int device, Address stream, int num_threads, int isa) {
-            pool({pointer(x), pointer<int32_t>(cu_seqlens), pointer<int32_t>(first_tokens),
-                  pointer<float>(out), batch_size, total_tokens, hidden_size,
-                  static_cast<PoolMode>(mode), normalize, to_dtype(dtype)},
-                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
-        },
-        ReleaseGil());
-}
-
 void bind_varlen_attention(py::module_& m) {
     m.def("varlen_attention_workspace_bytes", &varlen_attention_workspace_bytes);
     m.def(
@@ -177,13 +177,13 @@ void bind_varlen_attention(py::module_& m) {
 
 PYBIND11_MODULE(BYTETX_MODULE, m) {
     bytetx::bind_layer_norm(m);
+    bytetx::bind_embed(m);
+    bytetx::bind_pool(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_planned_attention(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
-    bytetx::bind_embed(m);
-    bytetx::bind_pool(m);
     bytetx::bind_varlen_attention(m);
 #endif
 }

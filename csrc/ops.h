@@ -40,7 +40,8 @@ struct LayerNormParams {
 void layer_norm(const LayerNormParams& p, const Launch& launch);
 
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
-// f32. An id outside its table throws before anything is written, and names id, index and table.
+// f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
+// and table; on a GPU the nearest row is read.
 struct EmbedParams {
     const int32_t* input_ids;       // [total_tokens], or null where inputs_embeds is given
     const int32_t* position_ids;    // [total_tokens], read where position is given
@@ -72,7 +73,8 @@ enum class PoolMode : int {
     lasttoken = 5
 };
 
-// One vector a sequence, in f32; a sequence with no token left is zeros.
+// One vector a sequence, in f32; a sequence with no token left is zeros. On a CPU, lengths that do
+// not fit x throw; on a GPU only rows of x are read.
 struct PoolParams {
     const void* x;                // [total_tokens, hidden_size], dtype, contiguous
     const int32_t* cu_seqlens;    // [batch_size + 1]

@@ -14,6 +14,7 @@ from bytetx.ops import attention, embedding, linear, native, norm, pooling, refe
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ISAS = [isa for isa in native.ISA_CODES if isa != "auto"]
 SEQLENS = [5, 0, 1, 300, 0, 33]  # empty, single, one long among short, no multiple of a tile
+LONG = [5, 0, 1, 3000, 0, 129]  # long enough that several CTAs share a sequence
 EPS = 1e-12
 
 
@@ -61,24 +62,27 @@ def layer_norm_case(dtype: torch.dtype, device: str, width: int, has_residual: b
     )
 
 
-def embed_case(dtype: torch.dtype, device: str, width: int, num_tables: int, norms: bool) -> Case:
+def embed_case(
+    dtype: torch.dtype, device: str, width: int, num_tables: int, norms: bool, given: bool
+) -> Case:
     sizes = (1000, 70, 2)
     tables = [torch.randn(n, width).to(device, dtype) if i < num_tables else None
               for i, n in enumerate(sizes)]  # fmt: skip
     ids = [torch.randint(n, (71,), dtype=torch.int32, device=device) for n in sizes]
     weight, bias = torch.randn(2, width).to(device, dtype) if norms else (None, None)
-    kw = {"norm_weight": weight, "norm_bias": bias, "eps": EPS}
+    rows = torch.randn(71, width).to(device, dtype) if given else None  # instead of words
+    kw = {"norm_weight": weight, "norm_bias": bias, "eps": EPS, "inputs_embeds": rows}
 
     def in_torch(to: torch.dtype) -> Tensor:
         used = [t.to(to)[i.long()] for t, i in zip(tables, ids, strict=True) if t is not None]
-        h = sum(used[1:], used[0])
+        h = sum(used[1:], rows.to(to) if given else used[0])
         return F.layer_norm(h, (width,), weight.to(to), bias.to(to), EPS) if norms else h
 
     by_name = dict(zip(("word", "position", "token_type"), tables, strict=True))
     run = partial(embedding.run_kernel, native.kernel("embed", weight_device(device)), ids, tables)
     return Case(
         partial(reference.embed, *ids, **by_name, **kw),
-        lambda isa: run(**kw, inputs_embeds=None, isa=isa),
+        lambda isa: run(**kw, isa=isa),
         partial(embedding.embed, *ids, **by_name, **kw),
         in_torch,
     )
@@ -89,21 +93,19 @@ def weight_device(device: str) -> torch.device:
 
 
 def pool_case(
-    dtype: torch.dtype, device: str, width: int, mode: str, skip: bool, normalize: bool
+    dtype: torch.dtype, device: str, width: int, mode: str, skip: bool, seqlens: list[int]
 ) -> Case:
-    x = torch.randn(sum(SEQLENS), width).to(device, dtype)
-    cu_seqlens = cu_seqlens_of(SEQLENS).to(device)
-    first = [2, 0, 1, 7, 3, 0] if skip else [0] * len(SEQLENS)
+    x = torch.randn(sum(seqlens), width).to(device, dtype)
+    cu_seqlens = cu_seqlens_of(seqlens).to(device)
+    first = [2, 0, 1, 7, 3, 0] if skip else [0] * len(seqlens)
     first_tokens = torch.tensor(first, dtype=torch.int32, device=device) if skip else None
-    kw = {"mode": mode, "first_tokens": first_tokens, "normalize": normalize}
+    kw = {"mode": mode, "first_tokens": first_tokens, "normalize": skip}
 
     def in_torch(to: torch.dtype) -> Tensor:
-        rows = [x[s].to(to) for s in per_sequence(SEQLENS)]
+        rows = [x[s].to(to) for s in per_sequence(seqlens)]
         pooled = [pool_one(r, mode, n) for r, n in zip(rows, first, strict=True)]
         eps = max(1e-12, torch.finfo(to).tiny)
-        return (
-            F.normalize(torch.stack(pooled), dim=-1, eps=eps) if normalize else torch.stack(pooled)
-        )
+        return F.normalize(torch.stack(pooled), dim=-1, eps=eps) if skip else torch.stack(pooled)
 
     run = partial(pooling.run_kernel, native.kernel("pool", x.device), x, cu_seqlens, **kw)
     return Case(
@@ -116,7 +118,8 @@ def pool_case(
 
 def pool_one(x: Tensor, mode: str, skip: int) -> Tensor:
     """sentence-transformers' pooling of one sequence, as its definition says it."""
-    weights = torch.arange(1, len(x) + 1, dtype=x.dtype, device=x.device)[skip:, None]
+    weights = torch.arange(1, len(x) + 1, dtype=torch.float64, device=x.device)[skip:, None]
+    weights = (weights / weights.mean()).to(x.dtype)  # their sum would overflow f16
     x = x[skip:]
     if len(x) == 0:
         return x.new_zeros(x.shape[1])
@@ -126,7 +129,7 @@ def pool_one(x: Tensor, mode: str, skip: int) -> Tensor:
         "max": lambda: x.max(0).values,
         "mean": lambda: x.mean(0),
         "mean_sqrt_len_tokens": lambda: x.sum(0) / len(x) ** 0.5,
-        "weightedmean": lambda: (x * weights).sum(0) / weights.sum(),
+        "weightedmean": lambda: (x * weights).mean(0),
     }[mode]()
 
 
@@ -194,16 +197,30 @@ CASES: dict[str, Callable[[torch.dtype, str], Case]] = {
         ]
     },
     **{
-        f"embed-{width}-{num_tables}-{'norm' if norms else 'sum'}": partial(
-            embed_case, width=width, num_tables=num_tables, norms=norms
+        f"embed-{width}-{num_tables}-{'norm' if norms else 'sum'}-{'rows' if given else 'ids'}": (
+            partial(embed_case, width=width, num_tables=num_tables, norms=norms, given=given)
         )
-        for width, num_tables, norms in [(384, 3, True), (50, 2, True), (33, 1, False)]
+        for width, num_tables, norms, given in [
+            (384, 3, True, False),
+            (50, 2, True, True),
+            (33, 1, False, False),
+            (1024, 2, False, True),
+            (1032, 3, True, False),
+            (16390, 3, True, False),
+        ]
     },
     **{
-        f"pool-{width}-{mode}-{'skip' if skip else 'all'}": partial(
-            pool_case, width=width, mode=mode, skip=skip, normalize=skip
+        f"pool-{width}-{mode}-{'skip' if skip else 'all'}-{max(seqlens)}": partial(
+            pool_case, width=width, mode=mode, skip=skip, seqlens=seqlens
         )
-        for width, skip in [(384, True), (21, False), (2050, False)]
+        for width, skip, seqlens in [
+            (384, True, SEQLENS),
+            (21, False, SEQLENS),
+            (2050, False, SEQLENS),
+            (776, True, LONG),
+            (33, True, LONG),
+            (264, False, LONG),
+        ]
         for mode in pooling.POOLING_MODES
     },
     **{

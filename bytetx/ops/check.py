@@ -80,9 +80,12 @@ def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -
     require_contiguous(name, out)
 
 
-def has_cpu_rows(dtype: torch.dtype, width: int) -> bool:
-    """Whether the CPU's row kernels take rows of this dtype and width (elements)."""
-    return dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
+def has_row_kernel(rows: Tensor) -> bool:
+    """Whether the row kernels of its device take rows [n, width] of this dtype and width."""
+    width = rows.shape[1]
+    if rows.is_cuda:
+        return width > 0
+    return rows.dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
 
 
 def addresses(tensors: Iterable[Tensor]) -> list[int]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
+from bytetx.ops.check import has_row_kernel, require_contiguous, require_tensor
 from bytetx.ops.rows import empty_rows
 
 
@@ -30,8 +30,10 @@ def embed(
     of one dtype.  norm_weight, norm_bias: [embedding_size]; no norm where norm_weight is None.
     inputs_embeds: [total_tokens, embedding_size] in place of word[input_ids].
     Returns [total_tokens, embedding_size] in word's dtype; sums and statistics in f32.
-    Raises ValueError on shape, dtype or device mismatch, and naming the first id outside its table
-    (on CUDA that is torch's device-side assertion: check ids on the host before they are sent).
+    Raises ValueError on shape, dtype or device mismatch, and on a CPU naming the first id outside
+    its table. A GPU's kernel never reads outside a table but takes the nearest row and says nothing
+    (the reference there ends in torch's device-side assertion): whoever packs ids checks them on
+    the host before they are sent.
     """
     _check_ids(input_ids, position_ids, token_type_ids, position, token_type)
     tables = {"word": word, "position": position, "token_type": token_type}
@@ -46,7 +48,7 @@ def embed(
     if torch.compiler.is_compiling():
         return torch.ops.bytetx.embed(*ids, **tables, **options)
     kernel = native.kernel("embed", word.device)
-    if kernel is None or not has_cpu_rows(word.dtype, word.shape[1]):
+    if kernel is None or not has_row_kernel(word):
         return reference.embed(*ids, **tables, **options)
     return run_kernel(kernel, ids, (word, position, token_type), **options)
 
@@ -65,7 +67,10 @@ def run_kernel(
     """The native kernel on checked (input, position, token type) ids and tables."""
     word = tables[0]
     total_tokens, embedding_size = ids[0].shape[0], word.shape[1]
-    out = empty_rows(total_tokens, (embedding_size,), word.dtype)
+    if word.is_cuda:
+        out = word.new_empty((total_tokens, embedding_size))
+    else:
+        out = empty_rows(total_tokens, (embedding_size,), word.dtype)
     operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out)
     kernel(
         *(0 if t is None else t.data_ptr() for t in operands),

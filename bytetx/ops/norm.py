@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_cpu_rows, require_contiguous, require_out, require_tensor
+from bytetx.ops.check import has_row_kernel, require_contiguous, require_out, require_tensor
 
 
 def layer_norm(
@@ -29,7 +29,7 @@ def layer_norm(
         normed = torch.ops.bytetx.layer_norm(x, weight, bias, eps=eps, residual=residual)
         return normed if out is None else out.copy_(normed)
     kernel = native.kernel("layer_norm", x.device)
-    if kernel is None or not (x.is_cuda or has_cpu_rows(x.dtype, x.shape[1])):
+    if kernel is None or not has_row_kernel(x):
         normed = reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
         return normed if out is None else out.copy_(normed)
     out = torch.empty_like(x) if out is None else out

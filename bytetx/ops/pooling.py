@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_cpu_rows, require_contiguous, require_tensor
+from bytetx.ops.check import has_row_kernel, require_contiguous, require_tensor
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The order is PoolMode's in csrc/ops.h; the names are sentence-transformers'.
@@ -27,14 +27,15 @@ def pool(
     sequence + 1.  first_tokens: int32 [batch_size], tokens skipped at each start (an excluded
     prompt).  normalize: divide each vector by its l2 norm (at least 1e-12).
     Returns f32 [batch_size, hidden_size]; a sequence with no token left is zeros.
-    Raises ValueError on an unknown mode and on shape, dtype or device mismatch.
+    Raises ValueError on an unknown mode, on shape, dtype or device mismatch, and on a CPU where
+    cu_seqlens does not run from 0 to total_tokens; a GPU's kernel reads rows of x and no others.
     """
     _check(x, cu_seqlens, mode, first_tokens)
     if torch.compiler.is_compiling():
         run = torch.ops.bytetx.pool
     else:
         kernel = native.kernel("pool", x.device)
-        if kernel is not None and has_cpu_rows(x.dtype, x.shape[1]):
+        if kernel is not None and has_row_kernel(x):
             return run_kernel(
                 kernel, x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
             )
@@ -54,7 +55,7 @@ def run_kernel(
 ) -> Tensor:
     """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
     batch_size = cu_seqlens.shape[0] - 1
-    out = torch.empty((batch_size, x.shape[1]), dtype=torch.float32)
+    out = x.new_empty((batch_size, x.shape[1]), dtype=torch.float32)
     kernel(
         x.data_ptr(),
         cu_seqlens.data_ptr(),

@@ -36,6 +36,15 @@ __device__ __forceinline__ void store_vec(void* base, int64_t index, const Vec<T
     static_cast<Vec<T>*>(base)[index] = vec;
 }
 
+// Whether rows of hidden_size elements at these addresses can be read 16 bytes at a time.
+template <typename T, typename... Pointers>
+bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
+    const auto is_aligned = [](const void* address) {
+        return reinterpret_cast<std::uintptr_t>(address) % kVecBytes == 0;  // null is aligned, too
+    };
+    return hidden_size % kVecSize<T> == 0 && (is_aligned(addresses) && ...);
+}
+
 // Sum over the kThreads threads that share a row; every one of them gets it. The order of additions
 // depends on kThreads alone. More than one warp: all threads of the CTA call it, on the same row.
 template <int kThreads>

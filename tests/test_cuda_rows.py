@@ -1,0 +1,125 @@
+"""What the CUDA kernels of embed and pool promise beyond the numbers: bits, bounds and graphs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.embedding import embed
+from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import POOLING_MODES, pool
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    for op in ("embed", "pool"):
+        if native.kernel(op, CUDA) is None:
+            pytest.skip(native.why_no_kernel(op, CUDA))
+
+
+def ids(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=CUDA)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 8, 50, 384, 1024, 1032, 4096, 9000, 20000])
+def test_embedded_row_is_the_normed_row_of_its_table(dtype: torch.dtype, width: int) -> None:
+    table = torch.randn(211, width, device=CUDA).to(dtype)
+    weight, bias = torch.randn(2, width, device=CUDA).to(dtype)
+    shuffled = torch.randperm(211, device=CUDA).int()
+    normed = layer_norm(table, weight, bias, eps=1e-12)
+    got = embed(shuffled, None, None, word=table, norm_weight=weight, norm_bias=bias)
+    assert torch.equal(got, normed[shuffled.long()])
+    assert torch.equal(embed(shuffled, None, None, word=table), table[shuffled.long()])
+    alone = embed(shuffled[7:8], None, None, word=table, norm_weight=weight, norm_bias=bias)
+    assert torch.equal(alone, got[7:8])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 33])
+def test_id_outside_its_table_reads_the_nearest_row(width: int) -> None:
+    table = torch.randn(5, width, device=CUDA)
+    wild = ids(-1, 5, -(2**31), 2**31 - 1, 3)
+    got = embed(wild, wild, wild, word=table, position=table, token_type=table)
+    assert torch.equal(got, table[[0, 4, 0, 4, 3]] * 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", POOLING_MODES)
+@pytest.mark.parametrize("width", [384, 33, 1032])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_sequence_alone_equals_sequence_among_many(
+    dtype: torch.dtype, mode: str, width: int, normalize: bool
+) -> None:
+    """1003 sequences have a CTA each; a few have a cluster each, and the bits are the same."""
+    seqlens = torch.randint(0, 9, (1003,))
+    seqlens[[3, 500, 1002]] = torch.tensor([2500, 65, 64])
+    ends = seqlens.cumsum(0).tolist()
+    x = torch.randn(ends[-1], width, device=CUDA).to(dtype)
+    kw = {"mode": mode, "normalize": normalize}
+    many = pool(x, ids(0, *ends), **kw)
+    for i in (0, 3, 500, 1002):
+        alone = pool(x[ends[i] - seqlens[i] : ends[i]], ids(0, int(seqlens[i])), **kw)
+        assert torch.equal(alone[0], many[i])
+    again = pool(x, ids(0, *ends), **kw)
+    assert torch.equal(many, again)
+
+
+@pytest.mark.gpu
+def test_mean_of_a_very_long_sequence_keeps_its_digits() -> None:
+    x = torch.randn(100_003, 40, device=CUDA) + 100
+    got = pool(x, ids(0, 3, 100_003), mode="mean")[1].double()
+    exact = x[3:].double().mean(0)
+    assert (got - exact).abs().max() <= 16 * torch.finfo(torch.float32).eps * 100
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(0, 20, 40), (0, 1000, 2000)])
+def test_max_pooling_shows_a_nan(seqlens: tuple[int, ...]) -> None:
+    x = torch.randn(2000, 24, device=CUDA)
+    x[3, 7], x[seqlens[2] - 1, 0] = torch.nan, torch.nan
+    got = pool(x, ids(*seqlens), mode="max")
+    assert got.isnan().nonzero().tolist() == [[0, 7], [1, 0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_lengths_that_do_not_fit_read_rows_of_x_alone(mode: str) -> None:
+    x = torch.ones(10, 64, device=CUDA)
+    lengths, first = ids(-5, 4, 2, 99), ids(-3, 0, 50)
+    got = pool(x, lengths, mode=mode, first_tokens=first, normalize=True)
+    expected = torch.zeros(3, 64, device=CUDA)
+    expected[0] = 1 / 8
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_no_tokens_and_no_sequences() -> None:
+    x = torch.empty(0, 64, device=CUDA)
+    assert embed(ids(), None, None, word=torch.ones(3, 64, device=CUDA)).shape == (0, 64)
+    assert pool(x, ids(0), mode="mean").shape == (0, 64)
+    assert torch.equal(pool(x, ids(0, 0, 0), mode="max"), torch.zeros(2, 64, device=CUDA))
+
+
+@pytest.mark.gpu
+def test_both_run_in_a_cuda_graph_with_lengths_of_the_replay() -> None:
+    table = torch.randn(100, 768, device=CUDA, dtype=torch.float16)
+    words = torch.randint(100, (1000,), dtype=torch.int32, device=CUDA)
+    cu_seqlens = ids(0, 500, 1000)
+
+    def run() -> Tensor:
+        return pool(embed(words, None, None, word=table), cu_seqlens, mode="mean", normalize=True)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    words.copy_(words.flip(0))
+    cu_seqlens.copy_(ids(0, 30, 999))
+    graph.replay()
+    assert torch.equal(out, run())
