@@ -1,0 +1,56 @@
+// Launches whose start overlaps the end of the kernel before them (programmatic dependent launch).
+//
+// Every kernel of the core is launched by launch_kernel() and keeps two rules:
+//   - Each CTA calls wait_for_prior_kernel() before it reads or writes anything that a kernel before
+//     it may touch; weights and plan-independent set-up (barriers, tensor maps) may come earlier.
+//     No CTA returns without it: the wait of the kernel after covers only the kernel right before.
+//   - release_next_kernel() lets the next kernel's CTAs take free places of an SM. It takes effect
+//     when every CTA has called it or ended, so calling it first thing starves nobody.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <utility>
+
+#include "common/check.cuh"
+
+namespace bytetx {
+
+struct LaunchShape {
+    dim3 grid;
+    dim3 block;
+    int smem_bytes = 0;
+    cudaStream_t stream = nullptr;
+    int cluster_ctas = 1;  // along x
+};
+
+// Until the kernels before this one have ended and their writes are visible.
+__device__ __forceinline__ void wait_for_prior_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void release_next_kernel() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Above 48 KB the kernel's limit must have been raised (cudaFuncSetAttribute).
+template <typename... Params, typename... Args>
+void launch_kernel(void (*kernel)(Params...), const LaunchShape& shape, Args&&... args) {
+    cudaLaunchAttribute attributes[2];
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = static_cast<unsigned>(shape.cluster_ctas);
+    attributes[1].val.clusterDim.y = 1;
+    attributes[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = shape.grid;
+    config.blockDim = shape.block;
+    config.dynamicSmemBytes = static_cast<size_t>(shape.smem_bytes);
+    config.stream = shape.stream;
+    config.attrs = attributes;
+    config.numAttrs = shape.cluster_ctas > 1 ? 2 : 1;
+    BYTETX_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...));
+}
+
+}  // namespace bytetx
