@@ -61,7 +61,8 @@ def save_bert(bert: Bert, folder: Path, *, tokenizer_from: Path) -> Path:
     with quiet():
         bert.model.save_pretrained(folder)
     for name in _TOKENIZER_FILES:
-        shutil.copy(tokenizer_from / name, folder)
+        if (tokenizer_from / name).exists():
+            shutil.copy(tokenizer_from / name, folder)
     return folder
 
 
@@ -71,6 +72,7 @@ class LayerInputs:
     x: random [total_tokens, hidden_size].
     """
 
+    @torch.inference_mode()
     def __init__(self, bert: Bert, lengths: np.ndarray, *, device: torch.device | str = "cuda"):
         size = (int(lengths.sum()), bert.spec.hidden_size)
         self.lengths = lengths
@@ -166,16 +168,16 @@ def flash_attention(
     )[0]
 
 
+@torch.inference_mode()
 def compiled_finish(bert: Bert) -> Finish:
     """finish_layer through torch.compile, for this model's sizes and any number of tokens."""
     finish = torch.compile(finish_layer, dynamic=False)
     layer = _packed_layer(bert.model.encoder.layer[0])
-    size = (256, bert.spec.hidden_size)
-    attended, x = (torch.randn(size, device=layer.qkv.device, dtype=layer.qkv.dtype) for _ in "ax")
+    size, like = (256, bert.spec.hidden_size), layer.qkv
+    attended, x = (torch.randn(size, device=like.device, dtype=like.dtype) for _ in range(2))
     for tensor in (attended, x):
         torch._dynamo.mark_dynamic(tensor, 0)
-    with torch.inference_mode():
-        finish(attended, x, layer)
+    finish(attended, x, layer)
     return finish
 
 

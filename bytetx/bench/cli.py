@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,6 +34,9 @@ CaseOption = Annotated[
 PlotOption = Annotated[
     bool, typer.Option("--plot", help="Draw the recorded cases beside the --record file.")
 ]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
+]
 
 
 @app.command()
@@ -43,9 +47,7 @@ def cpu(
     quick: Annotated[
         bool, typer.Option("--quick", help="A few texts and one round: does everything run?")
     ] = False,
-    model: Annotated[
-        Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
-    ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Encoders on the CPU: bytetx, transformers, sentence-transformers, OpenVINO, ONNX Runtime."""
     console = Console()
@@ -90,19 +92,31 @@ def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOpti
 
 
 @app.command()
-def latency(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+def latency(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    model: ModelOption = None,
+) -> None:
     """One text, or one sequence, at a time on a GPU: bytetx and what a user would run instead."""
     from bytetx.bench.latency import latency_suite
 
-    _run_gpu("latency", latency_suite, record=record, case=case, plot=plot)
+    make_suite = partial(latency_suite, checkpoint=model)
+    _run_gpu("latency", make_suite, record=record, case=case, plot=plot, model=model)
 
 
 @app.command()
-def text(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+def text(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    model: ModelOption = None,
+) -> None:
     """Many texts to vectors on a GPU: bytetx, sentence-transformers, transformers."""
     from bytetx.bench.text import text_suite
 
-    _run_gpu("text", text_suite, record=record, case=case, plot=plot)
+    make_suite = partial(text_suite, checkpoint=model)
+    _run_gpu("text", make_suite, record=record, case=case, plot=plot, model=model)
 
 
 @app.command(name="plot")
@@ -146,12 +160,13 @@ def _run_gpu(
     record: Path | None,
     case: list[str] | None,
     plot: bool,
+    model: Path | None = None,
 ) -> None:
     console, patterns = Console(), case or []
     try:
         _check_plot(plot, record)
         suite = make_suite(patterns=patterns)
-        _run_suite(console, suite, command=_command(name, patterns), record=record)
+        _run_suite(console, suite, command=_command(name, patterns, model), record=record)
         if plot and record is not None:
             _draw(console, record)
     except BytetxError as error:

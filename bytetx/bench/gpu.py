@@ -16,7 +16,8 @@ from bytetx.errors import BytetxError
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Run = Callable[[], object]
 
-_REPLAYS = 7
+_SAMPLES = 7
+_SAMPLE_US = 5_000  # of one sample: short bursts would run at clocks that no longer load holds
 _COPY_BYTES = 1 << 31
 _GEMM_SIZE = 8192
 # Cycles that the GPU is kept busy with while the host queues what is timed: about 100 us.
@@ -115,21 +116,23 @@ def num_rotated(bytes_per_call: int) -> int:
 
 
 @torch.inference_mode()
-def graph_us(
-    runs: Mapping[str, Run], *, calls: int = 1, replays: int = _REPLAYS
-) -> dict[str, float]:
-    """Microseconds of device time of each run, as medians over replays of its captured graph.
+def graph_us(runs: Mapping[str, Run], *, calls: int = 1) -> dict[str, float]:
+    """Microseconds of device time of each run, as medians over samples of its captured graph.
 
-    The graphs are replayed in turn, so that clocks and temperature are the same for all.
+    A sample is as many replays as take some milliseconds. The samples are taken in turn, there and
+    back, so that clocks and temperature are the same for all.
     calls: how many calls a run makes; its time is divided by them.
     """
     graphs = {name: capture(run) for name, run in runs.items()}
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for graph in graphs.values():
-        graph.replay()
-    for _ in range(replays):
-        for name, graph in graphs.items():
-            times[name].append(_event_us(graph.replay))
+    replays, times = {}, {name: [] for name in runs}
+    for name, graph in graphs.items():
+        _replay_us(graph, 1)
+        replays[name] = max(1, round(_SAMPLE_US / _replay_us(graph, 1)))
+    order = list(graphs)
+    for _ in range(_SAMPLES):
+        for name in order:
+            times[name].append(_replay_us(graphs[name], replays[name]))
+        order.reverse()
     return {name: statistics.median(found) / calls for name, found in times.items()}
 
 
@@ -186,11 +189,13 @@ def capture(run: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _event_us(launch: Run) -> float:
+def _replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
+    """Microseconds of one of `count` replays, one behind the other."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HEAD_START)
     first.record()
-    launch()
+    for _ in range(count):
+        graph.replay()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) * 1e3
+    return first.elapsed_time(last) * 1e3 / count

@@ -18,6 +18,7 @@ from bytetx.bench.lengths import dense
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.texts import Lognormal, english_passages
+from bytetx.config import load_config
 from bytetx.demo import demo_checkpoint
 
 _TEXT_TOKENS = 128
@@ -32,23 +33,29 @@ class Shape:
     """One case: a text of about _TEXT_TOKENS tokens, or num_tokens through the layers alone."""
 
     name: str
-    model: str  # minilm, or a key of SIZES
+    model: str  # a key of SIZES, or another name for the checkpoint itself
     num_tokens: int | None = None
+    checkpoint: Path | None = None  # None: all-MiniLM-L6-v2
     dtype: str = "fp16"
 
 
-def latency_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+def latency_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+    """The suite's selected cases.
 
-    Raises BytetxError where there is no GPU, no case fits, or the demo checkpoint is missing.
+    patterns: parts or globs of case names; empty means all.
+    checkpoint: an encoder's folder to measure instead of the demo checkpoint; it also lends its
+    tokenizer to the models of random weights.
+    Raises BytetxError where there is no GPU, or no case fits.
     """
     packages = ("transformers", "sentence-transformers")
     options = {"patterns": patterns, "unit": "us", "packages": packages}
-    return gpu_suite("latency", shapes(), measure, **options)
+    return gpu_suite("latency", shapes(checkpoint), measure, **options)
 
 
-def shapes() -> list[Shape]:
-    texts = [Shape(f"{model}-text", model) for model in ("minilm", *SIZES)]
+def shapes(checkpoint: Path | None) -> list[Shape]:
+    own = checkpoint.resolve().name if checkpoint else "minilm"
+    models = (own, *SIZES)
+    texts = [Shape(f"{model}-text", model, checkpoint=checkpoint) for model in models]
     layers = [Shape(f"{size}-layers-{n}", size, n) for size in SIZES for n in _LAYER_TOKENS]
     return texts + layers
 
@@ -115,14 +122,15 @@ def one_text(model: "bytetx.Model", num_tokens: int) -> tuple[str, int]:
 
 @contextmanager
 def _checkpoint(shape: Shape) -> Iterator[Path]:
-    """The folder of all-MiniLM-L6-v2, or of a BERT of random weights with its tokenizer."""
-    demo = demo_checkpoint()
-    if shape.model == "minilm":
-        yield demo
+    """The checkpoint's folder, or that of a BERT of random weights with its tokenizer."""
+    real = shape.checkpoint or demo_checkpoint()
+    if shape.model not in SIZES:
+        yield real
         return
-    bert = random_bert(SIZES[shape.model], DTYPES[shape.dtype])
+    sizes = SIZES[shape.model] | {"vocab_size": load_config(real)["vocab_size"]}
+    bert = random_bert(sizes, DTYPES[shape.dtype])
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
-        yield save_bert(bert, Path(folder), tokenizer_from=demo)
+        yield save_bert(bert, Path(folder), tokenizer_from=real)
 
 
 def _latency_us(run: Callable[[], object]) -> float:

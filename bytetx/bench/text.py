@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -29,36 +30,42 @@ _RIVALS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One case: what goes in, a key of _RIVALS."""
+    """One case: a checkpoint (None: all-MiniLM-L6-v2), and what goes in, a key of _RIVALS."""
 
     name: str
+    inputs: str
+    checkpoint: Path | None
     dtype: str = "fp16"
 
 
-def text_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+    """The suite's selected cases.
 
-    Raises BytetxError where there is no GPU, no case fits, or the demo checkpoint is missing.
+    patterns: parts or globs of case names; empty means all.
+    checkpoint: an encoder's folder to measure instead of the demo checkpoint.
+    Raises BytetxError where there is no GPU, or no case fits.
     """
+    model = checkpoint.resolve().name if checkpoint else "minilm"
+    shapes = [Shape(f"{model}-{inputs}", inputs, checkpoint) for inputs in _RIVALS]
     packages = ("transformers", "sentence-transformers", "tokenizers")
     options = {"patterns": patterns, "unit": "us/text", "packages": packages}
-    return gpu_suite("text", [Shape(name) for name in _RIVALS], measure, **options)
+    return gpu_suite("text", shapes, measure, **options)
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
-    """Model.embed on all-MiniLM-L6-v2; the floor of strings is the tokenizer or the GPU."""
-    checkpoint = demo_checkpoint()
+    """Model.embed against its rivals; the floor of strings is the tokenizer's or the GPU's."""
+    checkpoint = shape.checkpoint or demo_checkpoint()
     model = bytetx.load(checkpoint, device="cuda", dtype=DTYPES[shape.dtype])
     passages = english_passages(_NUM_TEXTS)
     ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
     lengths = [len(row) for row in ids]
-    inputs: Inputs = passages if shape.name == "strings" else ids
+    inputs: Inputs = passages if shape.inputs == "strings" else ids
     loaded = load_rivals(
-        _RIVALS[shape.name], checkpoint, DTYPES[shape.dtype], loaders=gpu_rivals.LOADERS
+        _RIVALS[shape.inputs], checkpoint, DTYPES[shape.dtype], loaders=gpu_rivals.LOADERS
     )
     notes = list(loaded.notes)
     runs = _rival_runs(model, inputs, loaded.rivals, notes)
-    if shape.name == "strings":
+    if shape.inputs == "strings":
         runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, passages)
     ours = partial(model.embed, inputs)
     for _ in range(_WARM_UP):
