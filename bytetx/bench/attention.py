@@ -35,10 +35,10 @@ def attention_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    return gpu_suite("attention", _shapes(), _measure, patterns=patterns, unit="us")
+    return gpu_suite("attention", shapes(), measure, patterns=patterns, unit="us")
 
 
-def _shapes() -> list[Shape]:
+def shapes() -> list[Shape]:
     """The length profiles that the project's targets are stated for."""
     draw = Lengths()
     generative = {"num_heads": 16, "head_dim": 128, "dtype": "bf16", "causal": True}
@@ -61,7 +61,7 @@ def _shapes() -> list[Shape]:
     ]
 
 
-def _measure(shape: Shape, gpu: Gpu) -> Measurement:
+def measure(shape: Shape, gpu: Gpu) -> Measurement:
     total, longest = int(shape.lengths.sum()), int(shape.lengths.max())
     cu_seqlens = prefix_sums(shape.lengths)
     torch.manual_seed(0)

@@ -103,7 +103,7 @@ class Contest:
             self._load(shape)
         notes = [*self._notes, *([shape.note] if shape.note else [])]
         inputs = LayerInputs(self.bert, shape.lengths)
-        runs = _right_runs(self._runs(shape, inputs), inputs, notes)
+        runs = right_runs(self._runs(shape, inputs), inputs, notes)
         found = graph_us({name: run for name, run in runs.items() if name in _GRAPHS})
         found |= {name: wall_us(run) for name, run in runs.items() if name not in _GRAPHS}
         ours = found.pop("ours")
@@ -160,7 +160,7 @@ def work_of(spec: ModelSpec, lengths: np.ndarray, dtype: torch.dtype) -> Work:
 
 
 @torch.inference_mode()
-def _right_runs(
+def right_runs(
     runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs, notes: list[str]
 ) -> dict[str, Callable[[], Tensor]]:
     """The runs whose real tokens come out as ours do; `notes` gets a line for each other one."""
