@@ -229,11 +229,12 @@ def test_attention_measures() -> None:
 
 @pytest.mark.gpu
 def test_texts_and_latency_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from checkpoints import save_checkpoint
+    from checkpoints import edit_json, save_checkpoint
 
     monkeypatch.setitem(bert.SIZES, "tiny", TINY)
     monkeypatch.setattr(text, "_NUM_TEXTS", 128)
     folder = save_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+    edit_json(folder / "tokenizer_config.json", model_max_length=4096)
     for inputs in ("strings", "ids"):
         text.measure(text.Shape(f"tiny-{inputs}", inputs, folder), gpu.Gpu())
     for shape in (
