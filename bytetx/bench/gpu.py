@@ -16,8 +16,10 @@ from bytetx.errors import BytetxError
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Run = Callable[[], object]
 
-_SAMPLES = 7
-_SAMPLE_US = 5_000  # of one sample: short bursts would run at clocks that no longer load holds
+_SAMPLES = 5
+# Of one sample, and of the same work before it: a GPU at its power limit lowers its clock after
+# some milliseconds, and a GEMM that follows a pass over memory starts with a higher one.
+_SAMPLE_US = 4_000
 _COPY_BYTES = 1 << 31
 _GEMM_SIZE = 8192
 # Cycles that the GPU is kept busy with while the host queues what is timed: about 100 us.
@@ -119,8 +121,8 @@ def num_rotated(bytes_per_call: int) -> int:
 def graph_us(runs: Mapping[str, Run], *, calls: int = 1) -> dict[str, float]:
     """Microseconds of device time of each run, as medians over samples of its captured graph.
 
-    A sample is as many replays as take some milliseconds. The samples are taken in turn, there and
-    back, so that clocks and temperature are the same for all.
+    A sample is as many replays as take some milliseconds, after as many that are not timed. The
+    samples are taken in turn, each time from another start, so that heat is the same for all.
     calls: how many calls a run makes; its time is divided by them.
     """
     graphs = {name: capture(run) for name, run in runs.items()}
@@ -131,8 +133,9 @@ def graph_us(runs: Mapping[str, Run], *, calls: int = 1) -> dict[str, float]:
     order = list(graphs)
     for _ in range(_SAMPLES):
         for name in order:
+            _replay_us(graphs[name], replays[name])
             times[name].append(_replay_us(graphs[name], replays[name]))
-        order.reverse()
+        order.append(order.pop(0))
     return {name: statistics.median(found) / calls for name, found in times.items()}
 
 

@@ -7,6 +7,7 @@ from bytetx.bench.records import Record
 
 # Columns of a terminal from which a table with four rivals fits with their values.
 _WIDE = 116
+_RATE = 2  # the column that only units of time have
 _SECONDS = {"us": 1e-6, "ms": 1e-3}
 
 
@@ -19,12 +20,13 @@ def records_table(records: list[Record], *, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption = "lower is better; a rival's ratio says how many times faster bytetx is"
     units = {unit for record in records if (unit := _rate(record)[1])}
-    rate = units.pop() if len(units) == 1 else "rate"
-    for name in ("case", "bytetx", rate, "floor", *rivals):
+    rate = [units.pop() if len(units) == 1 else "rate"] if units else []
+    for name in ("case", "bytetx", *rate, "floor", *rivals):
         justify = "left" if name == "case" else "right"
         table.add_column(name.replace("-", "-\n"), justify=justify, no_wrap=True)
     for record in records:
-        table.add_row(*_row(record, rivals, with_values=width >= _WIDE))
+        cells = _row(record, rivals, with_values=width >= _WIDE)
+        table.add_row(*(cells if rate else cells[:_RATE] + cells[_RATE + 1 :]))
     return table
 
 

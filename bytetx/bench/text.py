@@ -14,10 +14,11 @@ from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite
 from bytetx.bench.measure import alternate, cosine_distance
 from bytetx.bench.rivals import Inputs, Rival, load_rivals
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.bench.texts import english_passages
+from bytetx.bench.texts import Lognormal, english_passages
 from bytetx.demo import demo_checkpoint
 
 _NUM_TEXTS = 16384
+_LENGTHS = Lognormal(94, 0.6, 4, 200)  # 89 tokens on average by MiniLM's tokenizer, at most 247
 _NUM_RIVAL_TEXTS = 4096  # the first ones: a rival's time a text is the same, and seconds are saved
 _NUM_CHECKED = 64  # embedded by everyone before the clock starts
 _WARM_UP = 2  # whole runs of ours, which capture the graphs that later runs replay
@@ -56,7 +57,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Model.embed against its rivals; the floor of strings is the tokenizer's or the GPU's."""
     checkpoint = shape.checkpoint or demo_checkpoint()
     model = bytetx.load(checkpoint, device="cuda", dtype=DTYPES[shape.dtype])
-    passages = english_passages(_NUM_TEXTS)
+    passages = english_passages(_NUM_TEXTS, lengths=_LENGTHS)
     ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
     lengths = [len(row) for row in ids]
     inputs: Inputs = passages if shape.inputs == "strings" else ids
