@@ -80,7 +80,7 @@ def _encoder(records: Records) -> Chart:
         title="BERT's layers, as a fraction of what the GPU allows",
         subtitle=f"{_device(records)}, fp16; sequences × their length in tokens",
         panels=[panel for panel in panels if panel.groups],
-        engines=(OURS, "packed torch: cuBLAS, FlashAttention-2, a graph", "transformers"),
+        engines=(OURS, "packed torch: FlashAttention-2, graph, torch.compile", "transformers"),
         columns=(packed, "transformers"),
         line=_FLOOR,
     )
