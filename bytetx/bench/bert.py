@@ -51,7 +51,7 @@ def random_bert(
         model = BertModel(config, add_pooling_layer=False).to(dtype).eval()
     spec = build_spec(config.to_dict())
     transformer = Transformer.from_tensors(
-        spec, model.state_dict(), dtype=dtype, device=device, prepack=False
+        spec, model.state_dict(), dtype=dtype, device=device, prepack=True
     )
     return Bert(model, spec, transformer)
 

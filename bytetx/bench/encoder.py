@@ -176,9 +176,9 @@ def right_runs(
             continue
         if theirs.dim() == 3:
             theirs = theirs[inputs.is_real()]
-        error = float((theirs.float() - ours).norm() / ours.norm())
-        if error <= _MAX_RELATIVE_ERROR:
+        distance = float((theirs.float() - ours).norm() / ours.norm())
+        if distance <= _MAX_RELATIVE_ERROR:
             kept[name] = run
         else:
-            notes.append(f"{name} left out: its relative distance to ours is {error:.1e}")
+            notes.append(f"{name} left out: its relative distance to ours is {distance:.1e}")
     return kept
