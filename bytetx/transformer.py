@@ -105,7 +105,19 @@ class Transformer:
 
         on_layer: called with the embedding's and then each layer's output.
         """
-        x = self._embed(batch)
+        return self.encode(self._embed(batch), batch, on_layer=on_layer)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        batch: PackedBatch,
+        *,
+        on_layer: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """The layers alone, from embedded tokens x [total_tokens, hidden_size].
+
+        on_layer: as in forward, which says what this returns and runs it in inference mode.
+        """
         if on_layer:
             on_layer(x)
         plan = plan_attention(
