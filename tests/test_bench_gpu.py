@@ -266,3 +266,11 @@ def failure(arguments: list[str]) -> str:
     assert result.exit_code == 1
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
+
+
+def test_tuning_says_what_it_needs(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    found = CliRunner().invoke(app, ["linear", "--tune", str(tmp_path / "table.json")])
+    assert found.exit_code == 1 and "--tune needs a Hopper GPU" in found.output
+    assert not (tmp_path / "table.json").exists()

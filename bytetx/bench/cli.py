@@ -68,9 +68,20 @@ def attention(
 
 
 @app.command()
-def linear(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+def linear(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    tune: Annotated[
+        Path | None,
+        typer.Option("--tune", help="Measure every tiling instead, and write the table of plans."),
+    ] = None,
+) -> None:
     """An encoder's GEMMs on a GPU with what follows them fused: bytetx and cuBLAS."""
     from bytetx.bench.linear import linear_suite
+
+    if tune is not None:
+        return _tune(tune)
 
     _run_gpu("linear", linear_suite, record=record, case=case, plot=plot)
 
@@ -171,6 +182,18 @@ def _run_gpu(
             _draw(console, record)
     except BytetxError as error:
         _fail(error)
+
+
+def _tune(path: Path) -> None:
+    from bytetx.bench.tune import tune
+
+    console = Console()
+    try:
+        for line in tune(path):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    except BytetxError as error:
+        _fail(error)
+    console.print(f"wrote {path}", highlight=False, markup=False)
 
 
 def _check_plot(plot: bool, record: Path | None) -> None:

@@ -128,13 +128,13 @@ def graph_us(runs: Mapping[str, Run], *, calls: int = 1) -> dict[str, float]:
     graphs = {name: capture(run) for name, run in runs.items()}
     replays, times = {}, {name: [] for name in runs}
     for name, graph in graphs.items():
-        _replay_us(graph, 1)
-        replays[name] = max(1, round(_SAMPLE_US / _replay_us(graph, 1)))
+        replay_us(graph, 1)
+        replays[name] = max(1, round(_SAMPLE_US / replay_us(graph, 1)))
     order = list(graphs)
     for _ in range(_SAMPLES):
         for name in order:
-            _replay_us(graphs[name], replays[name])
-            times[name].append(_replay_us(graphs[name], replays[name]))
+            replay_us(graphs[name], replays[name])
+            times[name].append(replay_us(graphs[name], replays[name]))
         order.append(order.pop(0))
     return {name: statistics.median(found) / calls for name, found in times.items()}
 
@@ -192,7 +192,7 @@ def capture(run: Run) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
+def replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
     """Microseconds of one of `count` replays, one behind the other."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HEAD_START)

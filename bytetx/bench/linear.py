@@ -79,7 +79,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Ours with everything fused; cuBLAS with the bias alone, or with a second pass."""
     work = work_of(shape)
     torch.manual_seed(0)
-    operands = [_operands(shape) for _ in range(num_rotated(int(work.num_bytes)))]
+    operands = [make_operands(shape) for _ in range(num_rotated(int(work.num_bytes)))]
     calls = max(len(operands), _MIN_CALLS)
     turns = [operands[i % len(operands)] for i in range(calls)]
 
@@ -110,7 +110,7 @@ def work_of(shape: Shape) -> Work:
     return Work(elements * DTYPES[shape.dtype].itemsize, 2.0 * m * n * k)
 
 
-def _operands(shape: Shape) -> Operands:
+def make_operands(shape: Shape) -> Operands:
     options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
     weight = torch.randn(shape.n, shape.k, **options)
     bias = torch.randn(shape.n, **options)
