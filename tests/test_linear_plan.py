@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx.ops import linear_plan, native
-from bytetx.ops.linear_plan import CUBLAS, TABLE_FILE, LinearPlan, plan_gated, plan_linear
+from bytetx.ops.linear_plan import (
+    CUBLAS,
+    TABLE_FILE,
+    Line,
+    LinearPlan,
+    leaves_residual,
+    plan_gated,
+    plan_linear,
+)
 
 TILINGS = [
     ("128x192", 128, 192, False),
@@ -31,7 +39,7 @@ def kernel_tilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def clear() -> None:
-    for cached in (linear_plan.tilings, plan_linear, plan_gated):
+    for cached in (linear_plan.tilings, plan_linear, plan_gated, leaves_residual):
         cached.cache_clear()
 
 
@@ -47,6 +55,7 @@ def test_the_shipped_table_is_well_formed() -> None:
         rows = [plan[0] for plan in line["plans"]]
         assert rows == sorted(set(rows)) and rows
         assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
+        assert set(line.get("left_to_norm", ())) <= set(rows)
 
 
 def test_the_shipped_table_names_tilings_that_exist() -> None:
@@ -61,7 +70,9 @@ def test_the_shipped_table_names_tilings_that_exist() -> None:
 @pytest.mark.usefixtures("kernel_tilings")
 def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [(64, "few-64x32", 2), (512, CUBLAS, 1), (4096, "128x192", 1)]
-    monkeypatch.setattr(linear_plan, "_table", lambda: {(768, 768, "fp16", "bias"): lines})
+    line = Line(tuple(lines), frozenset([512]))
+    table = {(768, 768, "fp16", "bias"): line, (768, 768, "fp16", "residual"): line}
+    monkeypatch.setattr(linear_plan, "_table", lambda: table)
 
     def plan(m: int, epilogue: str = "bias", dtype: str = "fp16") -> LinearPlan:
         return plan_linear(m, 768, 768, dtype=dtype, epilogue=epilogue)
@@ -70,7 +81,10 @@ def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     assert plan(65) == plan(512) == LinearPlan(None)
     assert plan(513) == plan(10**6) == LinearPlan(0)
     assert plan(64, epilogue="gelu") == LinearPlan(3, 2)  # the bias line stands in
-    assert plan(64, dtype="bf16").tiling is not None  # by the rule
+    assert plan(64, dtype="bf16") == LinearPlan(3, 2)  # and f16 for bf16
+    left = [leaves_residual(m, 768, 768, dtype="fp16") for m in (64, 65, 512, 513)]
+    assert left == [False, True, True, False]
+    assert not leaves_residual(100, 768, 96, dtype="fp16")  # not in the table
 
 
 @pytest.mark.usefixtures("kernel_tilings")
@@ -78,7 +92,7 @@ def test_a_tiling_that_this_build_lacks_falls_back_to_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     by_rule = plan_linear(100, 768, 768, dtype="fp16", epilogue="bias")
-    table = {(768, 768, "fp16", "bias"): [(4096, "of another version", 1)]}
+    table = {(768, 768, "fp16", "bias"): Line(((4096, "of another version", 1),))}
     monkeypatch.setattr(linear_plan, "_table", lambda: table)
     plan_linear.cache_clear()
     assert plan_linear(100, 768, 768, dtype="fp16", epilogue="bias") == by_rule

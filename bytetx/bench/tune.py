@@ -4,7 +4,8 @@ bytetx/ops/linear_plan.py reads it. Each line is one layer of an encoder with wh
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,15 +33,22 @@ _ROWS = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _FEW_ROWS_END = 512  # tilings for few rows are tried up to here, those for many from here on
 _SPLIT_FEATURES = 128  # k that one CTA has at least
-_SAMPLE_US = 1_500
+_SAMPLE_US = 1_000
 _SAMPLES = 3
-# A read of the residual by whoever comes next, where the product does not add it.
 _COPY_BYTES_PER_US = 4.0e6
 
 Candidate = tuple[str, int]  # tiling or CUBLAS, splits
 
 
-def tune(path: Path) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A candidate and its time."""
+
+    us: float
+    candidate: Candidate
+
+
+def tune(path: Path, *, dtypes: Sequence[str] = ("fp16",)) -> Iterator[str]:
     """Measures and yields a text a line; writes the table at the end.
 
     Raises BytetxError where there is no GPU that the kernels run on.
@@ -48,29 +56,64 @@ def tune(path: Path) -> Iterator[str]:
     if not torch.cuda.is_available() or not tilings():
         raise BytetxError("--tune needs a Hopper GPU and bytetx._cuda: see `bytetx info`")
     lines = []
-    for dtype in DTYPES:
+    for dtype in dtypes:
         for n, k, epilogue in _LAYERS:
-            plans = [(m, *_best(Shape("", m, n, k, epilogue, dtype))) for m in _ROWS]
-            line = {"n": n, "k": k, "dtype": dtype, "epilogue": epilogue, "plans": plans}
-            lines.append(json.dumps(line))
-            yield lines[-1]
+            for line in _lines(n, k, epilogue, dtype):
+                lines.append(json.dumps(line))
+                yield lines[-1]
     device = json.dumps(torch.cuda.get_device_name())
     body = ",\n  ".join(lines)
     path.write_text(f'{{"device": {device}, "lines": [\n  {body}\n]}}\n', encoding="utf-8")
 
 
-def _best(shape: Shape) -> Candidate:
+def _lines(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, object]]:
+    """The layer's line, and the one of its product with the bias alone."""
+    shapes = [Shape("", m, n, k, "bias", dtype) for m in _ROWS]
+    plain = [_best(shape) for shape in shapes]
+    head = {"n": n, "k": k, "dtype": dtype}
+    yield {
+        **head,
+        "epilogue": "bias",
+        "plans": [_plan(*pair) for pair in zip(_ROWS, plain, strict=True)],
+    }
+    if epilogue == "bias":
+        return
+    best = [_best(replace(shape, epilogue=epilogue)) for shape in shapes]
+    line = {
+        **head,
+        "epilogue": epilogue,
+        "plans": [_plan(*pair) for pair in zip(_ROWS, best, strict=True)],
+    }
+    if epilogue == "residual":
+        line["left_to_norm"] = [
+            shape.m
+            for shape, alone, fused in zip(shapes, plain, best, strict=True)
+            if alone.us + _read_us(shape) < fused.us
+        ]
+    yield line
+
+
+def _plan(m: int, found: Found) -> tuple[int, str, int]:
+    return (m, *found.candidate)
+
+
+def _read_us(shape: Shape) -> float:
+    """A read of the residual by whoever comes next, where the product does not add it."""
+    return shape.m * shape.n * DTYPES[shape.dtype].itemsize / _COPY_BYTES_PER_US
+
+
+def _best(shape: Shape) -> Found:
     torch.manual_seed(0)
     count = num_rotated(int(work_of(shape).num_bytes))
     operands = [make_operands(shape) for _ in range(count)]
-    times = {
-        candidate: _microseconds(shape, operands, candidate) for candidate in _candidates(shape)
-    }
-    return min(times, key=times.__getitem__)
+    return min(
+        (Found(_microseconds(shape, operands, c), c) for c in _candidates(shape)),
+        key=lambda found: found.us,
+    )
 
 
 def _candidates(shape: Shape) -> list[Candidate]:
-    found = [(CUBLAS, 1)]
+    found = [] if shape.epilogue == "residual" else [(CUBLAS, 1)]
     for tiling in tilings():
         if tiling.is_for_few_rows and shape.m <= _FEW_ROWS_END:
             most = min(8, shape.k // _SPLIT_FEATURES)
@@ -96,10 +139,7 @@ def _microseconds(shape: Shape, operands: list[Operands], candidate: Candidate) 
     graph = capture(run)
     replays = max(1, round(_SAMPLE_US / replay_us(graph, 1)))
     times = sorted(replay_us(graph, replays) for _ in range(_SAMPLES))
-    extra = 0.0
-    if name == CUBLAS and shape.epilogue == "residual":
-        extra = shape.m * shape.n * DTYPES[shape.dtype].itemsize / _COPY_BYTES_PER_US
-    return times[_SAMPLES // 2] / len(operands) + extra
+    return times[_SAMPLES // 2] / len(operands)
 
 
 def _named(name: str) -> Tiling:

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
-from bytetx.ops.linear_plan import EPILOGUES, RESIDUAL, LinearPlan, plan_linear
+from bytetx.ops.linear_plan import (
+    EPILOGUES,
+    RESIDUAL,
+    LinearPlan,
+    leaves_residual,
+    plan_linear,
+)
 from bytetx.ops.rows import whole_tiles
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
@@ -96,8 +102,7 @@ def fuses_residual(m: int, w: LinearWeight) -> bool:
     """Whether `linear` on m rows adds a residual for free; else whoever reads d next should."""
     if not w.weight.is_cuda or not has_kernel(w):
         return False
-    plan = plan_linear(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype], epilogue=RESIDUAL)
-    return plan.tiling is not None
+    return not leaves_residual(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
 
 
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -38,6 +39,18 @@ class LinearPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the table.
+
+    plans: (most rows, tiling, splits) by rising rows.  left_to_norm: those of the rows for which
+    a residual costs less where the norm behind the product reads it.
+    """
+
+    plans: tuple[tuple[int, str, int], ...]
+    left_to_norm: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
 class Tiling:
     """One way to cut the product, as the kernel names it: tiles of rows x columns."""
 
@@ -55,16 +68,25 @@ def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearP
     dtype: "fp16" or "bf16".  epilogue: "bias", "gelu" or "residual".
     Rows fall into the table's buckets, so that a row's bits change with m at few places.
     """
-    lines = _table().get((n, k, dtype, epilogue)) or _table().get((n, k, dtype, "bias"))
-    if not lines:
+    line = _line(n, k, dtype, epilogue) or _line(n, k, dtype, "bias")
+    if line is None:
         return _by_rule(m, n, k)
-    place = bisect_left([rows for rows, _, _ in lines], m)
-    _, name, splits = lines[min(place, len(lines) - 1)]
+    _, name, splits = line.plans[_bucket(m, [rows for rows, _, _ in line.plans])]
     if name == CUBLAS:
         return LinearPlan(None)
     by_name = {tiling.name: tiling.index for tiling in tilings()}
     # A table of another version may name a tiling that this build does not have.
     return LinearPlan(by_name[name], splits) if name in by_name else _by_rule(m, n, k)
+
+
+@lru_cache(_MAX_PLANS)
+def leaves_residual(m: int, n: int, k: int, *, dtype: str) -> bool:
+    """Whether a residual should be added by the norm that follows, not by the product."""
+    line = _line(n, k, dtype, RESIDUAL)
+    if line is None:
+        return not tilings()
+    rows = [most for most, _, _ in line.plans]
+    return rows[_bucket(m, rows)] in line.left_to_norm
 
 
 @lru_cache(_MAX_PLANS)
@@ -86,14 +108,25 @@ def tilings() -> tuple[Tiling, ...]:
     return tuple(Tiling(i, *row) for i, row in enumerate(native.linear_tilings()))
 
 
+def _line(n: int, k: int, dtype: str, epilogue: str) -> Line | None:
+    """What was measured in this dtype, or in f16: bf16 takes the same time but for its power."""
+    return _table().get((n, k, dtype, epilogue)) or _table().get((n, k, "fp16", epilogue))
+
+
+def _bucket(m: int, rows: Sequence[int]) -> int:
+    """The place of the first of the rising `rows` that holds m, or the last place."""
+    return min(bisect_left(rows, m), len(rows) - 1)
+
+
 @cache
-def _table() -> dict[tuple[int, int, str, str], list[tuple[int, str, int]]]:
-    """(n, k, dtype, epilogue) -> (most rows, tiling, splits), by rising rows."""
+def _table() -> dict[tuple[int, int, str, str], Line]:
+    """(n, k, dtype, epilogue) -> what was measured for it."""
     text = (files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8")
     return {
-        (line["n"], line["k"], line["dtype"], line["epilogue"]): [
-            (rows, name, splits) for rows, name, splits in line["plans"]
-        ]
+        (line["n"], line["k"], line["dtype"], line["epilogue"]): Line(
+            plans=tuple((rows, name, splits) for rows, name, splits in line["plans"]),
+            left_to_norm=frozenset(line.get("left_to_norm", ())),
+        )
         for line in json.loads(text)["lines"]
     }
 
