@@ -18,7 +18,7 @@ from bytetx.arguments import (
     chosen_modes,
 )
 from bytetx.config import resolve_checkpoint
-from bytetx.engine.pipeline import run
+from bytetx.engine.pipeline import Finished, in_order, run
 from bytetx.engine.request import RunCounter
 from bytetx.engine.runner import Runner, Task
 from bytetx.engine.scheduler import check_token_budget, windows
@@ -112,13 +112,13 @@ class Model:
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
         counter = RunCounter()
-        blocks = self._run(texts, task, reader, counter)
+        steps = self._run(texts, task, reader, counter)
         if stream:
-            return Stream(blocks, counter.stats)
+            return Stream(in_order(steps), counter.stats)
         size = output_size(self.spec.hidden_size, task.pooling, task.modules)
         buffer = VectorBuffer(dimensions or size, num_texts=_length(texts))
-        for block in blocks:
-            buffer.extend(block)
+        for step in steps:
+            buffer.put(step)
         return Embeddings(buffer.vectors(), counter.stats(), buffer.errors)
 
     def classify(
@@ -315,7 +315,7 @@ class Model:
 
     def _run(
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
-    ) -> Generator[list[R | InputError], None, None]:
+    ) -> Generator[Finished[R], None, None]:
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=estimate_tokens, token_budget=self.token_budget)
         return run(
@@ -331,7 +331,7 @@ class Model:
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, *, stream: bool
     ) -> Results[R | InputError] | Stream[R | InputError]:
         counter = RunCounter()
-        blocks = self._run(texts, task, reader, counter)
+        blocks = in_order(self._run(texts, task, reader, counter))
         if stream:
             return Stream(blocks, counter.stats)
         items = [result for block in blocks for result in block]

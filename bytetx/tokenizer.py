@@ -1,9 +1,12 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
+from array import array
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import normalizers
 
@@ -14,6 +17,18 @@ Text = str | tuple[str, str]
 
 # Files that say a checkpoint has a tokenizer, though not in the form that is read without help.
 _SLOW_FILES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of several texts, special tokens included, behind one another.
+
+    token_ids: int32 [total_tokens].  seqlens: int32 [num_texts].  is_truncated: bool [num_texts].
+    """
+
+    token_ids: np.ndarray
+    seqlens: np.ndarray
+    is_truncated: np.ndarray
 
 
 class Tokenizer:
@@ -57,6 +72,21 @@ class Tokenizer:
         """
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         return encode(list(texts))
+
+    def encode_ids(self, texts: Sequence[str]) -> Tokens:
+        """Token ids alone, cut to max_tokens."""
+        return self.tokens(self.encode(texts))
+
+    def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
+        """The token ids of encodings. What was cut is looked for where a text is at the limit."""
+        token_ids = array("i")
+        for encoding in encodings:
+            token_ids.fromlist(encoding.ids)
+        seqlens = np.fromiter(map(len, encodings), dtype=np.int32, count=len(encodings))
+        is_truncated = np.zeros(len(encodings), dtype=bool)
+        for row in np.flatnonzero(seqlens >= self.max_tokens):
+            is_truncated[row] = bool(encodings[row].overflowing)
+        return Tokens(np.array(token_ids, dtype=np.int32, copy=None), seqlens, is_truncated)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text with its special tokens, cut to max_tokens."""

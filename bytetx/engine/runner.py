@@ -7,8 +7,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from bytetx.engine.request import Request
-from bytetx.packed import PackedBatch, pack
+from bytetx.engine.request import Requests
+from bytetx.packed import PackedBatch, pack_columns
 from bytetx.transformer import Transformer
 
 R_co = TypeVar("R_co", covariant=True)
@@ -19,7 +19,7 @@ R = TypeVar("R")
 class Step:
     """The requests of one forward pass and their packed tokens, in the same order."""
 
-    requests: Sequence[Request]
+    requests: Requests
     batch: PackedBatch
 
 
@@ -43,6 +43,10 @@ class Launched:
     tensors: tuple[torch.Tensor, ...]
     is_done: torch.cuda.Event | None
 
+    def is_ready(self) -> bool:
+        """Whether `outputs()` returns at once."""
+        return self.is_done is None or self.is_done.query()
+
     def outputs(self) -> tuple[np.ndarray, ...]:
         if self.is_done is not None:
             self.is_done.synchronize()
@@ -55,15 +59,14 @@ class Runner:
     def __init__(self, transformer: Transformer, *, device: torch.device):
         self.transformer, self.device = transformer, device
 
-    def launch(self, requests: Sequence[Request], task: Task[R]) -> Launched:
+    def launch(self, requests: Requests, task: Task[R]) -> Launched:
         """Starts one forward pass. Raises MemoryError where the step does not fit the device."""
-        spec = self.transformer.spec
-        num_tokens = sum(request.num_tokens for request in requests)
-        has_types = any(request.token_type_ids is not None for request in requests)
+        spec, num_tokens = self.transformer.spec, requests.total_tokens
         try:
-            batch = pack(
-                [request.token_ids for request in requests],
-                token_type_ids=[_type_ids(request) for request in requests] if has_types else None,
+            batch = pack_columns(
+                requests.token_ids,
+                requests.seqlens,
+                token_type_ids=requests.token_type_ids,
                 has_token_types=spec.num_token_types > 0,
                 position_offset=spec.position_offset,
                 device=self.device,
@@ -89,12 +92,6 @@ class Runner:
         is_done = torch.cuda.Event()
         is_done.record(torch.cuda.current_stream(self.device))
         return Launched(step, tuple(copies), is_done)
-
-
-def _type_ids(request: Request) -> Sequence[int]:
-    if request.token_type_ids is not None:
-        return request.token_type_ids
-    return np.zeros(request.num_tokens, dtype=np.int32)
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,16 +1,18 @@
 """Which texts run together: windows of the input, and steps of at most a budget of tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from bytetx.engine.request import Request
+import numpy as np
+
+from bytetx.engine.request import Requests
 from bytetx.errors import InputError
 
 T = TypeVar("T")
 
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
-MAX_WINDOW_STEPS = 8
+MAX_WINDOW_STEPS = 4
 
 
 def windows(
@@ -36,30 +38,37 @@ def windows(
         yield window
 
 
-def plan_steps(requests: Sequence[Request], *, token_budget: int) -> list[list[Request]]:
+def plan_steps(requests: Requests, *, token_budget: int) -> list[Requests]:
     """Splits requests into steps of at most token_budget tokens, longest texts first.
 
     The steps get nearly equal numbers of tokens: a last step of a few texts would cost almost as
     much as a full one.  A request longer than the budget is a step of its own.
     """
-    ordered = sorted(requests, key=lambda request: request.num_tokens, reverse=True)
-    tokens_left = sum(request.num_tokens for request in ordered)
-    steps: list[list[Request]] = []
-    step: list[Request] = []
-    step_tokens = 0
-    target = _even_share(tokens_left, token_budget)
-    for request in ordered:
-        is_full = step_tokens >= target or step_tokens + request.num_tokens > token_budget
-        if step and is_full:
-            steps.append(step)
-            tokens_left -= step_tokens
-            step, step_tokens = [], 0
-            target = _even_share(tokens_left, token_budget)
-        step.append(request)
-        step_tokens += request.num_tokens
-    if step:
-        steps.append(step)
-    return steps
+    if not len(requests):
+        return []
+    order = np.argsort(-requests.seqlens, kind="stable")
+    bounds = _step_bounds(requests.seqlens[order], token_budget)
+    if len(bounds) == 2 and (order[1:] > order[:-1]).all():
+        return [requests]
+    return requests.take(order).cut(bounds)
+
+
+def _step_bounds(seqlens: np.ndarray, token_budget: int) -> list[int]:
+    """Where each step starts among lengths that only fall, and their number at the end.
+
+    A step ends with the text that reaches its share, or before one that exceeds the budget.
+    """
+    ends = np.cumsum(seqlens, dtype=np.int64)  # tokens up to and with each text
+    total_tokens = int(ends[-1])
+    bounds, tokens_done = [0], 0
+    while bounds[-1] < len(seqlens):
+        share = _even_share(total_tokens - tokens_done, token_budget)
+        reached = int(np.searchsorted(ends, tokens_done + share)) + 1
+        within = int(np.searchsorted(ends, tokens_done + token_budget, side="right"))
+        bound = min(max(min(reached, within), bounds[-1] + 1), len(seqlens))
+        tokens_done = int(ends[bound - 1])
+        bounds.append(bound)
+    return bounds
 
 
 def check_token_budget(token_budget: object) -> int:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bytetx.engine.pipeline import Finished
 from bytetx.engine.runner import Step
 from bytetx.errors import InputError
 from bytetx.ops.pooling import pool
@@ -32,8 +33,9 @@ class EmbedTask:
         hidden_states = transformer.forward(step.batch)
         first_tokens = None
         if self.skips_prompt:
-            counts = [request.prompt_tokens for request in step.requests]
-            first_tokens = torch.tensor(counts, dtype=torch.int32).to(hidden_states.device)
+            counts = step.requests.prompt_tokens
+            if counts is not None:
+                first_tokens = torch.from_numpy(counts).to(hidden_states.device)
         pooled = [
             pool(hidden_states, step.batch.cu_seqlens, mode=mode, first_tokens=first_tokens)
             for mode in self.pooling
@@ -45,8 +47,9 @@ class EmbedTask:
             x = x[:, : self.dimensions].contiguous()
         return (Normalize()(x) if self.normalize else x,)
 
-    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
-        return list(outputs[0])
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """f32 [num_texts, dimensions]: a row a text."""
+        return outputs[0]
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:
@@ -71,18 +74,18 @@ class VectorBuffer:
         self._num_rows = 0
         self.errors: dict[int, InputError] = {}
 
-    def extend(self, results: list[np.ndarray | InputError]) -> None:
-        """Adds one window's vectors; an error becomes a row of NaN."""
-        end = self._num_rows + len(results)
+    def put(self, step: Finished[np.ndarray]) -> None:
+        """Rows of one step, at their places; with a window's last step come its failures."""
+        end = step.window.start + step.window.num_texts
         if end > len(self._rows):
             self._resize(max(end, 2 * len(self._rows)))
-        for i, result in enumerate(results, start=self._num_rows):
-            if isinstance(result, InputError):
-                self.errors[i] = result
-                self._rows[i] = np.nan
-            else:
-                self._rows[i] = result
         self._num_rows = end
+        if len(step.indices):
+            self._rows[step.indices] = step.results
+        if step.is_last:
+            for failure in step.window.failures:
+                self._rows[failure.index] = np.nan
+                self.errors[failure.index] = failure.error
 
     def vectors(self) -> np.ndarray:
         """f32 [num_texts, size]."""

@@ -31,8 +31,8 @@ class FillMaskTask:
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        is_mask = np.concatenate([request.token_ids for request in step.requests])
-        rows = torch.from_numpy(np.flatnonzero(is_mask == self.tokenizer.mask_token_id))
+        is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
+        rows = torch.from_numpy(np.flatnonzero(is_mask))
         hidden_states = transformer.forward(step.batch)
         blocks = hidden_states[rows.to(hidden_states.device)].split(_MAX_MASK_ROWS)
         scores, tokens = zip(*(self._best(block) for block in blocks), strict=True)
@@ -50,8 +50,7 @@ class FillMaskTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Fill]]:
         scores, tokens = (output.tolist() for output in outputs)
         results, row = [], 0
-        for request in step.requests:
-            token_ids = np.asarray(request.token_ids)
+        for token_ids in step.requests.split():
             masks = np.flatnonzero(token_ids == self.tokenizer.mask_token_id)
             fills = []
             for mask_index, place in enumerate(masks):
