@@ -79,7 +79,9 @@ class InputReader:
         if not given:
             return _no_requests()
         types = alignments = None
-        is_pair = [not isinstance(text, str) for text in given.values()]
+        is_pair: Sequence[bool] = ()
+        if set(map(type, given.values())) != {str}:
+            is_pair = [not isinstance(text, str) for text in given.values()]
         if self.with_alignment or any(is_pair):
             encodings = self.tokenizer.encode(
                 list(given.values()), with_offsets=self.with_alignment
@@ -105,11 +107,14 @@ class InputReader:
 
     def _checked_texts(
         self, texts: Mapping[int, str | Sequence[str]], errors: Errors
-    ) -> dict[int, str | tuple[str, str]]:
+    ) -> Mapping[int, str | tuple[str, str]]:
         """What the tokenizer is given, by place in the caller's order; the others are errors."""
         if self.tokenizer is None:
             errors.update((index, _no_tokenizer(index)) for index in texts)
             return {}
+        strings = texts.values()
+        if not self.prompt and set(map(type, strings)) == {str} and all(map(str.isascii, strings)):
+            return texts
         checked = {}
         for index, text in texts.items():
             if isinstance(text, str):

@@ -125,10 +125,10 @@ def test_errors_of_the_caller_and_the_tokenizer_surface_as_themselves(
     with pytest.raises(ConnectionError, match="the source is gone"):
         model.embed(broken())
 
-    def encode(texts: list[str], *, with_offsets: bool = False) -> None:
+    def encode_ids(texts: list[str]) -> None:
         raise RuntimeError("the tokenizer broke")
 
-    monkeypatch.setattr(model.tokenizer, "encode", encode)
+    monkeypatch.setattr(model.tokenizer, "encode_ids", encode_ids)
     with pytest.raises(RuntimeError, match="the tokenizer broke"):
         model.embed(texts(300))
     assert tokenizer_threads() == []
