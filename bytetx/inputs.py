@@ -23,12 +23,13 @@ def estimate_tokens(item: Input) -> int:
     """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
     if isinstance(item, str):
         return len(item) // _CHARACTERS_PER_TOKEN + 1
-    if _is_pair(item):
-        return (len(item[0]) + len(item[1])) // _CHARACTERS_PER_TOKEN + 1
     try:
-        return max(1, len(item))
+        length = len(item)
     except TypeError:  # no input at all; the reader names it
         return 1
+    if length == 2 and _is_pair(item):
+        return (len(item[0]) + len(item[1])) // _CHARACTERS_PER_TOKEN + 1
+    return length or 1
 
 
 @dataclass(slots=True)
