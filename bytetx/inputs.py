@@ -1,6 +1,6 @@
 """What a caller gave -> requests: strings, pairs and token ids, each checked on its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -16,20 +16,8 @@ from bytetx.tokenizer import Tokenizer, Tokens
 # What one input may be; a pair is two strings, token ids are taken as they are.
 Input = str | tuple[str, str] | Sequence[int] | np.ndarray
 
-_CHARACTERS_PER_TOKEN = 4  # of English text; only a guess to size windows
-
-
-def estimate_tokens(item: Input) -> int:
-    """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
-    if isinstance(item, str):
-        return len(item) // _CHARACTERS_PER_TOKEN + 1
-    try:
-        length = len(item)
-    except TypeError:  # no input at all; the reader names it
-        return 1
-    if length == 2 and _is_pair(item):
-        return (len(item[0]) + len(item[1])) // _CHARACTERS_PER_TOKEN + 1
-    return length or 1
+_TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first window
+_MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
 
 
 @dataclass(slots=True)
@@ -51,6 +39,19 @@ class InputReader:
     needs_mask: bool = False
     _num_read: int = 0
     _prompt_tokens: int | None = None
+    _tokens_per_character: float = _TOKENS_PER_CHARACTER
+
+    def estimate_tokens(self, item: Input) -> int:
+        """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
+        if isinstance(item, str):
+            return int(len(item) * self._tokens_per_character) + 1
+        try:
+            length = len(item)
+        except TypeError:  # no input at all; read() names it
+            return 1
+        if length == 2 and _is_pair(item):
+            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
+        return length or 1
 
     def read(self, inputs: Sequence[Input]) -> Window:
         """The next inputs as columns; strings are tokenised in one call."""
@@ -104,7 +105,18 @@ class InputReader:
             alignments,
         )
         self._check_tokens(requests, errors)
+        if 0 in texts:
+            self._learn_density(texts.values(), requests.total_tokens)
         return requests
+
+    def _learn_density(self, texts: Iterable[str | Sequence[str]], num_tokens: int) -> None:
+        """Later windows are sized by the first one's tokens: which texts run together depends on
+        the input alone, and never on which thread was faster."""
+        num_characters = sum(
+            len(text if isinstance(text, str) else "".join(text)) for text in texts
+        )
+        density = num_tokens / max(num_characters, 1)
+        self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
 
     def _checked_texts(
         self, texts: Mapping[int, str | Sequence[str]], errors: Errors

@@ -23,7 +23,7 @@ from bytetx.engine.request import RunCounter
 from bytetx.engine.runner import Runner, Task
 from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.errors import InputError
-from bytetx.inputs import Input, InputReader, estimate_tokens
+from bytetx.inputs import Input, InputReader
 from bytetx.loading import LoadedCheckpoint, load_checkpoint
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Results, Stream
@@ -317,7 +317,7 @@ class Model:
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
     ) -> Generator[Finished[R], None, None]:
         check_iterable("texts", texts)
-        cut = windows(texts, estimate_tokens=estimate_tokens, token_budget=self.token_budget)
+        cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
         return run(
             cut,
             reader.read,

@@ -152,10 +152,9 @@ def unpack(x: torch.Tensor, batch: PackedBatch, *, fill: float = 0.0) -> torch.T
 
 
 def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.ndarray:
-    starts = np.repeat(cu_seqlens[:-1], seqlens)
-    positions = np.arange(cu_seqlens[-1], dtype=np.int32)
-    positions -= starts
-    positions += np.int32(offset)
+    positions = np.arange(offset, offset + cu_seqlens[-1], dtype=np.int32)
+    if len(seqlens) > 1:
+        positions -= np.repeat(cu_seqlens[:-1], seqlens)
     return positions
 
 

@@ -17,8 +17,9 @@ from bytetx.errors import CheckpointError
 from bytetx.ops.wordpiece import TextStatus
 from bytetx.wordpiece import LearntWordPiece, learnt_wordpiece
 
-# Threads of the native tokenizer; one does 200 000 texts of 90 tokens a second.
-_MAX_THREADS = 4
+# Threads of the native tokenizer, at most half the cores: the others feed the device. One does
+# 230 000 texts of 90 tokens a second on a server, eight of them 670 000.
+_NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 
 Text = str | tuple[str, str]
 
@@ -84,9 +85,8 @@ class Tokenizer:
         """Token ids alone, cut to max_tokens; by the native core where it can."""
         if self._learnt is None:
             return self.tokens(self.encode(texts))
-        num_threads = min(_MAX_THREADS, os.cpu_count() or 1)
         ids, seqlens, status = self._learnt.encode(
-            texts, max_tokens=self.max_tokens, num_threads=num_threads
+            texts, max_tokens=self.max_tokens, num_threads=_NUM_THREADS
         )
         tokens = Tokens(ids, seqlens, status == TextStatus.CUT)
         rows = np.flatnonzero(status == TextStatus.FOREIGN)

@@ -194,7 +194,8 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
     auto* next = pointer<int32_t>(out);
     const int32_t* end = next + total;
     for (const py::handle list : lists) {
-        if (!PyList_CheckExact(list.ptr()) || PyList_GET_SIZE(list.ptr()) > end - next) return false;
+        if (!PyList_CheckExact(list.ptr()) || PyList_GET_SIZE(list.ptr()) > end - next)
+            return false;
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list.ptr()); ++i) {
             PyObject* number = PyList_GET_ITEM(list.ptr(), i);
             if (!PyLong_CheckExact(number)) return false;  // bool is not exactly an int
@@ -210,7 +211,7 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
 void bind_wordpiece(py::module_& m) {
     using cpu::WordPiece;
     py::class_<WordPiece>(m, "WordPiece")
-        .def(py::init([](std::vector<std::pair<std::string, int32_t>> vocab, std::string prefix,
+        .def(py::init([](std::vector<std::pair<std::string, int32_t> > vocab, std::string prefix,
                          int32_t unk_id, int64_t max_word_chars, std::vector<int32_t> head,
                          std::vector<int32_t> tail, std::vector<std::u32string> added_tokens) {
             return std::make_unique<WordPiece>(
@@ -219,7 +220,7 @@ void bind_wordpiece(py::module_& m) {
         }))
         .def("learn",
              [](WordPiece& self, uint32_t code_point,
-                const std::vector<std::pair<uint32_t, uint32_t>>& kinds_and_chars) {
+                const std::vector<std::pair<uint32_t, uint32_t> >& kinds_and_chars) {
                  std::vector<cpu::CharPart> parts;
                  for (const auto& [kind, c] : kinds_and_chars) {
                      parts.push_back({static_cast<cpu::CharKind>(kind), c});
@@ -233,10 +234,9 @@ void bind_wordpiece(py::module_& m) {
             cpu::WordPieceResult result;
             {
                 const py::gil_scoped_release release;
-                result =
-                    self.encode(views, max_tokens, pointer<int32_t>(token_ids),
-                                pointer<int32_t>(seqlens), pointer<cpu::TextStatus>(status),
-                                num_threads);
+                result = self.encode(views, max_tokens, pointer<int32_t>(token_ids),
+                                     pointer<int32_t>(seqlens), pointer<cpu::TextStatus>(status),
+                                     num_threads);
             }
             return std::pair(result.total_tokens, std::move(result.unknown_chars));
         });

@@ -161,6 +161,9 @@ class RunCounter:
         self._num_tokens += requests.total_tokens
         self._num_truncated += int(np.count_nonzero(requests.is_truncated))
         seqlens = np.concatenate([self._open_batch, requests.seqlens])
+        if len(seqlens) < _PADDED_BATCH_SIZE:
+            self._open_batch = seqlens
+            return
         num_full = len(seqlens) - len(seqlens) % _PADDED_BATCH_SIZE
         self._num_pad_tokens += _pad_tokens(seqlens[:num_full].reshape(-1, _PADDED_BATCH_SIZE))
         self._open_batch = seqlens[num_full:]

@@ -10,6 +10,9 @@ from bytetx.errors import InputError
 
 T = TypeVar("T")
 
+# A window ends a little before its steps are full: tokens are only estimated, and steps share what
+# there is evenly, so that a little more than fits would make all of them a good deal emptier.
+_WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
 MAX_WINDOW_STEPS = 4
@@ -30,7 +33,7 @@ def windows(
     for item in inputs:
         window.append(item)
         num_tokens += estimate_tokens(item)
-        if num_tokens >= num_steps * token_budget:
+        if num_tokens >= num_steps * token_budget * _WINDOW_FILL:
             yield window
             window, num_tokens = [], 0
             num_steps = min(2 * num_steps, MAX_WINDOW_STEPS)
@@ -44,12 +47,10 @@ def plan_steps(requests: Requests, *, token_budget: int) -> list[Requests]:
     The steps get nearly equal numbers of tokens: a last step of a few texts would cost almost as
     much as a full one.  A request longer than the budget is a step of its own.
     """
-    if not len(requests):
-        return []
+    if len(requests) < 2:
+        return [requests] if len(requests) else []
     order = np.argsort(-requests.seqlens, kind="stable")
     bounds = _step_bounds(requests.seqlens[order], token_budget)
-    if len(bounds) == 2 and (order[1:] > order[:-1]).all():
-        return [requests]
     return requests.take(order).cut(bounds)
 
 

@@ -4,7 +4,8 @@
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
-#include <thread>
+
+#include "cpu/parallel.h"
 
 namespace bytetx::cpu {
 namespace {
@@ -24,8 +25,10 @@ enum : uint32_t {
 };
 constexpr uint32_t kBasicChars = 1u << 16;
 constexpr int64_t kTextsPerThread = 64;  // fewer do not pay for the start of a thread, about 20 us
+constexpr int64_t kTextsPerDraw = 16;  // threads share the rest of a window while one text is long
 
-// FNV-1a's step with a 64-bit golden ratio; the seed tells pieces at the start of a word from others.
+// FNV-1a's step with a 64-bit golden ratio; the seed tells pieces at the start of a word from
+// others.
 constexpr uint64_t hash_seed(bool is_continuing) {
     return is_continuing ? 0x8422'2325'cbf2'9ce4u : 0xcbf2'9ce4'8422'2325u;
 }
@@ -63,7 +66,8 @@ WordPiece::WordPiece(WordPieceConfig config) : config_(std::move(config)) {
     const std::string& prefix = config_.continuing_prefix;
     for (const auto& [token, id] : config_.vocab) {
         const bool is_continuing = token.starts_with(prefix);
-        insert(std::string_view(token).substr(is_continuing ? prefix.size() : 0), is_continuing, id);
+        insert(std::string_view(token).substr(is_continuing ? prefix.size() : 0), is_continuing,
+               id);
     }
     config_.vocab.clear();
 }
@@ -108,56 +112,50 @@ WordPieceResult WordPiece::encode(std::span<const TextView> texts, int64_t max_t
     for (int64_t i = 0; i < num_texts; ++i) {
         starts[i + 1] = starts[i] + slots(texts[i].length, max_tokens);
     }
-    std::shared_lock lock(mutex_);
-    auto encode_range = [&](int64_t begin, int64_t end, Scratch& scratch) {
+    WordPieceResult result{0, {}};
+    std::mutex result_mutex;
+    const std::shared_lock lock(mutex_);
+    const int64_t most_threads = std::max<int64_t>(1, num_texts / kTextsPerThread);
+    num_threads = static_cast<int>(std::min<int64_t>(num_threads, most_threads));
+    own_threads_for(num_texts, kTextsPerDraw, num_threads, [&](int64_t begin, int64_t end) {
+        Scratch scratch;
         for (int64_t i = begin; i < end; ++i) {
-            const int64_t room = starts[i + 1] - starts[i];
-            Output out{token_ids + starts[i], 0, room, max_tokens};
-            std::copy(config_.head.begin(), config_.head.end(), out.ids);
-            out.count = static_cast<int64_t>(config_.head.size());
-            out.room -= static_cast<int64_t>(config_.tail.size());
-            out.limit -= static_cast<int64_t>(config_.tail.size());
-            const TextView& text = texts[i];
-            const auto length = static_cast<size_t>(text.length);
-            if (text.bytes_per_char == 1) {
-                encode_text(std::basic_string_view(static_cast<const uint8_t*>(text.data), length),
-                            out, scratch);
-            } else if (text.bytes_per_char == 2) {
-                encode_text(std::basic_string_view(static_cast<const char16_t*>(text.data), length),
-                            out, scratch);
-            } else {
-                encode_text(std::basic_string_view(static_cast<const char32_t*>(text.data), length),
-                            out, scratch);
-            }
-            std::copy(config_.tail.begin(), config_.tail.end(), out.ids + out.count);
-            const bool has_tokens = out.status < TextStatus::foreign;
-            seqlens[i] =
-                has_tokens ? static_cast<int32_t>(out.count + std::ssize(config_.tail)) : 0;
+            Output out{token_ids + starts[i], 0, starts[i + 1] - starts[i], max_tokens};
+            encode_framed(texts[i], out, scratch);
+            seqlens[i] = static_cast<int32_t>(out.count);
             status[i] = out.status;
         }
-    };
-    const int64_t most_threads = std::max<int64_t>(1, num_texts / kTextsPerThread);
-    num_threads = static_cast<int>(std::clamp<int64_t>(num_threads, 1, most_threads));
-    std::vector<Scratch> scratches(num_threads);
-    std::vector<std::thread> threads;
-    auto bound = [&](int t) { return num_texts * t / num_threads; };
-    for (int t = 1; t < num_threads; ++t) {
-        threads.emplace_back([&, t] { encode_range(bound(t), bound(t + 1), scratches[t]); });
-    }
-    encode_range(0, bound(1), scratches[0]);
-    for (std::thread& thread : threads) thread.join();
-
-    WordPieceResult result{0, {}};
+        const std::scoped_lock result_lock(result_mutex);
+        result.unknown_chars.insert(result.unknown_chars.end(), scratch.unknown_chars.begin(),
+                                    scratch.unknown_chars.end());
+    });
     for (int64_t i = 0; i < num_texts; ++i) {
         std::memmove(token_ids + result.total_tokens, token_ids + starts[i],
                      seqlens[i] * sizeof(int32_t));
         result.total_tokens += seqlens[i];
     }
-    for (const Scratch& scratch : scratches) {
-        result.unknown_chars.insert(result.unknown_chars.end(), scratch.unknown_chars.begin(),
-                                    scratch.unknown_chars.end());
-    }
     return result;
+}
+
+void WordPiece::encode_framed(const TextView& text, Output& out, Scratch& scratch) const {
+    const auto length = static_cast<size_t>(text.length);
+    out.room -= std::ssize(config_.tail);
+    out.limit -= std::ssize(config_.tail);
+    std::copy(config_.head.begin(), config_.head.end(), out.ids);
+    out.count = std::ssize(config_.head);
+    if (text.bytes_per_char == 1) {
+        encode_text(std::basic_string_view(static_cast<const uint8_t*>(text.data), length), out,
+                    scratch);
+    } else if (text.bytes_per_char == 2) {
+        encode_text(std::basic_string_view(static_cast<const char16_t*>(text.data), length), out,
+                    scratch);
+    } else {
+        encode_text(std::basic_string_view(static_cast<const char32_t*>(text.data), length), out,
+                    scratch);
+    }
+    std::copy(config_.tail.begin(), config_.tail.end(), out.ids + out.count);
+    const bool has_tokens = out.status < TextStatus::foreign;
+    out.count = has_tokens ? out.count + std::ssize(config_.tail) : 0;
 }
 
 void WordPiece::Output::push(int32_t id) {

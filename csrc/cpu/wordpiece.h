@@ -28,9 +28,9 @@ struct TextView {
 // What became of a text. Only the first two have tokens.
 enum class TextStatus : int8_t {
     whole = 0,
-    cut = 1,       // it has more than max_tokens; its first ones are there
-    foreign = 2,   // it needs the reference tokenizer
-    unknown = 3,   // a character of it is to be learnt first
+    cut = 1,      // it has more than max_tokens; its first ones are there
+    foreign = 2,  // it needs the reference tokenizer
+    unknown = 3,  // a character of it is to be learnt first
 };
 
 // What a character does; the values are learn()'s.
@@ -45,8 +45,8 @@ struct WordPieceConfig {
     std::vector<std::pair<std::string, int32_t>> vocab;  // continuing pieces with their prefix
     std::string continuing_prefix;
     int32_t unk_id;
-    int64_t max_word_chars;  // a longer word is unknown as a whole
-    std::vector<int32_t> head, tail;  // special tokens of every text
+    int64_t max_word_chars;                    // a longer word is unknown as a whole
+    std::vector<int32_t> head, tail;           // special tokens of every text
     std::vector<std::u32string> added_tokens;  // a text that spells one out is foreign
 };
 
@@ -56,7 +56,7 @@ struct WordPieceResult {
 };
 
 class WordPiece {
-   public:
+  public:
     explicit WordPiece(WordPieceConfig config);
 
     // What a character becomes; no part at all: it is dropped.
@@ -70,7 +70,7 @@ class WordPiece {
     // Ids that a text of this length takes at most, or it is foreign.
     int64_t slots(int64_t length, int64_t max_tokens) const;
 
-   private:
+  private:
     struct Slot {  // of an open-addressed table; length 0 is empty
         uint32_t tag, id, offset;
         uint16_t length, is_continuing;
@@ -87,10 +87,13 @@ class WordPiece {
         int64_t count, room, limit;  // limit: where a text is cut
         TextStatus status = TextStatus::whole;
 
-        bool is_open() const { return status == TextStatus::whole || status == TextStatus::unknown; }
+        bool is_open() const {
+            return status == TextStatus::whole || status == TextStatus::unknown;
+        }
         void push(int32_t id);
     };
 
+    void encode_framed(const TextView& text, Output& out, Scratch& scratch) const;
     template <typename Char>
     void encode_text(std::basic_string_view<Char> text, Output& out, Scratch& scratch) const;
     template <typename Char>
@@ -104,9 +107,9 @@ class WordPiece {
 
     WordPieceConfig config_;
     std::vector<Slot> slots_;
-    std::string pool_;  // bytes of all pieces
-    size_t longest_piece_ = 1;  // bytes
-    mutable std::shared_mutex mutex_;  // guards what follows: encode() reads it, learn() writes
+    std::string pool_;                   // bytes of all pieces
+    size_t longest_piece_ = 1;           // bytes
+    mutable std::shared_mutex mutex_;    // guards what follows: encode() reads it, learn() writes
     std::vector<uint32_t> basic_chars_;  // entries of code points below 65536
     std::unordered_map<uint32_t, uint32_t> other_chars_;
     std::vector<std::vector<CharPart>> expansions_;
