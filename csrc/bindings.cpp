@@ -210,9 +210,10 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
 
 void bind_wordpiece(py::module_& m) {
     using cpu::WordPiece;
+    using KindAndChar = std::pair<uint32_t, uint32_t>;
     py::class_<WordPiece>(m, "WordPiece")
-        .def(py::init([](std::vector<std::pair<std::string, int32_t> > vocab, std::string prefix,
-                         int32_t unk_id, int64_t max_word_chars, std::vector<int32_t> head,
+        .def(py::init([](std::vector<cpu::VocabEntry> vocab, std::string prefix, int32_t unk_id,
+                         int64_t max_word_chars, std::vector<int32_t> head,
                          std::vector<int32_t> tail, std::vector<std::u32string> added_tokens) {
             return std::make_unique<WordPiece>(
                 cpu::WordPieceConfig{std::move(vocab), std::move(prefix), unk_id, max_word_chars,
@@ -220,7 +221,7 @@ void bind_wordpiece(py::module_& m) {
         }))
         .def("learn",
              [](WordPiece& self, uint32_t code_point,
-                const std::vector<std::pair<uint32_t, uint32_t> >& kinds_and_chars) {
+                const std::vector<KindAndChar>& kinds_and_chars) {
                  std::vector<cpu::CharPart> parts;
                  for (const auto& [kind, c] : kinds_and_chars) {
                      parts.push_back({static_cast<cpu::CharKind>(kind), c});

@@ -41,8 +41,11 @@ struct CharPart {
     uint32_t code_point;  // of a letter, or of a mark: a word of one character
 };
 
+using CharParts = std::vector<CharPart>;
+using VocabEntry = std::pair<std::string, int32_t>;
+
 struct WordPieceConfig {
-    std::vector<std::pair<std::string, int32_t>> vocab;  // continuing pieces with their prefix
+    std::vector<VocabEntry> vocab;  // continuing pieces with their prefix
     std::string continuing_prefix;
     int32_t unk_id;
     int64_t max_word_chars;                    // a longer word is unknown as a whole
@@ -112,7 +115,7 @@ class WordPiece {
     mutable std::shared_mutex mutex_;    // guards what follows: encode() reads it, learn() writes
     std::vector<uint32_t> basic_chars_;  // entries of code points below 65536
     std::unordered_map<uint32_t, uint32_t> other_chars_;
-    std::vector<std::vector<CharPart>> expansions_;
+    std::vector<CharParts> expansions_;
 };
 
 }  // namespace bytetx::cpu
