@@ -1,7 +1,6 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from tokenizers import normalizers
 
 from bytetx.config import read_json
 from bytetx.errors import CheckpointError
+from bytetx.ops.int_lists import flatten_int_lists
 from bytetx.ops.wordpiece import TextStatus
 from bytetx.wordpiece import LearntWordPiece, learnt_wordpiece
 
@@ -100,14 +100,14 @@ class Tokenizer:
 
     def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
         """The token ids of encodings. What was cut is looked for where a text is at the limit."""
-        token_ids = array("i")
-        for encoding in encodings:
-            token_ids.fromlist(encoding.ids)
         seqlens = np.fromiter(map(len, encodings), dtype=np.int32, count=len(encodings))
+        rows = [encoding.ids for encoding in encodings]
+        token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
+        assert token_ids is not None  # the tokenizer gives integers
         is_truncated = np.zeros(len(encodings), dtype=bool)
         for row in np.flatnonzero(seqlens >= self.max_tokens):
             is_truncated[row] = bool(encodings[row].overflowing)
-        return Tokens(np.array(token_ids, dtype=np.int32, copy=None), seqlens, is_truncated)
+        return Tokens(token_ids, seqlens, is_truncated)
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text with its special tokens, cut to max_tokens."""
