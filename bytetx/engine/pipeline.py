@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -83,7 +83,7 @@ def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | 
     """Each window's results in the caller's order; a text that failed is its InputError."""
     results: list[R | InputError | None] = []
     with closing(finished):
-        for step in finished:
+        for step in map(_owned, finished):
             start = step.window.start
             if not results:
                 results = [None] * step.window.num_texts
@@ -94,6 +94,12 @@ def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | 
                     results[failure.index - start] = failure.error
                 yield results
                 results = []
+
+
+def _owned(step: Finished[R]) -> Finished[R]:
+    """Rows of an array may be kept for long: not as views of a whole step in pinned memory."""
+    is_array = isinstance(step.results, np.ndarray)
+    return replace(step, results=step.results.copy()) if is_array else step
 
 
 class _WindowsAhead(Generic[T]):
