@@ -212,15 +212,19 @@ def _by_kind(
 ) -> tuple[dict[int, str | Sequence[str]], dict[int, Input]]:
     """Strings and pairs, and everything else, each by its place in the caller's order."""
     numbered = dict(enumerate(inputs, start))
-    if set(map(type, inputs)) == {str}:
+    kinds = set(map(type, inputs))
+    if kinds == {str}:
         return numbered, {}
+    if kinds == {np.ndarray}:
+        return {}, numbered
     texts = {i: item for i, item in numbered.items() if isinstance(item, str) or _is_pair(item)}
     return texts, {i: item for i, item in numbered.items() if i not in texts} if texts else numbered
 
 
 def _is_pair(item: object) -> bool:
-    is_two = isinstance(item, tuple | list) and len(item) == 2
-    return is_two and all(isinstance(part, str) for part in item)
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) and isinstance(item[1], str)
 
 
 def _is_unicode(text: str, index: int, errors: Errors) -> bool:

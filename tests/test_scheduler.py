@@ -1,5 +1,6 @@
 """Windows and steps: no torch, nothing is lost, nothing runs over the budget."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -38,20 +39,25 @@ def test_every_request_runs_once_within_the_budget(seqlens: list[int], budget: i
 
 def steps_by_definition(seqlens: list[int], budget: int) -> list[list[int]]:
     """What plan_steps vectorises: text by text, longest first, ties as they came."""
+    part = max(budget // 32, 1)
 
-    def even_share(num_tokens: int) -> float:
-        return num_tokens / max(1, -(-num_tokens // budget))
+    def share_and_room(tokens_left: int) -> tuple[int, int]:
+        num_steps = max(1, math.ceil(tokens_left / budget))
+        share = math.ceil(tokens_left / num_steps)
+        return share, math.ceil(share / part) * part
 
     rows = sorted(range(len(seqlens)), key=lambda row: seqlens[row], reverse=True)
     tokens_left = sum(seqlens)
-    share = even_share(tokens_left)
+    share, room = share_and_room(tokens_left)
     steps: list[list[int]] = [[]]
     for row in rows:
         taken = sum(seqlens[other] for other in steps[-1])
-        if steps[-1] and (taken >= share or taken + seqlens[row] > budget):
+        with_row = taken + seqlens[row]
+        is_full = with_row > budget or (taken >= share and with_row > room)
+        if steps[-1] and is_full:
             steps.append([])
             tokens_left -= taken
-            share = even_share(tokens_left)
+            share, room = share_and_room(tokens_left)
         steps[-1].append(row)
     return steps if seqlens else []
 

@@ -10,6 +10,7 @@ from bytetx.errors import InputError
 
 T = TypeVar("T")
 
+_BUDGET_PARTS = 32  # sizes of steps that are told apart; the buckets of CUDA graphs are as fine
 # A window ends a little before its steps are full: tokens are only estimated, and steps share what
 # there is evenly, so that a little more than fits would make all of them a good deal emptier.
 _WINDOW_FILL = 31 / 32
@@ -57,16 +58,22 @@ def plan_steps(requests: Requests, *, token_budget: int) -> list[Requests]:
 def _step_bounds(seqlens: np.ndarray, token_budget: int) -> list[int]:
     """Where each step starts among lengths that only fall, and their number at the end.
 
-    A step ends with the text that reaches its share, or before one that exceeds the budget.
+    Each step reaches the even share of what is left, if the budget allows, and is filled up to the
+    next part of the budget: a device pads steps to few sizes, so that it costs the same.
     """
     ends = np.cumsum(seqlens, dtype=np.int64)  # tokens up to and with each text
     total_tokens = int(ends[-1])
+    part = max(token_budget // _BUDGET_PARTS, 1)
     bounds, tokens_done = [0], 0
     while bounds[-1] < len(seqlens):
-        share = _even_share(total_tokens - tokens_done, token_budget)
-        reached = int(np.searchsorted(ends, tokens_done + share)) + 1
-        within = int(np.searchsorted(ends, tokens_done + token_budget, side="right"))
-        bound = min(max(min(reached, within), bounds[-1] + 1), len(seqlens))
+        tokens_left = total_tokens - tokens_done
+        share = -(-tokens_left // max(1, -(-tokens_left // token_budget)))
+        filled, within = np.searchsorted(
+            ends, [tokens_done - (-share // part) * part, tokens_done + token_budget], side="right"
+        )
+        reached = np.searchsorted(ends, tokens_done + share) + 1
+        # A text beyond the budget is a step of its own.
+        bound = max(int(min(max(reached, filled), within)), bounds[-1] + 1)
         tokens_done = int(ends[bound - 1])
         bounds.append(bound)
     return bounds
@@ -78,8 +85,3 @@ def check_token_budget(token_budget: object) -> int:
     if not is_integer or token_budget < 1:
         raise InputError(f"token_budget must be a positive integer, got {token_budget!r}")
     return token_budget
-
-
-def _even_share(num_tokens: int, token_budget: int) -> float:
-    """Tokens a step should take, so that the fewest possible steps share num_tokens evenly."""
-    return num_tokens / max(1, -(-num_tokens // token_budget))
