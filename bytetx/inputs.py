@@ -62,6 +62,8 @@ class InputReader:
         pieces = []
         if texts:
             pieces.append(self._read_texts(texts, errors))
+            if start == 0:
+                self._learn_density(texts.values(), pieces[0].total_tokens)
         if ids:
             pieces.append(self._read_ids(ids, errors))
         requests = _in_order(pieces)
@@ -105,8 +107,6 @@ class InputReader:
             alignments,
         )
         self._check_tokens(requests, errors)
-        if 0 in texts:
-            self._learn_density(texts.values(), requests.total_tokens)
         return requests
 
     def _learn_density(self, texts: Iterable[str | Sequence[str]], num_tokens: int) -> None:
