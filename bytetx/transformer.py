@@ -11,7 +11,7 @@ from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.embedding import embed
-from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.linear import LinearWeight, fuses_residual, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import PackedBatch
 from bytetx.spec import ModelSpec
@@ -105,7 +105,19 @@ class Transformer:
 
         on_layer: called with the embedding's and then each layer's output.
         """
-        x = self._embed(batch)
+        return self.encode(self._embed(batch), batch, on_layer=on_layer)
+
+    def encode(
+        self,
+        x: torch.Tensor,
+        batch: PackedBatch,
+        *,
+        on_layer: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        """The layers alone, from embedded tokens x [total_tokens, hidden_size].
+
+        on_layer: as in forward, which says what this returns and runs it in inference mode.
+        """
         if on_layer:
             on_layer(x)
         plan = plan_attention(
@@ -146,7 +158,7 @@ class Transformer:
         plan: AttentionPlan | None,
     ) -> torch.Tensor:
         attended = self._attend(linear(x, weights.qkv), batch, plan)
-        return self._add_norm(linear(attended, weights.attn_out), x, weights.attn_norm)
+        return self._project(attended, weights.attn_out, residual=x, norm=weights.attn_norm)
 
     def _attend(
         self, qkv: torch.Tensor, batch: PackedBatch, plan: AttentionPlan | None
@@ -167,13 +179,23 @@ class Transformer:
         return attended.view(-1, spec.hidden_size)
 
     def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-        outer = linear(linear(x, weights.ffn_in, activation=self.spec.activation), weights.ffn_out)
-        return self._add_norm(outer, x, weights.ffn_norm)
+        inner = linear(x, weights.ffn_in, activation=self.spec.activation)
+        return self._project(inner, weights.ffn_out, residual=x, norm=weights.ffn_norm)
 
-    def _add_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-        """norm(x + residual), written over x."""
-        eps = self.spec.norm_eps
-        return layer_norm(x, norm.weight, norm.bias, eps=eps, residual=residual, out=x)
+    def _project(
+        self, x: torch.Tensor, weight: LinearWeight, *, residual: torch.Tensor, norm: NormWeight
+    ) -> torch.Tensor:
+        """norm(x @ weight.T + bias + residual); whichever of the two adds the residual for less."""
+        is_fused = fuses_residual(x.shape[0], weight)
+        d = linear(x, weight, residual=residual if is_fused else None)
+        return layer_norm(
+            d,
+            norm.weight,
+            norm.bias,
+            eps=self.spec.norm_eps,
+            residual=None if is_fused else residual,
+            out=d,
+        )
 
 
 class TensorLoader:

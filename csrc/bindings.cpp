@@ -133,6 +133,27 @@ void bind_planned_attention(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_linear(py::module_& m) {
+    m.def("linear_tilings", [] {  // (name, rows, columns, whether it is for few rows) by index
+        py::list tilings;
+        for (int i = 0; i < num_linear_tilings(); ++i) {
+            const LinearTiling t = linear_tiling(i);
+            tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
+        }
+        return tilings;
+    });
+    m.def(
+        "linear",
+        [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
+           int64_t k, int activation, bool gated, int tiling, int splits, int dtype, int device,
+           Address stream, int num_threads, int isa) {
+            linear({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d), rows, n,
+                    k, static_cast<Activation>(activation), gated, tiling, splits, to_dtype(dtype)},
+                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #else
 
 void bind_varlen_attention(py::module_& m) {
@@ -254,6 +275,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     bytetx::bind_pool(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
+    bytetx::bind_linear(m);
     bytetx::bind_planned_attention(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });

@@ -64,6 +64,38 @@ struct EmbedParams {
 
 void embed(const EmbedParams& p, const Launch& launch);
 
+enum class Activation : int { none = 0, gelu = 1, gelu_tanh = 2, relu = 3, silu = 4, tanh = 5 };
+
+// cuda only. d = act(a b^T + bias + residual), f32 accumulation. Gated: of every 64 rows of b the
+// first 32 are gates, the others their values, and d = act(gates) * values has n / 2 columns.
+struct LinearParams {
+    const void* a;         // [m, k], dtype, contiguous and 16-byte aligned like all operands
+    const void* b;         // [n, k]
+    const void* bias;      // [n], or null for none
+    const void* residual;  // [m, n], or null for none; only with activation none
+    void* d;               // [m, n]; gated: [m, n / 2]; not a, may be the residual
+    int64_t m;
+    int64_t n;  // a multiple of 32; gated: of 64
+    int64_t k;  // a multiple of 8
+    Activation activation;
+    bool gated;  // with gelu, gelu_tanh or silu; only tilings of 64 or 128 columns
+    int32_t tiling;  // an index into linear_tilings()
+    int32_t splits;  // CTAs that share k, 1 to 8; tilings for few rows alone take more than 1
+    DType dtype;     // f16 or bf16
+};
+
+// One way to cut the product: rows and columns of d that a tile has.
+struct LinearTiling {
+    const char* name;
+    int32_t rows;
+    int32_t columns;
+    bool is_for_few_rows;
+};
+
+int32_t num_linear_tilings();
+LinearTiling linear_tiling(int32_t index);
+void linear(const LinearParams& p, const Launch& launch);
+
 enum class PoolMode : int {
     cls = 0,
     mean = 1,

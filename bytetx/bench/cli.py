@@ -1,6 +1,8 @@
 """`bytetx bench`: run a suite, keep its records, draw them."""
 
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,21 +31,23 @@ CaseOption = Annotated[
         "--case", help="Run cases whose name has this part or fits this glob; repeatable."
     ),
 ]
+PlotOption = Annotated[
+    bool, typer.Option("--plot", help="Draw the recorded cases beside the --record file.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
+]
 
 
 @app.command()
 def cpu(
     record: RecordOption = None,
-    plot: Annotated[
-        bool, typer.Option("--plot", help="Draw the recorded cases beside the --record file.")
-    ] = False,
+    plot: PlotOption = False,
     case: CaseOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="A few texts and one round: does everything run?")
     ] = False,
-    model: Annotated[
-        Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
-    ] = None,
+    model: ModelOption = None,
 ) -> None:
     """Encoders on the CPU: bytetx, transformers, sentence-transformers, OpenVINO, ONNX Runtime."""
     console = Console()
@@ -54,15 +58,76 @@ def cpu(
 
 
 @app.command()
-def attention(record: RecordOption = None, case: CaseOption = None) -> None:
+def attention(
+    record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
+) -> None:
     """Packed attention on a Hopper GPU: bytetx and FlashAttention-2 as torch ships it."""
     from bytetx.bench.attention import attention_suite
 
-    try:
-        suite = attention_suite(patterns=case or [])
-        _run_suite(Console(), suite, command=_command("attention", case or []), record=record)
-    except BytetxError as error:
-        _fail(error)
+    _run_gpu("attention", attention_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def linear(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    tune: Annotated[
+        Path | None,
+        typer.Option("--tune", help="Measure every tiling instead, and write the table of plans."),
+    ] = None,
+) -> None:
+    """An encoder's GEMMs on a GPU with what follows them fused: bytetx and cuBLAS."""
+    from bytetx.bench.linear import linear_suite
+
+    if tune is not None:
+        return _tune(tune)
+
+    _run_gpu("linear", linear_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def norm(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+    """Norms, embedding and pooling on a GPU: bytetx, torch, torch.compile."""
+    from bytetx.bench.norm import norm_suite
+
+    _run_gpu("norm", norm_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+    """All layers of BERT on a GPU: bytetx, transformers, packed torch with FlashAttention-2."""
+    from bytetx.bench.encoder import encoder_suite
+
+    _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def latency(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    model: ModelOption = None,
+) -> None:
+    """One text, or one sequence, at a time on a GPU: bytetx and what a user would run instead."""
+    from bytetx.bench.latency import latency_suite
+
+    make_suite = partial(latency_suite, checkpoint=model)
+    _run_gpu("latency", make_suite, record=record, case=case, plot=plot, model=model)
+
+
+@app.command()
+def text(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    model: ModelOption = None,
+) -> None:
+    """Many texts to vectors on a GPU: bytetx, sentence-transformers, transformers."""
+    from bytetx.bench.text import text_suite
+
+    make_suite = partial(text_suite, checkpoint=model)
+    _run_gpu("text", make_suite, record=record, case=case, plot=plot, model=model)
 
 
 @app.command(name="plot")
@@ -91,13 +156,49 @@ def _run_cpu(
 
     if quick and record is not None:
         raise BytetxError("--quick measures too little to be recorded; drop --quick or --record")
-    if plot and record is None:
-        raise BytetxError("--plot draws from a file of records; add --record FILE")
+    _check_plot(plot, record)
     suite = cpu_suite(QUICK if quick else Sizes(), patterns=case, checkpoint=model)
     command = _command("cpu", case, model)
     _run_suite(console, suite, command=command, record=record)
     if plot and record is not None:
         _draw(console, record)
+
+
+def _run_gpu(
+    name: str,
+    make_suite: Callable[..., "Suite"],
+    *,
+    record: Path | None,
+    case: list[str] | None,
+    plot: bool,
+    model: Path | None = None,
+) -> None:
+    console, patterns = Console(), case or []
+    try:
+        _check_plot(plot, record)
+        suite = make_suite(patterns=patterns)
+        _run_suite(console, suite, command=_command(name, patterns, model), record=record)
+        if plot and record is not None:
+            _draw(console, record)
+    except BytetxError as error:
+        _fail(error)
+
+
+def _tune(path: Path) -> None:
+    from bytetx.bench.tune import tune
+
+    console = Console()
+    try:
+        for line in tune(path):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    except BytetxError as error:
+        _fail(error)
+    console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _check_plot(plot: bool, record: Path | None) -> None:
+    if plot and record is None:
+        raise BytetxError("--plot draws from a file of records; add --record FILE")
 
 
 def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path | None) -> None:
@@ -118,9 +219,9 @@ def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path |
 
 
 def _draw(console: Console, records: Path) -> None:
-    from bytetx.bench.plot import draw_cpu
+    from bytetx.bench.plot import draw
 
-    for path in draw_cpu(records):
+    for path in draw(records):
         console.print(f"wrote {path}", highlight=False, markup=False)
 
 

@@ -1,17 +1,16 @@
 """Suite `cpu`: encoders on this machine's CPU, from strings and from token ids, against rivals."""
 
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import bytetx
 from bytetx.bench import measure, rivals, texts
+from bytetx.bench.bert import SIZES, random_bert, save_bert
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected
@@ -22,7 +21,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
 # Cosine distance beyond which a rival did other work than ours; bf16 rounds at 2^-9.
 _MAX_COSINE_DISTANCE = {"fp32": 1e-4, "bf16": 2e-2}
-_BASE_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Contest:
         ours = self.model.embed(some).vectors
         runs: dict[str, Callable[[], object]] = {}
         for rival in competitors:
-            distance = _cosine_distance(ours, rival.embed(some))
+            distance = measure.cosine_distance(ours, rival.embed(some))
             if distance > _MAX_COSINE_DISTANCE[self.dtype_name]:
                 notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
             else:
@@ -167,7 +165,9 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
     yield from _model_cases("minilm", demo, sizes, patterns)
     if any(is_selected(name, patterns) for name in _case_names("bert-base")):
         with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
-            base = _save_bert_base(Path(folder), tokenizer_from=demo)
+            bert = random_bert(SIZES["base"], torch.float32, device="cpu")
+            base = save_bert(bert, Path(folder), tokenizer_from=demo)
+            del bert
             yield from _model_cases("bert-base", base, sizes, patterns)
 
 
@@ -190,22 +190,3 @@ def _model_cases(model: str, checkpoint: Path, sizes: Sizes, patterns: list[str]
                 kind = name.removeprefix(prefix)
                 unit = "MiB" if kind == "memory" else "us/token"
                 yield Case(name, unit, dtype, measures[kind])
-
-
-def _save_bert_base(folder: Path, *, tokenizer_from: Path) -> Path:
-    """A BERT-base checkpoint with random weights (110 M) and a real tokenizer, in `folder`."""
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    with rivals.quiet():
-        BertModel(BertConfig(), add_pooling_layer=False).save_pretrained(folder)
-    for name in _BASE_TOKENIZER:
-        shutil.copy(tokenizer_from / name, folder)
-    return folder
-
-
-def _cosine_distance(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """The largest 1 - cosine over rows; infinite where a row is not finite."""
-    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
-    distance = 1 - (ours.astype(np.float64) * theirs).sum(axis=1) / norms
-    return float(distance.max()) if np.isfinite(distance).all() else float("inf")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bytetx.ops.linear import linear, prepare_linear
@@ -82,6 +83,13 @@ def gemm_flops(spec: ModelSpec, dtype: torch.dtype) -> float:
         flop = sum(2 * rows * n * k for n, k in shapes)
         best = max(best, flop / _fastest(layer, seconds=0.5))
     return best
+
+
+def cosine_distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """The largest 1 - cosine over rows; infinite where a row is not finite."""
+    norms = np.linalg.norm(ours, axis=1) * np.linalg.norm(theirs, axis=1)
+    distance = 1 - (ours.astype(np.float64) * theirs).sum(axis=1) / norms
+    return float(distance.max()) if np.isfinite(distance).all() else float("inf")
 
 
 def device_name() -> str:

@@ -1,17 +1,19 @@
 """The README's pictures, drawn from the records: rates side by side, on light and on dark pages."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bytetx.bench.plot_gpu import draw_gpu
 from bytetx.bench.records import Record, read_records
+from bytetx.bench.theme import OURS, Theme, draw_themes
 from bytetx.errors import BytetxError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OURS = "bytetx"
 # Inches: the picture, the words above and below the bars, a bar's row, the space between panels.
 _WIDTH, _HEAD, _FOOT, _ROW, _GAP = 9.6, 1.16, 0.5, 0.31, 0.42
 _LEFT, _RIGHT = 1.85, 1.5  # for the names; for the ratios
@@ -19,23 +21,6 @@ _COLUMNS = (50, 96)  # points from the bars' end to the right edge of each colum
 _BAR = 0.7  # of a row
 _NAMES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
 _PANELS = (("fp32", "float32"), ("bf16", "bfloat16"))
-
-
-@dataclass(frozen=True, slots=True)
-class Theme:
-    """Colours of one picture; GitHub's own page and text colours, so that it sits in the page."""
-
-    suffix: str
-    page: str
-    text: str
-    muted: str
-    ours: str
-    rival: str
-    faint: str
-
-
-LIGHT = Theme("", "#ffffff", "#1f2328", "#59636e", "#0969da", "#8c959f", "#d8dee4")
-DARK = Theme("-dark", "#0d1117", "#f0f6fc", "#9198a1", "#4493f8", "#6e7681", "#2b3138")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +32,27 @@ class Bar:
     sorted_rate: float | None
 
 
+def draw(records_file: Path) -> list[Path]:
+    """Draws a file's records as .svg files beside it, for light and for dark pages; their paths.
+
+    Raises BytetxError where matplotlib is missing, or records that a picture needs.
+    """
+    suites = {record.suite for record in read_records(records_file)}
+    paths = draw_cpu(records_file) if "cpu" in suites else []
+    paths += draw_gpu(records_file)
+    if not paths:
+        raise BytetxError(f"{records_file} holds no record that there is a picture of")
+    return paths
+
+
 def draw_cpu(records_file: Path) -> list[Path]:
     """Draws the MiniLM cases of a cpu.jsonl as two .svg files beside it; returns their paths.
 
     Raises BytetxError where matplotlib or the cases are missing.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise BytetxError("plots need matplotlib: pip install 'bytetx[bench]'") from error
     records = {record.case: record for record in read_records(records_file)}
     panels = [(title, dtype, _bars(records, dtype)) for dtype, title in _PANELS]
-    paths = []
-    # A fixed salt keeps the ids, and so the file, the same for the same records.
-    with matplotlib.rc_context({"svg.hashsalt": _OURS, "font.family": "DejaVu Sans"}):
-        for theme in (LIGHT, DARK):
-            path = records_file.with_name(f"{records_file.stem}{theme.suffix}.svg")
-            _draw(path, theme, panels, records)
-            paths.append(path)
-    return paths
+    return draw_themes(records_file.with_suffix(""), partial(_draw, panels=panels, records=records))
 
 
 def _bars(records: dict[str, Record], dtype: str) -> list[Bar]:
@@ -77,10 +64,10 @@ def _bars(records: dict[str, Record], dtype: str) -> list[Bar]:
             f"bytetx bench cpu --record FILE --case minilm-{dtype}"
         )
     by_length = records.get(f"minilm-{dtype}-sorted")
-    sorted_values = {_OURS: by_length.ours, **by_length.rivals} if by_length else {}
+    sorted_values = {OURS: by_length.ours, **by_length.rivals} if by_length else {}
     bars = [
         Bar(name, 1e6 / value, 1e6 / sorted_values[name] if name in sorted_values else None)
-        for name, value in {_OURS: arrival.ours, **arrival.rivals}.items()
+        for name, value in {OURS: arrival.ours, **arrival.rivals}.items()
     ]
     return [bars[0], *sorted(bars[1:], key=lambda bar: -bar.rate)]
 
@@ -90,7 +77,11 @@ def _case(dtype: str) -> str:
 
 
 def _draw(
-    path: Path, theme: Theme, panels: list[tuple[str, str, list[Bar]]], records: dict[str, Record]
+    path: Path,
+    theme: Theme,
+    *,
+    panels: list[tuple[str, str, list[Bar]]],
+    records: dict[str, Record],
 ) -> None:
     from matplotlib.figure import Figure
 
@@ -125,7 +116,7 @@ def _draw(
 
 def _draw_bars(ax: "Axes", theme: Theme, bars: list[Bar]) -> None:
     for row, bar in enumerate(bars):
-        is_ours = bar.name == _OURS
+        is_ours = bar.name == OURS
         end = bar.rate
         if bar.sorted_rate is not None and bar.sorted_rate > 1.03 * bar.rate:
             end = bar.sorted_rate

@@ -4,7 +4,7 @@ import importlib.util
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -36,16 +36,29 @@ class Rival(Protocol):
     def embed(self, inputs: Inputs) -> np.ndarray: ...
 
 
+Loader = Callable[[Path, torch.dtype], Rival]
+
+
 class PaddedRival:
-    """Tokenise, pad, forward, mean-pool, normalise: batches of 32 in the order given."""
+    """Tokenise, pad, forward, mean-pool, normalise: equal batches in the order given."""
 
     sorts_itself = False
 
-    def __init__(self, name: str, tokenizer: Any, forward: Forward):
+    def __init__(
+        self,
+        name: str,
+        tokenizer: Any,
+        forward: Forward,
+        *,
+        device: str = "cpu",
+        batch_size: int = BATCH_SIZE,
+    ):
         self.name, self._tokenizer, self._forward = name, tokenizer, forward
+        self._device, self._batch_size = device, batch_size
 
     def embed(self, inputs: Inputs) -> np.ndarray:
-        batches = (inputs[i : i + BATCH_SIZE] for i in range(0, len(inputs), BATCH_SIZE))
+        starts = range(0, len(inputs), self._batch_size)
+        batches = (inputs[start : start + self._batch_size] for start in starts)
         return np.concatenate([self._embed_batch(batch) for batch in batches])
 
     @torch.inference_mode()
@@ -55,29 +68,41 @@ class PaddedRival:
             input_ids, mask = tokens["input_ids"], tokens["attention_mask"]
         else:
             input_ids, mask = _padded(batch)
+        input_ids, mask = input_ids.to(self._device), mask.to(self._device)
         hidden_states = self._forward(input_ids, mask)  # [batch_size, max_seqlen, hidden_size]
         keep = mask.unsqueeze(-1).to(hidden_states.dtype)
         pooled = (hidden_states * keep).sum(1).float() / mask.sum(1, keepdim=True)
-        return torch.nn.functional.normalize(pooled, dim=-1).numpy()
+        return torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()
 
 
 class SentenceTransformersRival:
-    """sentence-transformers' own encode, which sorts by length and pads batches of 32."""
+    """sentence-transformers' own encode, which sorts by length and pads batches."""
 
-    name = "sentence-transformers"
     sorts_itself = True
 
-    def __init__(self, checkpoint: Path, dtype: torch.dtype):
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: torch.dtype,
+        *,
+        name: str = "sentence-transformers",
+        device: str = "cpu",
+        batch_size: int = BATCH_SIZE,
+    ):
         from sentence_transformers import SentenceTransformer
 
+        self.name, self._batch_size = name, batch_size
         self._model = SentenceTransformer(
-            str(checkpoint), device="cpu", model_kwargs={"dtype": dtype}
+            str(checkpoint), device=device, model_kwargs={"dtype": dtype}
         )
 
     def embed(self, inputs: Inputs) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"):
             return self._model.encode(
-                inputs, batch_size=BATCH_SIZE, normalize_embeddings=True, show_progress_bar=False
+                inputs,
+                batch_size=self._batch_size,
+                normalize_embeddings=True,
+                show_progress_bar=False,
             )
 
 
@@ -89,15 +114,22 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-def load_rivals(names: Sequence[str], checkpoint: Path, dtype: torch.dtype) -> Loaded:
+def load_rivals(
+    names: Sequence[str],
+    checkpoint: Path,
+    dtype: torch.dtype,
+    *,
+    loaders: Mapping[str, tuple[tuple[str, ...], Loader]] | None = None,
+) -> Loaded:
     """The named rivals that are installed, with the checkpoint in `dtype`.
 
-    names: keys of _LOADERS. A rival that is installed but fails to load is left out and named in
-    the notes, so that it costs no other number.
+    names: keys of `loaders`, which are those for a CPU unless they are given. A rival that is
+    installed but fails to load is left out and named in the notes, so that it costs no other
+    number.
     """
     found, notes = [], []
     for name in names:
-        needs, load = _LOADERS[name]
+        needs, load = (_LOADERS if loaders is None else loaders)[name]
         missing = [module for module in needs if importlib.util.find_spec(module) is None]
         if missing:
             notes.append(f"{name} left out: {', '.join(missing)} not installed")
@@ -134,13 +166,13 @@ class _LastHiddenState(torch.nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
 
-def _tokenizer(checkpoint: Path) -> Any:
+def tokenizer_of(checkpoint: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(checkpoint)
 
 
-def _encoder(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
+def encoder_of(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModel
 
     return _LastHiddenState(AutoModel.from_pretrained(checkpoint, dtype=dtype)).eval()
@@ -148,7 +180,7 @@ def _encoder(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 def _transformers_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
     """AutoModel with its default attention."""
-    return PaddedRival("transformers", _tokenizer(checkpoint), _encoder(checkpoint, dtype))
+    return PaddedRival("transformers", tokenizer_of(checkpoint), encoder_of(checkpoint, dtype))
 
 
 def _openvino_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
@@ -156,7 +188,7 @@ def _openvino_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
     import openvino
 
     example = dict(zip(("input_ids", "attention_mask"), _example(), strict=True))
-    exported = openvino.convert_model(_encoder(checkpoint, torch.float32), example_input=example)
+    exported = openvino.convert_model(encoder_of(checkpoint, torch.float32), example_input=example)
     options = {
         "INFERENCE_PRECISION_HINT": "bf16" if dtype == torch.bfloat16 else "f32",
         "PERFORMANCE_HINT": "LATENCY",  # every thread on the one batch in flight
@@ -168,7 +200,7 @@ def _openvino_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
         outputs = compiled({"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
         return torch.from_numpy(outputs[0])
 
-    return PaddedRival("openvino", _tokenizer(checkpoint), forward)
+    return PaddedRival("openvino", tokenizer_of(checkpoint), forward)
 
 
 def _onnxruntime_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
@@ -180,14 +212,14 @@ def _onnxruntime_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
     options.log_severity_level = 3
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
         path = str(Path(folder) / "model.onnx")
-        _export_onnx(_encoder(checkpoint, dtype), path)
+        _export_onnx(encoder_of(checkpoint, dtype), path)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     def forward(input_ids: Tensor, mask: Tensor) -> Tensor:
         feed = {"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()}
         return torch.from_numpy(session.run(None, feed)[0])
 
-    return PaddedRival("onnxruntime", _tokenizer(checkpoint), forward)
+    return PaddedRival("onnxruntime", tokenizer_of(checkpoint), forward)
 
 
 def _export_onnx(model: torch.nn.Module, path: str) -> None:
@@ -205,7 +237,7 @@ def _export_onnx(model: torch.nn.Module, path: str) -> None:
 
 
 # Each rival: the modules it needs, and how it is loaded.
-_LOADERS: dict[str, tuple[tuple[str, ...], Callable[[Path, torch.dtype], Rival]]] = {
+_LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
     "transformers": (("transformers",), _transformers_rival),
     "openvino": (("openvino", "transformers"), _openvino_rival),
     "onnxruntime": (("onnxruntime", "onnxscript", "transformers"), _onnxruntime_rival),

@@ -7,6 +7,8 @@ from bytetx.bench.records import Record
 
 # Columns of a terminal from which a table with four rivals fits with their values.
 _WIDE = 116
+_RATE = 2  # the column that only units of time have
+_SECONDS = {"us": 1e-6, "ms": 1e-3}
 
 
 def records_table(records: list[Record], *, width: int) -> Table:
@@ -17,33 +19,46 @@ def records_table(records: list[Record], *, width: int) -> Table:
     rivals = list(dict.fromkeys(name for record in records for name in record.rivals))
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.caption = "lower is better; a rival's ratio says how many times faster bytetx is"
-    for name in ("case", "bytetx", "tokens/s", "floor", *rivals):
+    units = {unit for record in records if (unit := _rate(record)[1])}
+    rate = [units.pop() if len(units) == 1 else "rate"] if units else []
+    for name in ("case", "bytetx", *rate, "floor", *rivals):
         justify = "left" if name == "case" else "right"
         table.add_column(name.replace("-", "-\n"), justify=justify, no_wrap=True)
     for record in records:
-        table.add_row(*_row(record, rivals, with_values=width >= _WIDE))
+        cells = _row(record, rivals, with_values=width >= _WIDE)
+        table.add_row(*(cells if rate else cells[:_RATE] + cells[_RATE + 1 :]))
     return table
 
 
 def summary_line(record: Record) -> str:
     """A record in one line, for progress while a suite runs."""
     ratios = ", ".join(f"{record.ratio(name):.2f}x {name}" for name in record.rivals)
-    rate = f" = {rate_text(record)} tokens/s" if rate_text(record) else ""
+    value, unit = _rate(record)
+    rate = f" = {value} {unit}" if value else ""
     return f"{record.case}: {record.ours:g} {record.unit}{rate}" + (f"; {ratios}" if ratios else "")
 
 
-def rate_text(record: Record) -> str:
-    """tokens/s where the unit is a time per token; empty for other units."""
-    return f"{1e6 / record.ours:,.0f}" if record.unit == "us/token" else ""
+def _rate(record: Record) -> tuple[str, str]:
+    """Things, FLOP or bytes a second and their unit, by what the record's unit or shape counts."""
+    time, _, thing = record.unit.partition("/")
+    if time not in _SECONDS:
+        return "", ""
+    per_second = 1 / (record.ours * _SECONDS[time])
+    if thing:
+        return f"{per_second:,.0f}", f"{thing}s/s"
+    if "flop" in record.shape:
+        return f"{float(record.shape['flop']) * per_second / 1e12:.3g}", "TFLOP/s"
+    if "bytes" in record.shape:
+        return f"{float(record.shape['bytes']) * per_second / 1e9:,.0f}", "GB/s"
+    return "", ""
 
 
 def _row(record: Record, rivals: list[str], *, with_values: bool) -> list[str]:
-    fraction = record.floor_fraction
-    unit = " MiB" if record.unit == "MiB" else " us"
+    fraction, (rate, _) = record.floor_fraction, _rate(record)
     cells = [
         record.case,
-        f"[bold]{record.ours:g}[/]{unit}",
-        rate_text(record),
+        f"[bold]{record.ours:g}[/] {record.unit.partition('/')[0]}",
+        rate,
         "" if fraction is None else f"{fraction:.0%}",
     ]
     for name in rivals:

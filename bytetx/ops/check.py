@@ -88,6 +88,11 @@ def has_row_kernel(rows: Tensor) -> bool:
     return rows.dtype in (torch.float32, torch.bfloat16) and 0 < width <= MAX_ROW_WIDTH
 
 
+def is_aligned(t: Tensor) -> bool:
+    """Whether the data starts at a multiple of 16 bytes, as our own allocations do."""
+    return t.data_ptr() % 16 == 0
+
+
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Where each tensor's data lies: compared to tell that one was moved, never read through."""
     return list(map(Tensor.data_ptr, tensors))

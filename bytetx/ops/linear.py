@@ -1,16 +1,21 @@
-"""Linear layers on packed rows: oneDNN with prepacked weights on a CPU, cuBLAS on CUDA."""
+"""Linear layers on packed rows: our kernels on Hopper, oneDNN with prepacked weights on a CPU."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bytetx.ops import reference
-from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops import native, reference
+from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.linear_plan import EPILOGUES, RESIDUAL, LinearPlan, plan_linear
 from bytetx.ops.rows import whole_tiles
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
+# What the Hopper kernel takes: f16 and bf16, n and k in these steps, 16-byte aligned operands.
+DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+KERNEL_COLUMNS = 32
+KERNEL_FEATURES = 8
 # Rows that oneDNN lays a prepacked weight out for; a hint, every m runs.
 _PREPACK_ROWS = 4096
 # (attribute, algorithm) of torch.ops.mkldnn._linear_pointwise for each activation.
@@ -59,7 +64,8 @@ def linear(
     """act(x @ w.T + bias) (+ residual).
 
     x: [m, k] in w's dtype, contiguous.  activation: one of ACTIVATIONS.  residual: [m, n].
-    Returns a new [m, n].  A row's result does not depend on the other rows (oneDNN: bitwise).
+    Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN,
+    and on Hopper among batches whose plan is the same (bytetx/ops/linear_plan.py).
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
     require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
@@ -70,6 +76,8 @@ def linear(
         shape = (x.shape[0], w.n)
         require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
         require_contiguous("residual", residual)
+    if x.is_cuda:
+        return _linear_cuda(x, w, activation=activation, residual=residual)
     if not w.is_prepacked and not _has_onednn(w.weight):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
@@ -82,6 +90,69 @@ def linear(
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
     return d if residual is None else d.add_(residual)
+
+
+def fuses_residual(m: int, w: LinearWeight) -> bool:
+    """Whether `linear` on m rows adds a residual for free; else whoever reads d next should."""
+    if not w.weight.is_cuda or not has_kernel(w):
+        return False
+    plan = plan_linear(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype], epilogue=RESIDUAL)
+    return plan.tiling is not None
+
+
+def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    if not has_kernel(w) or not is_aligned(x) or torch.compiler.is_compiling():
+        return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+    fuses = residual is not None and activation == "none" and is_aligned(residual)
+    epilogue = RESIDUAL if fuses else EPILOGUES[activation]
+    plan = plan_linear(x.shape[0], w.n, w.k, dtype=DTYPE_NAMES[w.dtype], epilogue=epilogue)
+    if plan.tiling is None:
+        return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+    fused = residual if fuses else None
+    d = run_kernel(x, w, plan=plan, activation=activation, residual=fused)
+    return d if residual is None or fuses else d.add_(residual)
+
+
+def run_kernel(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    plan: LinearPlan,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    is_gated: bool = False,
+) -> Tensor:
+    """The Hopper kernel on checked arguments, cut as `plan` says (plan.tiling is not None)."""
+    m = x.shape[0]
+    d = x.new_empty((m, w.n // 2 if is_gated else w.n))
+    native.kernel("linear", x.device)(
+        x.data_ptr(),
+        w.weight.data_ptr(),
+        0 if w.bias is None else w.bias.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
+        d.data_ptr(),
+        m,
+        w.n,
+        w.k,
+        ACTIVATIONS.index(activation),
+        is_gated,
+        plan.tiling,
+        plan.splits,
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device),
+    )
+    return d
+
+
+def has_kernel(w: LinearWeight) -> bool:
+    """Whether the Hopper kernel takes this weight; x and residual must be aligned as well."""
+    if w.dtype not in DTYPE_NAMES or w.n % KERNEL_COLUMNS or w.k % KERNEL_FEATURES:
+        return False
+    if not is_aligned(w.weight) or not w.weight.is_contiguous():
+        return False
+    if w.bias is not None and not (is_aligned(w.bias) and w.bias.is_contiguous()):
+        return False
+    return native.kernel("linear", w.weight.device) is not None
 
 
 def _has_onednn(weight: Tensor) -> bool:

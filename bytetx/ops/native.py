@@ -58,6 +58,12 @@ def why_no_kernel(op: str, device: torch.device) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def linear_tilings() -> list[tuple[str, int, int, bool]]:
+    """(name, rows, columns, whether it is for few rows) of each tiling of the kernel `linear`."""
+    module = _modules["cuda"]
+    return [] if isinstance(module, str) else module.linear_tilings()
+
+
 @cache
 def _lookup(op: str, device_type: str, index: int | None) -> Callable[..., None] | str:
     module = _modules.get(device_type, f"no native core for device type {device_type}")
@@ -158,13 +164,11 @@ def _describe_gpu() -> str:
 def _backing(op: str, device: torch.device) -> str:
     if device.type == "cuda" and not torch.cuda.is_available():
         return "none: torch finds no CUDA GPU"
-    if op == "linear":
-        return _backing_linear(device)
+    if op == "linear" and device.type == "cpu":
+        return _backing_linear()
     reason = why_no_kernel(_CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device)
     return f"torch: {reason}" if reason else f"native, {_describe_core(device.type)}"
 
 
-def _backing_linear(device: torch.device) -> str:
-    if device.type == "cuda":
-        return "cuBLAS through torch"
+def _backing_linear() -> str:
     return "oneDNN through torch" if torch.backends.mkldnn.is_available() else "torch's own GEMM"

@@ -1,0 +1,184 @@
+"""Suite `encoder`: all layers of BERT on a GPU, against transformers and packed torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytetx.bench.bert import (
+    SIZES,
+    Finish,
+    LayerInputs,
+    PackedTorch,
+    compiled_finish,
+    compiled_layers,
+    finish_layer,
+    random_bert,
+)
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, wall_us
+from bytetx.bench.lengths import Lengths, bytetransformer, dense
+from bytetx.bench.measure import encoder_flop
+from bytetx.bench.suite import Measurement, Suite
+from bytetx.errors import BytetxError
+from bytetx.spec import ModelSpec
+
+# Beyond this a rival did other work than ours: f16 rounds at 2^-11, through 24 layers.
+_MAX_RELATIVE_ERROR = 2e-2
+# ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
+# with its best settings for each longest sequence, in ms; said beside the case, never recorded.
+_BYTETRANSFORMER_MS = {
+    64: 1.19,
+    128: 1.34,
+    256: 2.23,
+    384: 3.08,
+    512: 3.65,
+    768: 6.38,
+    1024: 7.65,
+}
+# torch.compile takes seconds for each padded shape: two of them show what it brings.
+_COMPILED_PADDED = ("base-1x128", "base-a06-256x16")
+_GRAPHS = ("ours", "packed-torch-graph", "packed-torch-compiled")  # the rest is timed as launched
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: the lengths in tokens, and which BERT."""
+
+    name: str
+    size: str  # a key of SIZES
+    lengths: np.ndarray  # int64 [batch_size]
+    dtype: str = "fp16"
+    note: str | None = None
+
+
+def encoder_suite(*, patterns: list[str]) -> Suite:
+    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+
+    Raises BytetxError where there is no GPU, or no case fits.
+    """
+    options = {"patterns": patterns, "unit": "ms", "packages": ("transformers",)}
+    return gpu_suite("encoder", shapes(), Contest().measure, **options)
+
+
+def shapes() -> list[Shape]:
+    """Single sequences, batches, and ByteTransformer's own table; models in turn, not mixed."""
+    draw = Lengths()
+    base = [
+        Shape("base-1x32", "base", dense(32, 1)),
+        Shape("base-1x128", "base", dense(128, 1)),
+        Shape("base-a06-256x16", "base", draw.uniform(256, 16)),
+        Shape("base-a06-512x64", "base", draw.uniform(512, 64)),
+        Shape("base-ln128x256", "base", draw.lognormal(128, 0.8, 256, 4, 512)),
+        Shape("base-mean-64x1024", "base", draw.lognormal(64, 0.8, 1024, 4, 512)),
+    ]
+    table = [
+        Shape(
+            f"bytetransformer-{longest}",
+            "base",
+            bytetransformer(longest),
+            note=f"ByteTransformer's own kernels, on an H200 on another day: {ms} ms",
+        )
+        for longest, ms in _BYTETRANSFORMER_MS.items()
+    ]
+    large = [
+        Shape("large-1x128", "large", dense(128, 1)),
+        Shape("large-a06-512x64", "large", draw.uniform(512, 64)),
+        Shape("large-ln128x256", "large", draw.lognormal(128, 0.8, 256, 4, 512)),
+    ]
+    return base + table + large
+
+
+class Contest:
+    """Measures cases one after another; keeps one model at a time."""
+
+    def __init__(self) -> None:
+        self._size: str | None = None
+
+    def measure(self, shape: Shape, gpu: Gpu) -> Measurement:
+        """Ours and packed torch as replays of a graph, transformers as its users run it."""
+        if shape.size != self._size:
+            self._load(shape)
+        notes = [*self._notes, *([shape.note] if shape.note else [])]
+        inputs = LayerInputs(self.bert, shape.lengths)
+        runs = right_runs(self._runs(shape, inputs), inputs, notes)
+        found = graph_us({name: run for name, run in runs.items() if name in _GRAPHS})
+        found |= {name: wall_us(run) for name, run in runs.items() if name not in _GRAPHS}
+        ours = found.pop("ours")
+        work = work_of(self.bert.spec, shape.lengths, DTYPES[shape.dtype])
+        return Measurement(
+            ours=ours / 1e3,
+            rivals={name: found[name] / 1e3 for name in runs if name in found},
+            floor=gpu.rates.floor_us(work) / 1e3,
+            shape={
+                "batch_size": len(shape.lengths),
+                "total_tokens": int(shape.lengths.sum()),
+                "max_seqlen": inputs.max_seqlen,
+                "flop": work.flop,
+                "mfu": round(work.flop / gpu.rates.gemm_flops / ours * 1e6, 3),
+            },
+            notes=tuple(notes),
+        )
+
+    def _load(self, shape: Shape) -> None:
+        self._size, self._notes = shape.size, []
+        self.bert = random_bert(SIZES[shape.size], DTYPES[shape.dtype])
+        self.packed_torch = PackedTorch(self.bert.model)
+        self.finishes: dict[str, Finish] = {"packed-torch-graph": finish_layer}
+        try:
+            self.finishes["packed-torch-compiled"] = compiled_finish(self.bert)
+        except Exception as error:  # a compiler may raise anything, and costs no other number
+            self._notes.append(left_out("packed-torch-compiled", error))
+
+    def _runs(self, shape: Shape, inputs: LayerInputs) -> dict[str, Callable[[], Tensor]]:
+        """Every engine's forward pass; transformers' answers with the padded rectangle."""
+        encoder, (padded, mask) = self.bert.model.encoder, inputs.padded()
+        runs: dict[str, Callable[[], Tensor]] = {
+            "ours": partial(self.bert.transformer.encode, inputs.x, inputs.batch),
+            "transformers": lambda: encoder(padded, attention_mask=mask).last_hidden_state,
+        }
+        if shape.name in _COMPILED_PADDED:
+            compiled = compiled_layers(encoder)
+            runs["transformers-compiled"] = lambda: (
+                compiled(padded, attention_mask=mask).last_hidden_state
+            )
+        for name, finish in self.finishes.items():
+            options = {"max_seqlen": inputs.max_seqlen, "finish": finish}
+            encode = self.packed_torch.encode
+            runs[name] = partial(encode, inputs.x, inputs.cu_seqlens, **options)
+        return runs
+
+
+def work_of(spec: ModelSpec, lengths: np.ndarray, dtype: torch.dtype) -> Work:
+    """The layers' weights, their first input and their last output moved once; the model's FLOP."""
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    weights = spec.num_layers * (4 * hidden**2 + 2 * hidden * inner)
+    ends = 2 * int(lengths.sum()) * hidden
+    return Work((weights + ends) * dtype.itemsize, encoder_flop(spec, lengths.tolist()))
+
+
+@torch.inference_mode()
+def right_runs(
+    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs, notes: list[str]
+) -> dict[str, Callable[[], Tensor]]:
+    """The runs whose real tokens come out as ours do; `notes` gets a line for each other one."""
+    kept: dict[str, Callable[[], Tensor]] = {}
+    ours = runs["ours"]().float()
+    if not ours.isfinite().all():
+        raise BytetxError("the encoder's hidden states are not finite: nothing can be compared")
+    for name, run in runs.items():
+        try:
+            theirs = run()
+        except Exception as error:  # a rival may raise anything, and costs no other number
+            notes.append(left_out(name, error))
+            continue
+        if theirs.dim() == 3:
+            theirs = theirs[inputs.is_real()]
+        distance = float((theirs.float() - ours).norm() / ours.norm())
+        if distance <= _MAX_RELATIVE_ERROR:
+            kept[name] = run
+        else:
+            notes.append(f"{name} left out: its relative distance to ours is {distance:.1e}")
+    return kept

@@ -1,0 +1,139 @@
+"""Suite `latency`: one text at a time on a GPU, and one sequence through the layers alone."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import bytetx
+from bytetx.bench import gpu_rivals
+from bytetx.bench.bert import SIZES, LayerInputs, PackedTorch, random_bert, save_bert
+from bytetx.bench.encoder import work_of
+from bytetx.bench.gpu import DTYPES, Gpu, capture, gpu_suite, wall_us
+from bytetx.bench.lengths import dense
+from bytetx.bench.rivals import load_rivals
+from bytetx.bench.suite import Measurement, Suite
+from bytetx.bench.texts import Lognormal, english_passages
+from bytetx.config import load_config
+from bytetx.demo import demo_checkpoint
+
+_TEXT_TOKENS = 128
+_LAYER_TOKENS = (32, 128, 512)
+_ROUNDS = 30
+_WARM_UP = 5
+_RIVALS = ("sentence-transformers", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: a text of about _TEXT_TOKENS tokens, or num_tokens through the layers alone."""
+
+    name: str
+    model: str  # a key of SIZES, or another name for the checkpoint itself
+    num_tokens: int | None = None
+    checkpoint: Path | None = None  # None: all-MiniLM-L6-v2
+    dtype: str = "fp16"
+
+
+def latency_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+    """The suite's selected cases.
+
+    patterns: parts or globs of case names; empty means all.
+    checkpoint: an encoder's folder to measure instead of the demo checkpoint; it also lends its
+    tokenizer to the models of random weights.
+    Raises BytetxError where there is no GPU, or no case fits.
+    """
+    packages = ("transformers", "sentence-transformers")
+    options = {"patterns": patterns, "unit": "us", "packages": packages}
+    return gpu_suite("latency", shapes(checkpoint), measure, **options)
+
+
+def shapes(checkpoint: Path | None) -> list[Shape]:
+    own = checkpoint.resolve().name if checkpoint else "minilm"
+    models = (own, *SIZES)
+    texts = [Shape(f"{model}-text", model, checkpoint=checkpoint) for model in models]
+    layers = [Shape(f"{size}-layers-{n}", size, n) for size in SIZES for n in _LAYER_TOKENS]
+    return texts + layers
+
+
+def measure(shape: Shape, gpu: Gpu) -> Measurement:
+    """Medians of the time until the result is there, the launches included."""
+    if shape.num_tokens is None:
+        with _checkpoint(shape) as folder:
+            return _measure_text(shape, gpu, folder)
+    return _measure_layers(shape, gpu)
+
+
+def _measure_text(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
+    """A string in, a vector on the host out."""
+    dtype = DTYPES[shape.dtype]
+    model = bytetx.load(checkpoint, device="cuda", dtype=dtype)
+    text, num_tokens = one_text(model, _TEXT_TOKENS)
+    loaded = load_rivals(_RIVALS, checkpoint, dtype, loaders=gpu_rivals.LOADERS)
+    runs = {"ours": partial(model.embed, [text])}
+    runs |= {rival.name: partial(rival.embed, [text]) for rival in loaded.rivals}
+    found = {name: _latency_us(run) for name, run in runs.items()}
+    work = work_of(model.spec, dense(num_tokens, 1), dtype)
+    return Measurement(
+        ours=found.pop("ours"),
+        rivals=found,
+        floor=gpu.rates.floor_us(work),
+        shape={"tokens": num_tokens, "rounds": _ROUNDS},
+        notes=loaded.notes,
+    )
+
+
+@torch.inference_mode()
+def _measure_layers(shape: Shape, gpu: Gpu) -> Measurement:
+    """Embedded tokens in, hidden states on the GPU out; ours and packed torch as one graph."""
+    dtype, lengths = DTYPES[shape.dtype], dense(shape.num_tokens, 1)
+    bert = random_bert(SIZES[shape.model], dtype)
+    inputs = LayerInputs(bert, lengths)
+    padded, mask = inputs.padded()
+    packed_torch = PackedTorch(bert.model)
+    options = {"max_seqlen": inputs.max_seqlen}
+    ours = capture(partial(bert.transformer.encode, inputs.x, inputs.batch))
+    theirs = capture(partial(packed_torch.encode, inputs.x, inputs.cu_seqlens, **options))
+    found = {
+        "ours": _latency_us(ours.replay),
+        "transformers": _latency_us(lambda: bert.model.encoder(padded, attention_mask=mask)),
+        "packed-torch-graph": _latency_us(theirs.replay),
+    }
+    return Measurement(
+        ours=found.pop("ours"),
+        rivals=found,
+        floor=gpu.rates.floor_us(work_of(bert.spec, lengths, dtype)),
+        shape={"tokens": shape.num_tokens, "rounds": _ROUNDS},
+    )
+
+
+def one_text(model: "bytetx.Model", num_tokens: int) -> tuple[str, int]:
+    """A passage of real English cut at a word to at most num_tokens tokens, and its length."""
+    longer = Lognormal(1.5 * num_tokens, 0.01, num_tokens, 2 * num_tokens)
+    words = english_passages(1, lengths=longer)[0].split()
+    while (found := model.tokenizer.count_tokens(" ".join(words))) > num_tokens:
+        words.pop()
+    return " ".join(words), found
+
+
+@contextmanager
+def _checkpoint(shape: Shape) -> Iterator[Path]:
+    """The checkpoint's folder, or that of a BERT of random weights with its tokenizer."""
+    real = shape.checkpoint or demo_checkpoint()
+    if shape.model not in SIZES:
+        yield real
+        return
+    sizes = SIZES[shape.model] | {"vocab_size": load_config(real)["vocab_size"]}
+    bert = random_bert(sizes, DTYPES[shape.dtype])
+    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
+        yield save_bert(bert, Path(folder), tokenizer_from=real)
+
+
+def _latency_us(run: Callable[[], object]) -> float:
+    for _ in range(_WARM_UP):
+        run()
+    return wall_us(run, rounds=_ROUNDS)

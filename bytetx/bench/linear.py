@@ -1,0 +1,161 @@
+"""Suite `linear`: an encoder's GEMMs with what follows them fused, against cuBLAS on a GPU."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, num_rotated
+from bytetx.bench.suite import Measurement, Suite
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+
+EPILOGUES = ("bias", "gelu", "residual")  # each with the bias; gelu is the exact one, by erf
+
+# (model, layer): n outputs, k inputs, and what follows the GEMM in a BERT layer.
+_LAYERS = {
+    ("base", "qkv"): (2304, 768, "bias"),
+    ("base", "attn-out"): (768, 768, "residual"),
+    ("base", "ffn-in"): (3072, 768, "gelu"),
+    ("base", "ffn-out"): (768, 3072, "residual"),
+    ("large", "qkv"): (3072, 1024, "bias"),
+    ("large", "attn-out"): (1024, 1024, "residual"),
+    ("large", "ffn-in"): (4096, 1024, "gelu"),
+    ("large", "ffn-out"): (1024, 4096, "residual"),
+}
+_MANY_TOKENS = 65536
+_FEW_TOKENS = (8192, 512, 128, 64, 32)
+_MIN_CALLS = 4  # in one graph, so that its start is no part of the time
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: [m, k] activations through a weight [n, k] with a bias, and what follows."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    epilogue: str
+    dtype: str = "fp16"
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What one call reads."""
+
+    x: torch.Tensor  # [m, k]
+    weight: torch.Tensor  # [n, k]
+    bias: torch.Tensor  # [n]
+    residual: torch.Tensor  # [m, n]
+    prepared: LinearWeight
+
+
+def linear_suite(*, patterns: list[str]) -> Suite:
+    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+
+    Raises BytetxError where there is no GPU, or no case fits.
+    """
+    return gpu_suite("linear", shapes(), measure, patterns=patterns, unit="us")
+
+
+def shapes() -> list[Shape]:
+    """Every layer with every epilogue at many tokens, and with its own at fewer."""
+    many = [
+        Shape(f"{model}-{layer}-{_MANY_TOKENS}-{epilogue}", _MANY_TOKENS, n, k, epilogue)
+        for (model, layer), (n, k, _) in _LAYERS.items()
+        for epilogue in EPILOGUES
+    ]
+    few = [
+        Shape(f"{model}-{layer}-{m}-{epilogue}", m, n, k, epilogue)
+        for m in _FEW_TOKENS
+        for (model, layer), (n, k, epilogue) in _LAYERS.items()
+    ]
+    return many + few
+
+
+def measure(shape: Shape, gpu: Gpu) -> Measurement:
+    """Ours with everything fused; cuBLAS with the bias alone, or with a second pass."""
+    work = work_of(shape)
+    torch.manual_seed(0)
+    operands = [make_operands(shape) for _ in range(num_rotated(int(work.num_bytes)))]
+    calls = max(len(operands), _MIN_CALLS)
+    turns = [operands[i % len(operands)] for i in range(calls)]
+
+    def in_turn(call: Callable[[Operands], torch.Tensor]) -> None:
+        for o in turns:
+            call(o)
+
+    calls_by_name = {
+        "ours": partial(_ours, epilogue=shape.epilogue),
+        "cublas": _cublas,
+        **_RIVALS[shape.epilogue],
+    }
+    runs = {name: partial(in_turn, call) for name, call in calls_by_name.items()}
+    found = graph_us(runs, calls=calls)
+    return Measurement(
+        ours=found.pop("ours"),
+        rivals=found,
+        floor=gpu.rates.floor_us(work),
+        shape={"m": shape.m, "n": shape.n, "k": shape.k, "flop": work.flop},
+        notes=_NOTES,
+    )
+
+
+def work_of(shape: Shape) -> Work:
+    """Operands read once and the result written once; the product's FLOP."""
+    m, n, k = shape.m, shape.n, shape.k
+    elements = m * k + n * k + n + m * n * (2 if shape.epilogue == "residual" else 1)
+    return Work(elements * DTYPES[shape.dtype].itemsize, 2.0 * m * n * k)
+
+
+def make_operands(shape: Shape) -> Operands:
+    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    weight = torch.randn(shape.n, shape.k, **options)
+    bias = torch.randn(shape.n, **options)
+    return Operands(
+        x=torch.randn(shape.m, shape.k, **options),
+        weight=weight,
+        bias=bias,
+        residual=torch.randn(shape.m, shape.n, **options),
+        prepared=prepare_linear(weight, bias, prepack=True),
+    )
+
+
+def _ours(o: Operands, epilogue: str) -> torch.Tensor:
+    return linear(
+        o.x,
+        o.prepared,
+        activation="gelu" if epilogue == "gelu" else "none",
+        residual=o.residual if epilogue == "residual" else None,
+    )
+
+
+def _cublas(o: Operands) -> torch.Tensor:
+    return F.linear(o.x, o.weight, o.bias)
+
+
+def _cublas_then_gelu(o: Operands) -> torch.Tensor:
+    return F.gelu(F.linear(o.x, o.weight, o.bias))
+
+
+def _cublas_then_add(o: Operands) -> torch.Tensor:
+    return F.linear(o.x, o.weight, o.bias).add_(o.residual)
+
+
+def _cublaslt_gelu_tanh(o: Operands) -> torch.Tensor:
+    """The one fused activation that torch offers, which is the other GELU."""
+    return torch._addmm_activation(o.bias, o.x, o.weight.t(), use_gelu=True)
+
+
+_RIVALS: dict[str, dict[str, Callable[[Operands], torch.Tensor]]] = {
+    "bias": {},
+    "gelu": {"cublas-unfused": _cublas_then_gelu, "cublaslt-gelu-tanh": _cublaslt_gelu_tanh},
+    "residual": {"cublas-unfused": _cublas_then_add},
+}
+_NOTES = (
+    "cublas: F.linear with the bias and nothing after it, whatever the case does",
+    "cublas-unfused: F.linear, then F.gelu or add_",
+    "cublaslt-gelu-tanh: cuBLASLt's fused GELU, which is the tanh one",
+)

@@ -1,0 +1,112 @@
+"""Suite `text`: from texts, or from their token ids, to vectors on the host, on one GPU."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+import bytetx
+from bytetx.bench import gpu_rivals
+from bytetx.bench.encoder import work_of
+from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite
+from bytetx.bench.measure import alternate, cosine_distance
+from bytetx.bench.rivals import Inputs, Rival, load_rivals
+from bytetx.bench.suite import Measurement, Suite
+from bytetx.bench.texts import Lognormal, english_passages
+from bytetx.demo import demo_checkpoint
+
+_NUM_TEXTS = 16384
+_LENGTHS = Lognormal(94, 0.6, 4, 200)  # 89 tokens on average by MiniLM's tokenizer, at most 247
+_NUM_RIVAL_TEXTS = 2048  # the first ones: a rival's time a text is the same, and seconds are saved
+_NUM_CHECKED = 64  # embedded by everyone before the clock starts
+_WARM_UP = 2  # whole runs of ours, which capture the graphs that later runs replay
+_MAX_COSINE_DISTANCE = 1e-3  # beyond which a rival did other work than ours in f16
+_RIVALS = {
+    "strings": ("sentence-transformers", "sentence-transformers-256"),
+    "ids": ("transformers", "packed-torch"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: a checkpoint (None: all-MiniLM-L6-v2), and what goes in, a key of _RIVALS."""
+
+    name: str
+    inputs: str
+    checkpoint: Path | None
+    dtype: str = "fp16"
+
+
+def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
+    """The suite's selected cases.
+
+    patterns: parts or globs of case names; empty means all.
+    checkpoint: an encoder's folder to measure instead of the demo checkpoint.
+    Raises BytetxError where there is no GPU, or no case fits.
+    """
+    model = checkpoint.resolve().name if checkpoint else "minilm"
+    shapes = [Shape(f"{model}-{inputs}", inputs, checkpoint) for inputs in _RIVALS]
+    packages = ("transformers", "sentence-transformers", "tokenizers")
+    options = {"patterns": patterns, "unit": "us/text", "packages": packages}
+    return gpu_suite("text", shapes, measure, **options)
+
+
+def measure(shape: Shape, gpu: Gpu) -> Measurement:
+    """Model.embed against its rivals; the floor of strings is the tokenizer's or the GPU's."""
+    checkpoint = shape.checkpoint or demo_checkpoint()
+    model = bytetx.load(checkpoint, device="cuda", dtype=DTYPES[shape.dtype])
+    passages = english_passages(_NUM_TEXTS, lengths=_LENGTHS)
+    ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
+    lengths = [len(row) for row in ids]
+    inputs: Inputs = passages if shape.inputs == "strings" else ids
+    loaded = load_rivals(
+        _RIVALS[shape.inputs], checkpoint, DTYPES[shape.dtype], loaders=gpu_rivals.LOADERS
+    )
+    notes = list(loaded.notes)
+    runs = _rival_runs(model, inputs, loaded.rivals, notes)
+    if shape.inputs == "strings":
+        runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, passages)
+    ours = partial(model.embed, inputs)
+    for _ in range(_WARM_UP):
+        ours()
+    timing = alternate(ours, runs, min_rounds=2, max_rounds=2, seconds=0.0)
+    seconds = dict(timing.rivals)
+    tokenizer_us = seconds.pop("tokenizer", 0.0) / _NUM_TEXTS * 1e6
+    work = work_of(model.spec, np.array(lengths), DTYPES[shape.dtype])
+    return Measurement(
+        ours=timing.ours / _NUM_TEXTS * 1e6,
+        rivals={name: found / _NUM_RIVAL_TEXTS * 1e6 for name, found in seconds.items()},
+        floor=max(tokenizer_us, gpu.rates.floor_us(work) / _NUM_TEXTS),
+        shape={
+            "sequences": _NUM_TEXTS,
+            "tokens": sum(lengths),
+            "max_seqlen": max(lengths),
+            "rival_sequences": _NUM_RIVAL_TEXTS,
+            "tokenizer_us": round(tokenizer_us, 3),
+        },
+        notes=tuple(notes),
+    )
+
+
+def _rival_runs(
+    model: "bytetx.Model", inputs: Inputs, rivals: Sequence[Rival], notes: list[str]
+) -> dict[str, Callable[[], object]]:
+    """A run over the rivals' share of the inputs for each whose vectors are ours.
+
+    transformers gets its share sorted by length, longest first, as users sort.
+    """
+    some = inputs[:_NUM_CHECKED]
+    ours = model.embed(some).vectors
+    runs: dict[str, Callable[[], object]] = {}
+    for rival in rivals:
+        distance = cosine_distance(ours, rival.embed(some))
+        if distance > _MAX_COSINE_DISTANCE:
+            notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
+            continue
+        share = list(inputs[:_NUM_RIVAL_TEXTS])
+        if rival.name == "transformers":
+            share.sort(key=len, reverse=True)
+        runs[rival.name] = partial(rival.embed, share)
+    return runs

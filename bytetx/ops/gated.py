@@ -1,0 +1,85 @@
+"""Gated linear layers (GEGLU, SwiGLU): act(x @ gate.T) * (x @ up.T) in one product."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import reference
+from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.linear import (
+    DTYPE_NAMES,
+    LinearWeight,
+    has_kernel,
+    linear,
+    prepare_linear,
+    run_kernel,
+)
+from bytetx.ops.linear_plan import plan_gated
+
+GATES = ("gelu", "gelu_tanh", "silu")
+# Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
+_BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GatedWeight:
+    """fused: rows of gates and of values in turn, `block` of each: [2 * n, k]."""
+
+    fused: LinearWeight
+    n: int
+    block: int
+
+
+def prepare_gated(
+    gate: Tensor,
+    up: Tensor,
+    *,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    prepack: bool,
+) -> GatedWeight:
+    """One weight of gate [n, k] and up [n, k], with both biases [n] or neither; a copy.
+
+    prepack: as prepare_linear's.  Raises ValueError on shape, dtype or device mismatch.
+    """
+    require_tensor("gate", gate, shape=(None, None))
+    require_tensor("up", up, shape=tuple(gate.shape), dtypes=(gate.dtype,), device=gate.device)
+    if (gate_bias is None) != (up_bias is None):
+        raise ValueError("gate_bias and up_bias must be given both, or neither")
+    n = gate.shape[0]
+    block = _BLOCK if n % _BLOCK == 0 else n
+    bias = None
+    if gate_bias is not None and up_bias is not None:
+        for name, t in (("gate_bias", gate_bias), ("up_bias", up_bias)):
+            require_tensor(name, t, shape=(n,), dtypes=(gate.dtype,), device=gate.device)
+        bias = _in_turn(gate_bias, up_bias, block)
+    return GatedWeight(prepare_linear(_in_turn(gate, up, block), bias, prepack=prepack), n, block)
+
+
+def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
+    """act(x @ gate.T + gate_bias) * (x @ up.T + up_bias).
+
+    x: [m, k] in w's dtype, contiguous.  activation: one of GATES.  Returns a new [m, n].
+    Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
+    Source: GLU variants (arXiv 2002.05202), section 2.
+    """
+    fused = w.fused
+    require_tensor("x", x, shape=(None, fused.k), dtypes=(fused.dtype,), device=fused.weight.device)
+    require_contiguous("x", x)
+    if activation not in GATES:
+        raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
+    if x.is_cuda and w.block == _BLOCK and has_kernel(fused) and is_aligned(x):
+        dtype = DTYPE_NAMES[fused.dtype]
+        plan = plan_gated(x.shape[0], fused.n, fused.k, dtype=dtype)
+        if plan.tiling is not None and not torch.compiler.is_compiling():
+            return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
+    both = linear(x, fused).view(x.shape[0], w.n // w.block, 2, w.block)
+    gates, values = both.unbind(2)
+    return (reference.activate(gates, activation) * values).reshape(x.shape[0], w.n)
+
+
+def _in_turn(gate: Tensor, up: Tensor, block: int) -> Tensor:
+    tail = gate.shape[1:]
+    pair = (gate.reshape(-1, block, *tail), up.reshape(-1, block, *tail))
+    return torch.stack(pair, 1).reshape(-1, *tail)

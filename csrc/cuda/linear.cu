@@ -1,0 +1,77 @@
+// Linear layers with everything fused: bias, activation, residual, gates.
+//
+//   d = act(a b^T + bias + residual)         a [m, k], b [n, k], d [m, n], f16 or bf16, f32 inside
+//
+// Two kernels, each in several tilings. linear_kernel.cuh: persistent, two warpgroups in turn on
+// tiles of their own, for many rows; bound by the matrix unit and the power it draws.
+// linear_few_rows.cuh: one tile a cluster whose CTAs share k, for few; bound by latency and the
+// weights' bytes. Which one runs is the caller's choice (bytetx/ops/linear_plan.py has the table).
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/check.cuh"
+#include "cuda/linear_tilings.cuh"
+
+namespace bytetx {
+namespace {
+
+struct Entry {
+    LinearTiling tiling;
+    void (*launch)(const LinearParams&, cudaStream_t);
+};
+
+constexpr Entry kEntries[] = {
+    {{"128x192", 128, 192, false}, gemm::linear_128x192},
+    {{"192x128", 192, 128, false}, gemm::linear_192x128},
+    {{"128x128", 128, 128, false}, gemm::linear_128x128},
+    {{"few-64x32", 64, 32, true}, gemm::linear_64x32},
+    {{"few-64x64", 64, 64, true}, gemm::linear_64x64},
+    {{"few-64x64-shallow", 64, 64, true}, gemm::linear_64x64_shallow},
+    {{"few-128x32", 128, 32, true}, gemm::linear_128x32},
+    {{"few-128x64", 128, 64, true}, gemm::linear_128x64},
+    {{"few-128x128", 128, 128, true}, gemm::linear_few_128x128},
+};
+constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
+
+void check(const LinearParams& p) {
+    const auto fail = [&](const char* need) {
+        throw std::invalid_argument("linear needs " + std::string(need) + "; got m, n, k = " +
+                                    std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +
+                                    std::to_string(p.k));
+    };
+    if (p.m < 0 || p.m > INT32_MAX || p.n <= 0 || p.n > INT32_MAX) fail("0 <= m and 0 < n < 2^31");
+    if (p.n % (p.gated ? 64 : 32) != 0) fail("n % 32 == 0 (gated: n % 64 == 0)");
+    if (p.k <= 0 || p.k % 8 != 0 || p.k > INT32_MAX) fail("k > 0 and k % 8 == 0");
+    if (p.dtype == DType::f32) fail("f16 or bf16");
+    if (p.splits < 1 || p.splits > 8) fail("1 to 8 splits");
+    if (p.residual && (p.gated || p.activation != Activation::none)) {
+        fail("no residual beside an activation or gates");
+    }
+    const bool is_smooth = p.activation == Activation::gelu || p.activation == Activation::silu ||
+                           p.activation == Activation::gelu_tanh;
+    if (p.gated && !is_smooth) fail("gelu, gelu_tanh or silu where it is gated");
+}
+
+}  // namespace
+
+int32_t num_linear_tilings() { return kNumEntries; }
+
+LinearTiling linear_tiling(int32_t index) {
+    if (index < 0 || index >= kNumEntries) {
+        throw std::invalid_argument("linear has tilings 0 to " + std::to_string(kNumEntries - 1) +
+                                    ", got " + std::to_string(index));
+    }
+    return kEntries[index].tiling;
+}
+
+void linear(const LinearParams& p, const Launch& launch) {
+    check(p);
+    linear_tiling(p.tiling);
+    if (p.m == 0) return;
+    const DeviceGuard guard(launch.device);
+    kEntries[p.tiling].launch(p, static_cast<cudaStream_t>(launch.stream));
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace bytetx

@@ -1,0 +1,11 @@
+// The tiling of 192 rows and 128 columns: see linear_kernel.cuh.
+#include "cuda/linear_launch.cuh"
+#include "cuda/linear_tilings.cuh"
+
+namespace bytetx::gemm {
+
+void linear_192x128(const LinearParams& p, cudaStream_t stream) {
+    launch_tiling<Tiling<3, 128, 5, true, 2>>(p, stream);
+}
+
+}  // namespace bytetx::gemm

@@ -1,0 +1,81 @@
+// The persistent GEMM kernel: a producer and two consumer warpgroups, in clusters.
+#pragma once
+
+#include "cuda/linear_epilogue.cuh"
+#include "cuda/linear_mainloop.cuh"
+
+namespace bytetx::gemm {
+
+template <typename C>
+__device__ __forceinline__ void init_barriers(Smem<C>& s) {
+    // Warps that read a stage, over all CTAs that this one's fetches reach.
+    constexpr int kReaders =
+        (C::kClusterM + C::kClusterN - 1) * 4 * (C::kPingPong ? 1 : C::kConsumers);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::kStages; ++i) {
+            FullBarrier::init(&s.full[i], 1);
+            EmptyBarrier::init(&s.empty[i], kReaders);
+        }
+        for (int i = 0; i < C::kConsumers; ++i) EmptyBarrier::init(&s.turn[i], 4);
+        cutlass::arch::fence_barrier_init();
+    }
+    if constexpr (C::kClusterCtas > 1) {
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+    } else {
+        __syncthreads();
+    }
+}
+
+template <typename C, Epilogue kEpilogue, bool kGated>
+__device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const Schedule<C>& at) {
+    const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+    constexpr int kTurns = C::kPingPong ? C::kConsumers : 1;
+    const int group_row = C::kPingPong ? 0 : group * C::kGroupRows;
+    RingIndex<C::kStages> ring;
+    uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
+    typename C::Sums sums;
+    int tile = at.cluster;
+    if (C::kPingPong && group > 0) {  // the other warpgroup's first tile
+        tile += at.num_clusters;
+        ring.advance(p.num_k_blocks);
+    }
+    for (; tile < p.tiles_m * p.tiles_n; tile += kTurns * at.num_clusters) {
+        const TileEdge<C, kEpilogue, kGated> edge{p, at.tile_m(p, tile) + group_row,
+                                                  at.tile_n(p, tile)};
+        edge.load(sums);
+        // A stage's barrier tells odd fills from even ones, no more: whoever runs ahead of the
+        // other warpgroup would take an older fill for its own.
+        if constexpr (C::kPingPong) EmptyBarrier::wait(&s.turn[group], turn_phase);
+        turn_phase ^= 1;
+        multiply(p, s, at, group_row, ring, sums, [&] {
+            if (C::kPingPong && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
+        });
+        if constexpr (C::kPingPong) ring.advance(p.num_k_blocks);
+        edge.store(sums);
+    }
+}
+
+template <typename C, Epilogue kEpilogue, bool kGated>
+__global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_constant__ Params p) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    auto& s = *reinterpret_cast<Smem<C>*>(smem);
+    const Schedule<C> at;
+    init_barriers(s);
+    release_next_kernel();
+    wait_for_prior_kernel();
+    if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
+        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+        if (threadIdx.x % kWarpgroupThreads == 0) produce(p, s, at);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+        consume<C, kEpilogue, kGated>(p, s, at);
+    }
+    __syncwarp();
+    if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+    }
+}
+
+}  // namespace bytetx::gemm

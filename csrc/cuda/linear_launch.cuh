@@ -1,0 +1,187 @@
+// From operands to a launch: tensor maps, grid, the instance of the kernel.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/check.cuh"
+#include "common/launch.cuh"
+#include "cuda/linear_few_rows.cuh"
+#include "cuda/linear_kernel.cuh"
+#include "ops.h"
+
+namespace bytetx::gemm {
+
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+    static const auto encoder = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult result{};
+        BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                           12000, cudaEnableDefault, &result));
+        if (result != cudaDriverEntryPointSuccess) {
+            throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
+        }
+        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    }();
+    return encoder;
+}
+
+inline CUtensorMap encode_map(const LinearParams& o, const void* data, int rank,
+                              const cuuint64_t* sizes, const cuuint64_t* strides,
+                              const cuuint32_t* box) {
+    const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult status = tensor_map_encoder()(
+        &map, o.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
+        const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+        throw std::invalid_argument("linear: no tensor map (CUresult " + std::to_string(status) +
+                                    ") for m, n, k = " + std::to_string(o.m) + ", " +
+                                    std::to_string(o.n) + ", " + std::to_string(o.k));
+    }
+    return map;
+}
+
+// Boxes of 64 features of a; rows and features that a does not have read as zero.
+inline CUtensorMap make_a_map(const LinearParams& o, int box_rows) {
+    const cuuint64_t sizes[2] = {cuuint64_t(o.k), cuuint64_t(o.m)};
+    const cuuint64_t strides[1] = {cuuint64_t(o.k) * kElementBytes};
+    const cuuint32_t box[2] = {kBlockK, cuuint32_t(box_rows)};
+    return encode_map(o, o.a, 2, sizes, strides, box);
+}
+
+// Row 32 q + 8 t + 2 i + e of b, read in the order q, i, t, e (see kPermutedRows).
+inline CUtensorMap make_b_map(const LinearParams& o, int box_rows) {
+    const auto row_bytes = cuuint64_t(o.k) * kElementBytes;
+    const cuuint64_t sizes[5] = {cuuint64_t(o.k), 2, 4, 4, cuuint64_t(o.n / kPermutedRows)};
+    const cuuint64_t strides[4] = {row_bytes, 8 * row_bytes, 2 * row_bytes,
+                                   kPermutedRows * row_bytes};
+    const cuuint32_t box[5] = {kBlockK, 2, 4, 4, cuuint32_t(box_rows / kPermutedRows)};
+    return encode_map(o, o.b, 5, sizes, strides, box);
+}
+
+inline ActivationConstants activation_constants(Activation activation) {
+    constexpr float kLog2e = 1.4426950408889634f;
+    constexpr float kInfinity = std::numeric_limits<float>::infinity();
+    switch (activation) {
+        case Activation::relu:
+            return {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+        case Activation::gelu_tanh: {  // x * sigmoid(2 * sqrt(2 / pi) * (x + 0.044715 x^3))
+            constexpr float kScale = 1.5957691216057308f * kLog2e;
+            return {-kInfinity, kScale, 0.044715f * kScale, 1.0f, 0.0f, 0.0f};
+        }
+        case Activation::silu:
+            return {-kInfinity, kLog2e, 0.0f, 1.0f, 0.0f, 0.0f};
+        case Activation::tanh:  // 2 * sigmoid(2 * x) - 1
+            return {-kInfinity, 2.0f * kLog2e, 0.0f, 0.0f, 2.0f, -1.0f};
+        default:
+            return {-kInfinity, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
+    }
+}
+
+template <typename C>
+Params make_params(const LinearParams& o) {
+    const auto tiles = [](int64_t size, int tile) { return int((size + tile - 1) / tile); };
+    Params p{};
+    p.a = make_a_map(o, C::kTileM / C::kClusterN);
+    p.b = make_b_map(o, C::kTileN / C::kClusterM);
+    p.bias = o.bias;
+    p.residual = o.residual;
+    p.d = o.d;
+    p.m = static_cast<int>(o.m);
+    p.n = static_cast<int>(o.n);
+    p.num_k_blocks = tiles(o.k, kBlockK);
+    p.tiles_m = tiles(o.m, C::kTileM * C::kClusterM);
+    p.tiles_n = tiles(o.n, C::kTileN * C::kClusterN);
+    p.activation = activation_constants(o.activation);
+    return p;
+}
+
+// Clusters that fit the device at once: those of four and more CTAs leave some SMs unused.
+template <typename C, typename Kernel>
+int max_clusters(Kernel kernel, int smem_bytes, int num_sms) {
+    if constexpr (C::kClusterCtas == 1) return num_sms;
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = C::kClusterCtas;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(num_sms / C::kClusterCtas * C::kClusterCtas);
+    config.blockDim = dim3(C::kThreads);
+    config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int count = 0;
+    BYTETX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &config));
+    return count;
+}
+
+template <typename Kernel>
+void allow_smem(Kernel kernel, int bytes) {
+    BYTETX_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+inline int num_sms() {
+    int device, count;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+template <typename C, Epilogue kEpilogue, bool kGated>
+void launch(const LinearParams& o, cudaStream_t stream) {
+    constexpr int kSmemBytes = sizeof(Smem<C>);
+    static_assert(kSmemBytes <= 227 * 1024);
+    const Params p = make_params<C>(o);
+    if constexpr (C::Tile::kIsForFewRows) {
+        const auto kernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
+        allow_smem(kernel, kSmemBytes);
+        const int splits = std::min(std::max(o.splits, 1), p.num_k_blocks);
+        launch_kernel(kernel,
+                      {dim3(p.tiles_m * p.tiles_n * splits), dim3(kFewRowsThreads), kSmemBytes,
+                       stream, splits},
+                      p);
+    } else {
+        const auto kernel = gemm_kernel<C, kEpilogue, kGated>;
+        allow_smem(kernel, kSmemBytes);
+        static const int most = max_clusters<C>(kernel, kSmemBytes, num_sms());
+        const int num_clusters = std::min(most, p.tiles_m * p.tiles_n);
+        launch_kernel(kernel,
+                      {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,
+                       C::kClusterCtas},
+                      p);
+    }
+}
+
+template <typename C>
+void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
+    // Wider tiles spill where they gate in bf16.
+    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
+    const bool is_erf = o.activation == Activation::gelu;
+    if (o.gated) {
+        if constexpr (kCanGate) {
+            if (is_erf) return launch<C, Epilogue::erf, true>(o, stream);
+            return launch<C, Epilogue::sigmoid, true>(o, stream);
+        }
+        throw std::invalid_argument("linear: this tiling is too narrow for gates");
+    }
+    if (is_erf) return launch<C, Epilogue::erf, false>(o, stream);
+    if (o.activation == Activation::none || o.activation == Activation::relu) {
+        return launch<C, Epilogue::linear, false>(o, stream);
+    }
+    launch<C, Epilogue::sigmoid, false>(o, stream);
+}
+
+// The body of a tiling's launcher.
+template <typename Tile>
+void launch_tiling(const LinearParams& o, cudaStream_t stream) {
+    if (o.dtype == DType::f16) return launch_epilogue<Config<cutlass::half_t, Tile>>(o, stream);
+    launch_epilogue<Config<cutlass::bfloat16_t, Tile>>(o, stream);
+}
+
+}  // namespace bytetx::gemm

@@ -1,0 +1,145 @@
+// What the GEMM kernels share: operands, the shape of a tile, shared memory, rings, the schedule.
+//
+//   d[m, n] = act(a[m, k] b[n, k]^T + bias[n] + residual[m, n])             f32 accumulation
+//
+// A tile of d belongs to one warpgroup (ping-pong: two warpgroups take tiles in turn, so that one's
+// loads of residuals, activation and stores run under the other's products) or to both
+// (cooperative: each has half of its rows). CTAs of a cluster work on neighbouring tiles and share
+// operands: those of one row of tiles each fetch a part of a's rows and send it to all, those of
+// one column the same with b.
+#pragma once
+
+#include <cuda.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+namespace bytetx::gemm {
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kBlockK = 64;  // features of a stage: one swizzled row of 128 bytes
+constexpr int kElementBytes = 2;
+// Rows of b that are permuted among themselves on their way to shared memory: row 8 * i + 2 * t + e
+// there is row 8 * t + 2 * i + e of b. wgmma gives thread t of a quad columns 8 * i + 2 * t + {0, 1}
+// of its result; so they are eight neighbours of d, and 16 bytes to load or store.
+constexpr int kPermutedRows = 32;
+
+// What becomes of a sum. linear: none, relu. erf: exact GELU. sigmoid: tanh GELU, SiLU, tanh.
+enum class Epilogue : int { linear = 0, erf = 1, sigmoid = 2 };
+
+// linear is max(x, floor); sigmoid is s * (times_x * x + times_one) + offset with
+// s = 1 / (1 + 2^-(x * (scale + scale_cubed * x * x))).
+struct ActivationConstants {
+    float floor;
+    float scale, scale_cubed;
+    float times_x, times_one, offset;
+};
+
+// What a kernel gets. Tensor maps first: they must be 64-byte aligned.
+struct Params {
+    CUtensorMap a;  // {k, m}
+    CUtensorMap b;  // {k, 2, 4, 4, n / 32}: rows in the order of kPermutedRows
+    const void* bias;      // [n], or null for none
+    const void* residual;  // as d, or null for none; not where d is gated
+    void* d;               // [m, n]; gated: [m, n / 2]
+    int m, n;
+    int num_k_blocks;
+    int tiles_m, tiles_n;  // of clusters
+    ActivationConstants activation;
+};
+
+// One way to cut a GEMM. Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums.
+template <int kRowBlocks_, int kTileN_, int kStages_, bool kPingPong_, int kClusterM_ = 1,
+          int kClusterN_ = 1>
+struct Tiling {
+    static constexpr int kRowBlocks = kRowBlocks_;  // wgmmas of 64 rows that a warpgroup issues
+    static constexpr int kTileN = kTileN_;
+    static constexpr int kStages = kStages_;
+    static constexpr bool kPingPong = kPingPong_;
+    static constexpr int kClusterM = kClusterM_;
+    static constexpr int kClusterN = kClusterN_;
+    static constexpr int kConsumers = 2;
+    static constexpr bool kIsForFewRows = false;
+};
+
+template <typename T, typename Tiling_>
+struct Config : Tiling_ {
+    using Element = T;
+    using Tile = Tiling_;
+    static constexpr int kThreads = (Tile::kConsumers + 1) * kWarpgroupThreads;
+    static constexpr int kConsumerRegisters = 240;
+    static constexpr int kProducerRegisters = 24;
+    static constexpr int kGroupRows = 64 * Tile::kRowBlocks;  // of a warpgroup
+    static constexpr int kTileM = Tile::kPingPong ? kGroupRows : Tile::kConsumers * kGroupRows;
+    static constexpr int kClusterCtas = Tile::kClusterM * Tile::kClusterN;
+    static constexpr int kAElements = kTileM * kBlockK;
+    static constexpr int kBElements = Tile::kTileN * kBlockK;
+    static constexpr int kStageBytes = (kAElements + kBElements) * kElementBytes;
+    using Atom = cute::GMMA::Layout_K_SW128_Atom<T>;
+    using LayoutA = decltype(cute::tile_to_shape(
+        Atom{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<kBlockK>>{}));
+    using LayoutB = decltype(cute::tile_to_shape(
+        Atom{}, cute::Shape<cute::Int<Tile::kTileN>, cute::Int<kBlockK>>{}));
+    using Mma = decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<
+            T, T, float,
+            cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
+    using Sums = decltype(cute::partition_fragment_C(
+        Mma{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Tile::kTileN>>{}));
+};
+
+template <typename C>
+struct Smem {
+    alignas(1024) typename C::Element a[C::kStages][C::kAElements];
+    alignas(1024) typename C::Element b[C::kStages][C::kBElements];
+    uint64_t full[C::kStages], empty[C::kStages];
+    uint64_t turn[C::kConsumers];  // ping-pong: the other warpgroup has taken all its stages
+};
+
+using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
+using EmptyBarrier = cutlass::arch::ClusterBarrier;
+
+// A place in the ring of stages, and the parity of the barrier phase it is in.
+template <int kSize>
+struct RingIndex {
+    int index = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == kSize) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+    __device__ __forceinline__ void advance(int steps) {
+        const int sum = index + steps;
+        phase ^= sum / kSize & 1;
+        index = sum % kSize;
+    }
+};
+
+// The same value in every lane, known as such to the compiler.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// Where a CTA of a cluster stands, and the tiles that the cluster works on.
+template <typename C>
+struct Schedule {
+    int rank = C::kClusterCtas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
+    int row = rank / C::kClusterN, column = rank % C::kClusterN;
+    int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
+    int num_clusters = static_cast<int>(gridDim.x) / C::kClusterCtas;
+
+    // Neighbours along n run together: they read the same rows of a.
+    __device__ __forceinline__ int tile_m(const Params& p, int tile) const {
+        return (tile / p.tiles_n * C::kClusterM + row) * C::kTileM;
+    }
+    __device__ __forceinline__ int tile_n(const Params& p, int tile) const {
+        return (tile % p.tiles_n * C::kClusterN + column) * C::kTileN;
+    }
+};
+
+}  // namespace bytetx::gemm

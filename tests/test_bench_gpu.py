@@ -1,0 +1,276 @@
+"""bytetx bench on GPUs: the cases and their floors, the rivals' arithmetic, plots, a tiny run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bytetx.bench import attention, bert, encoder, gpu, latency, linear, norm, text
+from bytetx.bench.cli import app
+from bytetx.bench.gpu_rivals import cut_by_tokens
+from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
+from bytetx.bench.plot import draw
+from bytetx.bench.records import Record, write_record
+from bytetx.bench.suite import Measurement
+from bytetx.bench.table import summary_line
+from bytetx.errors import BytetxError
+from bytetx.ops.attention import varlen_attention
+
+pytest.importorskip("transformers")
+
+SUITES = ("attention", "linear", "norm", "encoder", "latency", "text")
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 100,
+}
+RECORD = Record(
+    suite="attention",
+    case="mean-9",
+    unit="us",
+    ours=40.0,
+    rivals={"flash-attention-2": 560.0},
+    floor=28.0,
+    device="a GPU",
+    dtype="fp16",
+    shape={"batch_size": 4, "total_tokens": 36, "max_seqlen": 12, "causal": 0},
+    source="0" * 64,
+    date="2026-01-31T12:00:00Z",
+    command="bytetx bench attention",
+    versions={"torch": "2.11.0"},
+)
+
+
+def test_case_names_are_unique() -> None:
+    for shapes in (attention.shapes(), linear.shapes(), norm.shapes(), encoder.shapes()):
+        names = [shape.name for shape in shapes]
+        assert len(set(names)) == len(names)
+    assert len({shape.name for shape in latency.shapes(None)}) == 9
+
+
+def test_linear_has_every_epilogue_at_many_tokens_and_each_layers_own_at_few() -> None:
+    shapes = {shape.name: shape for shape in linear.shapes()}
+    many = [shape for shape in shapes.values() if shape.m == 65536]
+    assert len(many) == 8 * len(linear.EPILOGUES)
+    few = [shape for shape in shapes.values() if shape.m == 32]
+    assert len(few) == 8
+    assert {s.epilogue for s in few if s.name.startswith("base-attn-out")} == {"residual"}
+    assert shapes["large-ffn-in-512-gelu"].n == 4096
+
+
+@pytest.mark.parametrize(("epilogue", "outputs"), [("bias", 1), ("gelu", 1), ("residual", 2)])
+def test_work_of_a_linear_by_hand(epilogue: str, outputs: int) -> None:
+    work = linear.work_of(linear.Shape("x", 5, 7, 11, epilogue))
+    assert work.flop == 2 * 5 * 7 * 11
+    assert work.num_bytes == 2 * (5 * 11 + 7 * 11 + 7 + outputs * 5 * 7)
+
+
+def test_work_of_an_encoder_is_its_weights_ends_and_flop() -> None:
+    spec = tiny_bert().spec
+    work = encoder.work_of(spec, np.array([3, 0]), torch.float16)
+    weights = 2 * (4 * 64 * 64 + 2 * 64 * 128)
+    assert work.num_bytes == 2 * (weights + 2 * 3 * 64)
+    assert work.flop == 3 * 2 * weights + 2 * 4 * 9 * 64
+
+
+def test_floor_is_the_longer_of_bytes_and_flop() -> None:
+    rates = gpu.Rates(copy_bytes_per_second=4e12, gemm_flops=8e14)
+    assert rates.floor_us(gpu.Work(num_bytes=8e6, flop=8e8)) == 2.0
+    assert rates.floor_us(gpu.Work(num_bytes=8e6, flop=8e9)) == 10.0
+
+
+def test_rotated_operands_exceed_the_cache_and_stay_few() -> None:
+    assert gpu.num_rotated(1 << 30) == 2
+    assert gpu.num_rotated(8 << 20) * (8 << 20) > 2 * (60 << 20)
+    assert gpu.num_rotated(1) == gpu.num_rotated(0) == 48
+
+
+def test_lengths_are_those_of_the_recorded_cases() -> None:
+    first = attention.shapes()[0]
+    assert (first.name, int(first.lengths.sum())) == ("mean-9", 17930)
+    assert Lengths().uniform(512, 9).tolist() == Lengths().uniform(512, 9).tolist()
+    drawn = Lengths(3).lognormal(128, 0.8, 500, 4, 512)
+    assert drawn.min() >= 4 and drawn.max() <= 512
+    assert prefix_sums(np.array([2, 0, 5]), "cpu").tolist() == [0, 2, 2, 7]
+
+
+def test_bytetransformers_lengths_are_its_scripts() -> None:
+    found = bytetransformer(64).tolist()
+    assert found == [50, 45, 55, 45, 31, 17, 38, 17, 37, 26, 16, 57, 56, 53, 22, 37]
+    assert [int(bytetransformer(longest).sum()) for longest in (512, 1024)] == [4252, 9631]
+
+
+def test_every_engine_computes_the_same_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, *, max_seqlen: int
+    ) -> torch.Tensor:
+        return varlen_attention(q, k, v, cu, max_seqlen=max_seqlen)
+
+    monkeypatch.setattr(bert, "flash_attention", attend)  # the real one is a GPU's
+    tiny = tiny_bert()
+    inputs = bert.LayerInputs(tiny, np.array([3, 9, 1, 16]), device="cpu")
+    runs = {
+        "ours": lambda: tiny.transformer.encode(inputs.x, inputs.batch),
+        "packed-torch-graph": lambda: bert.PackedTorch(tiny.model).encode(
+            inputs.x, inputs.cu_seqlens, max_seqlen=inputs.max_seqlen
+        ),
+        "transformers": lambda: transformers_layers(tiny, inputs),
+        "zeros": lambda: torch.zeros_like(inputs.x),
+        "broken": lambda: {}["nothing"],
+    }
+    notes: list[str] = []
+    assert list(encoder.right_runs(runs, inputs, notes)) == list(runs)[:3]
+    assert [note.partition(":")[0] for note in notes] == ["zeros left out", "broken left out"]
+    assert inputs.padded()[0].shape == (4, 16, 64)
+    assert bert.LayerInputs(tiny, dense(5, 3), device="cpu").padded()[1] is None
+
+
+def test_rivals_batches_keep_every_sequence() -> None:
+    ids = [[1] * n for n in (3, 5, 0, 9, 2, 2)]
+    batches = list(cut_by_tokens(ids, 8))
+    assert [[len(row) for row in batch] for batch in batches] == [[3, 5, 0], [9], [2, 2]]
+    assert list(cut_by_tokens([], 8)) == []
+
+
+def test_a_rival_that_does_not_compile_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: int) -> int:
+        raise RuntimeError("no compiler\nand a long trace")
+
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    notes: list[str] = []
+    assert gpu.compile_rival("compiled", fails, (1,), notes) == {}
+    assert notes == ["compiled left out: RuntimeError: no compiler"]
+    assert list(gpu.compile_rival("compiled", abs, (1,), notes)) == ["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "shape", "rate"),
+    [
+        ("us/text", {}, "25,000 texts/s"),
+        ("ms", {"flop": 4e12}, "100 TFLOP/s"),
+        ("us", {"bytes": 12e7}, "3,000 GB/s"),
+    ],
+)
+def test_rates_follow_the_unit(unit: str, shape: dict[str, float], rate: str) -> None:
+    assert f" = {rate}; " in summary_line(replace(RECORD, unit=unit, shape=shape))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
+@pytest.mark.parametrize("suite", SUITES)
+def test_suites_ask_for_a_gpu(suite: str) -> None:
+    assert f"the {suite} suite needs a CUDA GPU" in failure([suite])
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_wrong_options_say_what_to_do(suite: str) -> None:
+    assert "no case fits nothing; the cases are: " in failure([suite, "--case", "nothing"])
+    assert "add --record FILE" in failure([suite, "--plot"])
+
+
+def test_plots_of_every_gpu_suite(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "h200.jsonl"
+    write_record(path, replace(RECORD, suite="norm", case="pool-mean-768"))
+    with pytest.raises(BytetxError, match="holds no record that there is a picture of"):
+        draw(path)
+    packed = {"transformers": 2.0, "packed-torch-graph": 1.0, "packed-torch-compiled": 0.9}
+    text_shape = {"tokens": 900, "sequences": 10}
+    for record in (
+        RECORD,
+        replace(RECORD, suite="linear", case="base-qkv-128-bias", rivals={"cublas": 41.0}),
+        replace(RECORD, suite="encoder", case="base-1x32", unit="ms", rivals=packed),
+        replace(RECORD, suite="text", case="minilm-ids", unit="us/text", shape=text_shape),
+    ):
+        write_record(path, record)
+    drawn = draw(path)
+    suites = ("attention", "linear", "encoder", "text")
+    assert [file.name for file in drawn] == [
+        f"h200-{suite}{page}.svg" for suite in suites for page in ("", "-dark")
+    ]
+    first = [file.read_bytes() for file in drawn]
+    assert len(set(first)) == len(first)
+    assert [file.read_bytes() for file in draw(path)] == first
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", linear.EPILOGUES)
+def test_linear_measures(epilogue: str) -> None:
+    found = linear.measure(linear.Shape("tiny", 64, 128, 64, epilogue), gpu.Gpu())
+    check(found, rivals={"cublas"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", norm.shapes()[::3], ids=lambda shape: shape.name)
+def test_norm_measures(shape: norm.Shape) -> None:
+    found = norm.measure(replace(shape, hidden_size=64, tokens=700), gpu.Gpu())
+    check(found, rivals={"torch"})
+
+
+@pytest.mark.gpu
+def test_encoder_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bert.SIZES, "tiny", TINY)
+    shape = encoder.Shape("base-1x128", "tiny", np.array([3, 40, 1]))
+    found = encoder.Contest().measure(shape, gpu.Gpu())
+    check(found, rivals={"transformers", "packed-torch-graph", "packed-torch-compiled"})
+    assert found.notes == ()
+
+
+@pytest.mark.gpu
+def test_attention_measures() -> None:
+    shape = attention.Shape("tiny", np.array([3, 40, 1]), num_heads=2)
+    check(attention.measure(shape, gpu.Gpu()), rivals={"flash-attention-2"})
+
+
+@pytest.mark.gpu
+def test_texts_and_latency_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from checkpoints import edit_json, save_checkpoint
+
+    monkeypatch.setitem(bert.SIZES, "tiny", TINY)
+    monkeypatch.setattr(text, "_NUM_TEXTS", 128)
+    folder = save_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+    edit_json(folder / "tokenizer_config.json", model_max_length=4096)
+    for inputs in ("strings", "ids"):
+        text.measure(text.Shape(f"tiny-{inputs}", inputs, folder), gpu.Gpu())
+    for shape in (
+        latency.Shape("own-text", "own", checkpoint=folder),
+        latency.Shape("tiny-layers-32", "tiny", 32),
+    ):
+        check(latency.measure(shape, gpu.Gpu()), rivals={"transformers"})
+
+
+def tiny_bert() -> bert.Bert:
+    return bert.random_bert(TINY, torch.float32, device="cpu")
+
+
+def transformers_layers(tiny: bert.Bert, inputs: bert.LayerInputs) -> torch.Tensor:
+    padded, mask = inputs.padded()
+    return tiny.model.encoder(padded, attention_mask=mask).last_hidden_state
+
+
+def check(found: Measurement, *, rivals: set[str]) -> None:
+    assert rivals <= set(found.rivals), found.notes
+    assert found.floor is not None and found.floor > 0
+    assert all(0 < value < 1e6 for value in (found.ours, *found.rivals.values()))
+    json.dumps(found.shape)
+
+
+def failure(arguments: list[str]) -> str:
+    """What a bench command that must fail says, in one line."""
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1
+    assert "Traceback" not in result.output
+    return " ".join(result.output.split())
+
+
+def test_tuning_says_what_it_needs(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is here")
+    found = CliRunner().invoke(app, ["linear", "--tune", str(tmp_path / "table.json")])
+    assert found.exit_code == 1 and "--tune needs a Hopper GPU" in found.output
+    assert not (tmp_path / "table.json").exists()

@@ -1,0 +1,62 @@
+"""Gated linear layers: the fused weight against two products, in float64."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from bytetx.ops.gated import gated_linear, prepare_gated
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def check(
+    device: str, dtype: torch.dtype, activation: str, *, m: int, n: int, k: int, has_bias: bool
+) -> None:
+    torch.manual_seed(m + n + k)
+    x = torch.randn(m, k, device=device, dtype=dtype)
+    gate, up = (torch.randn(n, k, device=device, dtype=dtype) / k**0.5 for _ in range(2))
+    biases = [torch.randn(n, device=device, dtype=dtype) for _ in range(2)] if has_bias else []
+    gate_bias, up_bias = biases or (None, None)
+    weight = prepare_gated(gate, up, gate_bias=gate_bias, up_bias=up_bias, prepack=True)
+    ours = gated_linear(x, weight, activation=activation)
+    act = ACTIVATIONS[activation]
+
+    def plain(to: torch.dtype) -> torch.Tensor:
+        def product(w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            return F.linear(x.to(to), w.to(to), None if bias is None else bias.to(to))
+
+        return act(product(gate, gate_bias)) * product(up, up_bias)
+
+    exact = plain(torch.float64)
+    error, of_torch = ((d.double() - exact).abs().max() for d in (ours, plain(dtype)))
+    assert ours.shape == (m, n) and ours.dtype == dtype
+    assert error <= 2 * of_torch + 1e-6
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("m", [1, 65, 700])
+@pytest.mark.parametrize(("n", "k"), [(64, 96), (352, 128), (33, 40)])
+def test_gates_times_values(device: str, activation: str, m: int, n: int, k: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)[: 3 if device == "cuda" else 2]:
+        check(device, dtype, activation, m=m, n=n, k=k, has_bias=m != 65)
+
+
+def test_no_rows() -> None:
+    weight = prepare_gated(torch.randn(64, 32), torch.randn(64, 32), prepack=False)
+    assert gated_linear(torch.empty(0, 32), weight, activation="silu").shape == (0, 64)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    gate, up = torch.randn(64, 32), torch.randn(64, 32)
+    with pytest.raises(ValueError, match=r"up must have shape \[64, 32\]"):
+        prepare_gated(gate, up[:32], prepack=False)
+    with pytest.raises(ValueError, match="both, or neither"):
+        prepare_gated(gate, up, gate_bias=torch.zeros(64), prepack=False)
+    with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, silu"):
+        gated_linear(torch.randn(2, 32), prepare_gated(gate, up, prepack=False), activation="relu")

@@ -1,0 +1,107 @@
+"""How GEMMs are cut: the table's lines, the rule, and what a missing tiling does."""
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytetx.ops import linear_plan, native
+from bytetx.ops.linear_plan import CUBLAS, TABLE_FILE, LinearPlan, plan_gated, plan_linear
+
+TILINGS = [
+    ("128x192", 128, 192, False),
+    ("192x128", 192, 128, False),
+    ("128x128", 128, 128, False),
+    ("few-64x32", 64, 32, True),
+    ("few-128x64", 128, 64, True),
+]
+
+
+@pytest.fixture
+def kernel_tilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel's tilings, whether it is built here or not, and an empty table."""
+    monkeypatch.setattr(native, "linear_tilings", lambda: TILINGS)
+    monkeypatch.setattr(linear_plan, "_table", dict)
+    clear()
+    yield
+    clear()
+
+
+def clear() -> None:
+    for cached in (linear_plan.tilings, plan_linear, plan_gated):
+        cached.cache_clear()
+
+
+def test_the_shipped_table_is_well_formed() -> None:
+    table = json.loads((files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8"))
+    seen = set()
+    for line in table["lines"]:
+        key = (line["n"], line["k"], line["dtype"], line["epilogue"])
+        assert key not in seen
+        seen.add(key)
+        assert line["dtype"] in ("fp16", "bf16")
+        assert line["epilogue"] in ("bias", "gelu", "residual")
+        rows = [plan[0] for plan in line["plans"]]
+        assert rows == sorted(set(rows)) and rows
+        assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
+
+
+def test_the_shipped_table_names_tilings_that_exist() -> None:
+    names = {row[0] for row in native.linear_tilings()}
+    if not names:
+        pytest.skip("the kernels are not built here")
+    table = json.loads((files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8"))
+    used = {name for line in table["lines"] for _, name, _ in line["plans"]}
+    assert used <= names | {CUBLAS}
+
+
+@pytest.mark.usefixtures("kernel_tilings")
+def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [(64, "few-64x32", 2), (512, CUBLAS, 1), (4096, "128x192", 1)]
+    monkeypatch.setattr(linear_plan, "_table", lambda: {(768, 768, "fp16", "bias"): lines})
+
+    def plan(m: int, epilogue: str = "bias", dtype: str = "fp16") -> LinearPlan:
+        return plan_linear(m, 768, 768, dtype=dtype, epilogue=epilogue)
+
+    assert plan(1) == plan(64) == LinearPlan(3, 2)
+    assert plan(65) == plan(512) == LinearPlan(None)
+    assert plan(513) == plan(10**6) == LinearPlan(0)
+    assert plan(64, epilogue="gelu") == LinearPlan(3, 2)  # the bias line stands in
+    assert plan(64, dtype="bf16").tiling is not None  # by the rule
+
+
+@pytest.mark.usefixtures("kernel_tilings")
+def test_a_tiling_that_this_build_lacks_falls_back_to_the_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_rule = plan_linear(100, 768, 768, dtype="fp16", epilogue="bias")
+    table = {(768, 768, "fp16", "bias"): [(4096, "of another version", 1)]}
+    monkeypatch.setattr(linear_plan, "_table", lambda: table)
+    plan_linear.cache_clear()
+    assert plan_linear(100, 768, 768, dtype="fp16", epilogue="bias") == by_rule
+
+
+@given(m=st.integers(0, 10**6), n=st.integers(1, 400), k=st.integers(1, 2000))
+def test_the_rule_names_a_tiling_that_the_kernel_takes(m: int, n: int, k: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "linear_tilings", lambda: TILINGS)
+        patch.setattr(linear_plan, "_table", dict)
+        clear()
+        plan = plan_linear(m, 32 * n, 8 * k, dtype="fp16", epilogue="bias")
+        gated = plan_gated(m, 64 * n, 8 * k, dtype="fp16")
+    clear()
+    assert plan.tiling is not None and 1 <= plan.splits <= 8
+    assert plan.splits == 1 or TILINGS[plan.tiling][3]
+    assert gated.tiling is not None and TILINGS[gated.tiling][2] in (64, 128)
+
+
+def test_without_kernels_the_plan_is_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "linear_tilings", list)
+    monkeypatch.setattr(linear_plan, "_table", dict)
+    clear()
+    assert plan_linear(100, 768, 768, dtype="fp16", epilogue="bias") == LinearPlan(None)
+    assert plan_gated(100, 768, 768, dtype="fp16") == LinearPlan(None)
+    clear()
