@@ -48,6 +48,7 @@ HEIGHTS = {
     "bytetx.spec": 0,
 }
 WITHOUT_TORCH = [
+    "bytetx.engine.buckets",
     "bytetx.engine.kv_cache",
     "bytetx.engine.request",
     "bytetx.engine.scheduler",

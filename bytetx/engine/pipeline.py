@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from bytetx.engine.request import RunCounter, Window
-from bytetx.engine.runner import Launched, Runner, Task
+from bytetx.engine.request import Failure, RunCounter, Window
+from bytetx.engine.runner import Launched, Runner
 from bytetx.engine.scheduler import plan_steps
+from bytetx.engine.step import Task
 from bytetx.errors import InputError
 from bytetx.ops.heap import release_heap
 
@@ -32,13 +33,14 @@ class Finished(Generic[R]):
     """The results of one step, or of none in a window that has nothing to run.
 
     indices: int64 [num_texts], places in the caller's order.  results: one a text, in that order.
-    is_last: nothing of the window is missing but its failures.
+    is_last: nothing of the window is missing but its failures.  failures: of this step.
     """
 
     window: Window
     indices: np.ndarray
     results: Sequence[R]
     is_last: bool
+    failures: Sequence[Failure] = ()
 
 
 def run(
@@ -49,9 +51,11 @@ def run(
     runner: Runner,
     token_budget: int,
     counter: RunCounter,
+    keeps_errors: bool,
 ) -> Generator[Finished[R], None, None]:
     """Yields each step's results as soon as they are on the host, window after window.
 
+    keeps_errors: a text that the device cannot run is a failure of its step; else it is raised.
     prepare: tokenises a window; it runs in a thread, ahead of the device.  The input itself is
     pulled in the caller's thread.  A bounded number of windows is held, and the thread has ended
     when the generator ends or is closed.  A device never waits for results to be collected: the
@@ -68,7 +72,7 @@ def run(
             window = ahead.take()
             if window is None:
                 break
-            for step in _launch_each(window, task, runner, token_budget):
+            for step in _launch_each(window, task, runner, token_budget, keeps_errors):
                 running.append(step)
                 while running and (len(running) > _STEPS_RUNNING or running[0].is_ready()):
                     yield _collect(running.popleft(), task, runner, counter)
@@ -89,6 +93,8 @@ def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | 
                 results = [None] * step.window.num_texts
             for index, result in zip(step.indices.tolist(), step.results, strict=True):
                 results[index - start] = result
+            for failure in step.failures:
+                results[failure.index - start] = failure.error
             if step.is_last:
                 for failure in step.window.failures:
                     results[failure.index - start] = failure.error
@@ -159,11 +165,14 @@ class _Running:
 
 
 def _launch_each(
-    window: Window, task: Task[R], runner: Runner, token_budget: int
+    window: Window, task: Task[R], runner: Runner, token_budget: int, keeps_errors: bool
 ) -> Iterator[_Running]:
     steps = plan_steps(window.requests, token_budget=token_budget)
     for number, requests in enumerate(steps, start=1):
-        yield _Running(window, runner.launch(requests, task), is_last=number == len(steps))
+        launched = runner.launch(requests, task)
+        if launched.failures and not keeps_errors:
+            raise launched.failures[0].error
+        yield _Running(window, launched, is_last=number == len(steps))
     if not steps:
         yield _Running(window, None, is_last=True)
 
@@ -176,5 +185,7 @@ def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCount
             release_heap()  # a short call's only window keeps its pages for the next call
     if launched is None:
         return Finished(window, np.empty(0, dtype=np.int64), [], running.is_last)
-    results = task.finish(launched.outputs(), launched.step)
-    return Finished(window, launched.step.requests.indices, results, running.is_last)
+    counter.add_failures(len(launched.failures))
+    indices = launched.step.requests.indices
+    results = task.finish(launched.outputs(), launched.step) if len(indices) else []
+    return Finished(window, indices, results, running.is_last, launched.failures)

@@ -168,6 +168,10 @@ class RunCounter:
         self._num_pad_tokens += _pad_tokens(seqlens[:num_full].reshape(-1, _PADDED_BATCH_SIZE))
         self._open_batch = seqlens[num_full:]
 
+    def add_failures(self, num_failures: int) -> None:
+        """Counts texts that were fine, and that the device could not run."""
+        self._num_errors += num_failures
+
     def stop(self) -> None:
         """Ends the clock; a second call changes nothing."""
         if self._seconds is None:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from bytetx.engine.request import Alignment
-from bytetx.engine.runner import Step
+from bytetx.engine.step import Capture, Step
 from bytetx.heads import ClassificationHead
 from bytetx.results import Entity
 from bytetx.tasks.classify import softmax
@@ -41,6 +41,10 @@ class TagTask:
     labels: tuple[str, ...]
     aggregation: str
     ignore_labels: Collection[str]
+
+    @property
+    def capture(self) -> Capture:
+        return Capture(("tag", id(self.head)), rows="tokens")
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
