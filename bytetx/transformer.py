@@ -95,8 +95,8 @@ class Transformer:
         )
 
     @property
-    def takes_padding(self) -> bool:
-        """Whether a batch may have rows past cu_seqlens' end, as buckets of a CUDA graph need."""
+    def is_capturable(self) -> bool:
+        """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word = self.embeddings.word
         return is_planned(word.dtype, self.spec.head_dim, word.device)
 

@@ -3,17 +3,27 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.engine.buckets import Bucket, bucket_of, round_tokens
+from bytetx.engine.buckets import FILLER_TOKENS, Bucket, bucket_of, round_tokens
 
 SIZES = st.integers(1, 1 << 20)
 
 
 @given(SIZES, st.integers(1, 5000))
-def test_a_bucket_holds_its_batch(total_tokens: int, batch_size: int) -> None:
-    bucket = bucket_of(total_tokens, batch_size, max_tokens=total_tokens)
+def test_a_bucket_holds_its_batch(total_tokens: int, num_texts: int) -> None:
+    bucket = bucket_of(total_tokens, num_texts, max_tokens=total_tokens)
     assert bucket is not None
-    assert bucket.total_tokens >= total_tokens
-    assert batch_size <= bucket.batch_size < 2 * batch_size
+    assert num_texts <= bucket.num_texts < 2 * num_texts
+    assert 0 <= bucket.total_tokens - total_tokens <= bucket.num_fillers * FILLER_TOKENS
+
+
+@given(st.integers(1, 1 << 14))
+def test_a_bucket_has_no_more_fillers_than_it_can_need(total_tokens: int) -> None:
+    bucket = bucket_of(total_tokens, 1, max_tokens=total_tokens)
+    below = total_tokens - 1
+    while below > 0 and round_tokens(below) == bucket.total_tokens:
+        below -= 1
+    most_filled = bucket.total_tokens - below - 1 if below else bucket.total_tokens
+    assert (bucket.num_fillers - 1) * FILLER_TOKENS < most_filled
 
 
 @given(SIZES)
@@ -49,4 +59,4 @@ def test_buckets_are_few_and_of_round_sizes() -> None:
 
 
 def test_a_batch_without_tokens_has_a_bucket() -> None:
-    assert bucket_of(0, 3, max_tokens=64) == Bucket(32, 4)
+    assert bucket_of(0, 3, max_tokens=64) == Bucket(32, num_texts=4, num_fillers=1)

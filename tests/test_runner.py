@@ -162,17 +162,16 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
         prompt_tokens=np.array([1, 0, 2], np.int32),
     )
     step = Step(columns, batch, None)
-    layout = BlockLayout(Bucket(32, 4), has_types)
+    layout = BlockLayout(Bucket(96, num_texts=4, num_fillers=2), has_types)
     block = np.full(layout.offsets()[-1], -1, dtype=np.int32)
     layout.write(block, step)
-    assert (block >= 0).all()
-    padded = layout.read(torch.from_numpy(block), step, max_seqlen=32)
-    assert padded.batch.cu_seqlens.tolist() == [0, 3, 3, 5, 5]
-    assert padded.prompt_tokens.tolist() == [1, 0, 2, 0]
+    padded = layout.read(torch.from_numpy(block), step, max_seqlen=96)
+    assert padded.batch.cu_seqlens.tolist() == [0, 3, 3, 5, 5, 69, 96]
+    assert padded.prompt_tokens.tolist() == [1, 0, 2, 0, 0, 0]
     for name in ("input_ids", "position_ids", "token_type_ids"):
         ours, theirs = getattr(padded.batch, name), getattr(batch, name)
         if theirs is None:
             assert ours is None
             continue
-        assert ours.shape == (32,) and ours.data_ptr() % 16 == block.ctypes.data % 16
+        assert ours.shape == (96,) and ours.data_ptr() % 16 == block.ctypes.data % 16
         assert ours[:5].tolist() == theirs.tolist() and not ours[5:].any()

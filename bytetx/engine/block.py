@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.buckets import Bucket
+from bytetx.engine.buckets import FILLER_TOKENS, Bucket
 from bytetx.engine.step import Step
 from bytetx.packed import PackedBatch
 
@@ -32,15 +32,19 @@ class BlockLayout:
         return 0, prompts, ids, ids + tokens, types, types + self.has_token_types * tokens
 
     def write(self, block: np.ndarray, step: Step) -> None:
-        """Fills a host block from a step on the host; padding is empty sequences and token 0."""
+        """Fills a host block from a step on the host: its texts, empty places, fillers."""
         seqs, prompts, ids, positions, types, _ = self.offsets()
-        batch, requests = step.batch, step.requests
-        num_sequences, num_tokens = batch.batch_size, batch.total_tokens
-        block[seqs : seqs + num_sequences + 1] = batch.cu_seqlens.numpy()
-        block[seqs + num_sequences + 1 : prompts] = num_tokens
+        batch, requests, bucket = step.batch, step.requests, self.bucket
+        num_texts, num_tokens = batch.batch_size, batch.total_tokens
+        fillers = seqs + bucket.num_texts + 1
+        block[seqs : seqs + num_texts + 1] = batch.cu_seqlens.numpy()
+        block[seqs + num_texts + 1 : fillers] = num_tokens
+        if bucket.num_fillers:
+            ends = num_tokens + FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1)
+            block[fillers : fillers + bucket.num_fillers] = ends.clip(max=bucket.total_tokens)
         block[prompts:ids] = 0
         if requests.prompt_tokens is not None:
-            block[prompts : prompts + num_sequences] = requests.prompt_tokens
+            block[prompts : prompts + num_texts] = requests.prompt_tokens
         parts = [(ids, batch.input_ids), (positions, batch.position_ids)]
         if self.has_token_types:
             parts.append((types, batch.token_type_ids))
@@ -50,7 +54,7 @@ class BlockLayout:
             block[start + num_tokens : start + tokens] = 0
 
     def read(self, block: torch.Tensor, step: Step, *, max_seqlen: int) -> Step:
-        """The step with views of a device block; `seqlens` stays that of the real sequences."""
+        """The step with views of a device block; `seqlens` stays that of the texts alone."""
         seqs, prompts, ids, positions, types, _ = self.offsets()
         sequences, tokens = self.bucket.batch_size, self.bucket.total_tokens
         batch = PackedBatch(

@@ -6,10 +6,9 @@ in the same stream as the kernels: it takes a few microseconds, and a second str
 less than its events cost. So does the copy out of small outputs; large ones, which only steps
 without a graph have, leave on a stream of their own while the next step computes.
 
-Where attention runs by a plan, batches are padded to buckets, with or without graphs: the same
-kernels with the same tiles then give the same bits. A batch beyond the largest bucket runs at its
-own size, without a graph. Padding rows hold token 0 and then whatever the layers make of it: no
-kernel reads one for another row, and the outputs of padding are cut off.
+Batches are padded to buckets with or without graphs: the same kernels with the same tiles give the
+same bits. A batch beyond the largest bucket, and any where the forward pass cannot be captured,
+runs at its own size. The outputs of padding are cut off.
 """
 
 import sys
@@ -35,7 +34,7 @@ class CudaQueue:
         self, transformer: Transformer, *, device: torch.device, max_tokens: int, has_graphs: bool
     ):
         self._transformer, self._device, self._max_tokens = transformer, device, max_tokens
-        self._takes_padding = transformer.takes_padding
+        self._is_capturable = transformer.is_capturable
         self._graphs = GraphCache(transformer, device=device) if has_graphs else None
         self._ring = PinnedRing()
         self._lock = threading.Lock()
@@ -53,7 +52,7 @@ class CudaQueue:
         """
         bucket, capture = self._sizes(step, task)
         has_types = step.batch.token_type_ids is not None
-        exact = Bucket(step.batch.total_tokens, step.batch.batch_size)
+        exact = Bucket(step.batch.total_tokens, step.batch.batch_size, num_fillers=0)
         layout = BlockLayout(bucket or exact, has_types)
         num_ints = layout.offsets()[-1]
         with self._lock, torch.cuda.stream(self._stream):
@@ -95,7 +94,7 @@ class CudaQueue:
 
     def _sizes(self, step: Step, task: Task) -> tuple[Bucket | None, Capture | None]:
         capture = task.capture
-        if capture is None or not self._takes_padding:
+        if capture is None or not self._is_capturable:
             return None, capture
         sizes = step.batch.total_tokens, step.batch.batch_size
         return bucket_of(*sizes, max_tokens=self._max_tokens), capture

@@ -126,7 +126,7 @@ def run_planned(
 
 
 def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
-    """Whether a model's attention runs by a plan, so that rows past cu_seqlens' end are allowed."""
+    """Whether a model's attention runs by a plan, so that no launch depends on the lengths."""
     fits = 0 < head_dim <= _MAX_HEAD_DIM and head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
     return dtype in _HALF_DTYPES and fits and has_planned_kernel(device)
 
