@@ -15,3 +15,15 @@ class InputError(BytetxError):
 
 class TooLongError(InputError):
     """A text with more tokens than the model has positions, where truncation was not asked for."""
+
+
+class StepError(InputError, RuntimeError):
+    """A text whose forward pass failed on the device. Other texts are not affected."""
+
+
+class DeviceMemoryError(StepError, MemoryError):
+    """A text that does not fit the device's memory, not even alone."""
+
+
+class DeviceLostError(RuntimeError):
+    """The device failed for good: nothing runs on it until the process is started again."""

@@ -7,6 +7,7 @@ import torch
 from bytetx.errors import CheckpointError
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
 from bytetx.spec import HeadSpec, ModelSpec
 from bytetx.transformer import NormWeight, TensorLoader
@@ -47,8 +48,8 @@ class MaskedLMHead:
 
 
 def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
-    """The first row of every sequence: [batch_size, hidden_size]. No sequence may be empty."""
-    return hidden_states[batch.cu_seqlens[:-1].long()]
+    """The first row of every sequence: [batch_size, hidden_size], zeros for an empty one."""
+    return pool(hidden_states, batch.cu_seqlens, mode="cls").to(hidden_states.dtype)
 
 
 def load_pooler(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:

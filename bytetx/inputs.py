@@ -1,33 +1,23 @@
 """What a caller gave -> requests: strings, pairs and token ids, each checked on its own."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import tokenizers
 
-from bytetx.engine.request import Alignment, Failure, Request
+from bytetx.engine.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
 from bytetx.spec import ModelSpec
-from bytetx.tokenizer import Tokenizer
+from bytetx.token_ids import Errors, check_range, flatten_ids, no_tokens
+from bytetx.tokenizer import Tokenizer, Tokens
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
 Input = str | tuple[str, str] | Sequence[int] | np.ndarray
 
-_CHARACTERS_PER_TOKEN = 4  # of English text; only a guess to size windows
-
-
-def estimate_tokens(item: Input) -> int:
-    """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
-    if isinstance(item, str):
-        return len(item) // _CHARACTERS_PER_TOKEN + 1
-    if _is_pair(item):
-        return (len(item[0]) + len(item[1])) // _CHARACTERS_PER_TOKEN + 1
-    try:
-        return max(1, len(item))
-    except TypeError:  # no input at all; the reader names it
-        return 1
+_TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first window
+_MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
 
 
 @dataclass(slots=True)
@@ -47,105 +37,166 @@ class InputReader:
     with_alignment: bool = False
     keeps_errors: bool = False
     needs_mask: bool = False
-    _numbers: count = field(default_factory=count)
+    _num_read: int = 0
     _prompt_tokens: int | None = None
+    _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
-    def read(self, inputs: Sequence[Input]) -> list[Request | Failure]:
-        """One request or failure an input; strings are tokenised in one call."""
-        numbers = [next(self._numbers) for _ in inputs]
-        items: list[Request | Failure | None] = [None] * len(inputs)
-        texts: dict[int, str | tuple[str, str]] = {}
-        for i, item in enumerate(inputs):
-            try:
-                if isinstance(item, str) or _is_pair(item):
-                    texts[i] = self._checked_text(item, numbers[i])
-                else:
-                    items[i] = self._checked(self._ids_request(item, numbers[i]))
-            except InputError as error:
-                items[i] = self._failure(numbers[i], error)
-        for i, encoding in zip(texts, self._encode(list(texts.values())), strict=True):
-            try:
-                items[i] = self._checked(self._text_request(encoding, inputs[i], numbers[i]))
-            except InputError as error:
-                items[i] = self._failure(numbers[i], error)
-        return items
+    def estimate_tokens(self, item: Input) -> int:
+        """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
+        if isinstance(item, str):
+            return int(len(item) * self._tokens_per_character) + 1
+        try:
+            length = len(item)
+        except TypeError:  # no input at all; read() names it
+            return 1
+        if length == 2 and _is_pair(item):
+            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
+        return length or 1
 
-    def _failure(self, index: int, error: InputError) -> Failure:
+    def read(self, inputs: Sequence[Input]) -> Window:
+        """The next inputs as columns; strings are tokenised in one call."""
+        start = self._num_read
+        self._num_read += len(inputs)
+        errors: Errors = {}
+        texts, ids = _by_kind(inputs, start)
+        pieces = []
+        if texts:
+            pieces.append(self._read_texts(texts, errors))
+            if start == 0:
+                self._learn_density(texts.values(), pieces[0].total_tokens)
+        if ids:
+            pieces.append(self._read_ids(ids, errors))
+        requests = _in_order(pieces)
+        if self.needs_mask:
+            self._check_masks(requests, errors)
+        if not errors:
+            return Window(start, len(inputs), requests)
         if not self.keeps_errors:
-            raise error
-        return Failure(index, error)
+            raise errors[min(errors)]
+        requests = requests.take(np.flatnonzero(~np.isin(requests.indices, list(errors))))
+        failures = [Failure(index, errors[index]) for index in sorted(errors)]
+        return Window(start, len(inputs), requests, failures)
 
-    def _checked_text(self, text: str | Sequence[str], index: int) -> str | tuple[str, str]:
+    def _read_texts(self, texts: Mapping[int, str | Sequence[str]], errors: Errors) -> Requests:
+        """Columns of strings and pairs; the rows in `errors` among them are to be dropped."""
+        given = self._checked_texts(texts, errors)
+        if not given:
+            return _no_requests()
+        types = alignments = None
+        is_pair: Sequence[bool] = ()
+        if set(map(type, given.values())) != {str}:
+            is_pair = [not isinstance(text, str) for text in given.values()]
+        if self.with_alignment or any(is_pair):
+            encodings = self.tokenizer.encode(
+                list(given.values()), with_offsets=self.with_alignment
+            )
+            tokens = self.tokenizer.tokens(encodings)
+            if any(is_pair) and self.spec.num_token_types > 1 and self.tokenizer.has_token_types:
+                types = _type_ids(encodings, tokens, is_pair)
+            if self.with_alignment:
+                alignments = list(map(_alignment, encodings, (texts[index] for index in given)))
+        else:
+            tokens = self.tokenizer.encode_ids(list(given.values()))
+        requests = Requests(
+            np.fromiter(given, dtype=np.int64, count=len(given)),
+            tokens.seqlens,
+            tokens.token_ids,
+            tokens.is_truncated,
+            types,
+            np.full(len(given), self._count_prompt_tokens(), np.int32) if self.prompt else None,
+            alignments,
+        )
+        self._check_tokens(requests, errors)
+        return requests
+
+    def _learn_density(self, texts: Iterable[str | Sequence[str]], num_tokens: int) -> None:
+        """Later windows are sized by the first one's tokens: which texts run together depends on
+        the input alone, and never on which thread was faster."""
+        num_characters = sum(
+            len(text if isinstance(text, str) else "".join(text)) for text in texts
+        )
+        density = num_tokens / max(num_characters, 1)
+        self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
+
+    def _checked_texts(
+        self, texts: Mapping[int, str | Sequence[str]], errors: Errors
+    ) -> Mapping[int, str | tuple[str, str]]:
+        """What the tokenizer is given, by place in the caller's order; the others are errors."""
         if self.tokenizer is None:
-            raise InputError(
-                f"texts[{index}] needs a tokenizer and the checkpoint has no tokenizer; give "
-                "token ids, or save the tokenizer into the checkpoint's folder"
-            )
-        if isinstance(text, str):
-            _check_unicode(text, index)
-            return self.prompt + text
-        for part in text:
-            _check_unicode(part, index)
+            errors.update((index, _no_tokenizer(index)) for index in texts)
+            return {}
+        strings = texts.values()
+        if not self.prompt and set(map(type, strings)) == {str} and all(map(str.isascii, strings)):
+            return texts
+        checked = {}
+        for index, text in texts.items():
+            if isinstance(text, str):
+                if text.isascii() or _is_unicode(text, index, errors):
+                    checked[index] = text
+            elif self.prompt:
+                errors[index] = InputError(
+                    f"texts[{index}] is a pair; a prompt goes with single texts only"
+                )
+            elif all(_is_unicode(part, index, errors) for part in text):
+                checked[index] = tuple(text)
         if self.prompt:
-            raise InputError(f"texts[{index}] is a pair; a prompt goes with single texts only")
-        return tuple(text)
+            return {index: self.prompt + text for index, text in checked.items()}
+        return checked
 
-    def _encode(self, texts: list[str | tuple[str, str]]) -> list[tokenizers.Encoding]:
-        if not texts:
-            return []
-        return self.tokenizer.encode(texts, with_offsets=self.with_alignment)
-
-    def _text_request(self, encoding: tokenizers.Encoding, text: Input, index: int) -> Request:
-        is_truncated = bool(encoding.overflowing)
-        if is_truncated and not self.truncate:
-            raise TooLongError(
-                f"texts[{index}] has more than the {self.tokenizer.max_tokens} tokens this model "
-                "takes; shorten it, or pass truncate=True"
-            )
-        token_ids = np.array(encoding.ids, dtype=np.int32)
-        if not len(token_ids):
-            raise _no_tokens(index)
+    def _check_tokens(self, requests: Requests, errors: Errors) -> None:
+        """Finds texts that are too long or have no token the model knows."""
+        if not self.truncate and requests.is_truncated.any():
+            for index in requests.indices[requests.is_truncated].tolist():
+                errors[index] = TooLongError(
+                    f"texts[{index}] has more than the {self.tokenizer.max_tokens} tokens this "
+                    "model takes; shorten it, or pass truncate=True"
+                )
+        for index in requests.indices[requests.seqlens == 0].tolist():
+            errors.setdefault(index, no_tokens(index))
         if self.tokenizer.vocab_size > self.spec.vocab_size:
-            _check_range(token_ids, index, self.spec.vocab_size)
-        has_types = self.spec.num_token_types > 1 and self.tokenizer.has_token_types
-        return Request(
-            index,
-            token_ids,
-            token_type_ids=(
-                np.array(encoding.type_ids, dtype=np.int32)
-                if has_types and not isinstance(text, str)
-                else None
-            ),
-            prompt_tokens=self._count_prompt_tokens() if self.prompt else 0,
-            is_truncated=is_truncated,
-            alignment=_alignment(encoding, text) if self.with_alignment else None,
-        )
+            self._check_range(requests, errors)
 
-    def _ids_request(self, item: Input, index: int) -> Request:
-        token_ids = _checked_ids(item, index, self.spec.vocab_size)
+    def _read_ids(self, items: Mapping[int, Input], errors: Errors) -> Requests:
+        """Columns of sequences of token ids, cut to the model's positions."""
+        columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
         limit = self.spec.max_positions
-        is_truncated = len(token_ids) > limit
-        if is_truncated and not self.truncate:
-            raise TooLongError(
-                f"texts[{index}] has {len(token_ids)} token ids, the model takes at most {limit}; "
-                "shorten it, or pass truncate=True"
-            )
-        token_ids = token_ids[:limit]
-        frame_ids = set() if self.tokenizer is None else self.tokenizer.frame_ids
-        mask = [int(token_id in frame_ids) for token_id in token_ids.tolist()]
-        return Request(
-            index,
-            token_ids,
-            is_truncated=is_truncated,
-            alignment=Alignment(None, None, None, mask) if self.with_alignment else None,
-        )
+        is_long = columns.seqlens > limit
+        requests = Requests(columns.indices, columns.seqlens, columns.token_ids, is_long)
+        self._check_range(requests, errors)
+        if is_long.any():
+            for row in np.flatnonzero(is_long) if not self.truncate else ():
+                index = int(columns.indices[row])
+                errors.setdefault(index, _too_many_ids(index, columns.seqlens[row], limit))
+            rows = [ids[:limit] for ids in requests.split()]
+            seqlens = np.minimum(columns.seqlens, limit)
+            requests = replace(requests, seqlens=seqlens, token_ids=np.concatenate(rows))
+        # All ids lie within int32 here, but those of rows that are dropped.
+        requests = replace(requests, token_ids=requests.token_ids.astype(np.int32, copy=False))
+        if not self.with_alignment:
+            return requests
+        frame = list(self.tokenizer.frame_ids) if self.tokenizer is not None else []
+        masks = (np.isin(ids, frame).astype(int).tolist() for ids in requests.split())
+        return replace(requests, alignments=[Alignment(None, None, None, mask) for mask in masks])
 
-    def _checked(self, request: Request) -> Request:
-        if self.needs_mask and self.tokenizer.mask_token_id not in request.token_ids:
-            mask = self.tokenizer.token(self.tokenizer.mask_token_id)
-            cut = " within the model's positions" if request.is_truncated else ""
-            raise InputError(f"texts[{request.index}] has no {mask} to fill{cut}")
-        return request
+    def _check_range(self, requests: Requests, errors: Errors) -> None:
+        ids, vocab_size = requests.token_ids, self.spec.vocab_size
+        if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+            return
+        for index, row in zip(requests.indices.tolist(), requests.split(), strict=True):
+            try:
+                check_range(row, index, vocab_size)
+            except InputError as error:
+                errors.setdefault(index, error)
+
+    def _check_masks(self, requests: Requests, errors: Errors) -> None:
+        mask_token_id = self.tokenizer.mask_token_id
+        rows = zip(requests.indices.tolist(), requests.split(), requests.is_truncated, strict=True)
+        for index, ids, is_truncated in rows:
+            if not (ids == mask_token_id).any():
+                cut = " within the model's positions" if is_truncated else ""
+                mask = self.tokenizer.token(mask_token_id)
+                error = InputError(f"texts[{index}] has no {mask} to fill{cut}")
+                errors.setdefault(index, error)
 
     def _count_prompt_tokens(self) -> int:
         """Tokens of the prompt alone, without the special token that would end it."""
@@ -156,65 +207,61 @@ class InputReader:
         return self._prompt_tokens
 
 
+def _by_kind(
+    inputs: Sequence[Input], start: int
+) -> tuple[dict[int, str | Sequence[str]], dict[int, Input]]:
+    """Strings and pairs, and everything else, each by its place in the caller's order."""
+    numbered = dict(enumerate(inputs, start))
+    kinds = set(map(type, inputs))
+    if kinds == {str}:
+        return numbered, {}
+    if kinds == {np.ndarray}:
+        return {}, numbered
+    texts = {i: item for i, item in numbered.items() if isinstance(item, str) or _is_pair(item)}
+    return texts, {i: item for i, item in numbered.items() if i not in texts} if texts else numbered
+
+
 def _is_pair(item: object) -> bool:
-    is_two = isinstance(item, tuple | list) and len(item) == 2
-    return is_two and all(isinstance(part, str) for part in item)
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) and isinstance(item[1], str)
 
 
-def _check_unicode(text: str, index: int) -> None:
+def _is_unicode(text: str, index: int, errors: Errors) -> bool:
     if text.isascii():
-        return
+        return True
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(
+        errors[index] = InputError(
             f"texts[{index}] holds half a surrogate pair at character {error.start}, which is no "
             "text; decode its source with errors='replace'"
-        ) from error
-
-
-def _checked_ids(item: object, index: int, vocab_size: int) -> np.ndarray:
-    """Token ids as int32 [num_tokens], from any one-dimensional sequence of integers."""
-    if item is None or isinstance(item, bytes | dict | set | int | float):
-        raise _not_an_input(item, index)
-    try:
-        ids = np.asarray(item)
-    except (TypeError, ValueError) as error:
-        raise _not_an_input(item, index) from error
-    # Numbers beyond 64 bits come as objects; they are token ids out of range.
-    is_integers = ids.dtype.kind in "iu" or all(type(number) is int for number in ids.flat)
-    if ids.ndim != 1 or not is_integers:
-        raise _not_an_input(item, index)
-    if not len(ids):
-        raise _no_tokens(index)
-    _check_range(ids, index, vocab_size)
-    return ids.astype(np.int32)
-
-
-def _check_range(ids: np.ndarray, index: int, vocab_size: int) -> None:
-    low, high = ids.min(), ids.max()
-    if low < 0 or high >= vocab_size:
-        raise InputError(
-            f"texts[{index}] holds token id {low if low < 0 else high}; ids of this model lie "
-            f"between 0 and {vocab_size - 1}; were they made by another tokenizer?"
         )
+        return False
+    return True
 
 
-def _not_an_input(item: object, index: int) -> InputError:
-    given = type(item).__name__
-    if isinstance(item, tuple) and len(item) == 2:
-        given = f"a pair ({', '.join(type(part).__name__ for part in item)})"
+def _no_tokenizer(index: int) -> InputError:
     return InputError(
-        f"texts[{index}] is {given}; give a str, a pair (str, str), or a sequence of "
-        "integer token ids"
+        f"texts[{index}] needs a tokenizer and the checkpoint has no tokenizer; give "
+        "token ids, or save the tokenizer into the checkpoint's folder"
     )
 
 
-def _no_tokens(index: int) -> InputError:
-    return InputError(
-        f"texts[{index}] has no tokens, so the model has nothing to read; an empty str is fine "
-        "where the tokenizer adds special tokens, an empty sequence of ids is not"
+def _too_many_ids(index: int, num_ids: int, limit: int) -> TooLongError:
+    return TooLongError(
+        f"texts[{index}] has {num_ids} token ids, the model takes at most {limit}; "
+        "shorten it, or pass truncate=True"
     )
+
+
+def _type_ids(
+    encodings: Sequence[tokenizers.Encoding], tokens: Tokens, is_pair: Sequence[bool]
+) -> np.ndarray:
+    """int32 [total_tokens]; only a pair has types other than 0."""
+    types = chain.from_iterable(encoding.type_ids for encoding in encodings)
+    types = np.fromiter(types, dtype=np.int32, count=len(tokens.token_ids))
+    return types * np.repeat(np.asarray(is_pair, dtype=np.int32), tokens.seqlens)
 
 
 def _alignment(encoding: tokenizers.Encoding, text: Input) -> Alignment:
@@ -224,3 +271,33 @@ def _alignment(encoding: tokenizers.Encoding, text: Input) -> Alignment:
         encoding.word_ids,
         encoding.special_tokens_mask,
     )
+
+
+def _no_requests() -> Requests:
+    int32 = np.empty(0, dtype=np.int32)
+    return Requests(np.empty(0, dtype=np.int64), int32, int32, np.empty(0, dtype=bool))
+
+
+def _in_order(pieces: Sequence[Requests]) -> Requests:
+    """Texts and ids of one window, put together in the caller's order."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if len(pieces) < 2:
+        return pieces[0] if pieces else _no_requests()
+    texts, ids = pieces
+    types, prompts, alignments = texts.token_type_ids, texts.prompt_tokens, None
+    if types is not None:
+        types = np.concatenate([types, np.zeros(ids.total_tokens, dtype=np.int32)])
+    if prompts is not None:
+        prompts = np.concatenate([prompts, np.zeros(len(ids), dtype=np.int32)])
+    if texts.alignments is not None:
+        alignments = [*texts.alignments, *ids.alignments]
+    both = Requests(
+        np.concatenate([texts.indices, ids.indices]),
+        np.concatenate([texts.seqlens, ids.seqlens]),
+        np.concatenate([texts.token_ids, ids.token_ids]),
+        np.concatenate([texts.is_truncated, ids.is_truncated]),
+        types,
+        prompts,
+        alignments,
+    )
+    return both.take(np.argsort(both.indices))

@@ -18,12 +18,13 @@ from bytetx.arguments import (
     chosen_modes,
 )
 from bytetx.config import resolve_checkpoint
-from bytetx.engine.pipeline import run
+from bytetx.engine.pipeline import Finished, in_order, run
 from bytetx.engine.request import RunCounter
-from bytetx.engine.runner import Runner, Task
+from bytetx.engine.runner import Runner
 from bytetx.engine.scheduler import check_token_budget, windows
+from bytetx.engine.step import Task
 from bytetx.errors import InputError
-from bytetx.inputs import Input, InputReader, estimate_tokens
+from bytetx.inputs import Input, InputReader
 from bytetx.loading import LoadedCheckpoint, load_checkpoint
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Results, Stream
@@ -46,6 +47,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     token_budget: int | None = None,
+    cuda_graphs: bool = True,
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> "Model":
@@ -55,11 +57,12 @@ def load(
     as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
     or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
+    cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
-    return Model(checkpoint, token_budget=token_budget)
+    return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
 class Model:
@@ -72,14 +75,25 @@ class Model:
     stream: an iterator that pulls inputs as it goes, instead of everything at the end.
     """
 
-    def __init__(self, checkpoint: LoadedCheckpoint, *, token_budget: int | None = None):
+    def __init__(
+        self,
+        checkpoint: LoadedCheckpoint,
+        *,
+        token_budget: int | None = None,
+        cuda_graphs: bool = True,
+    ):
         if token_budget is None:
             token_budget = default_token_budget(checkpoint.device)
         self.checkpoint = checkpoint
         self.token_budget = check_token_budget(token_budget)
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
-        self._runner = Runner(checkpoint.transformer, device=checkpoint.device)
+        self._runner = Runner(
+            checkpoint.transformer,
+            device=checkpoint.device,
+            token_budget=self.token_budget,
+            cuda_graphs=cuda_graphs,
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -112,13 +126,13 @@ class Model:
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
         counter = RunCounter()
-        blocks = self._run(texts, task, reader, counter)
+        steps = self._run(texts, task, reader, counter)
         if stream:
-            return Stream(blocks, counter.stats)
+            return Stream(in_order(steps), counter.stats)
         size = output_size(self.spec.hidden_size, task.pooling, task.modules)
         buffer = VectorBuffer(dimensions or size, num_texts=_length(texts))
-        for block in blocks:
-            buffer.extend(block)
+        for step in steps:
+            buffer.put(step)
         return Embeddings(buffer.vectors(), counter.stats(), buffer.errors)
 
     def classify(
@@ -229,7 +243,9 @@ class Model:
         tokenizer = self._need_tokenizer()
         if tokenizer.mask_token_id is None:
             raise InputError("this checkpoint's tokenizer names no mask token")
-        target_ids = None if targets is None else find_targets(tokenizer, targets)
+        target_ids = None
+        if targets is not None:
+            target_ids = find_targets(tokenizer, targets).to(self.checkpoint.device)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.needs_mask = True
         task = FillMaskTask(head, tokenizer, top_k, target_ids)
@@ -315,9 +331,9 @@ class Model:
 
     def _run(
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
-    ) -> Generator[list[R | InputError], None, None]:
+    ) -> Generator[Finished[R], None, None]:
         check_iterable("texts", texts)
-        cut = windows(texts, estimate_tokens=estimate_tokens, token_budget=self.token_budget)
+        cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
         return run(
             cut,
             reader.read,
@@ -325,13 +341,14 @@ class Model:
             runner=self._runner,
             token_budget=self.token_budget,
             counter=counter,
+            keeps_errors=reader.keeps_errors,
         )
 
     def _results(
         self, texts: Iterable[Input], task: Task[R], reader: InputReader, *, stream: bool
     ) -> Results[R | InputError] | Stream[R | InputError]:
         counter = RunCounter()
-        blocks = self._run(texts, task, reader, counter)
+        blocks = in_order(self._run(texts, task, reader, counter))
         if stream:
             return Stream(blocks, counter.stats)
         items = [result for block in blocks for result in block]

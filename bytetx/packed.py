@@ -89,15 +89,38 @@ def pack(
     Raises InputError naming the sequence where lengths differ or an id is no int32.
     """
     seqlens = _lengths(token_ids, name="token_ids")
+    types = None
+    if has_token_types and token_type_ids is not None:
+        _check_same_lengths(_lengths(token_type_ids, name="token_type_ids"), seqlens)
+        types = _concatenate(token_type_ids, name="token_type_ids")
+    return pack_columns(
+        _concatenate(token_ids, name="token_ids"),
+        seqlens,
+        token_type_ids=types,
+        has_token_types=has_token_types,
+        position_offset=position_offset,
+        device=device,
+    )
+
+
+def pack_columns(
+    ids: np.ndarray,
+    seqlens: np.ndarray,
+    *,
+    token_type_ids: np.ndarray | None = None,
+    has_token_types: bool = False,
+    position_offset: int = 0,
+    device: torch.device | str = "cpu",
+) -> PackedBatch:
+    """`pack` for ids that lie behind one another already; on a CPU the batch shares their memory.
+
+    ids: int32 [total_tokens].  seqlens: int32 [batch_size].  token_type_ids: int32 [total_tokens].
+    """
     cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int32)
     np.cumsum(seqlens, out=cu_seqlens[1:])
     types = None
     if has_token_types:
-        types = np.zeros(cu_seqlens[-1], dtype=np.int32)
-        if token_type_ids is not None:
-            _check_same_lengths(_lengths(token_type_ids, name="token_type_ids"), seqlens)
-            types = _concatenate(token_type_ids, name="token_type_ids")
-    ids = _concatenate(token_ids, name="token_ids")
+        types = np.zeros(len(ids), dtype=np.int32) if token_type_ids is None else token_type_ids
     positions = _positions(cu_seqlens, seqlens, position_offset)
     if position_offset and (is_pad := ids == position_offset - 1).any():
         _skip_pads(positions, is_pad, cu_seqlens, pad_token_id=position_offset - 1)
@@ -129,10 +152,9 @@ def unpack(x: torch.Tensor, batch: PackedBatch, *, fill: float = 0.0) -> torch.T
 
 
 def _positions(cu_seqlens: np.ndarray, seqlens: np.ndarray, offset: int) -> np.ndarray:
-    starts = np.repeat(cu_seqlens[:-1], seqlens)
-    positions = np.arange(cu_seqlens[-1], dtype=np.int32)
-    positions -= starts
-    positions += np.int32(offset)
+    positions = np.arange(offset, offset + cu_seqlens[-1], dtype=np.int32)
+    if len(seqlens) > 1:
+        positions -= np.repeat(cu_seqlens[:-1], seqlens)
     return positions
 
 

@@ -9,7 +9,7 @@ import torch
 
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
-from bytetx.ops.attention_plan import AttentionPlan, plan_attention
+from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
@@ -93,6 +93,12 @@ class Transformer:
             [_layer_weights(spec, load, i) for i in range(spec.num_layers)],
             _relative_bias(spec, load),
         )
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
+        word = self.embeddings.word
+        return is_planned(word.dtype, self.spec.head_dim, word.device)
 
     @torch.inference_mode()
     def forward(

@@ -1,12 +1,15 @@
-"""Windows and steps: pure Python, nothing is lost, nothing runs over the budget."""
+"""Windows and steps: no torch, nothing is lost, nothing runs over the budget."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.engine.request import Failure, Request, RunCounter
+from bytetx.engine.request import Alignment, Failure, Requests, RunCounter, Window
 from bytetx.engine.scheduler import MAX_WINDOW_STEPS, check_token_budget, plan_steps, windows
 from bytetx.errors import InputError
 
@@ -14,32 +17,93 @@ seqlens_lists = st.lists(st.integers(0, 300), max_size=120)
 budgets = st.integers(1, 256)
 
 
-def requests_of(seqlens: list[int]) -> list[Request]:
-    return [Request(index, range(seqlen)) for index, seqlen in enumerate(seqlens)]
+def requests_of(seqlens: list[int], *, start: int = 0) -> Requests:
+    """Texts whose token ids say which text and which place in it they are."""
+    rows = [np.arange(seqlen) + 1000 * row for row, seqlen in enumerate(seqlens)]
+    return Requests(
+        np.arange(start, start + len(seqlens)),
+        np.array(seqlens, dtype=np.int32),
+        np.concatenate([np.empty(0, np.int32), *rows], dtype=np.int32),
+        np.zeros(len(seqlens), dtype=bool),
+    )
 
 
 @given(seqlens_lists, budgets)
 def test_every_request_runs_once_within_the_budget(seqlens: list[int], budget: int) -> None:
     steps = plan_steps(requests_of(seqlens), token_budget=budget)
-    assert sorted(request.index for step in steps for request in step) == list(range(len(seqlens)))
+    indices = [index for step in steps for index in step.indices.tolist()]
+    assert sorted(indices) == list(range(len(seqlens)))
     for step in steps:
-        num_tokens = sum(request.num_tokens for request in step)
-        assert step and (num_tokens <= budget or len(step) == 1)
+        assert len(step) and (step.total_tokens <= budget or len(step) == 1)
+
+
+def steps_by_definition(seqlens: list[int], budget: int) -> list[list[int]]:
+    """What plan_steps vectorises: text by text, longest first, ties as they came."""
+    part = max(budget // 32, 1)
+
+    def share_and_room(tokens_left: int) -> tuple[int, int]:
+        num_steps = max(1, math.ceil(tokens_left / budget))
+        share = math.ceil(tokens_left / num_steps)
+        return share, math.ceil(share / part) * part
+
+    rows = sorted(range(len(seqlens)), key=lambda row: seqlens[row], reverse=True)
+    tokens_left = sum(seqlens)
+    share, room = share_and_room(tokens_left)
+    steps: list[list[int]] = [[]]
+    for row in rows:
+        taken = sum(seqlens[other] for other in steps[-1])
+        with_row = taken + seqlens[row]
+        is_full = with_row > budget or (taken >= share and with_row > room)
+        if steps[-1] and is_full:
+            steps.append([])
+            tokens_left -= taken
+            share, room = share_and_room(tokens_left)
+        steps[-1].append(row)
+    return steps if seqlens else []
+
+
+@given(seqlens_lists, budgets)
+def test_steps_are_those_of_the_definition(seqlens: list[int], budget: int) -> None:
+    steps = plan_steps(requests_of(seqlens), token_budget=budget)
+    assert [step.indices.tolist() for step in steps] == steps_by_definition(seqlens, budget)
+
+
+@given(seqlens_lists, budgets, st.booleans())
+def test_every_column_goes_with_its_text(seqlens: list[int], budget: int, has_all: bool) -> None:
+    requests = requests_of(seqlens)
+    if has_all:
+        requests = replace(
+            requests,
+            token_type_ids=requests.token_ids % 7,
+            prompt_tokens=requests.seqlens // 2,
+            is_truncated=requests.indices % 3 == 0,
+            alignments=[Alignment(str(index), None, None, []) for index in requests.indices],
+        )
+    for step in plan_steps(requests, token_budget=budget):
+        rows = zip(step.indices.tolist(), step.split(), step.seqlens.tolist(), strict=True)
+        for index, ids, seqlen in rows:
+            assert seqlen == seqlens[index]
+            assert ids.tolist() == list(range(1000 * index, 1000 * index + seqlen))
+        if has_all:
+            assert (step.token_type_ids == step.token_ids % 7).all()
+            assert (step.prompt_tokens == step.seqlens // 2).all()
+            assert (step.is_truncated == (step.indices % 3 == 0)).all()
+            assert [alignment.text for alignment in step.alignments] == [
+                str(index) for index in step.indices
+            ]
 
 
 @given(seqlens_lists, budgets)
 def test_steps_take_the_longest_first(seqlens: list[int], budget: int) -> None:
     steps = plan_steps(requests_of(seqlens), token_budget=budget)
-    planned = [request.num_tokens for step in steps for request in step]
+    planned = [seqlen for step in steps for seqlen in step.seqlens.tolist()]
     assert planned == sorted(seqlens, reverse=True)
 
 
 @given(st.lists(st.integers(1, 32), min_size=1, max_size=300), st.integers(128, 1024))
 def test_short_texts_fill_the_fewest_steps_evenly(seqlens: list[int], budget: int) -> None:
-    sizes = [
-        sum(request.num_tokens for request in step)
-        for step in plan_steps(requests_of(seqlens), token_budget=budget)
-    ]
+    steps = plan_steps(requests_of(seqlens), token_budget=budget)
+    sizes = [step.total_tokens for step in steps]
     fewest = -(-sum(seqlens) // budget)
     assert len(sizes) <= fewest + 1 + fewest * 32 // budget
     if len(sizes) == fewest:
@@ -68,11 +132,12 @@ def test_windows_pull_only_what_is_asked_for() -> None:
     assert len(pulled) == 12
 
 
-@given(seqlens_lists)
-def test_pad_tokens_are_those_of_batches_of_32(seqlens: list[int]) -> None:
+@given(seqlens_lists, st.integers(1, 120))
+def test_pad_tokens_are_those_of_batches_of_32(seqlens: list[int], window: int) -> None:
     counter = RunCounter()
-    for request in requests_of(seqlens):
-        counter.add(request)
+    for start in range(0, len(seqlens), window):
+        requests = requests_of(seqlens[start : start + window], start=start)
+        counter.add(Window(start, len(requests), requests))
     batches = [seqlens[i : i + 32] for i in range(0, len(seqlens), 32)]
     padded = sum(len(batch) * max(batch) for batch in batches)
     assert counter.stats().num_pad_tokens == padded - sum(seqlens)
@@ -81,8 +146,8 @@ def test_pad_tokens_are_those_of_batches_of_32(seqlens: list[int]) -> None:
 
 def test_failures_are_counted_and_the_clock_stops() -> None:
     counter = RunCounter()
-    counter.add(Request(0, [1, 2], is_truncated=True))
-    counter.add(Failure(1, InputError("bad")))
+    requests = replace(requests_of([2]), is_truncated=np.array([True]))
+    counter.add(Window(0, 2, requests, [Failure(1, InputError("bad"))]))
     counter.stop()
     stats = counter.stats()
     assert (stats.num_texts, stats.num_tokens, stats.num_truncated, stats.num_errors) == (

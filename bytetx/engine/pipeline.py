@@ -1,19 +1,46 @@
 """A whole run: windows tokenised ahead of the forward pass, results in the caller's order."""
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from bytetx.engine.request import Failure, Request, RunCounter
-from bytetx.engine.runner import Launched, Runner, Task
+import numpy as np
+
+from bytetx.engine.request import Failure, RunCounter, Window
+from bytetx.engine.runner import Launched, Runner
 from bytetx.engine.scheduler import plan_steps
+from bytetx.engine.step import Task
 from bytetx.errors import InputError
 from bytetx.ops.heap import release_heap
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-Prepare = Callable[[Sequence[T]], Sequence[Request | Failure]]
+Prepare = Callable[[Sequence[T]], Window]
+
+# Windows that are tokenised or wait for the device: with two the thread has the next one at hand
+# when it ends one, and the device has the one that is ready.
+_WINDOWS_AHEAD = 2
+# Steps launched and not collected: one runs, one waits behind it, one is copied to the host.
+_STEPS_RUNNING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Generic[R]):
+    """The results of one step, or of none in a window that has nothing to run.
+
+    indices: int64 [num_texts], places in the caller's order.  results: one a text, in that order.
+    is_last: nothing of the window is missing but its failures.  failures: of this step.
+    """
+
+    window: Window
+    indices: np.ndarray
+    results: Sequence[R]
+    is_last: bool
+    failures: Sequence[Failure] = ()
 
 
 def run(
@@ -24,64 +51,141 @@ def run(
     runner: Runner,
     token_budget: int,
     counter: RunCounter,
-) -> Iterator[list[R | InputError]]:
-    """Yields each window's results in the caller's order; a text that failed is its InputError.
+    keeps_errors: bool,
+) -> Generator[Finished[R], None, None]:
+    """Yields each step's results as soon as they are on the host, window after window.
 
-    prepare: tokenises a window; the next window's runs in a thread while this one computes.
-    The input itself is pulled in the caller's thread. At most two windows are held, and the thread
-    has ended when the iterator ends or is closed.
+    keeps_errors: a text that the device cannot run is a failure of its step; else it is raised.
+    prepare: tokenises a window; it runs in a thread, ahead of the device.  The input itself is
+    pulled in the caller's thread.  A bounded number of windows is held, and the thread has ended
+    when the generator ends or is closed.  A device never waits for results to be collected: the
+    next steps, of the next window too, are launched behind the one whose results are awaited.
     """
+    ahead = _WindowsAhead(windows, prepare)
+    running: deque[_Running] = deque()
     try:
-        for number, items in enumerate(_prepare_ahead(windows, prepare)):
-            results = _run_window(items, task, runner=runner, token_budget=token_budget)
-            for item in items:
-                counter.add(item)
-            if number > 0:  # a short call's only window keeps its pages for the next call
-                release_heap()
-            yield results
+        while True:
+            # While no window is ready there is time to collect; the steps behind go on meanwhile.
+            if running and not ahead.is_ready():
+                yield _collect(running.popleft(), task, runner, counter)
+                continue
+            window = ahead.take()
+            if window is None:
+                break
+            for step in _launch_each(window, task, runner, token_budget, keeps_errors):
+                running.append(step)
+                while running and (len(running) > _STEPS_RUNNING or running[0].is_ready()):
+                    yield _collect(running.popleft(), task, runner, counter)
+        while running:
+            yield _collect(running.popleft(), task, runner, counter)
     finally:
+        ahead.close()
         counter.stop()
 
 
-def _prepare_ahead(
-    windows: Iterator[Sequence[T]], prepare: Prepare[T]
-) -> Iterator[Sequence[Request | Failure]]:
-    """The first window is prepared at once; no thread starts where there is no second one."""
-    first = next(windows, None)
-    if first is None:
-        return
-    pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bytetx-tokenizer")
-    try:
-        ready = prepare(first)
-        for window in windows:
-            following = pool.submit(prepare, window)
-            yield ready
-            ready = following.result()
-        yield ready
-    finally:
-        pool.shutdown(cancel_futures=True)
+def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | InputError]]:
+    """Each window's results in the caller's order; a text that failed is its InputError."""
+    results: list[R | InputError | None] = []
+    with closing(finished):
+        for step in map(_owned, finished):
+            start = step.window.start
+            if not results:
+                results = [None] * step.window.num_texts
+            for index, result in zip(step.indices.tolist(), step.results, strict=True):
+                results[index - start] = result
+            for failure in step.failures:
+                results[failure.index - start] = failure.error
+            if step.is_last:
+                for failure in step.window.failures:
+                    results[failure.index - start] = failure.error
+                yield results
+                results = []
 
 
-def _run_window(
-    items: Sequence[Request | Failure], task: Task[R], *, runner: Runner, token_budget: int
-) -> list[R | InputError]:
-    """Launches each step before it waits for the one before, so that a GPU is never idle."""
-    results: dict[int, R | InputError] = {
-        item.index: item.error for item in items if isinstance(item, Failure)
-    }
-    requests = [item for item in items if isinstance(item, Request)]
-    running = None
-    for step in plan_steps(requests, token_budget=token_budget):
-        launched = runner.launch(step, task)
-        if running is not None:
-            _collect(running, task, results)
-        running = launched
-    if running is not None:
-        _collect(running, task, results)
-    return [results[item.index] for item in items]
+def _owned(step: Finished[R]) -> Finished[R]:
+    """Rows of an array may be kept for long: not as views of a whole step in pinned memory."""
+    is_array = isinstance(step.results, np.ndarray)
+    return replace(step, results=step.results.copy()) if is_array else step
 
 
-def _collect(launched: Launched, task: Task[R], results: dict[int, R | InputError]) -> None:
-    finished = task.finish(launched.outputs(), launched.step)
-    for request, result in zip(launched.step.requests, finished, strict=True):
-        results[request.index] = result
+class _WindowsAhead(Generic[T]):
+    """Windows prepared in one thread, in order, before they are asked for.
+
+    The first window is prepared at once, and no thread starts where there is no second one.
+    """
+
+    def __init__(self, windows: Iterator[Sequence[T]], prepare: Prepare[T]):
+        self._windows, self._prepare = windows, prepare
+        self._pool: ThreadPoolExecutor | None = None
+        self._queue: deque[Future[Window]] = deque()
+        self._is_first = True
+
+    def is_ready(self) -> bool:
+        """Whether `take` returns at once."""
+        return not self._queue or self._queue[0].done()
+
+    def take(self) -> Window | None:
+        """The next window, or None at the end."""
+        if self._is_first:
+            self._is_first = False
+            first = next(self._windows, None)
+            ready = None if first is None else self._prepare(first)
+            self._pull()
+            return ready
+        if not self._queue:
+            return None
+        following = self._queue.popleft()
+        self._pull()
+        return following.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def _pull(self) -> None:
+        while len(self._queue) < _WINDOWS_AHEAD:
+            window = next(self._windows, None)
+            if window is None:
+                return
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(1, thread_name_prefix="bytetx-tokenizer")
+            self._queue.append(self._pool.submit(self._prepare, window))
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A launched step of a window, or None in the place of one where nothing can run."""
+
+    window: Window
+    launched: Launched | None
+    is_last: bool
+
+    def is_ready(self) -> bool:
+        return self.launched is None or self.launched.is_ready()
+
+
+def _launch_each(
+    window: Window, task: Task[R], runner: Runner, token_budget: int, keeps_errors: bool
+) -> Iterator[_Running]:
+    steps = plan_steps(window.requests, token_budget=token_budget)
+    for number, requests in enumerate(steps, start=1):
+        launched = runner.launch(requests, task)
+        if launched.failures and not keeps_errors:
+            raise launched.failures[0].error
+        yield _Running(window, launched, is_last=number == len(steps))
+    if not steps:
+        yield _Running(window, None, is_last=True)
+
+
+def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCounter) -> Finished[R]:
+    window, launched = running.window, running.launched
+    if running.is_last:
+        counter.add(window)
+        if window.start and runner.device.type == "cpu":
+            release_heap()  # a short call's only window keeps its pages for the next call
+    if launched is None:
+        return Finished(window, np.empty(0, dtype=np.int64), [], running.is_last)
+    counter.add_failures(len(launched.failures))
+    indices = launched.step.requests.indices
+    results = task.finish(launched.outputs(), launched.step) if len(indices) else []
+    return Finished(window, indices, results, running.is_last, launched.failures)

@@ -1,8 +1,10 @@
-"""Request: one text as the engine sees it, its failure, and the counts of a whole run."""
+"""Requests: texts as the engine sees them, in columns; failures; and the counts of a whole run."""
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from bytetx.errors import InputError
 
@@ -25,24 +27,79 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """One text, ready to run.
+class Requests:
+    """Texts that are ready to run, in columns, so that no work on them is a loop over texts.
 
-    index: place in the caller's order.  token_ids: special tokens included.
-    token_type_ids: None means 0 everywhere.  prompt_tokens: tokens of the prompt at the start.
-    alignment: only where the task asked for it.
+    indices: int64 [num_texts], places in the caller's order.  seqlens: int32 [num_texts].
+    token_ids: int32 [total_tokens], special tokens included.  is_truncated: bool [num_texts].
+    token_type_ids: int32 [total_tokens], None means 0 everywhere.
+    prompt_tokens: int32 [num_texts], tokens of the prompt at each start, None means 0 everywhere.
+    alignments: one a text, only where the task asked for them.
     """
 
-    index: int
-    token_ids: Sequence[int]
-    token_type_ids: Sequence[int] | None = None
-    prompt_tokens: int = 0
-    is_truncated: bool = False
-    alignment: Alignment | None = None
+    indices: np.ndarray
+    seqlens: np.ndarray
+    token_ids: np.ndarray
+    is_truncated: np.ndarray
+    token_type_ids: np.ndarray | None = None
+    prompt_tokens: np.ndarray | None = None
+    alignments: Sequence[Alignment] | None = None
+
+    def __len__(self) -> int:
+        return len(self.seqlens)
 
     @property
-    def num_tokens(self) -> int:
+    def total_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def cu_seqlens(self) -> np.ndarray:
+        """int64 [num_texts + 1]: where each text's tokens start, and where the last ones end."""
+        cu_seqlens = np.zeros(len(self.seqlens) + 1, dtype=np.int64)
+        np.cumsum(self.seqlens, out=cu_seqlens[1:])
+        return cu_seqlens
+
+    def split(self) -> list[np.ndarray]:
+        """The token ids of each text."""
+        return np.split(self.token_ids, self.cu_seqlens[1:-1]) if len(self) else []
+
+    def take(self, rows: np.ndarray) -> "Requests":
+        """The texts at `rows`, in that order."""
+        seqlens = self.seqlens[rows]
+        ends = np.cumsum(seqlens)
+        shifts = self.cu_seqlens[rows] - (ends - seqlens)  # from a token's new place to its old one
+        places = np.repeat(shifts, seqlens)
+        places += np.arange(len(places))
+        types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
+        return Requests(
+            self.indices[rows],
+            seqlens,
+            self.token_ids[places],
+            self.is_truncated[rows],
+            None if types is None else types[places],
+            None if prompts is None else prompts[rows],
+            None if alignments is None else [alignments[row] for row in rows],
+        )
+
+    def cut(self, bounds: Sequence[int]) -> "list[Requests]":
+        """Consecutive pieces, views of these columns: texts bounds[0] to bounds[1], and so on."""
+        starts = self.cu_seqlens[bounds].tolist()
+        return [
+            self._piece(slice(bounds[i], bounds[i + 1]), slice(starts[i], starts[i + 1]))
+            for i in range(len(bounds) - 1)
+        ]
+
+    def _piece(self, texts: slice, tokens: slice) -> "Requests":
+        types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
+        return Requests(
+            self.indices[texts],
+            self.seqlens[texts],
+            self.token_ids[tokens],
+            self.is_truncated[texts],
+            None if types is None else types[tokens],
+            None if prompts is None else prompts[texts],
+            None if alignments is None else alignments[texts],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +108,19 @@ class Failure:
 
     index: int
     error: InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A stretch of the caller's texts, from number `start` on: those that can run, and the rest.
+
+    requests: in the caller's order.  failures: in the caller's order.
+    """
+
+    start: int
+    num_texts: int
+    requests: Requests
+    failures: Sequence[Failure] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,22 +149,28 @@ class RunCounter:
     _num_truncated: int = 0
     _num_errors: int = 0
     _num_pad_tokens: int = 0
-    _open_batch: list[int] = field(default_factory=list)
+    _open_batch: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _start: float = field(default_factory=time.perf_counter)
     _seconds: float | None = None
 
-    def add(self, item: Request | Failure) -> None:
-        """Counts one text; texts come in the caller's order."""
-        self._num_texts += 1
-        if isinstance(item, Failure):
-            self._num_errors += 1
+    def add(self, window: Window) -> None:
+        """Counts the texts of one window; windows come in the caller's order."""
+        requests = window.requests
+        self._num_texts += window.num_texts
+        self._num_errors += len(window.failures)
+        self._num_tokens += requests.total_tokens
+        self._num_truncated += int(np.count_nonzero(requests.is_truncated))
+        seqlens = np.concatenate([self._open_batch, requests.seqlens])
+        if len(seqlens) < _PADDED_BATCH_SIZE:
+            self._open_batch = seqlens
             return
-        self._num_tokens += item.num_tokens
-        self._num_truncated += item.is_truncated
-        self._open_batch.append(item.num_tokens)
-        if len(self._open_batch) == _PADDED_BATCH_SIZE:
-            self._num_pad_tokens += _pad_tokens(self._open_batch)
-            self._open_batch.clear()
+        num_full = len(seqlens) - len(seqlens) % _PADDED_BATCH_SIZE
+        self._num_pad_tokens += _pad_tokens(seqlens[:num_full].reshape(-1, _PADDED_BATCH_SIZE))
+        self._open_batch = seqlens[num_full:]
+
+    def add_failures(self, num_failures: int) -> None:
+        """Counts texts that were fine, and that the device could not run."""
+        self._num_errors += num_failures
 
     def stop(self) -> None:
         """Ends the clock; a second call changes nothing."""
@@ -106,12 +182,14 @@ class RunCounter:
         return RunStats(
             num_texts=self._num_texts,
             num_tokens=self._num_tokens,
-            num_pad_tokens=self._num_pad_tokens + _pad_tokens(self._open_batch),
+            num_pad_tokens=self._num_pad_tokens + _pad_tokens(self._open_batch[np.newaxis]),
             num_truncated=self._num_truncated,
             num_errors=self._num_errors,
             seconds=running if self._seconds is None else self._seconds,
         )
 
 
-def _pad_tokens(seqlens: list[int]) -> int:
-    return len(seqlens) * max(seqlens, default=0) - sum(seqlens)
+def _pad_tokens(batches: np.ndarray) -> int:
+    """Of lengths [num_batches, batch_size], each batch padded to its longest."""
+    padded = batches.max(axis=1, initial=0).sum(dtype=np.int64) * batches.shape[1]
+    return int(padded - batches.sum(dtype=np.int64))

@@ -1,102 +1,154 @@
-"""Requests -> PackedBatch -> forward pass -> rows on the host."""
+"""Requests -> PackedBatch -> forward pass -> rows on the host, also where the device fails."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from bytetx.engine.request import Request
-from bytetx.packed import PackedBatch, pack
+from bytetx.engine import faults
+from bytetx.engine.cuda_queue import CudaQueue
+from bytetx.engine.request import Failure, Requests
+from bytetx.engine.step import Step, Task
+from bytetx.packed import pack_columns
 from bytetx.transformer import Transformer
 
-R_co = TypeVar("R_co", covariant=True)
 R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """The requests of one forward pass and their packed tokens, in the same order."""
+class Part:
+    """A forward pass that was started. keep: what the device still uses, besides the tensors."""
 
-    requests: Sequence[Request]
-    batch: PackedBatch
+    step: Step
+    tensors: tuple[torch.Tensor, ...]
+    is_done: torch.cuda.Event | None = None
+    device: torch.device | None = None
+    keep: object = None
 
+    def is_ready(self) -> bool:
+        return self.is_done is None or self.is_done.query()
 
-class Task(Protocol[R_co]):
-    """What to compute for a step, and how to make each request's result of it."""
-
-    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        """The forward pass and the head; tensors stay on the device, nothing waits for it."""
-        ...
-
-    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[R_co]:
-        """One result a request of the step, from compute's tensors on the host."""
-        ...
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        if self.is_done is not None:
+            try:
+                self.is_done.synchronize()
+            except RuntimeError as error:
+                raise faults.lost_error(error, len(self.step.requests), self.device) from error
+        return tuple(tensor.numpy() for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step whose forward pass was started; `outputs()` waits until it is done."""
+    """A step whose forward pass was started; `outputs()` waits until it is done.
+
+    step: the requests that run, their batch on the host.  failures: those that the device could
+    not run.  parts: one, or several where the whole step did not fit the device's memory.
+    """
 
     step: Step
-    tensors: tuple[torch.Tensor, ...]
-    is_done: torch.cuda.Event | None
+    failures: tuple[Failure, ...]
+    parts: tuple[Part, ...]
+
+    def is_ready(self) -> bool:
+        """Whether `outputs()` returns at once."""
+        return all(part.is_ready() for part in self.parts)
 
     def outputs(self) -> tuple[np.ndarray, ...]:
-        if self.is_done is not None:
-            self.is_done.synchronize()
-        return tuple(tensor.numpy() for tensor in self.tensors)
+        """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
+        pieces = [part.outputs() for part in self.parts]
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
 
 
 class Runner:
-    """Runs steps on one device. Holds no state between steps."""
+    """Runs a model's steps on one device; may be called from several threads.
 
-    def __init__(self, transformer: Transformer, *, device: torch.device):
+    token_budget: tokens of the steps to come.  Longer ones run too, without a graph.
+    cuda_graphs: whether steps are captured where the device's kernels allow it.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        *,
+        device: torch.device,
+        token_budget: int,
+        cuda_graphs: bool = True,
+    ):
         self.transformer, self.device = transformer, device
-
-    def launch(self, requests: Sequence[Request], task: Task[R]) -> Launched:
-        """Starts one forward pass. Raises MemoryError where the step does not fit the device."""
-        spec = self.transformer.spec
-        num_tokens = sum(request.num_tokens for request in requests)
-        has_types = any(request.token_type_ids is not None for request in requests)
-        try:
-            batch = pack(
-                [request.token_ids for request in requests],
-                token_type_ids=[_type_ids(request) for request in requests] if has_types else None,
-                has_token_types=spec.num_token_types > 0,
-                position_offset=spec.position_offset,
-                device=self.device,
+        self._queue: CudaQueue | None = None
+        if device.type == "cuda":
+            self._queue = CudaQueue(
+                transformer, device=device, max_tokens=token_budget, has_graphs=cuda_graphs
             )
-            step = Step(requests, batch)
-            return self._to_host(step, task.compute(self.transformer, step))
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            raise MemoryError(
-                f"a step of {len(requests)} texts with {num_tokens} tokens does not fit the memory "
-                f"of {self.device}; load the model with a smaller token_budget"
-            ) from error
 
-    def _to_host(self, step: Step, tensors: tuple[torch.Tensor, ...]) -> Launched:
-        """On CUDA the copies are queued behind the kernels, so that the next step can start."""
-        if self.device.type != "cuda":
-            return Launched(step, tensors, None)
-        copies = []
-        for tensor in tensors:
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            copies.append(host.copy_(tensor, non_blocking=True))
-        is_done = torch.cuda.Event()
-        is_done.record(torch.cuda.current_stream(self.device))
-        return Launched(step, tuple(copies), is_done)
+    def launch(self, requests: Requests, task: Task[R]) -> Launched:
+        """Starts the forward pass of a step.
+
+        A step that does not fit the device's memory is cut in two, down to single requests; what
+        cannot run becomes a Failure. Raises DeviceLostError where the device no longer answers.
+        """
+        parts: list[Part] = []
+        failures: list[Failure] = []
+        waiting = [requests]
+        while waiting:
+            piece = waiting.pop()
+            try:
+                parts.append(self._start(piece, task))
+            except (RuntimeError, MemoryError) as error:
+                waiting += reversed(self._after(error, piece, failures))
+        step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
+        return Launched(step, tuple(failures), tuple(parts))
+
+    def _start(self, requests: Requests, task: Task[R]) -> Part:
+        step = self._step(requests)
+        if self._queue is None:
+            return Part(step, task.compute(self.transformer, step))
+        copies, is_done, keep = self._queue.start(step, task)
+        return Part(step, copies, is_done, self.device, keep)
+
+    def _step(self, requests: Requests) -> Step:
+        spec, prompts = self.transformer.spec, requests.prompt_tokens
+        batch = pack_columns(
+            requests.token_ids,
+            requests.seqlens,
+            token_type_ids=requests.token_type_ids,
+            has_token_types=spec.num_token_types > 0,
+            position_offset=spec.position_offset,
+        )
+        return Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
+
+    def _after(
+        self, error: Exception, requests: Requests, failures: list[Failure]
+    ) -> list[Requests]:
+        """What to try instead of a step that failed. Raises what is not the device's doing."""
+        if not faults.is_of_device(error, self.device):
+            raise error
+        where = faults.blame(error)
+        if self._queue is not None:
+            try:
+                self._queue.recover()
+            except RuntimeError as dead:
+                raise faults.lost_error(dead, len(requests), self.device) from error
+        if not faults.is_out_of_memory(error):
+            failure = faults.step_error(error, requests, self.device, where=where)
+            failure.__cause__ = error
+            failures += [Failure(int(index), failure) for index in requests.indices]
+            return []
+        if self._queue is not None and self._queue.give_memory_back():
+            return [requests]
+        if len(requests) > 1:
+            return requests.cut([0, len(requests) // 2, len(requests)])
+        failure = faults.memory_error(requests, self.device, where=where)
+        failure.__cause__ = error
+        failures.append(Failure(int(requests.indices[0]), failure))
+        return []
 
 
-def _type_ids(request: Request) -> Sequence[int]:
-    if request.token_type_ids is not None:
-        return request.token_type_ids
-    return np.zeros(request.num_tokens, dtype=np.int32)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch's CPU allocator raises a plain RuntimeError; its text is all that tells it apart."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def _joined(requests: Requests, failures: list[Failure]) -> Requests:
+    """The requests without those that failed, in their order."""
+    failed = {failure.index for failure in failures}
+    kept = [row for row, index in enumerate(requests.indices.tolist()) if index not in failed]
+    return requests.take(np.asarray(kept, dtype=np.int64))

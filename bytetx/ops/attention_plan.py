@@ -125,6 +125,12 @@ def run_planned(
     return out
 
 
+def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
+    """Whether a model's attention runs by a plan, so that no launch depends on the lengths."""
+    fits = 0 < head_dim <= _MAX_HEAD_DIM and head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
+    return dtype in _HALF_DTYPES and fits and has_planned_kernel(device)
+
+
 def has_planned_kernel(device: torch.device) -> bool:
     return native.kernel("planned_attention", device) is not None
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.runner import Step
+from bytetx.engine.step import Capture, Step
 from bytetx.heads import ClassificationHead, first_tokens
 from bytetx.results import Label
 from bytetx.spec import ModelSpec
@@ -45,6 +45,10 @@ class ClassifyTask:
     scores: Callable[[np.ndarray], np.ndarray]
     top_k: int | None
 
+    @property
+    def capture(self) -> Capture:
+        return Capture(("logits", id(self.head)), rows="sequences")
+
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         return (_logits(self.head, transformer, step),)
@@ -63,6 +67,10 @@ class ScoreTask:
 
     head: ClassificationHead
     activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def capture(self) -> Capture:
+        return Capture(("score", id(self.head), id(self.activation)), rows="sequences")
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:

@@ -1,11 +1,13 @@
 """Embeddings: pooled rows through what modules.json says follows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from bytetx.engine.runner import Step
+from bytetx.engine.pipeline import Finished
+from bytetx.engine.step import Capture, Step
 from bytetx.errors import InputError
 from bytetx.ops.pooling import pool
 from bytetx.sentence import Module, Normalize
@@ -27,26 +29,45 @@ class EmbedTask:
     skips_prompt: bool
     normalize: bool
 
+    @property
+    def capture(self) -> Capture:
+        modules = tuple(map(id, self.modules))
+        options = (self.pooling, self.dimensions, self.skips_prompt, self.normalize)
+        return Capture(("embed", modules, *options), rows="sequences")
+
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         hidden_states = transformer.forward(step.batch)
-        first_tokens = None
-        if self.skips_prompt:
-            counts = [request.prompt_tokens for request in step.requests]
-            first_tokens = torch.tensor(counts, dtype=torch.int32).to(hidden_states.device)
+        following = self._following()
+        # The pooling kernel normalises on its way; torch would read the rows three times again.
+        is_normed = len(self.pooling) == 1 and isinstance(next(iter(following), None), Normalize)
         pooled = [
-            pool(hidden_states, step.batch.cu_seqlens, mode=mode, first_tokens=first_tokens)
+            pool(
+                hidden_states,
+                step.batch.cu_seqlens,
+                mode=mode,
+                first_tokens=step.prompt_tokens if self.skips_prompt else None,
+                normalize=is_normed,
+            )
             for mode in self.pooling
         ]
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
-        for module in self.modules:
+        for module in following[is_normed:]:
             x = module(x)
-        if self.dimensions is not None:
-            x = x[:, : self.dimensions].contiguous()
-        return (Normalize()(x) if self.normalize else x,)
+        return (x,)
 
-    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
-        return list(outputs[0])
+    def _following(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
+        """What becomes of the pooled rows, in order."""
+        following: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
+        if self.dimensions is not None:
+            following.append(lambda x: x[:, : self.dimensions].contiguous())
+        if self.normalize:
+            following.append(Normalize())
+        return tuple(following)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
+        """f32 [num_texts, dimensions]: a row a text."""
+        return outputs[0]
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:
@@ -71,18 +92,17 @@ class VectorBuffer:
         self._num_rows = 0
         self.errors: dict[int, InputError] = {}
 
-    def extend(self, results: list[np.ndarray | InputError]) -> None:
-        """Adds one window's vectors; an error becomes a row of NaN."""
-        end = self._num_rows + len(results)
+    def put(self, step: Finished[np.ndarray]) -> None:
+        """Rows of one step, at their places; with a window's last step come its failures."""
+        end = step.window.start + step.window.num_texts
         if end > len(self._rows):
             self._resize(max(end, 2 * len(self._rows)))
-        for i, result in enumerate(results, start=self._num_rows):
-            if isinstance(result, InputError):
-                self.errors[i] = result
-                self._rows[i] = np.nan
-            else:
-                self._rows[i] = result
         self._num_rows = end
+        if len(step.indices):
+            self._rows[step.indices] = step.results
+        for failure in (*step.failures, *(step.window.failures if step.is_last else ())):
+            self._rows[failure.index] = np.nan
+            self.errors[failure.index] = failure.error
 
     def vectors(self) -> np.ndarray:
         """f32 [num_texts, size]."""

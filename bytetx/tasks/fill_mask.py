@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.runner import Step
+from bytetx.engine.step import Step
 from bytetx.errors import InputError
 from bytetx.heads import MaskedLMHead
 from bytetx.results import Fill
@@ -22,19 +22,27 @@ _MAX_MASK_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class FillMaskTask:
-    """target_ids: the only tokens to score, by their probability in the whole vocabulary."""
+    """target_ids: the only tokens to score, by their probability in the whole vocabulary; on the
+    model's device."""
 
     head: MaskedLMHead
     tokenizer: Tokenizer
     top_k: int
     target_ids: torch.Tensor | None
 
+    @property
+    def capture(self) -> None:
+        """Where the masks are is known on the host alone, and so is their number."""
+        return None
+
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        is_mask = np.concatenate([request.token_ids for request in step.requests])
-        rows = torch.from_numpy(np.flatnonzero(is_mask == self.tokenizer.mask_token_id))
+        is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
+        rows = torch.from_numpy(np.flatnonzero(is_mask))
         hidden_states = transformer.forward(step.batch)
-        blocks = hidden_states[rows.to(hidden_states.device)].split(_MAX_MASK_ROWS)
+        if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
+            rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
+        blocks = hidden_states[rows].split(_MAX_MASK_ROWS)
         scores, tokens = zip(*(self._best(block) for block in blocks), strict=True)
         return torch.cat(scores), torch.cat(tokens)
 
@@ -43,15 +51,13 @@ class FillMaskTask:
         scores = self.head.forward(rows).float().softmax(dim=-1)  # [n, vocab_size]
         if self.target_ids is None:
             return tuple(scores.topk(min(self.top_k, scores.shape[1])))
-        targets = self.target_ids.to(scores.device)
-        best, places = scores[:, targets].topk(min(self.top_k, len(targets)))
-        return best, targets[places]
+        best, places = scores[:, self.target_ids].topk(min(self.top_k, len(self.target_ids)))
+        return best, self.target_ids[places]
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Fill]]:
         scores, tokens = (output.tolist() for output in outputs)
         results, row = [], 0
-        for request in step.requests:
-            token_ids = np.asarray(request.token_ids)
+        for token_ids in step.requests.split():
             masks = np.flatnonzero(token_ids == self.tokenizer.mask_token_id)
             fills = []
             for mask_index, place in enumerate(masks):

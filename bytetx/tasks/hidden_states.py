@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.runner import Step
+from bytetx.engine.step import Step
 from bytetx.transformer import Transformer
 
 
@@ -14,6 +14,11 @@ class HiddenStatesTask:
     """layers: 0 is the embeddings, num_layers the last layer; all from 0."""
 
     layers: tuple[int, ...]
+
+    @property
+    def capture(self) -> None:
+        """A graph would own its outputs, and these are as large as everything else together."""
+        return None
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from bytetx.engine.request import Alignment, Request
-from bytetx.engine.runner import Step
+from bytetx.engine.request import Alignment
+from bytetx.engine.step import Capture, Step
 from bytetx.heads import ClassificationHead
 from bytetx.results import Entity
 from bytetx.tasks.classify import softmax
@@ -42,6 +42,10 @@ class TagTask:
     aggregation: str
     ignore_labels: Collection[str]
 
+    @property
+    def capture(self) -> Capture:
+        return Capture(("tag", id(self.head)), rows="tokens")
+
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         return (self.head.forward(transformer.forward(step.batch)).float(),)
@@ -49,21 +53,21 @@ class TagTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
         ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
         rows = np.split(softmax(outputs[0]), ends)
-        return [
-            self._entities(request, scores)
-            for request, scores in zip(step.requests, rows, strict=True)
-        ]
+        texts = zip(step.requests.alignments, step.requests.split(), rows, strict=True)
+        return [self._entities(alignment, ids, scores) for alignment, ids, scores in texts]
 
-    def _entities(self, request: Request, scores: np.ndarray) -> list[Entity]:
-        entities = self._aggregate(self._tokens(request, scores))
+    def _entities(
+        self, alignment: Alignment, token_ids: np.ndarray, scores: np.ndarray
+    ) -> list[Entity]:
+        entities = self._aggregate(self._tokens(alignment, token_ids.tolist(), scores))
         return [entity for entity in entities if entity.entity not in self.ignore_labels]
 
-    def _tokens(self, request: Request, scores: np.ndarray) -> list[_Token]:
-        alignment = request.alignment
-        token_ids = np.asarray(request.token_ids).tolist()
+    def _tokens(
+        self, alignment: Alignment, token_ids: list[int], scores: np.ndarray
+    ) -> list[_Token]:
         return [
             self._token(alignment, token_ids[i], i, scores[i])
-            for i in range(request.num_tokens)
+            for i in range(len(token_ids))
             if not alignment.special_tokens_mask[i]
         ]
 

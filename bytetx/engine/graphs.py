@@ -1,0 +1,161 @@
+"""CUDA graphs of whole steps, from the block of integers to the outputs, captured by need.
+
+A step of a bucket's sizes and a task's work runs eagerly the first time, which also loads kernels
+and fills what libraries set up on first use; the second time it is captured; from then on it is
+one launch. What differs between two steps of a bucket are the integers in its block: kernels read
+the true lengths from cu_seqlens on the device. Nothing else may differ, so a task says by
+`Task.capture` what makes two of its steps the same.
+
+All graphs of a model share one pool of memory for what lies between input and output: they run one
+behind the other on one stream, so that each may use all of it. The pool is laid out for a power of
+two of tokens at a time; else every new bucket, a little larger than the last, would leave blocks
+behind that are a little too small. Each graph owns its input block and its outputs.
+
+The least recently used graph goes where there are too many. A capture that fails is not tried
+again, and its steps run eagerly.
+"""
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.engine.block import BlockLayout
+from bytetx.engine.step import Step, Task
+from bytetx.transformer import Transformer
+
+logger = logging.getLogger("bytetx")
+
+MAX_GRAPHS = 64
+_MAX_OUTPUT_BYTES = 256 << 20  # of all graphs together
+_MAX_SEEN = 4096
+
+# torch allows one capture at a time in a process; models in several threads take turns.
+_CAPTURING = threading.Lock()
+
+Key = tuple[BlockLayout, Hashable]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A graph with the memory that it reads and writes; task: keeps the ids in its key valid."""
+
+    graph: torch.cuda.CUDAGraph
+    block: torch.Tensor
+    outputs: tuple[torch.Tensor, ...]
+    task: Task
+
+    @property
+    def output_bytes(self) -> int:
+        return sum(output.nbytes for output in self.outputs)
+
+
+class GraphCache:
+    """The graphs of one model on one device and stream. Not thread-safe: its owner has a lock."""
+
+    def __init__(self, transformer: Transformer, *, device: torch.device):
+        self._transformer, self._device = transformer, device
+        self._graphs: OrderedDict[Key, CapturedStep] = OrderedDict()
+        self._seen: set[Key] = set()
+        self._refused: set[Key] = set()
+        self._pool: tuple[int, int] | None = None
+        self._reserved: list[torch.cuda.CUDAGraph] = []
+        self._reserved_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def find(self, key: Key) -> CapturedStep | None:
+        """The graph to replay, if it was captured."""
+        captured = self._graphs.get(key)
+        if captured is not None:
+            self._graphs.move_to_end(key)
+        return captured
+
+    def is_due(self, key: Key) -> bool:
+        """Whether this is the second time that a graph was looked for in vain."""
+        if key in self._seen:
+            return key not in self._refused
+        if len(self._seen) >= _MAX_SEEN:
+            self._seen.clear()
+        self._seen.add(key)
+        return False
+
+    def capture(self, key: Key, task: Task, step: Step, *, max_seqlen: int) -> CapturedStep | None:
+        """A new graph, or None where it cannot be made. The current stream is the cache's."""
+        layout = key[0]
+        try:
+            with _CAPTURING:
+                self._reserve(layout.bucket.total_tokens)
+                captured = self._capture(layout, task, step, max_seqlen)
+        except RuntimeError as error:  # of torch, of a kernel, out of memory
+            self._refused.add(key)
+            text = str(error).partition("\n")[0]
+            logger.warning(
+                "no CUDA graph for %s tokens: %s; they run eagerly",
+                layout.bucket.total_tokens,
+                text,
+            )
+            return None
+        self._graphs[key] = captured
+        self._evict()
+        return captured
+
+    def clear(self) -> bool:
+        """Lets go of all graphs and their memory; False where there was none. Waits for them."""
+        if not self._graphs and not self._reserved:
+            return False
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._reserved.clear()
+        self._pool, self._reserved_tokens = None, 0
+        return True
+
+    def _capture(
+        self, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
+    ) -> CapturedStep:
+        block = torch.zeros(layout.offsets()[-1], dtype=torch.int32, device=self._device)
+        step = layout.read(block, step, max_seqlen=max_seqlen)
+        graph = torch.cuda.CUDAGraph()
+        # cuBLAS workspaces of the process: a graph must not hold one that others may free.
+        torch._C._cuda_clearCublasWorkspaces()
+        try:
+            # Other threads may allocate and wait meanwhile, as they always do.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                outputs = task.compute(self._transformer, step)
+            finally:
+                graph.capture_end()
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+        return CapturedStep(graph, block, outputs, task)
+
+    def _reserve(self, total_tokens: int) -> None:
+        """Puts memory for steps of this size into the pool, by a graph that frees it at its end."""
+        if total_tokens <= self._reserved_tokens:
+            return
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        tokens = 1 << (total_tokens - 1).bit_length()
+        itemsize = self._transformer.embeddings.word.element_size()
+        num_bytes = self._transformer.spec.workspace_bytes(tokens, itemsize)
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)[:1].zero_()
+        finally:
+            graph.capture_end()
+        self._reserved.append(graph)
+        self._reserved_tokens = tokens
+
+    def _evict(self) -> None:
+        output_bytes = sum(captured.output_bytes for captured in self._graphs.values())
+        while len(self._graphs) > MAX_GRAPHS or (
+            output_bytes > _MAX_OUTPUT_BYTES and len(self._graphs) > 1
+        ):
+            torch.cuda.current_stream(self._device).synchronize()  # it may still run
+            _, oldest = self._graphs.popitem(last=False)
+            output_bytes -= oldest.output_bytes

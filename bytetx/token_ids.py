@@ -1,0 +1,110 @@
+"""Sequences of token ids that a caller gave -> columns, without a loop over tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bytetx.errors import InputError
+from bytetx.ops.int_lists import flatten_int_lists
+
+Errors = dict[int, InputError]  # by place in the caller's order
+
+
+@dataclass(frozen=True, slots=True)
+class IdColumns:
+    """Sequences of ids behind one another.
+
+    indices: int64 [num_texts], places in the caller's order.  seqlens: int32 [num_texts].
+    token_ids: [total_tokens], any integer type; whether they fit the model is not checked yet.
+    """
+
+    indices: np.ndarray
+    seqlens: np.ndarray
+    token_ids: np.ndarray
+
+
+def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors) -> IdColumns:
+    """The items that are one-dimensional sequences of integers; `errors` names the others.
+
+    items: by place in the caller's order.
+    """
+    given = list(items.values())
+    token_ids = _flatten_lists(given) if type(given[0]) is list else _flatten_arrays(given)
+    if token_ids is None:  # of several kinds, or with something wrong: one by one
+        checked: dict[int, np.ndarray] = {}
+        for index, item in items.items():
+            try:
+                checked[index] = _checked_ids(item, index, vocab_size)
+            except InputError as error:
+                errors[index] = error
+        items, given = checked, list(checked.values())
+        token_ids = np.concatenate([np.empty(0, dtype=np.int32), *given])
+    return IdColumns(
+        np.fromiter(items, dtype=np.int64, count=len(given)),
+        np.fromiter(map(len, given), dtype=np.int32, count=len(given)),
+        token_ids,
+    )
+
+
+def check_range(ids: np.ndarray, index: int, vocab_size: int) -> None:
+    """Raises InputError where an id of text `index` is none of the model's."""
+    low, high = ids.min(), ids.max()
+    if low < 0 or high >= vocab_size:
+        raise InputError(
+            f"texts[{index}] holds token id {low if low < 0 else high}; ids of this model lie "
+            f"between 0 and {vocab_size - 1}; were they made by another tokenizer?"
+        )
+
+
+def no_tokens(index: int) -> InputError:
+    return InputError(
+        f"texts[{index}] has no tokens, so the model has nothing to read; an empty str is fine "
+        "where the tokenizer adds special tokens, an empty sequence of ids is not"
+    )
+
+
+def _flatten_lists(items: Sequence[object]) -> np.ndarray | None:
+    """Ids of plain lists of int, or None where one item is not that."""
+    if set(map(type, items)) != {list} or not all(items):
+        return None
+    return flatten_int_lists(items, total=sum(map(len, items)))
+
+
+def _flatten_arrays(items: Sequence[object]) -> np.ndarray | None:
+    """Ids of one-dimensional arrays of one integer type, or None where one item is not that."""
+    if set(map(type, items)) != {np.ndarray}:
+        return None
+    kinds = {(item.dtype, item.ndim, item.size > 0) for item in items}
+    dtype, ndim, has_ids = kinds.pop()
+    if kinds or ndim != 1 or not has_ids or dtype.kind not in "iu":
+        return None
+    return np.concatenate(items)
+
+
+def _checked_ids(item: object, index: int, vocab_size: int) -> np.ndarray:
+    """Token ids as int32 [num_tokens], from any one-dimensional sequence of integers."""
+    if item is None or isinstance(item, bytes | dict | set | int | float):
+        raise _not_an_input(item, index)
+    try:
+        ids = np.asarray(item)
+    except (TypeError, ValueError) as error:
+        raise _not_an_input(item, index) from error
+    # Numbers beyond 64 bits come as objects; they are token ids out of range.
+    is_integers = ids.dtype.kind in "iu" or all(type(number) is int for number in ids.flat)
+    if ids.ndim != 1 or not is_integers:
+        raise _not_an_input(item, index)
+    if not len(ids):
+        raise no_tokens(index)
+    check_range(ids, index, vocab_size)
+    return ids.astype(np.int32)
+
+
+def _not_an_input(item: object, index: int) -> InputError:
+    given = type(item).__name__
+    if isinstance(item, tuple) and len(item) == 2:
+        given = f"a pair ({', '.join(type(part).__name__ for part in item)})"
+    return InputError(
+        f"texts[{index}] is {given}; give a str, a pair (str, str), or a sequence of "
+        "integer token ids"
+    )
