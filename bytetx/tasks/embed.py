@@ -35,7 +35,13 @@ class EmbedTask:
             counts = [request.prompt_tokens for request in step.requests]
             first_tokens = torch.tensor(counts, dtype=torch.int32).to(hidden_states.device)
         pooled = [
-            pool(hidden_states, step.batch.cu_seqlens, mode=mode, first_tokens=first_tokens)
+            pool(
+                hidden_states,
+                step.batch.cu_seqlens,
+                mode=mode,
+                first_tokens=first_tokens,
+                max_seqlen=step.batch.max_seqlen,
+            )
             for mode in self.pooling
         ]
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
