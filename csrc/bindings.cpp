@@ -39,15 +39,17 @@ DType to_dtype(int code) {
 // While a kernel runs, other Python threads run too.
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-void bind_layer_norm(py::module_& m) {
+void bind_norm(py::module_& m, const char* name, void (*norm)(const NormParams&, const Launch&)) {
     m.def(
-        "layer_norm",
-        [](Address x, Address residual, Address out, Address weight, Address bias,
-           int64_t total_tokens, int64_t hidden_size, float eps, int dtype, int device,
-           Address stream, int num_threads, int isa) {
-            layer_norm({pointer(x), pointer(residual), pointer(out), pointer(weight), pointer(bias),
-                        total_tokens, hidden_size, eps, to_dtype(dtype)},
-                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        name,
+        [norm](Address x, Address residual, Address out, Address sum_out, Address weight,
+               Address bias, Address out_fp8, Address out_scale, int64_t total_tokens,
+               int64_t hidden_size, float eps, int dtype, int device, Address stream,
+               int num_threads, int isa) {
+            norm({pointer(x), pointer(residual), pointer(out), pointer(sum_out), pointer(weight),
+                  pointer(bias), pointer<uint8_t>(out_fp8), pointer<float>(out_scale), total_tokens,
+                  hidden_size, eps, to_dtype(dtype)},
+                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -71,20 +73,35 @@ void bind_embed(py::module_& m) {
 }
 
 void bind_pool(py::module_& m) {
+    m.def("pool_workspace_bytes", &pool_workspace_bytes);
     m.def(
         "pool",
-        [](Address x, Address cu_seqlens, Address first_tokens, Address out, int64_t batch_size,
-           int64_t total_tokens, int64_t hidden_size, int mode, bool normalize, int dtype,
-           int device, Address stream, int num_threads, int isa) {
-            pool({pointer(x), pointer<int32_t>(cu_seqlens), pointer<int32_t>(first_tokens),
-                  pointer<float>(out), batch_size, total_tokens, hidden_size,
-                  static_cast<PoolMode>(mode), normalize, to_dtype(dtype)},
-                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        [](Address x, Address cu_seqlens, Address first_tokens, Address out, Address workspace,
+           int64_t workspace_bytes, int64_t batch_size, int64_t total_tokens, int64_t max_seqlen,
+           int64_t hidden_size, int mode, bool normalize, int dtype, int device, Address stream,
+           int num_threads, int isa) {
+            pool(
+                {pointer(x), pointer<int32_t>(cu_seqlens), pointer<int32_t>(first_tokens),
+                 pointer<float>(out), pointer(workspace), workspace_bytes, batch_size, total_tokens,
+                 max_seqlen, hidden_size, static_cast<PoolMode>(mode), normalize, to_dtype(dtype)},
+                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
 
 #ifdef BYTETX_CUDA
+
+void bind_quantize_rows(py::module_& m) {
+    m.def(
+        "quantize_rows",
+        [](Address x, Address out_fp8, Address out_scale, int64_t total_tokens, int64_t hidden_size,
+           int dtype, int device, Address stream, int num_threads, int isa) {
+            quantize_rows({pointer(x), pointer<uint8_t>(out_fp8), pointer<float>(out_scale),
+                           total_tokens, hidden_size, to_dtype(dtype)},
+                          {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
 
 void bind_planned_attention(py::module_& m) {
     m.def("attention_tile_rows", &attention_tile_rows);
@@ -270,12 +287,14 @@ void bind_wordpiece(py::module_& m) {
 }  // namespace bytetx
 
 PYBIND11_MODULE(BYTETX_MODULE, m) {
-    bytetx::bind_layer_norm(m);
+    bytetx::bind_norm(m, "layer_norm", &bytetx::layer_norm);
+    bytetx::bind_norm(m, "rms_norm", &bytetx::rms_norm);
     bytetx::bind_embed(m);
     bytetx::bind_pool(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
+    bytetx::bind_quantize_rows(m);
     bytetx::bind_planned_attention(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });

@@ -24,20 +24,38 @@ struct Launch {
     Isa isa;  // automatic: the best that the machine has
 };
 
-// out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias,  h = x + residual, statistics in f32.
-struct LayerNormParams {
+// h = x + residual, in f32. layer_norm: out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias;
+// rms_norm: out = h / sqrt(mean(h^2) + eps) * weight. Statistics in f32.
+struct NormParams {
     const void* x;         // [total_tokens, hidden_size], dtype, contiguous
     const void* residual;  // as x, or null for none
     void* out;             // as x; may be x or residual itself
+    void* sum_out;         // h, as x; may be x or residual itself but not out; or null
     const void* weight;    // [hidden_size], dtype
-    const void* bias;      // [hidden_size], dtype, or null for none
+    const void* bias;      // [hidden_size], dtype, or null for none; null for rms_norm
+    uint8_t* out_fp8;      // cuda: what quantize_rows makes of out, as are its limits; or null
+    float* out_scale;      // [total_tokens], where out_fp8 is given
     int64_t total_tokens;
     int64_t hidden_size;
     float eps;
     DType dtype;
 };
 
-void layer_norm(const LayerNormParams& p, const Launch& launch);
+void layer_norm(const NormParams& p, const Launch& launch);
+void rms_norm(const NormParams& p, const Launch& launch);
+
+// cuda only. amax = max(|x[i]|, 2^-100); out_scale[i] = amax / 448; out_fp8[i] = e4m3(x[i] * (448 /
+// amax)), to nearest even. Rows of 16 bytes' multiples, up to 8192 f32 or 16384 16-bit elements.
+struct QuantizeRowsParams {
+    const void* x;     // [total_tokens, hidden_size], dtype, contiguous
+    uint8_t* out_fp8;  // as x, E4M3
+    float* out_scale;  // [total_tokens]
+    int64_t total_tokens;
+    int64_t hidden_size;
+    DType dtype;
+};
+
+void quantize_rows(const QuantizeRowsParams& p, const Launch& launch);
 
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
 // f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
@@ -112,14 +130,18 @@ struct PoolParams {
     const int32_t* cu_seqlens;    // [batch_size + 1]
     const int32_t* first_tokens;  // [batch_size], tokens skipped at each start, or null for none
     float* out;                   // [batch_size, hidden_size]
+    void* workspace;              // cuda: pool_workspace_bytes(), 16-byte aligned, any content
+    int64_t workspace_bytes;
     int64_t batch_size;
-    int64_t total_tokens;
+    int64_t total_tokens;  // rows there are; those that belong to no sequence are never read
+    int64_t max_seqlen;    // no sequence is longer; total_tokens where nothing better is known
     int64_t hidden_size;
     PoolMode mode;
     bool normalize;  // divide each vector by max(its l2 norm, 1e-12)
     DType dtype;
 };
 
+int64_t pool_workspace_bytes(int64_t total_tokens, int64_t max_seqlen, int64_t hidden_size);
 void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.

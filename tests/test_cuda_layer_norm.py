@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-from bytetx.ops import native
+from bytetx.ops import native, norm
 
 # One warp a row, one CTA a row, too long for registers, no multiple of 16 bytes.
 HIDDEN_SIZES = [8, 384, 768, 1024, 1032, 2048, 4096, 8192, 16384, 20000, 1, 7, 30, 1025]
@@ -21,9 +21,7 @@ def run_native(
     kernel = native.kernel("layer_norm", x.device)
     if kernel is None:
         pytest.skip(native.why_no_kernel("layer_norm", x.device))
-    addresses = (0 if t is None else t.data_ptr() for t in (x, residual, out, weight, bias))
-    sizes = (x.shape[0], x.shape[1], EPS, native.DTYPE_CODES[x.dtype])
-    kernel(*addresses, *sizes, *native.launch_args(x.device))
+    norm.run_kernel(kernel, x, weight, bias, eps=EPS, residual=residual, out=out)
 
 
 @pytest.mark.gpu

@@ -56,14 +56,14 @@ def test_id_outside_its_table_reads_the_nearest_row(width: int) -> None:
 def test_sequence_alone_equals_sequence_among_many(
     dtype: torch.dtype, mode: str, width: int, normalize: bool
 ) -> None:
-    """1003 sequences have a CTA each; a few have a cluster each, and the bits are the same."""
+    """Its own length says who sums it: a warp, a CTA, or CTAs block by block."""
     seqlens = torch.randint(0, 9, (1003,))
-    seqlens[[3, 500, 1002]] = torch.tensor([2500, 65, 64])
+    seqlens[[3, 499, 500, 501, 1002]] = torch.tensor([2500, 257, 256, 33, 32])
     ends = seqlens.cumsum(0).tolist()
     x = torch.randn(ends[-1], width, device=CUDA).to(dtype)
     kw = {"mode": mode, "normalize": normalize}
     many = pool(x, ids(0, *ends), **kw)
-    for i in (0, 3, 500, 1002):
+    for i in (0, 3, 499, 500, 501, 1002):
         alone = pool(x[ends[i] - seqlens[i] : ends[i]], ids(0, int(seqlens[i])), **kw)
         assert torch.equal(alone[0], many[i])
     again = pool(x, ids(0, *ends), **kw)
@@ -96,6 +96,32 @@ def test_lengths_that_do_not_fit_read_rows_of_x_alone(mode: str) -> None:
     expected = torch.zeros(3, 64, device=CUDA)
     expected[0] = 1 / 8
     assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", POOLING_MODES)
+@pytest.mark.parametrize("max_seqlen", [None, 1300])
+def test_padding_rows_are_never_read(dtype: torch.dtype, mode: str, max_seqlen: int | None) -> None:
+    """A bucket: rows past the last sequence and sequences past the batch, which are empty."""
+    seqlens = [9, 1300, 0, 200, 33, 1]
+    ends = torch.tensor(seqlens).cumsum(0).tolist()
+    x = torch.randn(ends[-1], 384, device=CUDA).to(dtype)
+    padded = torch.cat((x, torch.full((700, 384), torch.nan, device=CUDA, dtype=dtype)))
+    kw = {"mode": mode, "normalize": True, "max_seqlen": max_seqlen}
+    got = pool(padded, ids(0, *ends, *[ends[-1]] * 10), **kw)
+    assert torch.equal(got[:6], pool(x, ids(0, *ends), **kw))
+    assert torch.equal(got[6:], torch.zeros(10, 384, device=CUDA))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_a_bound_of_the_lengths_changes_no_bit(mode: str) -> None:
+    x = torch.randn(2100, 768, device=CUDA, dtype=torch.float16)
+    short, long = ids(0, 32, 65, 321), ids(0, 257, 2100)
+    for cu_seqlens, bound in ((short, 256), (long, 1843)):
+        known = pool(x, cu_seqlens, mode=mode, max_seqlen=bound)
+        assert torch.equal(known, pool(x, cu_seqlens, mode=mode))
 
 
 @pytest.mark.gpu

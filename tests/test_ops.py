@@ -42,24 +42,38 @@ def per_sequence(seqlens: list[int]) -> list[slice]:
     return [slice(end - n, end) for end, n in zip(ends, seqlens, strict=True)]
 
 
-def layer_norm_case(dtype: torch.dtype, device: str, width: int, has_residual: bool) -> Case:
+def norm_case(
+    dtype: torch.dtype, device: str, op: str, width: int, has_residual: bool, keeps_sum: bool
+) -> Case:
+    """keeps_sum: rows of the result are followed by those of x + residual."""
     x, other = (torch.randn(2, 71, width) * 3 + 5).to(device, dtype)
     weight, bias = torch.randn(2, width).to(device, dtype)
     residual = other if has_residual else None
     kw = {"eps": EPS, "residual": residual}
-    out = torch.full_like(x, torch.nan)
+    is_layer = op == "layer_norm"
+    parameters = (weight, bias) if is_layer else (weight,)
+
+    def with_sum(run: Callable[..., Tensor]) -> Tensor:
+        out, sum_out = torch.full((2, *x.shape), torch.nan, dtype=dtype, device=device)
+        normed = run(out=out, sum_out=sum_out if keeps_sum else None)
+        return torch.cat((normed, sum_out)) if keeps_sum else normed
 
     def in_torch(to: torch.dtype) -> Tensor:
         h = x.to(to) + residual.to(to) if has_residual else x.to(to)
-        return F.layer_norm(h, (width,), weight.to(to), bias.to(to), EPS)
+        values = [t.to(to) for t in parameters]
+        normed = (F.layer_norm if is_layer else F.rms_norm)(h, (width,), *values, eps=EPS)
+        return torch.cat((normed, h)) if keeps_sum else normed
 
-    run = partial(norm.run_kernel, native.kernel("layer_norm", x.device), x, weight, bias, **kw)
-    return Case(
-        partial(reference.layer_norm, x, weight, bias, **kw),
-        lambda isa: run(out=out, isa=isa),
-        partial(norm.layer_norm, x, weight, bias, **kw, out=out),
-        in_torch,
-    )
+    native_kernel = native.kernel(op, x.device)
+    run = partial(norm.run_kernel, native_kernel, x, weight, bias if is_layer else None, **kw)
+    public = partial(getattr(norm, op), x, *parameters, **kw)
+
+    def plain() -> Tensor:
+        normed = getattr(reference, op)(x, *parameters, **kw)
+        return torch.cat((normed, (x.float() + other).to(dtype))) if keeps_sum else normed
+
+    return Case(plain, lambda isa: with_sum(partial(run, isa=isa)),
+                lambda: with_sum(public), in_torch)  # fmt: skip
 
 
 def embed_case(
@@ -185,15 +199,19 @@ def linear_case(
 
 CASES: dict[str, Callable[[torch.dtype, str], Case]] = {
     **{
-        f"layer_norm-{width}-{'residual' if has_residual else 'plain'}": partial(
-            layer_norm_case, width=width, has_residual=has_residual
+        f"{op}-{width}-{'residual' if has_residual else 'plain'}{'-sum' if keeps_sum else ''}": (
+            partial(norm_case, op=op, width=width, has_residual=has_residual, keeps_sum=keeps_sum)
         )
-        for width, has_residual in [
-            (1, False),
-            (7, True),
-            (384, True),
-            (1000, False),
-            (16390, True),
+        for op in ("layer_norm", "rms_norm")
+        for width, has_residual, keeps_sum in [
+            (1, False, False),
+            (7, True, False),
+            (33, True, True),
+            (384, True, True),
+            (768, True, False),
+            (1000, False, False),
+            (2048, True, True),
+            (16390, True, True),
         ]
     },
     **{

@@ -307,8 +307,8 @@ spec.loader.exec_module(core)
 x = np.random.default_rng(0).standard_normal((4096, 384), dtype=np.float32)
 one, out = np.ones(384, np.float32), [np.full_like(x, np.nan) for _ in range(2)]
 for num_threads, y in zip((1, 3), out):
-    core.layer_norm(x.ctypes.data, 0, y.ctypes.data, one.ctypes.data, 0, 4096, 384, 1e-5, 0,
-                    -1, 0, num_threads, 0)
+    core.layer_norm(x.ctypes.data, 0, y.ctypes.data, 0, one.ctypes.data, 0, 0, 0, 4096, 384, 1e-5,
+                    0, -1, 0, num_threads, 0)
 assert "torch" not in sys.modules and (out[0] == out[1]).all() and abs(out[0].std() - 1) < 1e-3
 """
     path = importlib.util.find_spec("bytetx._cpu").origin
@@ -319,4 +319,5 @@ def test_an_instruction_set_that_the_machine_lacks_is_an_error() -> None:
     x, weight = torch.ones(2, 8), torch.ones(8)
     kernel = native.kernel("layer_norm", x.device)
     with pytest.raises(ValueError, match="isa must be one that this machine has"):
-        kernel(x.data_ptr(), 0, x.data_ptr(), weight.data_ptr(), 0, 2, 8, 1e-5, 0, -1, 0, 1, 5)
+        addresses = (x.data_ptr(), 0, x.data_ptr(), 0, weight.data_ptr(), 0, 0, 0)
+        kernel(*addresses, 2, 8, 1e-5, 0, -1, 0, 1, 5)

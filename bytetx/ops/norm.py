@@ -1,4 +1,4 @@
-"""Layer norm with a fused residual: checks, choice of kernel."""
+"""Layer norm and RMS norm with a fused residual: checks, choice of kernel."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import has_row_kernel, require_contiguous, require_out, require_tensor
+from bytetx.ops.quantize import has_fp8_kernel
 
 
 def layer_norm(
@@ -17,23 +18,61 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,
     out: Tensor | None = None,
+    sum_out: Tensor | None = None,
+    fp8_out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """norm(x + residual) * weight + bias over each row; sum and statistics in f32.
 
-    x, residual, out: [total_tokens, hidden_size], f32, bf16 or f16, contiguous; `out` may be x or
-    residual.  weight, bias: [hidden_size], x's dtype.  Returns out, a new tensor where it is None.
-    Raises ValueError on shape, dtype or device mismatch.
+    x, residual, out, sum_out: [total_tokens, hidden_size], f32, bf16 or f16, contiguous; `out` may
+    be x or residual.  weight, bias: [hidden_size], x's dtype.
+    sum_out: gets x + residual, which the next residual of a pre-norm block is; may be x or
+    residual, not out.
+    fp8_out: gets what quantize_rows(out) returns, float8_e4m3fn [total_tokens, hidden_size] and
+    f32 [total_tokens].
+    Returns out, a new tensor where it is None.
+    Raises ValueError on shape, dtype or device mismatch, or sum_out without residual.
     """
     _check(x, weight, bias, residual, out)
+    _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
         normed = torch.ops.bytetx.layer_norm(x, weight, bias, eps=eps, residual=residual)
-        return normed if out is None else out.copy_(normed)
+        return _store(normed, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel("layer_norm", x.device)
-    if kernel is None or not has_row_kernel(x):
+    if kernel is None or not _has_kernel(x, fp8_out):
         normed = reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
-        return normed if out is None else out.copy_(normed)
+        return _store(normed, x, residual, out, sum_out, fp8_out)
     out = torch.empty_like(x) if out is None else out
-    return run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out)
+    more = {"sum_out": sum_out, "fp8_out": fp8_out}
+    return run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    eps: float,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    sum_out: Tensor | None = None,
+    fp8_out: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """h / sqrt(mean(h^2) + eps) * weight over each row, h = x + residual; all of it in f32.
+
+    Arguments, result and errors as of layer_norm.
+    Source: root mean square layer normalization (arXiv 1910.07467).
+    """
+    _check(x, weight, None, residual, out)
+    _check_more_outputs(x, residual, out, sum_out, fp8_out)
+    if torch.compiler.is_compiling():
+        normed = torch.ops.bytetx.rms_norm(x, weight, eps=eps, residual=residual)
+        return _store(normed, x, residual, out, sum_out, fp8_out)
+    kernel = native.kernel("rms_norm", x.device)
+    if kernel is None or not _has_kernel(x, fp8_out):
+        normed = reference.rms_norm(x, weight, eps=eps, residual=residual)
+        return _store(normed, x, residual, out, sum_out, fp8_out)
+    out = torch.empty_like(x) if out is None else out
+    more = {"sum_out": sum_out, "fp8_out": fp8_out}
+    return run_kernel(kernel, x, weight, None, eps=eps, residual=residual, out=out, **more)
 
 
 def run_kernel(
@@ -45,17 +84,23 @@ def run_kernel(
     eps: float,
     residual: Tensor | None,
     out: Tensor,
+    sum_out: Tensor | None = None,
+    fp8_out: tuple[Tensor, Tensor] | None = None,
     isa: str = "auto",
 ) -> Tensor:
     """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    total_tokens, hidden_size = x.shape
     kernel(
         x.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         out.data_ptr(),
+        0 if sum_out is None else sum_out.data_ptr(),
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
-        x.shape[0],
-        x.shape[1],
+        0 if fp8_out is None else fp8_out[0].data_ptr(),
+        0 if fp8_out is None else fp8_out[1].data_ptr(),
+        total_tokens,
+        hidden_size,
         eps,
         native.DTYPE_CODES[x.dtype],
         *native.launch_args(x.device, isa),
@@ -63,8 +108,33 @@ def run_kernel(
     return out
 
 
+def _store(
+    normed: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    sum_out: Tensor | None,
+    fp8_out: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """What a kernel does with `normed`, in torch; sum_out comes first, for out may be x."""
+    if sum_out is not None:
+        sum_out.copy_(x.float() + residual.float())
+    if fp8_out is not None:
+        for to, value in zip(fp8_out, reference.quantize_rows(normed), strict=True):
+            to.copy_(value)
+    return normed if out is None else out.copy_(normed)
+
+
+def _has_kernel(x: Tensor, fp8_out: tuple[Tensor, Tensor] | None) -> bool:
+    return has_row_kernel(x) if fp8_out is None else has_fp8_kernel(x)
+
+
 def _check(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
 ) -> None:
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
@@ -80,9 +150,37 @@ def _check(
         require_out("out", out, like=x, shape=shape)
 
 
+def _check_more_outputs(
+    x: Tensor,
+    residual: Tensor | None,
+    out: Tensor | None,
+    sum_out: Tensor | None,
+    fp8_out: tuple[Tensor, Tensor] | None,
+) -> None:
+    if sum_out is not None:
+        require_out("sum_out", sum_out, like=x, shape=x.shape)
+        if residual is None:
+            raise ValueError("sum_out is x + residual, and residual is None: leave sum_out out")
+        if sum_out is out:
+            raise ValueError("sum_out and out must be two tensors, got the same")
+    if fp8_out is not None:
+        rows, scale = fp8_out
+        fp8, f32 = (torch.float8_e4m3fn,), (torch.float32,)
+        require_tensor("fp8_out[0]", rows, shape=x.shape, dtypes=fp8, device=x.device)
+        require_tensor("fp8_out[1]", scale, shape=x.shape[:1], dtypes=f32, device=x.device)
+        require_contiguous("fp8_out[0]", rows)
+        require_contiguous("fp8_out[1]", scale)
+
+
 native.register(
     "layer_norm",
     "(Tensor x, Tensor weight, Tensor? bias, *, float eps, Tensor? residual=None) -> Tensor",
     fn=layer_norm,
     fake=lambda x, weight, bias, *, eps, residual=None: torch.empty_like(x),
+)
+native.register(
+    "rms_norm",
+    "(Tensor x, Tensor weight, *, float eps, Tensor? residual=None) -> Tensor",
+    fn=rms_norm,
+    fake=lambda x, weight, *, eps, residual=None: torch.empty_like(x),
 )

@@ -19,6 +19,7 @@ def pool(
     mode: str,
     first_tokens: Tensor | None = None,
     normalize: bool = False,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     """Reduce each packed sequence to one vector, as sentence-transformers' Pooling does.
 
@@ -26,21 +27,21 @@ def pool(
     [batch_size + 1].  mode: one of POOLING_MODES; weightedmean weighs a token by its index in the
     sequence + 1.  first_tokens: int32 [batch_size], tokens skipped at each start (an excluded
     prompt).  normalize: divide each vector by its l2 norm (at least 1e-12).
-    Returns f32 [batch_size, hidden_size]; a sequence with no token left is zeros.
+    max_seqlen: tokens; no sequence is longer. None where only the device knows the lengths: a GPU
+    then looks for long ones, at about 2 us.
+    Returns f32 [batch_size, hidden_size]; a sequence with no token left is zeros.  Rows of x that
+    belong to no sequence (padding after the last) are never read.
     Raises ValueError on an unknown mode, on shape, dtype or device mismatch, and on a CPU where
     cu_seqlens does not run from 0 to total_tokens; a GPU's kernel reads rows of x and no others.
     """
     _check(x, cu_seqlens, mode, first_tokens)
+    options = {"mode": mode, "first_tokens": first_tokens, "normalize": normalize}
     if torch.compiler.is_compiling():
-        run = torch.ops.bytetx.pool
-    else:
-        kernel = native.kernel("pool", x.device)
-        if kernel is not None and has_row_kernel(x):
-            return run_kernel(
-                kernel, x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
-            )
-        run = reference.pool
-    return run(x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize)
+        return torch.ops.bytetx.pool(x, cu_seqlens, **options, max_seqlen=max_seqlen)
+    kernel = native.kernel("pool", x.device)
+    if kernel is not None and has_row_kernel(x):
+        return run_kernel(kernel, x, cu_seqlens, **options, max_seqlen=max_seqlen)
+    return reference.pool(x, cu_seqlens, **options)
 
 
 def run_kernel(
@@ -51,23 +52,36 @@ def run_kernel(
     mode: str,
     first_tokens: Tensor | None,
     normalize: bool,
+    max_seqlen: int | None = None,
     isa: str = "auto",
 ) -> Tensor:
     """The native kernel on checked arguments; isa: a key of native.ISA_CODES."""
     batch_size = cu_seqlens.shape[0] - 1
-    out = x.new_empty((batch_size, x.shape[1]), dtype=torch.float32)
+    total_tokens, hidden_size = x.shape
+    longest = total_tokens if max_seqlen is None else max_seqlen
+    device = x.device
+    out = torch.empty((batch_size, hidden_size), dtype=torch.float32, device=device)
+    workspace_bytes = native.kernel("pool_workspace_bytes", device)(
+        total_tokens, longest, hidden_size
+    )
+    workspace = None
+    if workspace_bytes:
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=device)
     kernel(
         x.data_ptr(),
         cu_seqlens.data_ptr(),
         0 if first_tokens is None else first_tokens.data_ptr(),
         out.data_ptr(),
+        0 if workspace is None else workspace.data_ptr(),
+        workspace_bytes,
         batch_size,
-        x.shape[0],
-        x.shape[1],
+        total_tokens,
+        longest,
+        hidden_size,
         POOLING_MODES.index(mode),
         normalize,
         native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device, isa),
+        *native.launch_args(device, isa),
     )
     return out
 
@@ -95,14 +109,15 @@ def _fake_pool(
     mode: str,
     first_tokens: Tensor | None = None,
     normalize: bool = False,
+    max_seqlen: int | None = None,
 ) -> Tensor:
     return x.new_empty((cu_seqlens.shape[0] - 1, x.shape[1]), dtype=torch.float32)
 
 
 native.register(
     "pool",
-    "(Tensor x, Tensor cu_seqlens, *, str mode, Tensor? first_tokens=None, bool normalize=False) "
-    "-> Tensor",
+    "(Tensor x, Tensor cu_seqlens, *, str mode, Tensor? first_tokens=None, bool normalize=False, "
+    "int? max_seqlen=None) -> Tensor",
     fn=pool,
     fake=_fake_pool,
 )

@@ -147,6 +147,20 @@ def layer_norm(
     return _norm(h, weight, bias, eps).to(x.dtype)
 
 
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, residual: Tensor | None = None) -> Tensor:
+    """h / sqrt(mean(h^2) + eps) * weight over the last dim, h = x + residual; f32, in x's dtype."""
+    h = x.float() if residual is None else x.float() + residual.float()
+    return F.rms_norm(h, (h.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 rows and their scales; see ops.quantize.quantize_rows."""
+    rows = x.float()
+    amax = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
+    fp8 = (rows * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return fp8, (amax / 448).squeeze(1)
+
+
 def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     shift = None if bias is None else bias.float()
     return F.layer_norm(h, (h.shape[-1],), weight.float(), shift, eps)

@@ -48,6 +48,7 @@ class EmbedTask:
                 mode=mode,
                 first_tokens=step.prompt_tokens if self.skips_prompt else None,
                 normalize=is_normed,
+                max_seqlen=step.batch.max_seqlen,
             )
             for mode in self.pooling
         ]

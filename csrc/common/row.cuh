@@ -19,21 +19,46 @@ struct alignas(kVecBytes) Vec {
     T value[kVecSize<T>];
 };
 
+// Vectors wait in registers as untyped words: 16-bit elements that may be loaded or not cost a
+// register each.
 template <typename T>
-__device__ __forceinline__ Vec<T> load_vec(const void* base, int64_t index) {
-    return static_cast<const Vec<T>*>(base)[index];
-}
-
-// Reads through the read-only cache: for parameters that every row reads again.
-template <typename T>
-__device__ __forceinline__ Vec<T> load_vec_readonly(const void* base, int64_t index) {
-    const uint4 bits = __ldg(static_cast<const uint4*>(base) + index);
-    return *reinterpret_cast<const Vec<T>*>(&bits);
+__device__ __forceinline__ float element(const uint4& words, int j) {
+    return static_cast<float>(reinterpret_cast<const Vec<T>*>(&words)->value[j]);
 }
 
 template <typename T>
-__device__ __forceinline__ void store_vec(void* base, int64_t index, const Vec<T>& vec) {
-    static_cast<Vec<T>*>(base)[index] = vec;
+__device__ __forceinline__ uint4 pack(const float (&values)[kVecSize<T>]) {
+    Vec<T> vec;
+#pragma unroll
+    for (int j = 0; j < kVecSize<T>; ++j) vec.value[j] = static_cast<T>(values[j]);
+    return *reinterpret_cast<const uint4*>(&vec);
+}
+
+// Reads what is read once: it passes L1 by, where parameters and tables stay. Not through the
+// read-only path, for a kernel before this one may have written it while this one had started.
+__device__ __forceinline__ uint4 load_once(const uint4* at) {
+    uint4 words;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at));
+    return words;
+}
+
+// 16 bytes to shared memory, on their way until a wait_for_copies() of the same thread. A thread
+// that reads only what it copied needs no barrier.
+__device__ __forceinline__ void copy_async(uint4* to, const void* from) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Until all but the last kLeft groups of this thread have arrived.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 // Whether rows of hidden_size elements at these addresses can be read 16 bytes at a time.
@@ -45,25 +70,35 @@ bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
     return hidden_size % kVecSize<T> == 0 && (is_aligned(addresses) && ...);
 }
 
-// Sum over the kThreads threads that share a row; every one of them gets it. The order of additions
+// One value of the kThreads threads that share a row, joined; every one of them gets it. The order
 // depends on kThreads alone. More than one warp: all threads of the CTA call it, on the same row.
-template <int kThreads>
-__device__ __forceinline__ float row_sum(float value) {
+template <int kThreads, typename Join>
+__device__ __forceinline__ float row_reduce(float value, const Join& join) {
 #pragma unroll
     for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-        value += __shfl_xor_sync(0xffffffffu, value, offset);
+        value = join(value, __shfl_xor_sync(0xffffffffu, value, offset));
     }
     if constexpr (kThreads > kWarpSize) {
         constexpr int kNumWarps = kThreads / kWarpSize;
         __shared__ float partial[kNumWarps];
-        __syncthreads();  // pairs with the reads at the end of the row_sum before this one
+        __syncthreads();  // pairs with the reads at the end of the row_reduce before this one
         if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
-        __syncthreads();  // every warp's partial sum is written
-        value = 0.0f;
+        __syncthreads();  // every warp's partial value is written
+        value = partial[0];
 #pragma unroll
-        for (int warp = 0; warp < kNumWarps; ++warp) value += partial[warp];
+        for (int warp = 1; warp < kNumWarps; ++warp) value = join(value, partial[warp]);
     }
     return value;
+}
+
+template <int kThreads>
+__device__ __forceinline__ float row_sum(float value) {
+    return row_reduce<kThreads>(value, [](float a, float b) { return a + b; });
+}
+
+template <int kThreads>
+__device__ __forceinline__ float row_max(float value) {
+    return row_reduce<kThreads>(value, [](float a, float b) { return fmaxf(a, b); });
 }
 
 }  // namespace bytetx

@@ -1,10 +1,13 @@
-// Layer norm of rows that a kernel has just computed: the tilings a row can have, its statistics
-// and its last pass. layer_norm.cu and embedding.cu differ only in how a row comes about.
+// Norms of rows that lie in registers: the tilings a row can have, its statistics and its stores.
+// Kernels differ in how a row comes about: cuda/norm_rows.cuh, cuda/embedding.cu.
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "common/dispatch.cuh"
+#include "common/launch.cuh"
 #include "common/row.cuh"
 
 namespace bytetx {
@@ -22,101 +25,196 @@ constexpr int kWarpsPerCta = 4;      // where a warp owns a row
 constexpr int kCtaThreads = 256;     // where a CTA owns a row
 constexpr int kWarpFeatures = 1024;  // 32 f32 registers a thread; above, a CTA hides latency better
 
-// One thread's share of a row, in f32.
+// Of h = a row: layer (h - mean) / sqrt(var + eps), rms h / sqrt(mean(h^2) + eps), none h.
+enum class RowNorm { layer, rms, none };
+
+// One thread's share of a row, in f32: vector lane + i * kThreadsPerRow of the row is its i-th.
 template <typename T, typename Tiling>
 using RowRegisters = float[Tiling::kVecsPerThread][kVecSize<T>];
 
-struct RowNorm {
-    const void* weight;  // [hidden_size]
-    const void* bias;    // [hidden_size], or null for none
-    int64_t hidden_size;
-    float eps;
-};
-
-// This thread's place: vector lane + i * kThreadsPerRow of the row is its i-th.
+// The same as it lies in memory; zeros where the row has ended or was not loaded.
 template <typename Tiling>
-struct RowPlace {
-    int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
-    int64_t row = int64_t{blockIdx.x} * Tiling::kRowsPerCta +
-                  static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+struct RawRow {
+    uint4 words[Tiling::kVecsPerThread] = {};
+
+    // load: from const uint4* to uint4
+    template <typename Load>
+    __device__ __forceinline__ void load(const void* rows, int64_t row, int lane, int num_vecs,
+                                         const Load& load) {
+        const uint4* first = static_cast<const uint4*>(rows) + row * num_vecs + lane;
+#pragma unroll
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+            const int v = i * Tiling::kThreadsPerRow;
+            if (lane + v < num_vecs) words[i] = load(first + v);
+        }
+    }
 };
 
-// Centres h around its mean and returns the factor that makes its variance one. The variance is
-// taken around the mean, in a second pass over registers, so a large mean costs no digits.
+// A parameter [hidden_size] that every row needs, null for zeros. It stays in registers where a
+// row takes few; else each row reads it from L1.
+template <typename Tiling>
+class RowParameter {
+  public:
+    __device__ __forceinline__ RowParameter(const void* values, int lane, int num_vecs)
+        : values_(static_cast<const uint4*>(values)) {
+        if constexpr (kIsKept) {
+            if (values != nullptr) kept_.load(values, 0, lane, num_vecs, load_vec);
+        }
+    }
+
+    // Vector i of the thread, which is vector v of the row.
+    __device__ __forceinline__ uint4 get(int i, int v) const {
+        if constexpr (kIsKept) {
+            // Opaque, or the compiler widens it to f32 before the loop: twice the registers.
+            uint4 words = kept_.words[i];
+            asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+            return words;
+        }
+        return values_ == nullptr ? uint4{} : __ldg(values_ + v);
+    }
+
+  private:
+    static constexpr bool kIsKept = Tiling::kVecsPerThread <= 4;
+    static __device__ __forceinline__ uint4 load_vec(const uint4* at) { return __ldg(at); }
+
+    const uint4* values_;
+    RawRow<Tiling> kept_;
+};
+
+// Where a row goes; null for what is not wanted.
+struct RowOutputs {
+    void* out;         // [rows, hidden_size], T
+    uint8_t* out_fp8;  // [rows, hidden_size], E4M3 of what `out` holds, over its scale
+    float* out_scale;  // [rows]: largest magnitude / 448
+};
+
 template <typename T, typename Tiling>
-__device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane, int num_vecs,
-                                            const RowNorm& norm) {
-    constexpr int kThreads = Tiling::kThreadsPerRow;
+__device__ __forceinline__ float sum_of(const RowRegisters<T, Tiling>& h) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        if (lane + i * kThreads >= num_vecs) continue;
 #pragma unroll
-        for (int j = 0; j < kVecSize<T>; ++j) sum += h[i][j];
+        for (int j = 0; j < kVecSize<T>; ++j) sum += h[i][j];  // zeros beyond the row's end
     }
-    const float inverse_size = 1.0f / static_cast<float>(norm.hidden_size);
-    const float mean = row_sum<kThreads>(sum) * inverse_size;
+    return row_sum<Tiling::kThreadsPerRow>(sum);
+}
+
+// Centres h around its mean where the norm does and returns the factor that it is scaled by. The
+// variance is taken around the mean, in a second pass over registers, so a large mean costs no
+// digits.
+template <typename T, typename Tiling, RowNorm kNorm>
+__device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane,
+                                            int64_t hidden_size, float eps) {
+    if constexpr (kNorm == RowNorm::none) return 1.0f;
+    const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
+    const float inverse_size = 1.0f / static_cast<float>(hidden_size);
+    float mean = 0.0f;
+    if constexpr (kNorm == RowNorm::layer) mean = sum_of<T, Tiling>(h) * inverse_size;
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        if (lane + i * kThreads >= num_vecs) continue;
+        if (lane + i * Tiling::kThreadsPerRow >= num_vecs) continue;
 #pragma unroll
         for (int j = 0; j < kVecSize<T>; ++j) {
             h[i][j] -= mean;
-            squares += h[i][j] * h[i][j];
+            squares = fmaf(h[i][j], h[i][j], squares);
         }
     }
-    return rsqrtf(row_sum<kThreads>(squares) * inverse_size + norm.eps);
+    return rsqrtf(row_sum<Tiling::kThreadsPerRow>(squares) * inverse_size + eps);
 }
 
-// out = layer norm of h; `out` is the whole tensor, first_vec the row's first vector in it.
+constexpr float kFp8Max = 448.0f;           // of E4M3
+constexpr float kSmallestAmax = 0x1p-100f;  // its inverse and its scale are normal f32
+
+// E4M3 of a row that was rounded to T: q = e4m3(row * (448 / amax)), scale = amax / 448.
 template <typename T, typename Tiling>
-__device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int lane,
-                                                 int64_t first_vec, const RowNorm& norm,
-                                                 void* out) {
-    const int num_vecs = static_cast<int>(norm.hidden_size / kVecSize<T>);
-    const float scale = centre_row<T, Tiling>(h, lane, num_vecs, norm);
+__device__ __forceinline__ void store_fp8_row(const uint4 (&words)[Tiling::kVecsPerThread],
+                                              int lane, int64_t row, int num_vecs,
+                                              const RowOutputs& to) {
+    constexpr int kSize = kVecSize<T>;
+    float amax = kSmallestAmax;
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) amax = fmaxf(amax, fabsf(element<T>(words[i], j)));
+    }
+    amax = row_max<Tiling::kThreadsPerRow>(amax);
+    const float inverse = __fdiv_rn(kFp8Max, amax);
+    if (lane == 0) to.out_scale[row] = __fdiv_rn(amax, kFp8Max);
+    struct alignas(kSize) Quantized {
+        __nv_fp8x2_storage_t pairs[kSize / 2];
+    };
+    auto* out = reinterpret_cast<Quantized*>(to.out_fp8) + row * num_vecs;
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
         const int v = lane + i * Tiling::kThreadsPerRow;
         if (v >= num_vecs) continue;
-        const Vec<T> weight = load_vec_readonly<T>(norm.weight, v);
-        Vec<T> bias{};
-        if (norm.bias != nullptr) bias = load_vec_readonly<T>(norm.bias, v);
-        Vec<T> normed;
+        Quantized quantized;
 #pragma unroll
-        for (int j = 0; j < kVecSize<T>; ++j) {
-            normed.value[j] = static_cast<T>(h[i][j] * scale * static_cast<float>(weight.value[j]) +
-                                             static_cast<float>(bias.value[j]));
+        for (int j = 0; j < kSize; j += 2) {
+            const float2 pair = make_float2(element<T>(words[i], j) * inverse,
+                                            element<T>(words[i], j + 1) * inverse);
+            quantized.pairs[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
         }
-        store_vec<T>(out, first_vec + v, normed);
+        out[v] = quantized;
     }
 }
 
-// The same for a row of any size, by a CTA of kCtaThreads, element by element: load_h(i) gives
-// element i in f32 and is called three times, of which the last two are served by caches. `out` is
-// the row; it may be what load_h reads, for an element is written by its last reader.
-template <typename T, typename LoadH>
-__device__ __forceinline__ void store_normed_any_row(const LoadH& load_h, const RowNorm& norm,
-                                                     T* out) {
-    const T* weight = static_cast<const T*>(norm.weight);
-    const T* bias = static_cast<const T*>(norm.bias);
-    float sum = 0.0f;
-    for (int64_t i = threadIdx.x; i < norm.hidden_size; i += kCtaThreads) sum += load_h(i);
-    const float inverse_size = 1.0f / static_cast<float>(norm.hidden_size);
-    const float mean = row_sum<kCtaThreads>(sum) * inverse_size;
+// out[row] = the norm of h * weight + bias, rounded once.
+template <typename T, typename Tiling, RowNorm kNorm>
+__device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int lane, int64_t row,
+                                                 const RowParameter<Tiling>& weight,
+                                                 const RowParameter<Tiling>& bias,
+                                                 int64_t hidden_size, float eps,
+                                                 const RowOutputs& to) {
+    const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
+    const float scale = centre_row<T, Tiling, kNorm>(h, lane, hidden_size, eps);
+    uint4 words[Tiling::kVecsPerThread] = {};
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v >= num_vecs) continue;
+        if constexpr (kNorm != RowNorm::none) {
+            const uint4 factors = weight.get(i, v);
+            const uint4 shifts = kNorm == RowNorm::layer ? bias.get(i, v) : uint4{};
+#pragma unroll
+            for (int j = 0; j < kVecSize<T>; ++j) {
+                h[i][j] = fmaf(h[i][j] * scale, element<T>(factors, j), element<T>(shifts, j));
+            }
+        }
+        words[i] = pack<T>(h[i]);
+        if (to.out != nullptr) static_cast<uint4*>(to.out)[row * num_vecs + v] = words[i];
+    }
+    if (to.out_fp8 != nullptr) store_fp8_row<T, Tiling>(words, lane, row, num_vecs, to);
+}
 
+// The norm of a row of any size, by a CTA of kCtaThreads, element by element: load_h(i) gives
+// element i in f32 and is called up to three times, of which the last two are served by caches.
+// store(i, value) takes the result; it may overwrite what load_h reads, for an element is stored by
+// its last reader.
+template <typename T, RowNorm kNorm, typename LoadH, typename Store>
+__device__ __forceinline__ void norm_any_row(const LoadH& load_h, const void* weights,
+                                             const void* biases, int64_t hidden_size, float eps,
+                                             const Store& store) {
+    const T* weight = static_cast<const T*>(weights);
+    const T* bias = static_cast<const T*>(biases);
+    const float inverse_size = 1.0f / static_cast<float>(hidden_size);
+    float mean = 0.0f;
+    if constexpr (kNorm == RowNorm::layer) {
+        float sum = 0.0f;
+        for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) sum += load_h(i);
+        mean = row_sum<kCtaThreads>(sum) * inverse_size;
+    }
     float squares = 0.0f;
-    for (int64_t i = threadIdx.x; i < norm.hidden_size; i += kCtaThreads) {
+    for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) {
         const float centred = load_h(i) - mean;
         squares += centred * centred;
     }
-    const float scale = rsqrtf(row_sum<kCtaThreads>(squares) * inverse_size + norm.eps);
-
-    for (int64_t i = threadIdx.x; i < norm.hidden_size; i += kCtaThreads) {
+    const float scale = rsqrtf(row_sum<kCtaThreads>(squares) * inverse_size + eps);
+    for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) {
         const float normed = (load_h(i) - mean) * scale;
         const float shift = bias ? static_cast<float>(bias[i]) : 0.0f;
-        out[i] = static_cast<T>(normed * static_cast<float>(weight[i]) + shift);
+        store(i, normed * static_cast<float>(weight[i]) + shift);
     }
 }
 
@@ -125,19 +223,30 @@ template <typename T, typename F>
 bool dispatch_row_tiling(int64_t hidden_size, F&& f) {
     const int64_t num_vecs = hidden_size / kVecSize<T>;
     if (hidden_size <= kWarpFeatures) {
-        return dispatch_at_least<1, 2, 3, 4, 6, 8>(
-            (num_vecs + kWarpSize - 1) / kWarpSize, [&]<int kVecs>() {
-                f.template operator()<RowTiling<kWarpSize, kWarpsPerCta, kVecs>>();
-            });
+        const int64_t vecs = (num_vecs + kWarpSize - 1) / kWarpSize;
+        const auto with_vecs = [&]<int kVecs>() {
+            f.template operator()<RowTiling<kWarpSize, kWarpsPerCta, kVecs>>();
+        };
+        if constexpr (sizeof(T) == 2) return dispatch_at_least<1, 2, 3, 4>(vecs, with_vecs);
+        return dispatch_at_least<1, 2, 3, 4, 6, 8>(vecs, with_vecs);
     }
     return dispatch_at_least<1, 2, 4, 8>(
         (num_vecs + kCtaThreads - 1) / kCtaThreads,
         [&]<int kVecs>() { f.template operator()<RowTiling<kCtaThreads, 1, kVecs>>(); });
 }
 
-template <typename Tiling>
-unsigned num_row_ctas(int64_t total_tokens) {
-    return static_cast<unsigned>((total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta);
+// CTAs of the kernel that a device can hold at once. Raises the kernel's limit of shared memory, so
+// ask once and keep the answer.
+template <typename Kernel>
+int64_t resident_ctas(Kernel kernel, int cta_threads, int smem_bytes, int device) {
+    int ctas = 0;
+    int sms = 0;
+    BYTETX_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes));
+    BYTETX_CUDA_CHECK(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, kernel, cta_threads, smem_bytes));
+    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device));
+    return int64_t{ctas} * sms;
 }
 
 }  // namespace bytetx

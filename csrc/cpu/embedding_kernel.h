@@ -63,7 +63,7 @@ inline void embed_block(const EmbedParams& p, int64_t first, float* h) {
     }
     if (weight != nullptr) {
         const T* bias = static_cast<const T*>(p.norm_bias);
-        return normalize_rows<kRows>(h, sums, weight, bias, p.eps, n, out);
+        return normalize_rows<RowNorm::layer, kRows>(h, sums, weight, bias, p.eps, n, out);
     }
     for (int r = 0; r < kRows; ++r) store_row(h + r * padded_width(n), n, out + r * n);
 }

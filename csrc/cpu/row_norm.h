@@ -6,6 +6,8 @@
 
 namespace bytetx::cpu::BYTETX_SIMD {
 
+enum class RowNorm { layer, rms };
+
 constexpr int kUnroll = 4;  // independent chains, to hide the latency of an addition
 
 inline int64_t whole_vectors(int64_t n) { return n / Vec::kWidth * Vec::kWidth; }
@@ -112,14 +114,17 @@ inline void normalize_columns(const float* h, int64_t stage_stride, const float*
     }
 }
 
-// out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias of kRows staged rows with known sums.
-template <int kRows, typename T>
+// out = (h - mean(h)) / sqrt(var(h) + eps) * weight + bias of kRows staged rows with known sums;
+// of an RMS norm, the same around zero.
+template <RowNorm kNorm, int kRows, typename T>
 inline void normalize_rows(float* h, const float* sums, const T* weight, const T* bias, float eps,
                            int64_t n, T* out) {
     const int64_t stage_stride = padded_width(n);
     float means[kRows];
     float scales[kRows];
-    for (int r = 0; r < kRows; ++r) means[r] = sums[r] / static_cast<float>(n);
+    for (int r = 0; r < kRows; ++r) {
+        means[r] = kNorm == RowNorm::layer ? sums[r] / static_cast<float>(n) : 0.0f;
+    }
     for (int r = 0; r < kRows; ++r) {
         scales[r] = sum_of_squares(h + r * stage_stride, n, means[r]) / static_cast<float>(n);
     }

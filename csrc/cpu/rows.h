@@ -13,7 +13,8 @@ constexpr int64_t kMaxRowWidth = 16384;
 
 struct RowKernels {
     // Rows [begin, end).
-    void (*layer_norm)(const LayerNormParams& p, int64_t begin, int64_t end);
+    void (*layer_norm)(const NormParams& p, int64_t begin, int64_t end);
+    void (*rms_norm)(const NormParams& p, int64_t begin, int64_t end);
     void (*embed)(const EmbedParams& p, int64_t begin, int64_t end);
     // Columns [begin, end) of one sequence's vector, before it is normalised.
     void (*pool)(const PoolParams& p, int64_t sequence, int64_t begin, int64_t end);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/embedding_kernel.h"
-#include "cpu/layer_norm_kernel.h"
+#include "cpu/norm_kernel.h"
 #include "cpu/pooling_kernel.h"
 #include "cpu/rows.h"
 
@@ -12,7 +12,8 @@ namespace bytetx::cpu::BYTETX_SIMD {
 extern const RowKernels kRowKernels;
 
 constexpr RowKernels make_row_kernels() {
-    return {layer_norm_rows, embed_rows, pool_columns, normalize_vector};
+    return {norm_rows<RowNorm::layer>, norm_rows<RowNorm::rms>, embed_rows, pool_columns,
+            normalize_vector};
 }
 
 }  // namespace bytetx::cpu::BYTETX_SIMD

@@ -8,13 +8,16 @@
 // table reads the nearest row: the host checks ids, the kernel only stays inside the tables.
 //
 // embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp or of
-// a CTA, as in common/row_norm.cuh; the loads of all its tables are in flight before the first is
-// used. embed_any_kernel: every other size; one CTA a row, element by element.
+// a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens: their ids come in one
+// access a table, their word and position rows through a ring in shared memory, some tokens ahead.
+// embed_any_kernel: every other size; one CTA a row, element by element.
 //
-// Bytes: one row of each table read and one row written a token. Token types, positions and what
-// repeats of the words come from L2, so HBM carries about 2 * total_tokens * hidden_size *
-// sizeof(T); that bounds it. Fraction reached: csrc/README.md. Source: standard.
+// Bytes: one row of each table read and one row written a token. Positions and what repeats of the
+// words come from L2, token types from L1, so HBM carries at most 2 * total_tokens * hidden_size *
+// sizeof(T), and L2 half as much again, which bounds narrow rows. Fraction reached: csrc/README.md.
+// Source: standard.
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -26,95 +29,139 @@
 namespace bytetx {
 namespace {
 
+constexpr int kRingBytes = 24 * 1024;  // of a CTA: 48 KB took 4 to 14 % longer on an H200
+constexpr int kMostTokens = 16;        // of a warp: 32 took 7 % longer at 65k tokens of 1024
+
 // The row of `table` that token `row` names, as an offset in rows.
-__device__ __forceinline__ int64_t table_row(const int32_t* ids, int64_t row, int64_t num_rows) {
-    const int64_t id = __ldg(ids + row);
-    return id < 0 ? 0 : id < num_rows ? id : num_rows - 1;
+__device__ __forceinline__ int table_row(const int32_t* ids, int64_t token, int64_t num_rows) {
+    const int64_t id = ids[token];
+    return static_cast<int>(id < 0 ? 0 : id < num_rows ? id : num_rows - 1);
 }
 
 // Row `row` of the word table, or of what stands in its place.
-__device__ __forceinline__ int64_t word_row(const EmbedParams& p, int64_t row) {
-    return p.inputs_embeds != nullptr ? row : table_row(p.input_ids, row, p.num_words);
+__device__ __forceinline__ int word_row(const EmbedParams& p, int64_t token) {
+    return p.inputs_embeds != nullptr ? static_cast<int>(token)
+                                      : table_row(p.input_ids, token, p.num_words);
 }
 
-// One thread's share of a row as it lies in memory; zeros until it is loaded. The words are untyped
-// because 16-bit elements that may be zero or loaded cost a register each.
-template <typename T, typename Tiling>
-struct RawRow {
-    uint4 words[Tiling::kVecsPerThread] = {};
-
-    __device__ __forceinline__ void load(const void* table, int64_t row, int lane, int num_vecs) {
-        const uint4* first = static_cast<const uint4*>(table) + row * num_vecs;
-#pragma unroll
-        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-            const int v = lane + i * Tiling::kThreadsPerRow;
-            if (v < num_vecs) words[i] = __ldg(first + v);
-        }
-    }
-
-    __device__ __forceinline__ float get(int i, int j) const {
-        return static_cast<float>(reinterpret_cast<const Vec<T>*>(&words[i])->value[j]);
-    }
+// The rows of its tables that one token is the sum of.
+struct TokenRows {
+    int word;  // or of inputs_embeds
+    int token_type;
+    int position;
 };
 
-template <typename T, typename Tiling>
-__global__ void __launch_bounds__(Tiling::kCtaThreads)
-    embed_kernel(const __grid_constant__ EmbedParams p) {
-    const RowPlace<Tiling> place;
-    if (place.row >= p.total_tokens) return;  // whole warps: only a tiling without barriers does so
-    const int lane = place.lane;
-    const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
-
-    RawRow<T, Tiling> word;
-    RawRow<T, Tiling> token_type;
-    RawRow<T, Tiling> position;
-    word.load(p.inputs_embeds != nullptr ? p.inputs_embeds : p.word, word_row(p, place.row), lane,
-              num_vecs);
+// Lane i of a warp gets the rows of token first + i, so that one access finds those of 32 tokens.
+__device__ __forceinline__ TokenRows find_rows(const EmbedParams& p, int64_t token) {
+    TokenRows rows{};
+    if (token >= p.total_tokens) return rows;
+    rows.word = word_row(p, token);
     if (p.token_type != nullptr) {
-        token_type.load(p.token_type, table_row(p.token_type_ids, place.row, p.num_token_types),
-                        lane, num_vecs);
+        rows.token_type = table_row(p.token_type_ids, token, p.num_token_types);
     }
-    if (p.position != nullptr) {
-        position.load(p.position, table_row(p.position_ids, place.row, p.num_positions), lane,
-                      num_vecs);
-    }
+    if (p.position != nullptr) rows.position = table_row(p.position_ids, token, p.num_positions);
+    return rows;
+}
 
-    RowRegisters<T, Tiling> h;
+// Rows of the word and position tables on their way, for some tokens ahead; a thread copies what it
+// alone reads.
+template <typename Tiling>
+struct TokenRing {
+    static constexpr int kTables = 2;
+    static constexpr int kTokenBytes =
+        kTables * Tiling::kVecsPerThread * Tiling::kCtaThreads * kVecBytes;
+    static constexpr int kTokens = std::clamp(kRingBytes / kTokenBytes, 3, 8);
+
+    uint4 vecs[kTokens][kTables][Tiling::kVecsPerThread][Tiling::kCtaThreads];
+};
+
+// tokens_per_warp: neighbouring tokens of a warp (of a CTA, where it owns a row), at most
+// kMostTokens.
+template <typename T, typename Tiling, RowNorm kNorm>
+__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
+    embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    auto& ring = *reinterpret_cast<TokenRing<Tiling>*>(smem);
+    constexpr int kTokens = TokenRing<Tiling>::kTokens;
+    const int thread = static_cast<int>(threadIdx.x);
+    const int lane = thread % Tiling::kThreadsPerRow;
+    const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    const int64_t owner =
+        int64_t{blockIdx.x} * Tiling::kRowsPerCta + thread / Tiling::kThreadsPerRow;
+    const int64_t first = owner * tokens_per_warp;
+    const int count =
+        static_cast<int>(max(min(int64_t{tokens_per_warp}, p.total_tokens - first), int64_t{0}));
+    release_next_kernel();
+    const RowParameter<Tiling> weight(p.norm_weight, lane, num_vecs);
+    const RowParameter<Tiling> bias(p.norm_bias, lane, num_vecs);
+    wait_for_prior_kernel();
+    const TokenRows found = find_rows(p, first + thread % kWarpSize);
+    const auto* words =
+        static_cast<const uint4*>(p.inputs_embeds != nullptr ? p.inputs_embeds : p.word);
+    const auto* positions = static_cast<const uint4*>(p.position);
+    const auto* types = static_cast<const uint4*>(p.token_type);
+
+    const auto copy_row = [&](int slot, int table, const uint4* rows, int row) {
+        const uint4* from = rows + int64_t{row} * num_vecs + lane;
 #pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-#pragma unroll
-        for (int j = 0; j < kVecSize<T>; ++j) {
-            h[i][j] = word.get(i, j) + token_type.get(i, j) + position.get(i, j);
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+            const int v = i * Tiling::kThreadsPerRow;
+            if (lane + v < num_vecs) copy_async(&ring.vecs[slot][table][i][thread], from + v);
         }
-    }
-    const int64_t first_vec = place.row * num_vecs;
-    if (p.norm_weight != nullptr) {
-        const RowNorm norm{p.norm_weight, p.norm_bias, p.hidden_size, p.eps};
-        return store_normed_row<T, Tiling>(h, lane, first_vec, norm, p.out);
-    }
+    };
+    int next = 0;
+    int next_slot = 0;
+    const auto copy_next = [&] {
+        if (next < count) {
+            copy_row(next_slot, 0, words, __shfl_sync(0xffffffffu, found.word, next));
+            const int placed = __shfl_sync(0xffffffffu, found.position, next);
+            if (positions != nullptr) copy_row(next_slot, 1, positions, placed);
+        }
+        commit_copies();
+        ++next;
+        next_slot = next_slot + 1 == kTokens ? 0 : next_slot + 1;
+    };
 #pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        const int v = lane + i * Tiling::kThreadsPerRow;
-        if (v >= num_vecs) continue;
-        Vec<T> sum;
+    for (int i = 0; i < kTokens - 1; ++i) copy_next();
+    int slot = 0;
+    for (int i = 0; i < count; ++i) {
+        const int typed = __shfl_sync(0xffffffffu, found.token_type, i);
+        const uint4* type_row = types + int64_t{typed} * num_vecs + lane;
+        wait_for_copies<kTokens - 2>();
+        RowRegisters<T, Tiling> h;
 #pragma unroll
-        for (int j = 0; j < kVecSize<T>; ++j) sum.value[j] = static_cast<T>(h[i][j]);
-        store_vec<T>(p.out, first_vec + v, sum);
+        for (int k = 0; k < Tiling::kVecsPerThread; ++k) {
+            const int v = k * Tiling::kThreadsPerRow;
+            const bool is_in_row = lane + v < num_vecs;
+            const uint4 word = is_in_row ? ring.vecs[slot][0][k][thread] : uint4{};
+            const uint4 type = is_in_row && types != nullptr ? __ldg(type_row + v) : uint4{};
+            const uint4 position =
+                is_in_row && positions != nullptr ? ring.vecs[slot][1][k][thread] : uint4{};
+#pragma unroll
+            for (int j = 0; j < kVecSize<T>; ++j) {
+                h[k][j] = element<T>(word, j) + element<T>(type, j) + element<T>(position, j);
+            }
+        }
+        slot = slot + 1 == kTokens ? 0 : slot + 1;
+        copy_next();  // over the token before this one
+        store_normed_row<T, Tiling, kNorm>(h, lane, first + i, weight, bias, p.hidden_size, p.eps,
+                                           {p.out, nullptr, nullptr});
     }
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kCtaThreads)
     embed_any_kernel(const __grid_constant__ EmbedParams p) {
+    release_next_kernel();
+    wait_for_prior_kernel();
     const int64_t row = blockIdx.x;
     const int64_t n = p.hidden_size;
-    const T* word =
-        static_cast<const T*>(p.inputs_embeds != nullptr ? p.inputs_embeds : p.word) +
-        word_row(p, row) * n;
+    const T* word = static_cast<const T*>(p.inputs_embeds != nullptr ? p.inputs_embeds : p.word) +
+                    int64_t{word_row(p, row)} * n;
     const T* token_type = static_cast<const T*>(p.token_type);
     const T* position = static_cast<const T*>(p.position);
-    if (token_type) token_type += table_row(p.token_type_ids, row, p.num_token_types) * n;
-    if (position) position += table_row(p.position_ids, row, p.num_positions) * n;
+    if (token_type) token_type += int64_t{table_row(p.token_type_ids, row, p.num_token_types)} * n;
+    if (position) position += int64_t{table_row(p.position_ids, row, p.num_positions)} * n;
     const auto load_h = [&](int64_t i) {
         const float typed = token_type ? static_cast<float>(token_type[i]) : 0.0f;
         const float placed = position ? static_cast<float>(position[i]) : 0.0f;
@@ -122,26 +169,50 @@ __global__ void __launch_bounds__(kCtaThreads)
     };
     T* out = static_cast<T*>(p.out) + row * n;
     if (p.norm_weight != nullptr) {
-        return store_normed_any_row<T>(load_h, {p.norm_weight, p.norm_bias, n, p.eps}, out);
+        const auto store = [&](int64_t i, float value) { out[i] = static_cast<T>(value); };
+        return norm_any_row<T, RowNorm::layer>(load_h, p.norm_weight, p.norm_bias, n, p.eps, store);
     }
     for (int64_t i = threadIdx.x; i < n; i += kCtaThreads) out[i] = static_cast<T>(load_h(i));
 }
 
 void check(const EmbedParams& p) {
     if (p.total_tokens < 0 || p.total_tokens > INT32_MAX || p.hidden_size <= 0) {
-        throw std::invalid_argument(
-            "embed needs 0 <= total_tokens < 2^31, hidden_size > 0; got " +
-            std::to_string(p.total_tokens) + " and " + std::to_string(p.hidden_size));
+        throw std::invalid_argument("embed needs 0 <= total_tokens < 2^31, hidden_size > 0; got " +
+                                    std::to_string(p.total_tokens) + " and " +
+                                    std::to_string(p.hidden_size));
     }
     const bool is_empty = (p.inputs_embeds == nullptr && p.num_words < 1) ||
                           (p.position != nullptr && p.num_positions < 1) ||
                           (p.token_type != nullptr && p.num_token_types < 1);
     if (p.total_tokens > 0 && is_empty) {
-        throw std::invalid_argument(
-            "embed needs tables with rows; got " + std::to_string(p.num_words) + " words, " +
-            std::to_string(p.num_positions) + " positions, " + std::to_string(p.num_token_types) +
-            " token types");
+        throw std::invalid_argument("embed needs tables with rows; got " +
+                                    std::to_string(p.num_words) + " words, " +
+                                    std::to_string(p.num_positions) + " positions, " +
+                                    std::to_string(p.num_token_types) + " token types");
     }
+}
+
+template <typename T, RowNorm kNorm>
+bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_t stream) {
+    if (!fits_vecs<T>(p.hidden_size, p.word, p.position, p.token_type, p.inputs_embeds,
+                      p.norm_weight, p.norm_bias, p.out)) {
+        return false;
+    }
+    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+        const auto kernel = embed_kernel<T, Tiling, kNorm>;
+        constexpr int kSmemBytes = sizeof(TokenRing<Tiling>);
+        static const int64_t resident =
+            resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
+        const int64_t warps = resident * Tiling::kRowsPerCta;
+        const int64_t tokens_per_warp =
+            std::min((p.total_tokens + warps - 1) / warps, int64_t{kMostTokens});
+        const int64_t cta_tokens = tokens_per_warp * Tiling::kRowsPerCta;
+        const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
+        launch_kernel(
+            kernel,
+            {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), kSmemBytes, stream}, p,
+            static_cast<int>(tokens_per_warp));
+    });
 }
 
 }  // namespace
@@ -152,16 +223,13 @@ void embed(const EmbedParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     dispatch_dtype(p.dtype, [&]<typename T>() {
-        const auto launch_tiled = [&]<typename Tiling>() {
-            embed_kernel<T, Tiling>
-                <<<num_row_ctas<Tiling>(p.total_tokens), Tiling::kCtaThreads, 0, stream>>>(p);
-        };
-        if (fits_vecs<T>(p.hidden_size, p.word, p.position, p.token_type, p.inputs_embeds,
-                         p.norm_weight, p.norm_bias, p.out) &&
-            dispatch_row_tiling<T>(p.hidden_size, launch_tiled)) {
-            return;
-        }
-        embed_any_kernel<T><<<static_cast<unsigned>(p.total_tokens), kCtaThreads, 0, stream>>>(p);
+        const bool is_launched = p.norm_weight != nullptr
+                                     ? launch_in_registers<T, RowNorm::layer>(p, launch, stream)
+                                     : launch_in_registers<T, RowNorm::none>(p, launch, stream);
+        if (is_launched) return;
+        launch_kernel(embed_any_kernel<T>,
+                      {dim3(static_cast<unsigned>(p.total_tokens)), dim3(kCtaThreads), 0, stream},
+                      p);
     });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,0 +1,48 @@
+"""E4M3 rows with one scale each, as FP8 GEMMs take them: checks, choice of kernel."""
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native, reference
+from bytetx.ops.check import require_contiguous, require_tensor
+
+ROW_MULTIPLE = 16  # elements: what a row of an FP8 GEMM's operand must be a multiple of
+MAX_ROW_WIDTH = 8192  # a row lives in the registers of one CTA, in f32
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, scale): x is about rows * scale[:, None], rows in E4M3.
+
+    x: [total_tokens, hidden_size], f32, bf16 or f16, contiguous.
+    scale = amax / 448 and rows = e4m3(x * (448 / amax)), to nearest even, with amax the largest
+    magnitude of a row, at least 2^-100.
+    Returns float8_e4m3fn [total_tokens, hidden_size] and f32 [total_tokens].
+    Raises ValueError on shape, dtype or device mismatch.
+    """
+    require_tensor("x", x, shape=(None, None))
+    require_contiguous("x", x)
+    kernel = native.kernel("quantize_rows", x.device)
+    if kernel is None or not has_fp8_kernel(x):
+        return reference.quantize_rows(x)
+    rows, scale = empty_fp8_rows(x)
+    kernel(
+        x.data_ptr(),
+        rows.data_ptr(),
+        scale.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device),
+    )
+    return rows, scale
+
+
+def has_fp8_kernel(x: Tensor) -> bool:
+    """Whether a GPU's row kernels write E4M3 copies of rows as wide as x's."""
+    return x.is_cuda and x.shape[1] % ROW_MULTIPLE == 0 and 0 < x.shape[1] <= MAX_ROW_WIDTH
+
+
+def empty_fp8_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Uninitialised rows and scales for an E4M3 copy of x."""
+    rows = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+    return rows, torch.empty(x.shape[0], dtype=torch.float32, device=x.device)

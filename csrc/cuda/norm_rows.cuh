@@ -1,0 +1,142 @@
+// The kernels behind layer_norm, rms_norm and quantize_rows: norms of rows in memory, with the
+// addition before them and the E4M3 copy after them.
+//
+//   h = x + residual;  sum_out = h;  out = norm(h) * weight + bias;  out_fp8 = e4m3(out /
+//   out_scale)
+//
+// x, residual, sum_out, out [total_tokens, hidden_size] and weight, bias [hidden_size], all of one
+// dtype (f32, f16, bf16); h and the statistics are f32, and what is stored is rounded once.
+//
+// norm_rows_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
+// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256
+// threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads hold neighbouring 16 bytes.
+// A warp takes row after row, keeps weight and bias in registers, and loads a row while it computes
+// the one before.
+// norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
+// the last two come from cache.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "common/check.cuh"
+#include "common/row_norm.cuh"
+#include "ops.h"
+
+namespace bytetx {
+
+template <typename T, typename Tiling, RowNorm kNorm>
+__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
+    norm_rows_kernel(const __grid_constant__ NormParams p) {
+    const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
+    const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    release_next_kernel();
+    const RowParameter<Tiling> weight(p.weight, lane, num_vecs);
+    const RowParameter<Tiling> bias(p.bias, lane, num_vecs);
+    const int64_t stride = int64_t{gridDim.x} * Tiling::kRowsPerCta;
+    int64_t row = int64_t{blockIdx.x} * Tiling::kRowsPerCta +
+                  static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    wait_for_prior_kernel();
+
+    RawRow<Tiling> x;
+    RawRow<Tiling> residual;
+    const auto load = [&] {
+        if (row >= p.total_tokens) return;
+        x.load(p.x, row, lane, num_vecs, load_once);
+        if (p.residual != nullptr) residual.load(p.residual, row, lane, num_vecs, load_once);
+    };
+    load();
+    while (row < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
+        RowRegisters<T, Tiling> h;
+#pragma unroll
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+#pragma unroll
+            for (int j = 0; j < kVecSize<T>; ++j) {
+                h[i][j] = element<T>(x.words[i], j) + element<T>(residual.words[i], j);
+            }
+            const int v = lane + i * Tiling::kThreadsPerRow;
+            if (p.sum_out == nullptr || v >= num_vecs) continue;
+            static_cast<uint4*>(p.sum_out)[row * num_vecs + v] = pack<T>(h[i]);
+        }
+        const int64_t current = row;
+        row += stride;
+        load();
+        store_normed_row<T, Tiling, kNorm>(h, lane, current, weight, bias, p.hidden_size, p.eps,
+                                           {p.out, p.out_fp8, p.out_scale});
+    }
+}
+
+template <typename T, RowNorm kNorm>
+__global__ void __launch_bounds__(kCtaThreads)
+    norm_any_rows_kernel(const __grid_constant__ NormParams p) {
+    release_next_kernel();
+    wait_for_prior_kernel();
+    const int64_t first = int64_t{blockIdx.x} * p.hidden_size;
+    const T* x = static_cast<const T*>(p.x) + first;
+    const T* residual = static_cast<const T*>(p.residual);
+    T* out = static_cast<T*>(p.out) + first;
+    T* sum_out = static_cast<T*>(p.sum_out);
+    if (residual != nullptr) residual += first;
+    if (sum_out != nullptr) sum_out += first;
+    const auto load_h = [&](int64_t i) {
+        return static_cast<float>(x[i]) + (residual ? static_cast<float>(residual[i]) : 0.0f);
+    };
+    const auto store = [&](int64_t i, float value) {
+        if (sum_out != nullptr) sum_out[i] = static_cast<T>(load_h(i));
+        out[i] = static_cast<T>(value);
+    };
+    norm_any_row<T, kNorm>(load_h, p.weight, p.bias, p.hidden_size, p.eps, store);
+}
+
+inline void check_norm(const char* op, const NormParams& p) {
+    if (p.total_tokens < 0 || p.total_tokens > INT32_MAX || p.hidden_size <= 0) {
+        throw std::invalid_argument(
+            std::string(op) + " needs 0 <= total_tokens < 2^31, hidden_size > 0; got " +
+            std::to_string(p.total_tokens) + " and " + std::to_string(p.hidden_size));
+    }
+}
+
+template <typename T, RowNorm kNorm>
+bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t stream) {
+    if (!fits_vecs<T>(p.hidden_size, p.x, p.residual, p.out, p.sum_out, p.weight, p.bias,
+                      p.out_fp8)) {
+        return false;
+    }
+    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+        const auto kernel = norm_rows_kernel<T, Tiling, kNorm>;
+        static const int64_t resident =
+            resident_ctas(kernel, Tiling::kCtaThreads, 0, launch.device);
+        const int64_t ctas = (p.total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+        const int64_t grid = std::min(ctas, resident);
+        launch_kernel(kernel,
+                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p);
+    });
+}
+
+// Every row kernel of one op; kNorm says which.
+template <RowNorm kNorm>
+void launch_norm(const char* op, const NormParams& p, const Launch& launch) {
+    check_norm(op, p);
+    if (p.total_tokens == 0) return;
+    const DeviceGuard guard(launch.device);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    dispatch_dtype(p.dtype, [&]<typename T>() {
+        if (launch_in_registers<T, kNorm>(p, launch, stream)) return;
+        if (p.out_fp8 != nullptr || kNorm == RowNorm::none) {
+            throw std::invalid_argument(
+                std::string(op) +
+                ": E4M3 rows need 16-byte rows of at most 8192 f32 or 16384 "
+                "16-bit elements, got hidden_size " +
+                std::to_string(p.hidden_size));
+        }
+        if constexpr (kNorm != RowNorm::none) {
+            launch_kernel(
+                norm_any_rows_kernel<T, kNorm>,
+                {dim3(static_cast<unsigned>(p.total_tokens)), dim3(kCtaThreads), 0, stream}, p);
+        }
+    });
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace bytetx

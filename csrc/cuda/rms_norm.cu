@@ -1,0 +1,19 @@
+// RMS norm over packed rows, with the residual addition before it, and where asked the sum itself
+// and an E4M3 copy of the result.
+//
+//   h = x + residual;  out = h * rsqrt(mean(h^2) + eps) * weight
+//
+// The kernels are norm_rows.cuh's, without the mean: who does what, and why, stands there.
+//
+// Bytes: (2 to 4) * total_tokens * hidden_size * sizeof(T). Bound by HBM; fraction reached:
+// csrc/README.md. Source: root mean square layer normalization (arXiv 1910.07467).
+
+#include "cuda/norm_rows.cuh"
+
+namespace bytetx {
+
+void rms_norm(const NormParams& p, const Launch& launch) {
+    launch_norm<RowNorm::rms>("rms_norm", p, launch);
+}
+
+}  // namespace bytetx
