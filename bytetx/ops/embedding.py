@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_row_kernel, require_contiguous, require_tensor
+from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
 from bytetx.ops.rows import empty_rows
 
 
@@ -98,8 +98,9 @@ def _check_ids(
         ("position_ids", position_ids, position),
         ("token_type_ids", token_type_ids, token_type),
     )
+    index = input_ids.get_device()
     for name, ids, table in optional:
-        if table is not None:
+        if table is not None and not is_operand(ids, input_ids.shape, torch.int32, index):
             device = input_ids.device
             require_tensor(name, ids, shape=input_ids.shape, dtypes=int32, device=device)
             require_contiguous(name, ids)
@@ -115,6 +116,14 @@ def _check_tables(
     word = tables["word"]
     require_tensor("word", word, shape=(None, None), device=input_ids.device)
     width = word.shape[1]
+    index, dtype = word.get_device(), word.dtype
+    others = (norm_weight, norm_bias)
+    if (
+        inputs_embeds is None
+        and all(t is None or _is_table(t, width, dtype, index) for t in tables.values())
+        and all(t is None or is_operand(t, (width,), dtype, index) for t in others)
+    ):
+        return
     shapes = {name: (t, (None, width)) for name, t in tables.items()} | {
         "norm_weight": (norm_weight, (width,)),
         "norm_bias": (norm_bias, (width,)),
@@ -122,8 +131,13 @@ def _check_tables(
     }
     for name, (t, shape) in shapes.items():
         if t is not None:
-            require_tensor(name, t, shape=shape, dtypes=(word.dtype,), device=word.device)
+            require_tensor(name, t, shape=shape, dtypes=(dtype,), device=word.device)
             require_contiguous(name, t)
+
+
+def _is_table(t: object, width: int, dtype: torch.dtype, device_index: int) -> bool:
+    rows = t.shape[0] if isinstance(t, Tensor) and t.dim() == 2 else 0
+    return is_operand(t, (rows, width), dtype, device_index)
 
 
 def _fake_embed(

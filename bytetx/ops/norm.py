@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_row_kernel, require_contiguous, require_out, require_tensor
+from bytetx.ops.check import (
+    has_row_kernel,
+    is_operand,
+    require_contiguous,
+    require_out,
+    require_tensor,
+)
 from bytetx.ops.quantize import has_fp8_kernel
 
 
@@ -33,17 +39,20 @@ def layer_norm(
     Raises ValueError on shape, dtype or device mismatch, or sum_out without residual.
     """
     _check(x, weight, bias, residual, out)
-    _check_more_outputs(x, residual, out, sum_out, fp8_out)
+    if sum_out is not None or fp8_out is not None:
+        _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
         normed = torch.ops.bytetx.layer_norm(x, weight, bias, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel("layer_norm", x.device)
-    if kernel is None or not _has_kernel(x, fp8_out):
+    if kernel is None or not has_row_kernel(x):
         normed = reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
     out = torch.empty_like(x) if out is None else out
-    more = {"sum_out": sum_out, "fp8_out": fp8_out}
-    return run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
+    fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
+    more = {"sum_out": sum_out, "fp8_out": fused}
+    run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
+    return out if fp8_out is fused else _store_fp8(out, fp8_out)
 
 
 def rms_norm(
@@ -62,17 +71,20 @@ def rms_norm(
     Source: root mean square layer normalization (arXiv 1910.07467).
     """
     _check(x, weight, None, residual, out)
-    _check_more_outputs(x, residual, out, sum_out, fp8_out)
+    if sum_out is not None or fp8_out is not None:
+        _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
         normed = torch.ops.bytetx.rms_norm(x, weight, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel("rms_norm", x.device)
-    if kernel is None or not _has_kernel(x, fp8_out):
+    if kernel is None or not has_row_kernel(x):
         normed = reference.rms_norm(x, weight, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
     out = torch.empty_like(x) if out is None else out
-    more = {"sum_out": sum_out, "fp8_out": fp8_out}
-    return run_kernel(kernel, x, weight, None, eps=eps, residual=residual, out=out, **more)
+    fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
+    more = {"sum_out": sum_out, "fp8_out": fused}
+    run_kernel(kernel, x, weight, None, eps=eps, residual=residual, out=out, **more)
+    return out if fp8_out is fused else _store_fp8(out, fp8_out)
 
 
 def run_kernel(
@@ -120,13 +132,14 @@ def _store(
     if sum_out is not None:
         sum_out.copy_(x.float() + residual.float())
     if fp8_out is not None:
-        for to, value in zip(fp8_out, reference.quantize_rows(normed), strict=True):
-            to.copy_(value)
+        _store_fp8(normed, fp8_out)
     return normed if out is None else out.copy_(normed)
 
 
-def _has_kernel(x: Tensor, fp8_out: tuple[Tensor, Tensor] | None) -> bool:
-    return has_row_kernel(x) if fp8_out is None else has_fp8_kernel(x)
+def _store_fp8(normed: Tensor, fp8_out: tuple[Tensor, Tensor]) -> Tensor:
+    for to, value in zip(fp8_out, reference.quantize_rows(normed), strict=True):
+        to.copy_(value)
+    return normed
 
 
 def _check(
@@ -138,7 +151,16 @@ def _check(
 ) -> None:
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
-    shape, dtypes, device = x.shape, (x.dtype,), x.device
+    shape, dtype, index = x.shape, x.dtype, x.get_device()
+    width = shape[1:]
+    if (
+        is_operand(weight, width, dtype, index)
+        and (bias is None or is_operand(bias, width, dtype, index))
+        and (residual is None or is_operand(residual, shape, dtype, index))
+        and (out is None or is_operand(out, shape, dtype, index))
+    ):
+        return
+    dtypes, device = (dtype,), x.device
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None:
             require_tensor(name, t, shape=shape[1:], dtypes=dtypes, device=device)

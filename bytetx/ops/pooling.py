@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import has_row_kernel, require_contiguous, require_tensor
+from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The order is PoolMode's in csrc/ops.h; the names are sentence-transformers'.
@@ -92,8 +92,10 @@ def _check(x: Tensor, cu_seqlens: Tensor, mode: str, first_tokens: Tensor | None
     require_tensor("x", x, shape=(None, None))
     require_contiguous("x", x)
     int32 = (torch.int32,)
-    require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=int32, device=x.device)
-    require_contiguous("cu_seqlens", cu_seqlens)
+    bounds = cu_seqlens.shape if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 else None
+    if bounds is None or not is_operand(cu_seqlens, bounds, torch.int32, x.get_device()):
+        require_tensor("cu_seqlens", cu_seqlens, shape=(None,), dtypes=int32, device=x.device)
+        require_contiguous("cu_seqlens", cu_seqlens)
     if cu_seqlens.shape[0] == 0:
         raise ValueError("cu_seqlens must have batch_size + 1 entries, got 0")
     if first_tokens is not None:

@@ -157,7 +157,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 rows and their scales; see ops.quantize.quantize_rows."""
     rows = x.float()
     amax = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
-    fp8 = (rows * (448 / amax)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    inverse = torch.full_like(amax, 448) / amax  # 448 / amax would be 448 * (1 / amax)
+    fp8 = (rows * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
     return fp8, (amax / 448).squeeze(1)
 
 

@@ -109,7 +109,9 @@ __device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane
     const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
     const float inverse_size = 1.0f / static_cast<float>(hidden_size);
     float mean = 0.0f;
-    if constexpr (kNorm == RowNorm::layer) mean = sum_of<T, Tiling>(h) * inverse_size;
+    // Rounded here, or one kernel fuses it into the subtraction, and another with the same row
+    // does not.
+    if constexpr (kNorm == RowNorm::layer) mean = __fmul_rn(sum_of<T, Tiling>(h), inverse_size);
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
@@ -120,7 +122,7 @@ __device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane
             squares = fmaf(h[i][j], h[i][j], squares);
         }
     }
-    return rsqrtf(row_sum<Tiling::kThreadsPerRow>(squares) * inverse_size + eps);
+    return rsqrtf(fmaf(row_sum<Tiling::kThreadsPerRow>(squares), inverse_size, eps));
 }
 
 constexpr float kFp8Max = 448.0f;           // of E4M3
@@ -179,7 +181,8 @@ __device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int
             const uint4 shifts = kNorm == RowNorm::layer ? bias.get(i, v) : uint4{};
 #pragma unroll
             for (int j = 0; j < kVecSize<T>; ++j) {
-                h[i][j] = fmaf(h[i][j] * scale, element<T>(factors, j), element<T>(shifts, j));
+                h[i][j] =
+                    fmaf(__fmul_rn(h[i][j], scale), element<T>(factors, j), element<T>(shifts, j));
             }
         }
         words[i] = pack<T>(h[i]);
@@ -203,7 +206,7 @@ __device__ __forceinline__ void norm_any_row(const LoadH& load_h, const void* we
     if constexpr (kNorm == RowNorm::layer) {
         float sum = 0.0f;
         for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) sum += load_h(i);
-        mean = row_sum<kCtaThreads>(sum) * inverse_size;
+        mean = __fmul_rn(row_sum<kCtaThreads>(sum), inverse_size);
     }
     float squares = 0.0f;
     for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) {

@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
 #pragma unroll
             for (int j = 0; j < kVecSize<T>; ++j) {
-                h[i][j] = element<T>(x.words[i], j) + element<T>(residual.words[i], j);
+                h[i][j] = element<T>(x.words[i], j);
+                if constexpr (kNorm != RowNorm::none) h[i][j] += element<T>(residual.words[i], j);
             }
             const int v = lane + i * Tiling::kThreadsPerRow;
             if (p.sum_out == nullptr || v >= num_vecs) continue;

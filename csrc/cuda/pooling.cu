@@ -201,7 +201,8 @@ void launch_pool(const PoolParams& p, cudaStream_t stream) {
     static_cast<void>(is_raised);
     const int64_t group_size = std::min((p.batch_size + kCtas - 1) / kCtas, int64_t{kPoolWarps});
     const int64_t num_group_ctas = (p.batch_size + group_size - 1) / group_size;
-    const bool has_blocks = std::min(p.max_seqlen, p.total_tokens) > kCtaRows;
+    const bool is_one_row = p.mode == PoolMode::cls || p.mode == PoolMode::lasttoken;
+    const bool has_blocks = !is_one_row && std::min(p.max_seqlen, p.total_tokens) > kCtaRows;
     const int64_t num_block_ctas = has_blocks ? std::min(max_blocks(p.total_tokens), kCtas / 2) : 0;
     launch_kernel(kernel,
                   {dim3(static_cast<unsigned>(num_group_ctas + num_block_ctas)), dim3(kPoolThreads),

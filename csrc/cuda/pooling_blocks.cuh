@@ -29,8 +29,7 @@ class BlockFinder {
         begin_ = min(threadIdx.x * share, p.batch_size);
         end_ = min(begin_ + share, p.batch_size);
         int64_t count = 0;
-#pragma unroll 8
-        for (int64_t s = begin_; s < end_; ++s) count += num_blocks_of(kept_rows(p, s));
+        for (int64_t s = begin_; s < end_; s += kAtOnce) count += count_blocks(s);
         const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
         const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
         int64_t upto = count;
@@ -73,6 +72,29 @@ class BlockFinder {
     }
 
   private:
+    static constexpr int kAtOnce = 8;  // sequences whose lengths are on their way together
+
+    __device__ __forceinline__ int64_t count_blocks(int64_t sequence) const {
+        int32_t bounds[kAtOnce + 1];
+        int32_t skipped[kAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i <= kAtOnce; ++i) bounds[i] = p_.cu_seqlens[min(sequence + i, end_)];
+        if (p_.first_tokens != nullptr) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                skipped[i] = p_.first_tokens[min(sequence + i, end_ - 1)];
+            }
+        }
+        int64_t count = 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const bool is_mine = sequence + i < end_;
+            const RowRange rows = kept_rows(p_, bounds[i], bounds[i + 1], skipped[i]);
+            count += is_mine ? num_blocks_of(rows) : 0;
+        }
+        return count;
+    }
+
     const PoolParams& p_;
     int64_t begin_;  // this thread's sequences
     int64_t end_;

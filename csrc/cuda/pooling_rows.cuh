@@ -26,16 +26,22 @@ struct RowRange {
     int index;  // of the first row in its sequence
 };
 
-__device__ __forceinline__ RowRange kept_rows(const PoolParams& p, int64_t sequence) {
-    const int64_t start = max(p.cu_seqlens[sequence], 0);
-    const int64_t end = min(static_cast<int64_t>(p.cu_seqlens[sequence + 1]), p.total_tokens);
-    const int64_t skip = p.first_tokens != nullptr ? max(p.first_tokens[sequence], 0) : 0;
+__device__ __forceinline__ RowRange kept_rows(const PoolParams& p, int32_t first, int32_t last,
+                                              int32_t skipped) {
+    const int64_t start = max(first, 0);
+    const int64_t end = min(int64_t{last}, p.total_tokens);
+    const int64_t skip = max(skipped, 0);
     RowRange rows{start + skip, static_cast<int>(max(end - start - skip, int64_t{0})),
                   static_cast<int>(skip)};
     if (p.mode == PoolMode::lasttoken && rows.count > 0) rows.first = end - 1;
     const bool is_one = p.mode == PoolMode::cls || p.mode == PoolMode::lasttoken;
     if (is_one) rows.count = min(rows.count, 1);
     return rows;
+}
+
+__device__ __forceinline__ RowRange kept_rows(const PoolParams& p, int64_t sequence) {
+    return kept_rows(p, p.cu_seqlens[sequence], p.cu_seqlens[sequence + 1],
+                     p.first_tokens != nullptr ? p.first_tokens[sequence] : 0);
 }
 
 __device__ __forceinline__ float max_or_nan(float a, float b) {

@@ -3,8 +3,8 @@
 //   scale[i] = amax / 448;  out_fp8[i] = e4m3(x[i] * (448 / amax)),  amax = max(|x[i]|, 2^-100)
 //
 // x [total_tokens, hidden_size] f32, f16, bf16. The kernel is norm_rows.cuh's without a norm: a
-// warp or a CTA holds a row in registers, so x is read once. Rounded to nearest even; 448 is the
-// largest of E4M3, and the floor of amax keeps its inverse finite.
+// warp or a CTA holds a row in registers, so x is read once. Zeros keep their sign. Rounded to
+// nearest even; 448 is the largest of E4M3, and the floor of amax keeps its inverse finite.
 //
 // Bytes: total_tokens * hidden_size * (sizeof(T) + 1). Bound by HBM; fraction reached:
 // csrc/README.md. Source: standard.
