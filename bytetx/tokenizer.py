@@ -1,9 +1,7 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,6 @@ from tokenizers import normalizers
 from bytetx.config import read_json
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
-from bytetx.ops.wordpiece import TextStatus
-from bytetx.wordpiece import LearntWordPiece, learnt_wordpiece
-
-# Threads of the native tokenizer, at most half the cores: the others feed the device. One does
-# 230 000 texts of 90 tokens a second on a server, eight of them 670 000.
-_NUM_THREADS = min(8, max(1, (os.cpu_count() or 1) // 2))
 
 Text = str | tuple[str, str]
 
@@ -81,22 +73,9 @@ class Tokenizer:
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         return encode(list(texts))
 
-    def encode_ids(self, texts: list[str]) -> Tokens:
-        """Token ids alone, cut to max_tokens; by the native core where it can."""
-        if self._learnt is None:
-            return self.tokens(self.encode(texts))
-        ids, seqlens, status = self._learnt.encode(
-            texts, max_tokens=self.max_tokens, num_threads=_NUM_THREADS
-        )
-        tokens = Tokens(ids, seqlens, status == TextStatus.CUT)
-        rows = np.flatnonzero(status == TextStatus.FOREIGN)
-        if not len(rows):
-            return tokens
-        return _replaced(tokens, rows, self.tokens(self.encode([texts[row] for row in rows])))
-
-    @cached_property
-    def _learnt(self) -> LearntWordPiece | None:
-        return learnt_wordpiece(self.backend)
+    def encode_ids(self, texts: Sequence[Text]) -> Tokens:
+        """Token ids alone, cut to max_tokens."""
+        return self.tokens(self.encode(texts))
 
     def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
         """The token ids of encodings. What was cut is looked for where a text is at the limit."""
@@ -138,15 +117,6 @@ class Tokenizer:
         token = config.get(name)
         content = token.get("content") if isinstance(token, Mapping) else token
         return None if content is None else self.backend.token_to_id(content)
-
-
-def _replaced(tokens: Tokens, rows: np.ndarray, others: Tokens) -> Tokens:
-    """`tokens` with the texts at `rows`, which have none, taken from `others`."""
-    seqlens, is_truncated = tokens.seqlens.copy(), tokens.is_truncated.copy()
-    places = np.cumsum(seqlens)[rows]  # of `others` among the ids that are there
-    seqlens[rows], is_truncated[rows] = others.seqlens, others.is_truncated
-    places = np.repeat(places, others.seqlens)
-    return Tokens(np.insert(tokens.token_ids, places, others.token_ids), seqlens, is_truncated)
 
 
 def load_tokenizer(

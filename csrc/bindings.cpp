@@ -3,7 +3,6 @@
 // arguments (device, stream, num_threads, isa), which make a Launch.
 
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <stdexcept>
@@ -13,7 +12,6 @@
 
 #ifndef BYTETX_CUDA
 #include "cpu/isa.h"
-#include "cpu/wordpiece.h"
 #endif
 
 namespace py = pybind11;
@@ -210,22 +208,6 @@ void bind_varlen_attention(py::module_& m) {
         ReleaseGil());
 }
 
-// Views of a list of str, valid while the list keeps them; no character is copied or encoded.
-std::vector<cpu::TextView> text_views(const py::list& texts) {
-    std::vector<cpu::TextView> views;
-    views.reserve(texts.size());
-    for (const py::handle text : texts) {
-        PyObject* object = text.ptr();
-        if (!PyUnicode_Check(object)) throw std::invalid_argument("texts must be a list of str");
-#if PY_VERSION_HEX < 0x030C0000
-        if (PyUnicode_READY(object) < 0) throw py::error_already_set();
-#endif
-        views.push_back({PyUnicode_DATA(object), PyUnicode_GET_LENGTH(object),
-                         static_cast<int>(PyUnicode_KIND(object))});
-    }
-    return views;
-}
-
 // Numbers of lists of int behind one another; false where something else is among them, a number
 // does not fit int32, or there are not `total` of them. About 3 ns a number.
 bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
@@ -246,41 +228,6 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
     return next == end;
 }
 
-void bind_wordpiece(py::module_& m) {
-    using cpu::WordPiece;
-    using KindAndChar = std::pair<uint32_t, uint32_t>;
-    py::class_<WordPiece>(m, "WordPiece")
-        .def(py::init([](std::vector<cpu::VocabEntry> vocab, std::string prefix, int32_t unk_id,
-                         int64_t max_word_chars, std::vector<int32_t> head,
-                         std::vector<int32_t> tail, std::vector<std::u32string> added_tokens) {
-            return std::make_unique<WordPiece>(
-                cpu::WordPieceConfig{std::move(vocab), std::move(prefix), unk_id, max_word_chars,
-                                     std::move(head), std::move(tail), std::move(added_tokens)});
-        }))
-        .def("learn",
-             [](WordPiece& self, uint32_t code_point,
-                const std::vector<KindAndChar>& kinds_and_chars) {
-                 std::vector<cpu::CharPart> parts;
-                 for (const auto& [kind, c] : kinds_and_chars) {
-                     parts.push_back({static_cast<cpu::CharKind>(kind), c});
-                 }
-                 const py::gil_scoped_release release;  // encode() may hold the table meanwhile
-                 self.learn(code_point, parts);
-             })
-        .def("encode", [](const WordPiece& self, const py::list& texts, int64_t max_tokens,
-                          Address token_ids, Address seqlens, Address status, int num_threads) {
-            const std::vector<cpu::TextView> views = text_views(texts);
-            cpu::WordPieceResult result;
-            {
-                const py::gil_scoped_release release;
-                result = self.encode(views, max_tokens, pointer<int32_t>(token_ids),
-                                     pointer<int32_t>(seqlens), pointer<cpu::TextStatus>(status),
-                                     num_threads);
-            }
-            return std::pair(result.total_tokens, std::move(result.unknown_chars));
-        });
-}
-
 #endif
 
 }  // namespace
@@ -299,7 +246,6 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_varlen_attention(m);
-    bytetx::bind_wordpiece(m);
     m.def("flatten_int_lists", &bytetx::flatten_int_lists);
 #endif
 }

@@ -37,7 +37,6 @@ HEIGHTS = {
     "bytetx.tokenizer": 2,
     "bytetx.transformer": 2,
     "bytetx.weights": 2,
-    "bytetx.wordpiece": 2,
     "bytetx.ops": 1,
     "bytetx.ops.native": 0,
     "bytetx.config": 0,

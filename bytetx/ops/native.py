@@ -87,11 +87,6 @@ def _refuse_gpu(index: int | None) -> str | None:
     return f"the kernels are for sm_90 (Hopper), and {name} is sm_{capability[0]}{capability[1]}"
 
 
-def wordpiece_class() -> type | None:
-    """The native core's WordPiece (csrc/cpu/wordpiece.h), or None where the core does not load."""
-    return getattr(_modules["cpu"], "WordPiece", None)
-
-
 def flatten_int_lists() -> Callable[[list[list[int]], int, int], bool] | None:
     """The native core's (lists, address of int32 [total], total) -> whether all were int32."""
     return getattr(_modules["cpu"], "flatten_int_lists", None)

@@ -1,6 +1,5 @@
 #include "cpu/parallel.h"
 
-#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <thread>
@@ -48,18 +47,12 @@ struct Loop {
     }
 };
 
-void start_threads(Loop& loop, int32_t num_threads) {
+void run_on_own_threads(Loop& loop, int32_t num_threads) {
     std::vector<std::thread> threads;
     threads.reserve(num_threads - 1);
     for (int32_t i = 1; i < num_threads; ++i) threads.emplace_back([&] { loop.work(); });
     loop.work();
     for (std::thread& thread : threads) thread.join();
-}
-
-// The threads that the pieces can keep busy; one at least.
-int32_t useful_threads(int64_t num_tasks, int64_t grain, int32_t num_threads) {
-    const int64_t num_pieces = (num_tasks + grain - 1) / grain;
-    return static_cast<int32_t>(std::clamp<int64_t>(num_threads, 1, num_pieces));
 }
 
 }  // namespace
@@ -69,26 +62,16 @@ void parallel_run(int64_t num_tasks, int64_t grain, int32_t num_threads,
     static const GompParallel gomp_parallel = find_gomp_parallel();
     if (num_tasks <= 0) return;
     if (grain < 1) grain = 1;
-    num_threads = useful_threads(num_tasks, grain, num_threads);
+    const int64_t num_pieces = (num_tasks + grain - 1) / grain;
+    if (num_threads > num_pieces) num_threads = static_cast<int32_t>(num_pieces);
     if (num_threads <= 1) return body(data, 0, num_tasks);
     Loop loop{.num_tasks = num_tasks, .grain = grain, .body = body, .data = data};
     if (gomp_parallel != nullptr) {
         gomp_parallel([](void* p) { static_cast<Loop*>(p)->work(); }, &loop,
                       static_cast<unsigned>(num_threads), 0);
     } else {
-        start_threads(loop, num_threads);
+        run_on_own_threads(loop, num_threads);
     }
-    if (loop.error) std::rethrow_exception(loop.error);
-}
-
-void run_on_own_threads(int64_t num_tasks, int64_t grain, int32_t num_threads,
-                        void (*body)(void* data, int64_t begin, int64_t end), void* data) {
-    if (num_tasks <= 0) return;
-    if (grain < 1) grain = 1;
-    num_threads = useful_threads(num_tasks, grain, num_threads);
-    if (num_threads <= 1) return body(data, 0, num_tasks);
-    Loop loop{.num_tasks = num_tasks, .grain = grain, .body = body, .data = data};
-    start_threads(loop, num_threads);
     if (loop.error) std::rethrow_exception(loop.error);
 }
 

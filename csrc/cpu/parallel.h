@@ -16,11 +16,6 @@ namespace bytetx::cpu {
 void parallel_run(int64_t num_tasks, int64_t grain, int32_t num_threads,
                   void (*body)(void* data, int64_t begin, int64_t end), void* data);
 
-// The same on threads started for the call, about 20 us each: for work beside torch's own, which
-// would otherwise keep a second pool of OpenMP workers spinning.
-void run_on_own_threads(int64_t num_tasks, int64_t grain, int32_t num_threads,
-                        void (*body)(void* data, int64_t begin, int64_t end), void* data);
-
 // parallel_run for a callable body(begin, end).
 template <typename Body>
 void parallel_for(int64_t num_tasks, int64_t grain, int32_t num_threads, Body&& body) {
@@ -29,16 +24,6 @@ void parallel_for(int64_t num_tasks, int64_t grain, int32_t num_threads, Body&& 
     };
     parallel_run(num_tasks, grain, num_threads, call,
                  const_cast<void*>(static_cast<const void*>(&body)));
-}
-
-// run_on_own_threads for a callable body(begin, end).
-template <typename Body>
-void own_threads_for(int64_t num_tasks, int64_t grain, int32_t num_threads, Body&& body) {
-    auto call = [](void* data, int64_t begin, int64_t end) {
-        (*static_cast<decltype(&body)>(data))(begin, end);
-    };
-    run_on_own_threads(num_tasks, grain, num_threads, call,
-                       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
 }  // namespace bytetx::cpu
