@@ -9,8 +9,9 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
+from bytetx import cli
 from bytetx.engine import faults
-from bytetx.engine.block import BlockLayout
+from bytetx.engine.block import block_layout
 from bytetx.engine.buckets import Bucket
 from bytetx.engine.request import Requests
 from bytetx.engine.runner import Part
@@ -162,8 +163,9 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
         prompt_tokens=np.array([1, 0, 2], np.int32),
     )
     step = Step(columns, batch, None)
-    layout = BlockLayout(Bucket(96, num_texts=4, num_fillers=2), has_types)
-    block = np.full(layout.offsets()[-1], -1, dtype=np.int32)
+    bucket = Bucket(96, num_texts=4, num_fillers=2)
+    layout = block_layout(bucket, has_token_types=has_types)
+    block = np.full(layout.num_ints, -1, dtype=np.int32)
     layout.write(block, step)
     padded = layout.read(torch.from_numpy(block), step, max_seqlen=96)
     assert padded.batch.cu_seqlens.tolist() == [0, 3, 3, 5, 5, 69, 96]
@@ -175,3 +177,16 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
             continue
         assert ours.shape == (96,) and ours.data_ptr() % 16 == block.ctypes.data % 16
         assert ours[:5].tolist() == theirs.tolist() and not ours[5:].any()
+
+
+def test_the_command_line_tells_of_a_lost_device_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(*args: object, **options: object) -> None:
+        raise faults.lost_error(RuntimeError("CUDA error: unspecified\nmore"), 3, CUDA)
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["info"])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "restart the process" in lines[0]

@@ -117,7 +117,7 @@ class GraphCache:
     def _capture(
         self, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
     ) -> CapturedStep:
-        block = torch.zeros(layout.offsets()[-1], dtype=torch.int32, device=self._device)
+        block = torch.zeros(layout.num_ints, dtype=torch.int32, device=self._device)
         step = layout.read(block, step, max_seqlen=max_seqlen)
         graph = torch.cuda.CUDAGraph()
         # cuBLAS workspaces of the process: a graph must not hold one that others may free.
