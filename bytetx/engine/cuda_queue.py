@@ -1,10 +1,12 @@
 """Steps on one GPU, queued behind one another on a stream of their own.
 
 A step costs the host its packing, one copy in from pinned memory, one graph launch (or the
-kernels one by one) and one copy out to pinned memory; nothing waits for the GPU. The copy in stands
-in the same stream as the kernels: it takes a few microseconds, and a second stream would save
-less than its events cost. So does the copy out of small outputs; large ones, which only steps
-without a graph have, leave on a stream of their own while the next step computes.
+kernels one by one) and one copy out to pinned memory; nothing waits for the GPU. On an H200 the
+launch itself takes 2.4 us for the 110 kernels of BERT-base, which one by one take 1.6 ms. Both
+copies stand in the same stream as the kernels: with them a step of 128 tokens takes 10 us more than
+the bare graph, host included; at the rate of PCIe the 200 KB of 16k tokens take 4 of 1100 us. Large
+outputs, which only steps without a graph have, leave on a stream of their own while the next step
+computes.
 
 Batches are padded to buckets with or without graphs: the same kernels with the same tiles give the
 same bits. A batch beyond the largest bucket, and any where the forward pass cannot be captured,
@@ -136,23 +138,27 @@ class CudaQueue:
 class _OnStream:
     """torch.cuda.stream without its checks, which cost 7 us a step."""
 
-    __slots__ = ("_previous", "_stream")
+    __slots__ = ("_device_index", "_previous", "_stream")
 
     def __init__(self, stream: torch.cuda.Stream):
         self._stream = (stream.stream_id, stream.device_index, stream.device_type)
 
     def __enter__(self) -> None:
-        self._previous = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
-        self._set(*self._stream)
+        self._device_index = torch._C._cuda_getDevice()
+        self._previous = torch._C._cuda_getCurrentStream(self._stream[1])
+        _set_stream(*self._stream)
 
     def __exit__(self, *error: object) -> None:
-        self._set(*self._previous)
+        _set_stream(*self._previous)
+        if self._device_index != self._stream[1]:
+            torch._C._cuda_setDevice(self._device_index)
 
-    def _set(self, stream_id: int, device_index: int, device_type: int) -> None:
-        """Makes the stream's device the current one, too."""
-        torch._C._cuda_setStream(
-            stream_id=stream_id, device_index=device_index, device_type=device_type
-        )
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    """Makes the stream current on its device, and that device current, too."""
+    torch._C._cuda_setStream(
+        stream_id=stream_id, device_index=device_index, device_type=device_type
+    )
 
 
 def _copy(

@@ -111,6 +111,7 @@ class GraphCache:
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._reserved.clear()
+        self._seen.clear()  # what is needed now runs eagerly first
         self._pool, self._reserved_tokens = None, 0
         return True
 
