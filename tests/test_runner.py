@@ -1,5 +1,6 @@
 """Steps that fail: cut in two where memory is short, and told by op, shapes and remedy."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,17 @@ def test_no_text_fits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(model, monkeypatch, max_tokens=0)
     results = model.hidden_states(some_ids(20), on_error="return")
     assert all(isinstance(result, DeviceMemoryError) for result in results)
+
+
+def test_a_failure_holds_nothing_of_its_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_memory(model, monkeypatch, max_tokens=20)
+    with caplog.at_level(logging.DEBUG, logger="bytetx"):
+        error = model.embed([[5] * 4, [6] * 30], on_error="return").errors[1]
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert error.__cause__.__traceback__ is None
+    assert "in limited" in caplog.text  # the whole traceback, where it is asked for
 
 
 def failed_linear() -> RuntimeError:

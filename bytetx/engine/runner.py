@@ -1,5 +1,6 @@
 """Requests -> PackedBatch -> forward pass -> rows on the host, also where the device fails."""
 
+import logging
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from bytetx.engine.request import Failure, Requests
 from bytetx.engine.step import Step, Task
 from bytetx.packed import pack_columns
 from bytetx.transformer import Transformer
+
+logger = logging.getLogger("bytetx")
 
 R = TypeVar("R")
 
@@ -147,7 +150,9 @@ class Runner:
             return requests.cut([0, len(requests) // 2, len(requests)])[::-1]
         describe = faults.memory_error if is_short else faults.step_error
         failure = describe(error, requests, self.device, where=where)
-        failure.__cause__ = error
+        logger.debug("%s", failure, exc_info=error)
+        # Its traceback holds frames, and these the step, its outputs and, in a ring, the failure.
+        failure.__cause__ = error.with_traceback(None)
         failures += [Failure(int(index), failure) for index in requests.indices]
         return []
 
