@@ -12,7 +12,7 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
-from bytetx.errors import BytetxError
+from bytetx.errors import BytetxError, DeviceLostError
 from bytetx.files.options import JobOptions, with_job_options
 
 # What click calls UsageError and ClickException; typer names only their child.
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.format_message():  # a group of commands alone prints its help and has none
             _print_error(error.format_message())
         sys.exit(error.exit_code)
-    except BytetxError as error:
+    except (BytetxError, DeviceLostError) as error:
         _print_error(str(error))
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):

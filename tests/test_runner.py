@@ -1,5 +1,6 @@
 """Steps that fail: cut in two where memory is short, and told by op, shapes and remedy."""
 
+import logging
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
+from bytetx import cli
 from bytetx.engine import faults
-from bytetx.engine.block import BlockLayout
+from bytetx.engine.block import block_layout
 from bytetx.engine.buckets import Bucket
 from bytetx.engine.request import Requests
 from bytetx.engine.runner import Part
@@ -84,6 +86,17 @@ def test_no_text_fits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(model, monkeypatch, max_tokens=0)
     results = model.hidden_states(some_ids(20), on_error="return")
     assert all(isinstance(result, DeviceMemoryError) for result in results)
+
+
+def test_a_failure_holds_nothing_of_its_step(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_memory(model, monkeypatch, max_tokens=20)
+    with caplog.at_level(logging.DEBUG, logger="bytetx"):
+        error = model.embed([[5] * 4, [6] * 30], on_error="return").errors[1]
+    assert isinstance(error.__cause__, torch.OutOfMemoryError)
+    assert error.__cause__.__traceback__ is None
+    assert "in limited" in caplog.text  # the whole traceback, where it is asked for
 
 
 def failed_linear() -> RuntimeError:
@@ -162,8 +175,9 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
         prompt_tokens=np.array([1, 0, 2], np.int32),
     )
     step = Step(columns, batch, None)
-    layout = BlockLayout(Bucket(96, num_texts=4, num_fillers=2), has_types)
-    block = np.full(layout.offsets()[-1], -1, dtype=np.int32)
+    bucket = Bucket(96, num_texts=4, num_fillers=2)
+    layout = block_layout(bucket, has_token_types=has_types)
+    block = np.full(layout.num_ints, -1, dtype=np.int32)
     layout.write(block, step)
     padded = layout.read(torch.from_numpy(block), step, max_seqlen=96)
     assert padded.batch.cu_seqlens.tolist() == [0, 3, 3, 5, 5, 69, 96]
@@ -175,3 +189,16 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
             continue
         assert ours.shape == (96,) and ours.data_ptr() % 16 == block.ctypes.data % 16
         assert ours[:5].tolist() == theirs.tolist() and not ours[5:].any()
+
+
+def test_the_command_line_tells_of_a_lost_device_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def app(*args: object, **options: object) -> None:
+        raise faults.lost_error(RuntimeError("CUDA error: unspecified\nmore"), 3, CUDA)
+
+    monkeypatch.setattr(cli, "app", app)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["info"])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "restart the process" in lines[0]

@@ -1,7 +1,8 @@
 """A step's integers as one int32 block, so that one copy takes all of them to the GPU."""
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,54 +19,67 @@ _MIN_BLOCK_INTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """cu_seqlens | prompt_tokens | input_ids | position_ids | token_type_ids, if there are any."""
+    """cu_seqlens | prompt_tokens | input_ids | position_ids | token_type_ids, if there are any.
+
+    bucket: its sizes.  The rest is where each part but the first starts, and the int32s of all.
+    """
 
     bucket: Bucket
     has_token_types: bool
-
-    def offsets(self) -> tuple[int, int, int, int, int, int]:
-        """Where each part starts, and the int32s of the whole block."""
-        sequences, tokens = self.bucket.batch_size, _aligned(self.bucket.total_tokens)
-        prompts = _aligned(sequences + 1)
-        ids = prompts + _aligned(sequences)
-        types = ids + 2 * tokens
-        return 0, prompts, ids, ids + tokens, types, types + self.has_token_types * tokens
+    prompts: int = field(compare=False)
+    ids: int = field(compare=False)
+    positions: int = field(compare=False)
+    types: int = field(compare=False)
+    num_ints: int = field(compare=False)
 
     def write(self, block: np.ndarray, step: Step) -> None:
         """Fills a host block from a step on the host: its texts, empty places, fillers."""
-        seqs, prompts, ids, positions, types, _ = self.offsets()
-        batch, requests, bucket = step.batch, step.requests, self.bucket
+        batch, prompt_tokens, bucket = step.batch, step.requests.prompt_tokens, self.bucket
         num_texts, num_tokens = batch.batch_size, batch.total_tokens
-        fillers = seqs + bucket.num_texts + 1
-        block[seqs : seqs + num_texts + 1] = batch.cu_seqlens.numpy()
-        block[seqs + num_texts + 1 : fillers] = num_tokens
-        if bucket.num_fillers:
-            ends = num_tokens + FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1)
-            block[fillers : fillers + bucket.num_fillers] = ends.clip(max=bucket.total_tokens)
-        block[prompts:ids] = 0
-        if requests.prompt_tokens is not None:
-            block[prompts : prompts + num_texts] = requests.prompt_tokens
-        parts = [(ids, batch.input_ids), (positions, batch.position_ids)]
+        block[: num_texts + 1] = batch.cu_seqlens.numpy()
+        fillers, end = bucket.num_texts + 1, num_tokens
+        block[num_texts + 1 : fillers] = num_tokens
+        for place in range(fillers, fillers + bucket.num_fillers):
+            end = min(end + FILLER_TOKENS, bucket.total_tokens)
+            block[place] = end
+        block[self.prompts : self.ids] = 0
+        if prompt_tokens is not None:
+            block[self.prompts : self.prompts + num_texts] = prompt_tokens
+        self._write_tokens(block, self.ids, batch.input_ids)
+        self._write_tokens(block, self.positions, batch.position_ids)
         if self.has_token_types:
-            parts.append((types, batch.token_type_ids))
-        tokens = _aligned(self.bucket.total_tokens)
-        for start, values in parts:
-            block[start : start + num_tokens] = values.numpy()
-            block[start + num_tokens : start + tokens] = 0
+            self._write_tokens(block, self.types, batch.token_type_ids)
 
     def read(self, block: torch.Tensor, step: Step, *, max_seqlen: int) -> Step:
         """The step with views of a device block; `seqlens` stays that of the texts alone."""
-        seqs, prompts, ids, positions, types, _ = self.offsets()
         sequences, tokens = self.bucket.batch_size, self.bucket.total_tokens
         batch = PackedBatch(
-            input_ids=block[ids : ids + tokens],
-            position_ids=block[positions : positions + tokens],
-            token_type_ids=block[types : types + tokens] if self.has_token_types else None,
-            cu_seqlens=block[seqs : seqs + sequences + 1],
+            input_ids=block[self.ids : self.ids + tokens],
+            position_ids=block[self.positions : self.positions + tokens],
+            token_type_ids=block[self.types : self.types + tokens]
+            if self.has_token_types
+            else None,
+            cu_seqlens=block[: sequences + 1],
             seqlens=step.batch.seqlens,
             max_seqlen=max_seqlen,
         )
-        return Step(step.requests, batch, block[prompts : prompts + sequences])
+        return Step(step.requests, batch, block[self.prompts : self.prompts + sequences])
+
+    def _write_tokens(self, block: np.ndarray, start: int, values: torch.Tensor) -> None:
+        end = start + values.shape[0]
+        block[start:end] = values.numpy()
+        block[end : start + self.bucket.total_tokens] = 0
+
+
+@lru_cache(maxsize=256)
+def block_layout(bucket: Bucket, *, has_token_types: bool) -> BlockLayout:
+    """The layout of a step of these sizes."""
+    sequences, tokens = bucket.batch_size, _aligned(bucket.total_tokens)
+    prompts = _aligned(sequences + 1)
+    ids = prompts + _aligned(sequences)
+    positions, types = ids + tokens, ids + 2 * tokens
+    num_ints = types + has_token_types * tokens
+    return BlockLayout(bucket, has_token_types, prompts, ids, positions, types, num_ints)
 
 
 class PinnedBlock:

@@ -43,11 +43,13 @@ def blame(error: BaseException) -> str:
     return blamed
 
 
-def memory_error(requests: Requests, device: torch.device, *, where: str) -> DeviceMemoryError:
+def memory_error(
+    error: Exception, requests: Requests, device: torch.device, *, where: str
+) -> DeviceMemoryError:
     return DeviceMemoryError(
         f"{_describe_step(requests)} does not fit the memory of {device}, not even in a step of "
-        f"its own ({where}); free memory there, cut the text (truncate=True), or load the model "
-        "in float16 or on another device"
+        f"its own ({where}: {_first_line(error)}); free memory there, cut the text "
+        "(truncate=True), or load the model in float16 or on another device"
     )
 
 

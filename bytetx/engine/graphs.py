@@ -111,13 +111,14 @@ class GraphCache:
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._reserved.clear()
+        self._seen.clear()  # what is needed now runs eagerly first
         self._pool, self._reserved_tokens = None, 0
         return True
 
     def _capture(
         self, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
     ) -> CapturedStep:
-        block = torch.zeros(layout.offsets()[-1], dtype=torch.int32, device=self._device)
+        block = torch.zeros(layout.num_ints, dtype=torch.int32, device=self._device)
         step = layout.read(block, step, max_seqlen=max_seqlen)
         graph = torch.cuda.CUDAGraph()
         # cuBLAS workspaces of the process: a graph must not hold one that others may free.

@@ -1,5 +1,6 @@
 """Requests -> PackedBatch -> forward pass -> rows on the host, also where the device fails."""
 
+import logging
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +13,8 @@ from bytetx.engine.request import Failure, Requests
 from bytetx.engine.step import Step, Task
 from bytetx.packed import pack_columns
 from bytetx.transformer import Transformer
+
+logger = logging.getLogger("bytetx")
 
 R = TypeVar("R")
 
@@ -92,13 +95,19 @@ class Runner:
         """
         parts: list[Part] = []
         failures: list[Failure] = []
-        waiting = [requests]
+        waiting, may_give_back = [requests], True
         while waiting:
             piece = waiting.pop()
             try:
                 parts.append(self._start(piece, task))
             except (RuntimeError, MemoryError) as error:
-                waiting += reversed(self._after(error, piece, failures))
+                where = self._examine(error, piece)
+                if faults.is_out_of_memory(error) and may_give_back:
+                    may_give_back = False  # graphs may come back at once: cut steps after that
+                    if self._queue is not None and self._queue.give_memory_back():
+                        waiting.append(piece)
+                        continue
+                waiting += self._after(error, piece, failures, where=where)
         step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
         return Launched(step, tuple(failures), tuple(parts))
 
@@ -120,10 +129,8 @@ class Runner:
         )
         return Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
 
-    def _after(
-        self, error: Exception, requests: Requests, failures: list[Failure]
-    ) -> list[Requests]:
-        """What to try instead of a step that failed. Raises what is not the device's doing."""
+    def _examine(self, error: Exception, requests: Requests) -> str:
+        """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
         if not faults.is_of_device(error, self.device):
             raise error
         where = faults.blame(error)
@@ -132,18 +139,21 @@ class Runner:
                 self._queue.recover()
             except RuntimeError as dead:
                 raise faults.lost_error(dead, len(requests), self.device) from error
-        if not faults.is_out_of_memory(error):
-            failure = faults.step_error(error, requests, self.device, where=where)
-            failure.__cause__ = error
-            failures += [Failure(int(index), failure) for index in requests.indices]
-            return []
-        if self._queue is not None and self._queue.give_memory_back():
-            return [requests]
-        if len(requests) > 1:
-            return requests.cut([0, len(requests) // 2, len(requests)])
-        failure = faults.memory_error(requests, self.device, where=where)
-        failure.__cause__ = error
-        failures.append(Failure(int(requests.indices[0]), failure))
+        return where
+
+    def _after(
+        self, error: Exception, requests: Requests, failures: list[Failure], *, where: str
+    ) -> list[Requests]:
+        """What to try instead of a step that failed, the last first."""
+        is_short = faults.is_out_of_memory(error)
+        if is_short and len(requests) > 1:
+            return requests.cut([0, len(requests) // 2, len(requests)])[::-1]
+        describe = faults.memory_error if is_short else faults.step_error
+        failure = describe(error, requests, self.device, where=where)
+        logger.debug("%s", failure, exc_info=error)
+        # Its traceback holds frames, and these the step, its outputs and, in a ring, the failure.
+        failure.__cause__ = error.with_traceback(None)
+        failures += [Failure(int(index), failure) for index in requests.indices]
         return []
 
 

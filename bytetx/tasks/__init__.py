@@ -1,1 +1,1 @@
-"""What is made of the hidden states, one room a task; each meets engine.runner.Task."""
+"""What is made of the hidden states, one room a task; each meets engine.step.Task."""

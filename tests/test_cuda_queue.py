@@ -1,0 +1,248 @@
+"""The queue of a GPU on a CPU: fakes stand in for streams, events, pinned memory and graphs."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from tiny import one_thread  # noqa: F401  (autouse)
+
+import bytetx
+from bytetx.engine import cuda_queue, graphs
+from bytetx.engine.block import BlockLayout
+from bytetx.engine.cuda_queue import CudaQueue, _copy, _OnStream
+from bytetx.engine.graphs import CapturedStep
+from bytetx.engine.step import Step, Task
+from bytetx.model import Model
+from bytetx.transformer import Transformer
+
+
+class FakeStream:
+    def __init__(self, device: torch.device | None = None):
+        self.stream_id, self.device_index, self.device_type = id(self), 0, 1
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class FakeEvent(FakeStream):
+    def record(self, stream: object = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeGraph:
+    """What a captured graph does: the same work again, into the same outputs."""
+
+    def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]):
+        self.compute, self.outputs, self.num_replays = compute, compute(), 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for output, value in zip(self.outputs, self.compute(), strict=True):
+            output.copy_(value)
+
+
+def fake_capture(
+    cache: graphs.GraphCache, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
+) -> CapturedStep:
+    block = torch.zeros(layout.num_ints, dtype=torch.int32)
+    layout.write(block.numpy(), step)  # computing is checked here; capturing is not
+    padded, transformer = layout.read(block, step, max_seqlen=max_seqlen), cache._transformer
+    graph = FakeGraph(lambda: task.compute(transformer, padded))
+    return CapturedStep(graph, block, graph.outputs, task)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **o: empty(*a, **o))
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(cuda_queue, "_OnStream", nullcontext)
+    monkeypatch.setattr(graphs.GraphCache, "_capture", fake_capture)
+    monkeypatch.setattr(graphs.GraphCache, "_reserve", lambda cache, total_tokens: None)
+    monkeypatch.setattr(Transformer, "is_capturable", True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("roberta"), "roberta")
+
+
+@pytest.fixture
+def plain(folder: Path) -> Model:
+    return bytetx.load(folder, device="cpu", token_budget=200)
+
+
+def queued(model: Model, *, has_graphs: bool = True) -> tuple[Model, CudaQueue]:
+    other = Model(model.checkpoint, token_budget=model.token_budget)
+    queue = CudaQueue(
+        model.transformer,
+        device=torch.device("cpu"),
+        max_tokens=model.token_budget,
+        has_graphs=has_graphs,
+    )
+    other._runner._queue = queue
+    return other, queue
+
+
+def batches(num_batches: int) -> Iterator[list[list[int]]]:
+    rng = np.random.default_rng(5)
+    for _ in range(num_batches):
+        lengths = rng.integers(1, 38, rng.integers(1, 7))
+        yield [rng.integers(5, 50, length).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("pooling", ["mean", "cls", ("max", "lasttoken")])
+def test_padded_steps_give_what_plain_ones_do(
+    plain: Model, has_graphs: bool, pooling: str | tuple[str, ...]
+) -> None:
+    model, queue = queued(plain, has_graphs=has_graphs)
+    for batch in batches(40):
+        ours = model.embed(batch, pooling=pooling, normalize=True).vectors
+        theirs = plain.embed(batch, pooling=pooling, normalize=True).vectors
+        np.testing.assert_array_equal(ours, theirs)
+    assert (queue.num_graphs > 3) == has_graphs
+
+
+def test_outputs_of_tokens_end_with_the_last_text(plain: Model) -> None:
+    model, _ = queued(plain)
+    for batch in batches(5):
+        ours, theirs = model.hidden_states(batch), plain.hidden_states(batch)
+        for one, other in zip(ours, theirs, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_second_need_captures_and_the_third_replays(plain: Model) -> None:
+    model, queue = queued(plain)
+    counts = []
+    for _ in range(4):
+        model.embed([[7] * 20])
+        counts.append(queue.num_graphs)
+    assert counts == [0, 1, 1, 1]
+    (captured,) = queue._graphs._graphs.values()
+    assert captured.graph.num_replays == 3
+    model.embed([[7] * 21, [8] * 3])  # another number of texts
+    model.embed([[7] * 20], pooling="max")  # other work
+    assert queue.num_graphs == 1
+
+
+def test_the_least_recently_used_graph_goes(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    model, queue = queued(plain)
+
+    def tokens() -> list[int]:
+        return [layout.bucket.total_tokens for layout, _ in queue._graphs._graphs]
+
+    for num_texts in (1, 1, 2, 2, 1, 4, 4):
+        model.embed([[7] * 35] * num_texts)
+    assert tokens() == [64, 144]
+
+
+def test_a_refused_capture_is_tried_once(
+    plain: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(graphs.GraphCache, "_capture", refuse)
+    model, queue = queued(plain)
+    expected = plain.embed([[7] * 20]).vectors
+    for _ in range(4):
+        np.testing.assert_array_equal(model.embed([[7] * 20]).vectors, expected)
+    assert queue.num_graphs == 0
+    assert caplog.text.count("no CUDA graph for 32 tokens: operation not permitted") == 1
+
+
+def test_steps_beyond_the_largest_bucket_have_no_graph(plain: Model) -> None:
+    model, queue = queued(Model(plain.checkpoint, token_budget=16))
+    for _ in range(3):
+        ours = model.embed([[7] * 36]).vectors
+    np.testing.assert_array_equal(ours, plain.embed([[7] * 36]).vectors)
+    assert queue.num_graphs == 0
+
+
+def test_memory_is_given_up_before_texts(plain: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, queue = queued(plain)
+    for _ in range(3):
+        model.embed([[7] * 20])
+    forward = model.transformer.forward
+
+    sizes = []
+
+    def forward_without_graphs(batch: object, **options: object) -> torch.Tensor:
+        sizes.append(batch.total_tokens)
+        if queue.num_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch, **options)
+
+    monkeypatch.setattr(model.transformer, "forward", forward_without_graphs)
+    vectors = model.embed([[7] * 30] * 2).vectors
+    assert np.isfinite(vectors).all() and queue.num_graphs == 0
+    assert sizes == [64, 64]
+
+
+def test_graphs_that_come_back_at_once_end_in_cut_steps(
+    plain: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that fails behind its graph again and again must not be tried for ever."""
+    model, _ = queued(plain)
+    expected = plain.embed([[7] * 30] * 4).vectors
+
+    def copy_out(queue: CudaQueue, outputs: tuple[torch.Tensor, ...], *, is_static: bool) -> object:
+        if len(outputs[0]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return _copy(outputs, None)
+
+    monkeypatch.setattr(CudaQueue, "_copy_out", copy_out)
+    for _ in range(3):
+        np.testing.assert_array_equal(model.embed([[7] * 30] * 4).vectors, expected)
+
+
+def test_no_cycle_holds_a_queue(plain: Model) -> None:
+    model, queue = queued(plain)
+    for _ in range(3):
+        model.embed([[7] * 20])
+    (captured,) = queue._graphs._graphs.values()
+    gone = [weakref.ref(queue), weakref.ref(captured.graph)]
+    gc.disable()
+    try:
+        del model, queue, captured
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_the_streams_and_the_device_of_the_caller_come_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = {"device": 0, "streams": [(10, 0, 1), (11, 1, 1)]}
+
+    def set_stream(*, stream_id: int, device_index: int, device_type: int) -> None:
+        state["device"] = device_index
+        state["streams"][device_index] = (stream_id, device_index, device_type)
+
+    fakes = {
+        "_cuda_getDevice": lambda: state["device"],
+        "_cuda_setDevice": lambda index: state.update(device=index),
+        "_cuda_getCurrentStream": lambda index: state["streams"][index],
+        "_cuda_setStream": set_stream,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch._C, name, fake, raising=False)
+    stream = FakeStream()
+    stream.device_index = 1
+    with _OnStream(stream):
+        assert state == {"device": 1, "streams": [(10, 0, 1), (stream.stream_id, 1, 1)]}
+    assert state == {"device": 0, "streams": [(10, 0, 1), (11, 1, 1)]}
