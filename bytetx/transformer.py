@@ -111,19 +111,21 @@ class Transformer:
 
         on_layer: called with the embedding's and then each layer's output.
         """
-        return self.encode(self._embed(batch), batch, on_layer=on_layer)
+        return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
 
     def encode(
         self,
-        x: torch.Tensor,
+        embed_tokens: Callable[[], torch.Tensor],
         batch: PackedBatch,
         *,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """The layers alone, from embedded tokens x [total_tokens, hidden_size].
+        """The layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
 
+        It is called here, so that no frame above holds the embedding while the layers run.
         on_layer: as in forward, which says what this returns and runs it in inference mode.
         """
+        x = embed_tokens()
         if on_layer:
             on_layer(x)
         plan = plan_attention(
