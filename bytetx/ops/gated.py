@@ -15,7 +15,7 @@ from bytetx.ops.linear import (
     prepare_linear,
     run_kernel,
 )
-from bytetx.ops.linear_plan import plan_gated
+from bytetx.ops.linear_plan import LinearPlan, plan_gated
 
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
@@ -69,14 +69,19 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     require_contiguous("x", x)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
-    if x.is_cuda and w.block == _BLOCK and has_kernel(fused) and is_aligned(x):
-        dtype = DTYPE_NAMES[fused.dtype]
-        plan = plan_gated(x.shape[0], fused.n, fused.k, dtype=dtype)
-        if plan.tiling is not None and not torch.compiler.is_compiling():
+    if x.is_cuda and w.block == _BLOCK and not torch.compiler.is_compiling():
+        plan = _plan(x, fused)
+        if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
     both = linear(x, fused).view(x.shape[0], w.n // w.block, 2, w.block)
     gates, values = both.unbind(2)
     return (reference.activate(gates, activation) * values).reshape(x.shape[0], w.n)
+
+
+def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
+    if not has_kernel(fused) or not is_aligned(x):
+        return LinearPlan(None)
+    return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
 
 
 def _in_turn(gate: Tensor, up: Tensor, block: int) -> Tensor:

@@ -100,13 +100,13 @@ def linear(
 
 def fuses_residual(m: int, w: LinearWeight) -> bool:
     """Whether `linear` on m rows adds a residual for free; else whoever reads d next should."""
-    if not w.weight.is_cuda or not has_kernel(w):
+    if not w.weight.is_cuda or torch.compiler.is_compiling() or not has_kernel(w):
         return False
     return not leaves_residual(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
 
 
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    if not has_kernel(w) or not is_aligned(x) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_kernel(w) or not is_aligned(x):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     fuses = residual is not None and activation == "none" and is_aligned(residual)
     epilogue = RESIDUAL if fuses else EPILOGUES[activation]
