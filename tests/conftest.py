@@ -13,6 +13,16 @@ settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True
 settings.load_profile("ci")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--random-lists",
+        type=int,
+        default=500,
+        metavar="N",
+        help="random lists of lengths that attention is tested on (10000 take a minute on an H200)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs more GPUs than there are; torch is asked only when a test needs one."""
     needs = {item: needed for item in items if (needed := gpus_needed(item))}
