@@ -48,9 +48,11 @@ HEIGHTS = {
 }
 WITHOUT_TORCH = [
     "bytetx.engine.buckets",
+    "bytetx.engine.generation",
     "bytetx.engine.kv_cache",
     "bytetx.engine.request",
     "bytetx.engine.scheduler",
+    "bytetx.engine.step_columns",
     "bytetx.parallel.plan",
     "bytetx.spec",
 ]
