@@ -44,16 +44,20 @@ HEIGHTS = {
     "bytetx.errors": 0,
     "bytetx.family": 0,
     "bytetx.packed": 0,
+    "bytetx.sampling": 0,
     "bytetx.spec": 0,
 }
 WITHOUT_TORCH = [
     "bytetx.engine.buckets",
+    "bytetx.engine.detokenizer",
     "bytetx.engine.generation",
     "bytetx.engine.kv_cache",
     "bytetx.engine.request",
     "bytetx.engine.scheduler",
     "bytetx.engine.step_columns",
+    "bytetx.engine.stopping",
     "bytetx.parallel.plan",
+    "bytetx.sampling",
     "bytetx.spec",
 ]
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}
