@@ -131,7 +131,7 @@ def test_draws_follow_the_exact_softmax(row: Row) -> None:
 row_strategy = st.builds(
     Row,
     temperature=st.sampled_from([0.0, 0.1, 0.7, 1.0, 3.0]),
-    top_k=st.sampled_from([0, 1, 3, 40, 1500, 9999]),
+    top_k=st.sampled_from([0, 1, 3, 40, 1200, 9999]),
     top_p=st.sampled_from([0.0, 0.1, 0.6, 0.95, 1.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     seed=st.integers(-(2**63), 2**63 - 1),
@@ -142,7 +142,7 @@ row_strategy = st.builds(
 @given(st.lists(row_strategy, min_size=1, max_size=6), st.integers(0, 2**31))
 def test_a_draw_is_the_row_s_own_whatever_the_batch(rows: list[Row], state: int) -> None:
     generator = torch.Generator().manual_seed(state)
-    logits = torch.randn(len(rows), 2500, generator=generator) * 1.5
+    logits = torch.randn(len(rows), 1500, generator=generator) * 1.5
     together = sample_rows(logits, rows)
     assert together == [sample_rows(logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
     assert together[::-1] == sample_rows(logits.flip(0), rows[::-1])
