@@ -21,7 +21,8 @@ class SamplingParams:
     """How tokens are chosen and when a text ends; checked once, when it is made.
 
     n: answers to each prompt.
-    max_tokens: the most tokens of an answer; None goes on until a stop or the last position.
+    max_tokens: the most tokens of an answer, fewer where the model's positions or the cache end
+    before; None goes on until there.
     min_tokens: before these, nothing that would stop the answer is chosen or looked for.
     temperature: divides the logits; 0 takes the most likely token (greedy).
     top_k: keeps the k most likely tokens; 0 keeps all.  top_p: of these, keeps the most likely

@@ -25,7 +25,9 @@ class FakeModel:
         columns = columns_of(plan, page_size=self.page_size)
         self.cache[columns.slot_mapping] = columns.input_ids
         return [
-            self._next(columns, number) if row.samples else None
+            self.hash(self.prefix(columns, number, columns.kv_seqlens[number]))
+            if row.samples
+            else None
             for number, row in enumerate(plan.rows)
         ]
 
@@ -39,7 +41,8 @@ class FakeModel:
     def hash(self, prefix: np.ndarray) -> int:
         return crc32(prefix.tobytes()) % self.vocab_size
 
-    def _next(self, columns: StepColumns, number: int) -> int:
-        places = np.arange(columns.kv_seqlens[number])
+    def prefix(self, columns: StepColumns, number: int, length: int) -> np.ndarray:
+        """The first tokens of row `number` of a step, as its pages hold them."""
+        places = np.arange(length)
         pages = columns.page_table[number, places // self.page_size]
-        return self.hash(self.cache[pages * self.page_size + places % self.page_size])
+        return self.cache[pages * self.page_size + places % self.page_size]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bytetx.engine.generation import GenerationScheduler, StepPlan
 from bytetx.engine.sequence import SequenceState, Status
 from bytetx.errors import InputError, TooLongError
+from bytetx.sampling import SamplingParams
 
 
 @dataclass(slots=True)
@@ -190,7 +191,9 @@ def test_a_prompt_in_pieces_is_followed_by_one_that_shares_it() -> None:
 
 def test_scored_prompts_get_every_logit_once_in_spite_of_the_cache() -> None:
     run = run_of(num_pages=12, token_budget=7, max_num_seqs=4)
-    scored = [SequenceState([1] * 21, 3, scores_prompt=True) for _ in range(4)]
+    scored = [
+        SequenceState([1] * 21, 3, params=SamplingParams(prompt_logprobs=0)) for _ in range(4)
+    ]
     logits: Counter[tuple[int, int]] = Counter()
     for sequence in scored:
         run.scheduler.add(sequence)

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from bytetx.engine.detokenizer import Detokenizer
-from bytetx.engine.stopping import StopChecker, StopStrings
+from bytetx.engine.sequence import SequenceState
+from bytetx.engine.stopping import (
+    StopStrings,
+    finish_reason,
+    forbidden_tokens,
+    stop_token_ids,
+)
 from bytetx.sampling import SamplingParams
 
 letters = st.text("abc", max_size=30)
@@ -55,13 +61,15 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
 
 def test_finish_reasons() -> None:
     params = SamplingParams(stop_token_ids=[7], min_tokens=2)
-    checker = StopChecker(params, max_tokens=4, eos_token_ids=[0])
-    assert checker.forbidden(1) == {0, 7} and checker.forbidden(2) == frozenset()
-    assert checker.finish_reason(7, 2) is None
-    assert checker.finish_reason(7, 3) == checker.finish_reason(0, 4) == "stop"
-    assert (checker.finish_reason(1, 3), checker.finish_reason(1, 4)) == (None, "length")
-    ignoring = StopChecker(SamplingParams(ignore_eos=True), max_tokens=4, eos_token_ids=[0])
-    assert ignoring.finish_reason(0, 1) is None
+    sequence = SequenceState([5], 4, params=params, stop_token_ids=stop_token_ids(params, [0]))
+    reasons, forbidden = [], []
+    for token in (7, 7, 7, 0, 3):
+        forbidden.append(forbidden_tokens(sequence))
+        sequence.token_ids.append(token)
+        reasons.append(finish_reason(sequence))
+    assert reasons == [None, None, "stop", "stop", "length"]
+    assert forbidden == [{0, 7}, {0, 7}, frozenset(), frozenset(), frozenset()]
+    assert stop_token_ids(SamplingParams(ignore_eos=True), [0]) == frozenset()
 
 
 def byte_level(chunks: list[bytes]) -> Tokenizer:

@@ -82,6 +82,8 @@ class GenerationScheduler:
         self._running: list[SequenceState] = []  # by rank
         self._seats = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
+        self.num_preempted = 0  # since the start
+        self.num_found_tokens = 0  # that were not computed, for pages held them already
 
     @property
     def num_waiting(self) -> int:
@@ -183,6 +185,7 @@ class GenerationScheduler:
         step.num_preempted += 1
         step.is_short_of_pages = True
         sequence.num_preemptions += 1
+        self.num_preempted += 1
         self._stop_running(sequence)
         self._wait(sequence)
 
@@ -201,6 +204,7 @@ class GenerationScheduler:
             self._find_pages(sequence)
             needed = self._pages_missing(sequence)
             if needed + promised + len(self._running) > pages.num_available:
+                self.num_found_tokens -= sequence.num_computed
                 pages.release(sequence.pages)
                 sequence.forget_pages()
                 return
@@ -225,6 +229,7 @@ class GenerationScheduler:
         if found:
             sequence.pages += found
             sequence.skip_to(first + len(found), page_size=page_size)
+            self.num_found_tokens += len(found) * page_size
 
     def _schedule(self, sequence: SequenceState, num_tokens: int, step: "_OpenStep") -> None:
         start, pages = sequence.num_computed, self.pages

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from bytetx.engine.kv_cache import page_key
+from bytetx.sampling import SamplingParams
 
 
 class Status(Enum):
@@ -29,7 +30,9 @@ class SequenceState:
     token_ids: list[int]
     max_tokens: int
     priority: int = 0
-    scores_prompt: bool = False
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
     arrival: int = -1
     num_prompt_tokens: int = field(init=False)
     num_computed: int = 0
@@ -43,6 +46,11 @@ class SequenceState:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logits of the prompt's tokens are wanted, too."""
+        return self.params.prompt_logprobs is not None
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -1,12 +1,11 @@
 """When an answer ends, and what of its text may be shown before that is known."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+from bytetx.engine.outputs import FinishReason
+from bytetx.engine.sequence import SequenceState
 from bytetx.sampling import SamplingParams
-
-FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
@@ -51,28 +50,21 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass(slots=True)
-class StopChecker:
-    """Whether an answer ends with a token, by everything but its text.
+def stop_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The tokens that end an answer; eos_token_ids: the checkpoint's end-of-text tokens."""
+    return frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
 
-    eos_token_ids: the checkpoint's end-of-text tokens.  max_tokens: resolved, never None.
-    """
 
-    params: SamplingParams
-    max_tokens: int
-    eos_token_ids: Collection[int] = ()
-    token_ids: frozenset[int] = field(init=False)
+def finish_reason(sequence: SequenceState) -> FinishReason | None:
+    """Whether an answer ends with its last token, by everything but its text."""
+    num_tokens = sequence.num_output_tokens
+    is_stop = sequence.token_ids[-1] in sequence.stop_token_ids
+    if is_stop and num_tokens > sequence.params.min_tokens:
+        return "stop"
+    return "length" if num_tokens >= sequence.max_tokens else None
 
-    def __post_init__(self) -> None:
-        eos = () if self.params.ignore_eos else self.eos_token_ids
-        self.token_ids = frozenset((*self.params.stop_token_ids, *eos))
 
-    def finish_reason(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
-        """num_output_tokens: of the answer, this one included."""
-        if token_id in self.token_ids and num_output_tokens > self.params.min_tokens:
-            return "stop"
-        return "length" if num_output_tokens >= self.max_tokens else None
-
-    def forbidden(self, num_output_tokens: int) -> frozenset[int]:
-        """Tokens that must not come next, for the answer is below its min_tokens."""
-        return self.token_ids if num_output_tokens < self.params.min_tokens else frozenset()
+def forbidden_tokens(sequence: SequenceState) -> frozenset[int]:
+    """Tokens that must not come next, for the answer is below its min_tokens."""
+    is_below = sequence.num_output_tokens < sequence.params.min_tokens
+    return sequence.stop_token_ids if is_below else frozenset()
