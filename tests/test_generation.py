@@ -26,7 +26,7 @@ class Run:
     num_computed: int = 0
     started: dict[SequenceState, None] = field(default_factory=dict)  # in order
 
-    def step(self) -> None:
+    def step(self) -> StepPlan:
         """Plans, checks and runs a step; sequences that have their last token end."""
         plan = self.scheduler.step()
         check_plan(plan, self.scheduler)
@@ -39,6 +39,7 @@ class Run:
                 self.scheduler.append(row.sequence, token)
                 if row.sequence.num_output_tokens == row.sequence.max_tokens:
                     self.scheduler.finish(row.sequence)
+        return plan
 
     def finish(self) -> "Run":
         while self.scheduler.has_work:
@@ -198,15 +199,32 @@ def test_scored_prompts_get_every_logit_once_in_spite_of_the_cache() -> None:
     for sequence in scored:
         run.scheduler.add(sequence)
     while run.scheduler.has_work:
-        plan = run.scheduler.step()
-        for row, token in zip(plan.rows, run.model.next_tokens(plan), strict=True):
+        for row in run.step().rows:
             end = row.start + row.num_tokens
             logits.update((row.sequence.arrival, p) for p in range(end - row.num_logits, end))
-            if token is not None:
-                run.scheduler.append(row.sequence, token)
-                if row.sequence.num_output_tokens == 3:
-                    run.scheduler.finish(row.sequence)
     assert logits == Counter({(a, p): 1 for a in range(4) for p in range(23)})
+
+
+def test_a_prompt_that_is_preempted_while_it_is_scored_gets_no_logit_twice() -> None:
+    run = run_of(token_budget=2, max_num_seqs=2, caches_prefixes=False)
+    growing = SequenceState([1, 2], 60)
+    scored = SequenceState([3] * 40, 1, params=SamplingParams(prompt_logprobs=0))
+    run.scheduler.add(growing)
+    run.scheduler.add(scored)
+    logits: Counter[int] = Counter()
+    while run.scheduler.has_work:
+        for row in run.step().rows:
+            if row.sequence is scored:
+                end = row.start + row.num_tokens
+                logits.update(range(end - row.num_logits, end))
+    assert scored.num_preemptions > 0 and logits == Counter(range(40))
+
+
+def test_pages_are_published_again_after_a_preemption() -> None:
+    sequence = SequenceState([1] * 9, 1)
+    assert [*sequence.take_unpublished(2)] == [0, 1] and not sequence.take_unpublished(2)
+    sequence.forget_pages()
+    assert [*sequence.take_unpublished(2)] == [0, 1]
 
 
 def test_pages_that_run_out_preempt_the_last_and_the_answers_stay() -> None:
@@ -218,6 +236,16 @@ def test_pages_that_run_out_preempt_the_last_and_the_answers_stay() -> None:
     assert run.num_preempted > 0 and sequences[0].num_preemptions == 0
     for sequence in sequences:
         assert sequence.output_ids == run.model.alone(sequence.token_ids[:6], 20)
+
+
+def test_a_cache_that_is_too_small_for_all_costs_little() -> None:
+    """Each needs 7 pages and all want to start with 2: without a page kept free for each, the
+    last ones would start over and over (27 preemptions here, half of all tokens again)."""
+    run = run_of(num_pages=24, token_budget=64, max_num_seqs=8, caches_prefixes=False)
+    for number in range(24):
+        run.scheduler.add(SequenceState([number] * 6, 20))
+    run.finish()
+    assert run.num_preempted <= 14 and run.num_computed <= 1.3 * 24 * 25
 
 
 def test_what_a_failed_step_wrote_is_not_found() -> None:

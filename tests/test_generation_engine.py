@@ -154,6 +154,12 @@ def test_stop_strings_end_the_text_before_them() -> None:
     assert shown == [*free[:3], "", ""]  # held back, then cut
 
 
+def test_stop_strings_wait_for_min_tokens() -> None:
+    free = alone([7], GREEDY)[0]
+    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=4, stop=[free[1:3], free[5:7]])
+    assert alone([7], params)[0] == free[:5]
+
+
 def test_n_answers_differ_and_come_again_with_their_seed() -> None:
     engine, _, _ = engine_of()
     engine.add_request([1, 2], SamplingParams(n=4, seed=11, max_tokens=10))

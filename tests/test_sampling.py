@@ -158,6 +158,21 @@ def drawn_by_definition(x: torch.Tensor, row: Row) -> int:
     return int(np.searchsorted(cumulative, target, side="right"))
 
 
+@pytest.mark.parametrize("number", [0.0, 2.0**-52, 0.5, 1 - 2.0**-52])
+def test_no_number_draws_a_token_that_is_out(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even at the ends, where blocks of tokens without weight lie and rounding decides."""
+    drawn = torch.full((400,), number, dtype=torch.float64)
+    monkeypatch.setattr("bytetx.ops.sampling.uniform", lambda seeds, positions: drawn)
+    logits = torch.randn(400, 1300) * 4
+    kept = torch.rand(400, 1300) < torch.logspace(-2.5, -0.1, 400).unsqueeze(1)
+    logits[~kept] = -torch.inf
+    logits[:, 700] = 0
+    tokens = torch.tensor(sample_rows(logits, [Row(temperature=0.8)] * 400))
+    assert torch.isfinite(logits[torch.arange(400), tokens]).all()
+
+
 def test_a_flat_nucleus_beyond_the_candidates_is_found_whole() -> None:
     logits = torch.stack([torch.linspace(0, 1e-3, 5000), torch.linspace(0, 50, 5000)])
     rows = [Row(top_p=0.9, position=place) for place in range(4000)]

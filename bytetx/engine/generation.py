@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
@@ -127,8 +127,7 @@ class GenerationScheduler:
         while place < len(self._running):
             self._continue(self._running[place], step)
             place += 1
-        if not step.is_short_of_pages:
-            self._admit(step)
+        self._admit(step)
         return StepPlan(tuple(step.rows), self.token_budget - step.left, step.num_preempted)
 
     def append(self, sequence: SequenceState, token_id: int) -> None:
@@ -156,15 +155,13 @@ class GenerationScheduler:
 
     def _continue(self, sequence: SequenceState, step: "_OpenStep") -> None:
         """The next piece of a running sequence, its one token in decode."""
-        if sequence.num_left == 1 and step.num_decodes:
+        if sequence.num_left == 1:
             step.num_decodes -= 1
             wanted = 1
         else:
             self._find_pages(sequence)
             wanted = min(sequence.num_left, step.left - step.num_decodes)
         num_tokens = min(wanted, self._make_room(sequence, wanted, step))
-        if num_tokens < wanted:
-            step.is_short_of_pages = True
         if num_tokens > 0:
             self._schedule(sequence, num_tokens, step)
 
@@ -181,9 +178,7 @@ class GenerationScheduler:
         return held * pages.page_size - sequence.num_computed
 
     def _preempt(self, sequence: SequenceState, step: "_OpenStep") -> None:
-        step.num_decodes -= sequence.num_left == 1
         step.num_preempted += 1
-        step.is_short_of_pages = True
         sequence.num_preemptions += 1
         self.num_preempted += 1
         self._stop_running(sequence)
@@ -289,13 +284,12 @@ class GenerationScheduler:
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step while it is planned.  num_decodes: decode rows ahead, which the budget is kept for."""
+    """A step while it is planned.
+
+    num_decodes: decode rows ahead, which the budget is kept for; a preempted one still counts.
+    """
 
     left: int
     num_decodes: int
-    is_short_of_pages: bool = False
     num_preempted: int = 0
-    rows: list[StepRow] | None = None
-
-    def __post_init__(self) -> None:
-        self.rows = []
+    rows: list[StepRow] = field(default_factory=list)
