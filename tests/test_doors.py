@@ -31,6 +31,7 @@ HEIGHTS = {
     "bytetx.token_ids": 4,
     "bytetx.tasks": 4,
     "bytetx.engine": 3,
+    "bytetx.byte_level": 2,
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
     "bytetx.sentence": 2,

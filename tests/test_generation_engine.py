@@ -9,6 +9,7 @@ import torch
 from fake_model import FakeModel
 
 from bytetx.engine.async_engine import AsyncEngine
+from bytetx.engine.detokenizer import DecodedStream
 from bytetx.engine.engine import GenerationEngine
 from bytetx.engine.generation import GenerationScheduler, StepPlan
 from bytetx.engine.outputs import AnswerPiece, RowResult
@@ -59,12 +60,16 @@ def decode(token_ids: list[int]) -> str:
     return "".join(chr(ord("!") + token) for token in token_ids)
 
 
+def open_text(context: list[int]) -> DecodedStream:
+    return DecodedStream(decode, context=context)
+
+
 def engine_of(*, num_pages: int = 64, eos_token_ids: tuple[int, ...] = (), **options) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
     runner = FakeRunner(**sizes, max_num_seqs=8)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": 200}
     scheduler = GenerationScheduler(**sizes, **limits)
-    settings = {"decode": decode, "eos_token_ids": eos_token_ids, "seed": 0} | options
+    settings = {"open_text": open_text, "eos_token_ids": eos_token_ids, "seed": 0} | options
     return GenerationEngine(runner, scheduler, **settings), runner, scheduler
 
 
@@ -264,9 +269,9 @@ def test_a_bad_request_is_refused_alone(
 
 
 def test_token_ids_alone_need_no_text() -> None:
-    assert alone([1, 2], GREEDY, decode=None)[:2] == ("", alone([1, 2], GREEDY)[1])
+    assert alone([1, 2], GREEDY, open_text=None)[:2] == ("", alone([1, 2], GREEDY)[1])
     with pytest.raises(InputError, match="the model has no tokenizer: use stop_token_ids"):
-        alone([1, 2], SamplingParams(stop="x"), decode=None)
+        alone([1, 2], SamplingParams(stop="x"), open_text=None)
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> tuple:

@@ -13,6 +13,7 @@ from bytetx.ops.sampling import (
     Biases,
     Filters,
     Penalties,
+    _draw,
     adjust_logits,
     greedy,
     is_bad_row,
@@ -171,6 +172,19 @@ def test_no_number_draws_a_token_that_is_out(
     logits[:, 700] = 0
     tokens = torch.tensor(sample_rows(logits, [Row(temperature=0.8)] * 400))
     assert torch.isfinite(logits[torch.arange(400), tokens]).all()
+
+
+def test_a_block_boundary_is_no_way_to_a_token_without_weight() -> None:
+    """Weights of very different size: sums round, and a share may seem to lie outside its block."""
+    weights = torch.zeros(3000, 3, 4)
+    weights[:, :, 1:3] = torch.rand(3000, 3, 2) * 10.0 ** torch.randint(-20, 1, (3000, 3, 1))
+    sums = weights.sum(-1).double()
+    edges = sums.cumsum(-1)
+    for boundary in (0, 1):
+        share = edges[:, boundary] / edges[:, -1]
+        for number in (share, share - 2.0**-53, share + 2.0**-53):
+            token = _draw(weights, number.clamp(0, 1 - 2.0**-52)).unsqueeze(1)
+            assert (weights.flatten(1).gather(1, token) > 0).all()
 
 
 def test_a_flat_nucleus_beyond_the_candidates_is_found_whole() -> None:

@@ -1,15 +1,18 @@
 """Answer: one text being generated, from tokens to what its caller sees of it."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from bytetx.engine.detokenizer import Decode, Detokenizer
+from bytetx.engine.detokenizer import TextStream
 from bytetx.engine.outputs import AnswerPiece, FinishReason, RowResult, TokenLogprob
 from bytetx.engine.sequence import SequenceState
 from bytetx.engine.stopping import StopStrings, finish_reason
 from bytetx.errors import InputError
 
-# Tokens of the prompt that the first word is decoded with; more change nothing.
-_CONTEXT_TOKENS = 6
+# Starts the text of one answer; it is given the last tokens of the prompt.
+OpenText = Callable[[Sequence[int]], TextStream]
+
+_CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back
 
 
 @dataclass(slots=True, eq=False)
@@ -17,18 +20,18 @@ class Answer:
     """A sequence and what of it was given out.
 
     streams: pieces are given as they come; else there is one, at the end.
-    decode: None where only token ids are wanted.
+    open_text: None where only token ids are wanted.
     """
 
     request_id: int
     index: int
     sequence: SequenceState
     streams: bool
-    decode: Decode | None
+    open_text: OpenText | None
     reason: FinishReason | None = None
     stop: str | int | None = None
     error: InputError | None = None
-    _detokenizer: Detokenizer | None = None
+    _stream: TextStream | None = None
     _stops: StopStrings = field(init=False)
     _text: str = ""
     _token_ids: list[int] = field(default_factory=list)
@@ -39,9 +42,8 @@ class Answer:
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sequence.params.stop)
-        if self.decode is not None:
-            context = self.sequence.token_ids[-_CONTEXT_TOKENS:]
-            self._detokenizer = Detokenizer(self.decode, context=context)
+        if self.open_text is not None:
+            self._stream = self.open_text(self.sequence.token_ids[-_CONTEXT_TOKENS:])
 
     def add(self, result: RowResult) -> None:
         """What a step gave; `reason` says whether the answer has ended."""
@@ -68,10 +70,10 @@ class Answer:
     def end(self, reason: FinishReason, *, error: InputError | None = None) -> None:
         """The last of the text, which may still complete a stop string."""
         self.reason, self.error = reason, error
-        if self._detokenizer is None:
+        if self._stream is None:
             return
         self._decode_pending()
-        self._show(self._detokenizer.flush())
+        self._show(self._stream.flush())
         if self._stops.matched is not None and reason in ("stop", "length"):
             self.reason, self.stop = "stop", self._stops.matched
         self._text += self._stops.flush()
@@ -96,8 +98,8 @@ class Answer:
         return piece
 
     def _decode_pending(self) -> None:
-        if self._detokenizer is not None and self._undecoded:
-            text = self._detokenizer.feed(self._undecoded)
+        if self._stream is not None and self._undecoded:
+            text = self._stream.feed(self._undecoded)
             self._undecoded = []
             self._show(text)
 

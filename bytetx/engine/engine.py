@@ -5,8 +5,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from bytetx.engine.answer import Answer
-from bytetx.engine.detokenizer import Decode
+from bytetx.engine.answer import Answer, OpenText
 from bytetx.engine.generation import GenerationScheduler, StepPlan
 from bytetx.engine.outputs import AnswerPiece, RowResult
 from bytetx.engine.sequence import SequenceState
@@ -38,15 +37,15 @@ class GenerationEngine:
         runner: StepRunner,
         scheduler: GenerationScheduler,
         *,
-        decode: Decode | None = None,
+        open_text: OpenText | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int | None = None,
     ):
-        """decode: token ids -> text; None gives token ids alone.
+        """open_text: starts the text of an answer (see detokenizer.py); None gives token ids alone.
 
         seed: of the seeds of requests that bring none.
         """
-        self._runner, self._scheduler, self._decode = runner, scheduler, decode
+        self._runner, self._scheduler, self._open_text = runner, scheduler, open_text
         self._eos_token_ids = frozenset(eos_token_ids)
         self._random = random.Random(seed)
         self._answers: dict[int, list[Answer]] = {}  # the unfinished ones, by request
@@ -84,7 +83,7 @@ class GenerationEngine:
                 stop_token_ids(params, self._eos_token_ids),
             )
             self._scheduler.add(sequence)  # refuses all n or none: they are equally long
-            answers.append(Answer(request_id, index, sequence, streams, self._decode))
+            answers.append(Answer(request_id, index, sequence, streams, self._open_text))
         self._num_requests += 1
         self._answers[request_id] = answers
         self._answer_of |= {answer.sequence: answer for answer in answers}
@@ -146,7 +145,7 @@ class GenerationEngine:
         """The most tokens that an answer gets: max_tokens, or what is left of the positions."""
         vocab_size = self._runner.vocab_size
         params.check_vocab(vocab_size)
-        if params.stop and self._decode is None:
+        if params.stop and self._open_text is None:
             raise InputError(
                 f"stop strings {list(params.stop)} need text, and the model has no tokenizer: "
                 "use stop_token_ids"
