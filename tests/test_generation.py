@@ -206,8 +206,8 @@ def test_scored_prompts_get_every_logit_once_in_spite_of_the_cache() -> None:
 
 
 def test_a_prompt_that_is_preempted_while_it_is_scored_gets_no_logit_twice() -> None:
-    run = run_of(num_pages=12, token_budget=4, max_num_seqs=2, caches_prefixes=False)
-    growing = SequenceState([1, 2, 3], 36)  # pieces are of 3 tokens beside it, then of 4
+    run = run_of(num_pages=12, token_budget=5, max_num_seqs=2, caches_prefixes=False)
+    growing = SequenceState([1, 2, 3], 36)  # pieces are of 4 tokens beside it, then of 5
     scored = SequenceState([3] * 40, 1, params=SamplingParams(prompt_logprobs=0))
     run.scheduler.add(growing)
     run.scheduler.add(scored)
