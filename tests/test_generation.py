@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from fake_model import FakeModel
@@ -249,15 +249,20 @@ def test_a_cache_that_is_too_small_for_all_costs_little() -> None:
 
 
 def test_what_a_failed_step_wrote_is_not_found() -> None:
-    run = run_of()
-    bad = SequenceState([5] * 9, 4)
-    run.scheduler.add(bad)
-    run.scheduler.step()  # planned, published, and it fails
+    run = run_of(token_budget=32)
+    bad, mate, other, late = (SequenceState([n] * 9, 4) for n in (5, 5, 6, 5))
+    for sequence in (bad, mate, other):
+        run.scheduler.add(sequence)
+    plan = run.scheduler.step()
+    assert [row.num_tokens for row in plan.rows] == [9, 1, 9]  # the mate found its pages
+    run.model.next_tokens(replace(plan, rows=plan.rows[2:], total_tokens=9))
     run.scheduler.discard([bad])
-    good = SequenceState([5] * 9, 4)
-    run.scheduler.add(good)
+    assert (mate.num_preemptions, other.num_preemptions) == (1, 0)
+    run.scheduler.append(other, run.model.alone([6] * 9, 1)[0])
+    run.scheduler.add(late)
     run.finish()
-    assert good.output_ids == run.model.alone([5] * 9, 4)
+    assert mate.output_ids == late.output_ids == run.model.alone([5] * 9, 4)
+    assert other.output_ids == run.model.alone([6] * 9, 4)
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,20 @@ def test_nan_logits_end_their_request_alone() -> None:
     assert whole(run(engine)[2, 0]) == alone([96] * 9, GREEDY)
 
 
+def test_a_bad_request_takes_no_other_of_its_prefix_with_it() -> None:
+    engine, runner, scheduler = engine_of()
+    runner.bad_token = 96
+    options = {"repetition_penalty": 1.5, "logit_bias": {96: -np.inf}, "max_tokens": 12}
+    params = [SamplingParams(seed=seed, **options) for seed in range(3)]
+    for last, param in zip((96, 1, 2), params, strict=True):
+        engine.add_request([5] * 8 + [last], param)
+    pieces = run(engine)
+    assert whole(pieces[0, 0])[2] == "error"
+    for number in (1, 2):
+        assert whole(pieces[number, 0]) == alone([5] * 8 + [number], params[number])
+    assert scheduler.num_preempted == 2  # both found pages of the bad one, and started again
+
+
 def test_a_processor_that_raises_ends_its_request_alone() -> None:
     def broken(token_ids: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
         return logits[:5] if len(token_ids) > 4 else logits

@@ -101,12 +101,17 @@ class GenerationEngine:
         plan = self._scheduler.step()
         if not plan.rows:
             return pieces
-        for row, result in zip(plan.rows, self._run(plan), strict=True):
+        results = self._run(plan)
+        for row, result in zip(plan.rows, results, strict=True):
             answer = self._answer_of[row.sequence]
             if result.token_id is not None:
                 self._scheduler.append(row.sequence, result.token_id)
             answer.add(result)
             self._give(answer, pieces)
+        # Last, for it may send other rows of this step back to start again.
+        self._scheduler.discard(
+            row.sequence for row, result in zip(plan.rows, results, strict=True) if result.error
+        )
         return pieces
 
     def _run(self, plan: StepPlan) -> Sequence[RowResult]:
@@ -128,9 +133,7 @@ class GenerationEngine:
             pieces.append(piece)
         if answer.reason is None:
             return
-        if answer.reason == "error":
-            self._scheduler.discard([answer.sequence])
-        else:
+        if answer.reason != "error":
             self._scheduler.finish(answer.sequence)
         self._forget(answer)
 

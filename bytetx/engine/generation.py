@@ -148,10 +148,17 @@ class GenerationScheduler:
             sequence.status = Status.FINISHED
 
     def discard(self, sequences: Iterable[SequenceState]) -> None:
-        """Ends sequences whose step failed: what they wrote to their pages is found by nobody."""
-        for sequence in sequences:
-            self.pages.withdraw(sequence.pages)
+        """Ends sequences whose step failed: what they wrote is not to be trusted, nor found.
+
+        Others that found it already start again.
+        """
+        failed = list(sequences)
+        written = {page for sequence in failed for page in sequence.own_pages}
+        self.pages.withdraw(written)
+        for sequence in failed:
             self.finish(sequence)
+        for sequence in [s for s in self._running if not written.isdisjoint(s.pages)]:
+            self._start_again(sequence)
 
     def _continue(self, sequence: SequenceState, step: "_OpenStep") -> None:
         """The next piece of a running sequence, its one token in decode."""
@@ -173,16 +180,10 @@ class GenerationScheduler:
         pages = self.pages
         needed = pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
         while needed > pages.num_available and self._running[-1] is not sequence:
-            self._preempt(self._running[-1], step)
+            self._start_again(self._running[-1])
+            step.num_preempted += 1
         held = len(sequence.pages) + pages.num_available
         return held * pages.page_size - sequence.num_computed
-
-    def _preempt(self, sequence: SequenceState, step: "_OpenStep") -> None:
-        step.num_preempted += 1
-        sequence.num_preemptions += 1
-        self.num_preempted += 1
-        self._stop_running(sequence)
-        self._wait(sequence)
 
     def _admit(self, step: "_OpenStep") -> None:
         """Starts waiting sequences, the first in order until one does not fit.
@@ -231,7 +232,9 @@ class GenerationScheduler:
         end = sequence.num_computed = start + num_tokens
         missing = pages.pages_for(end) - len(sequence.pages)
         if missing > 0:
-            sequence.pages += pages.take(missing)
+            taken = pages.take(missing)
+            sequence.pages += taken
+            sequence.own_pages += taken
         if self._caches_prefixes:
             self._publish(sequence)
         samples = end == len(sequence.token_ids)
@@ -264,6 +267,12 @@ class GenerationScheduler:
         while self._waiting and self._waiting[0][2].status is not Status.WAITING:
             heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
+
+    def _start_again(self, sequence: SequenceState) -> None:
+        sequence.num_preemptions += 1
+        self.num_preempted += 1
+        self._stop_running(sequence)
+        self._wait(sequence)
 
     def _stop_running(self, sequence: SequenceState) -> None:
         del self._running[bisect_left(self._running, sequence.rank, key=_RANK)]

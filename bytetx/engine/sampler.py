@@ -65,18 +65,20 @@ class Sampler:
         seats = self._seats[seat_ids]
         adjusted, errors = self._process(rows, seats, logits)
         adjusted = self._adjust(rows, seats, adjusted)
-        is_bad = is_bad_row(adjusted)
         tokens = self._choose(rows, seats, adjusted)
         if self._counts is not None:
             self._counts.add(self._to(seat_ids), tokens)
-        logprobs = self._logprobs(rows, seats, logits, tokens)
-        token_ids = tokens.tolist()
-        for number in is_bad.nonzero().squeeze(1).tolist():
-            errors.setdefault(number, _bad_row_error(rows[number]))
+        logprobs = self._logprobs(seats, logits, tokens)
+        # The first thing that waits for the device.
+        token_ids = torch.where(is_bad_row(adjusted), -1, tokens).tolist()
+        for number, token_id in enumerate(token_ids):
+            if token_id < 0:
+                errors.setdefault(number, _bad_row_error(rows[number]))
+        entries = logprobs.host()
         return [
             RowResult(error=errors[number])
             if number in errors
-            else RowResult(token_id, logprobs.get(number))
+            else RowResult(token_id, entries.get(number))
             for number, token_id in enumerate(token_ids)
         ]
 
@@ -170,18 +172,15 @@ class Sampler:
             has_greedy=bool(is_greedy.any()),
         )
 
-    def _logprobs(
-        self, rows: list[SequenceState], seats: np.ndarray, logits: Tensor, tokens: Tensor
-    ) -> dict[int, TokenLogprob]:
-        """By number of the row, for those that asked."""
+    def _logprobs(self, seats: np.ndarray, logits: Tensor, tokens: Tensor) -> "_Logprobs":
+        """Of the rows that asked."""
         numbers = np.flatnonzero(seats["logprobs"] >= 0)
         if not len(numbers):
-            return {}
+            return _Logprobs([], [])
         where, counts = self._to(numbers), seats["logprobs"][numbers]
         chosen = tokens[where]
         top = top_logprobs(logits[where], chosen, k=int(counts.max()))
-        entries = _entries(top, chosen.tolist(), counts.tolist())
-        return dict(zip(numbers.tolist(), entries, strict=True))
+        return _Logprobs(numbers.tolist(), counts.tolist(), chosen, top)
 
     def _score_prompts(
         self, plan: StepPlan, places: "_Places", logits: Tensor
@@ -252,6 +251,23 @@ class _TokenCounts:
         return Penalties(
             self.in_output[seats], self.in_prompt[seats], repetition, presence, frequency
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Logprobs:
+    """Log-probabilities on the device: rows by number, and how many of the top each wants."""
+
+    numbers: list[int]
+    counts: list[int]
+    chosen: Tensor | None = None
+    top: TopLogprobs | None = None
+
+    def host(self) -> dict[int, TokenLogprob]:
+        """By number of the row; waits for the device."""
+        if self.top is None:
+            return {}
+        entries = _entries(self.top, self.chosen.tolist(), self.counts)
+        return dict(zip(self.numbers, entries, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ class SequenceState:
     that are generated.  priority: lower ones run first.  scores_prompt: whether logits of the
     prompt's tokens are wanted, too.
     num_computed: tokens whose keys and values are in the pages once the planned steps have run.
+    own_pages: those of its pages that it wrote, and did not find written.
     seat: a number below max_num_seqs that is this sequence's while it is running, for what a
     runner keeps a row (its last token, its sampling parameters).
     """
@@ -39,6 +40,7 @@ class SequenceState:
     num_scored: int = 0
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)
+    own_pages: list[int] = field(default_factory=list)
     seat: int = -1
     status: Status = Status.WAITING
     _page_keys: list[bytes] = field(default_factory=list)
@@ -91,6 +93,6 @@ class SequenceState:
 
     def forget_pages(self) -> None:
         """What was computed is gone; the tokens and their keys stay."""
-        self.pages = []
+        self.pages, self.own_pages = [], []
         self.num_computed = self._num_published = 0
         self.seat = -1
