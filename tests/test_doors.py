@@ -50,7 +50,9 @@ HEIGHTS = {
 }
 WITHOUT_TORCH = [
     "bytetx.engine.buckets",
+    "bytetx.engine.async_engine",
     "bytetx.engine.detokenizer",
+    "bytetx.engine.engine",
     "bytetx.engine.generation",
     "bytetx.engine.kv_cache",
     "bytetx.engine.request",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
@@ -60,16 +61,16 @@ def decode(token_ids: list[int]) -> str:
     return "".join(chr(ord("!") + token) for token in token_ids)
 
 
-def open_text(context: list[int]) -> DecodedStream:
-    return DecodedStream(decode, context=context)
-
-
 def engine_of(*, num_pages: int = 64, eos_token_ids: tuple[int, ...] = (), **options) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
     runner = FakeRunner(**sizes, max_num_seqs=8)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": 200}
     scheduler = GenerationScheduler(**sizes, **limits)
-    settings = {"open_text": open_text, "eos_token_ids": eos_token_ids, "seed": 0} | options
+    settings = {
+        "open_text": partial(DecodedStream, decode),
+        "eos_token_ids": eos_token_ids,
+        "seed": 0,
+    } | options
     return GenerationEngine(runner, scheduler, **settings), runner, scheduler
 
 
@@ -308,6 +309,22 @@ def test_async_callers_get_their_own_answers() -> None:
             return await asyncio.gather(*(collect(engine, [1, 2], p) for p in params))
 
     assert asyncio.run(main()) == [alone([1, 2], p) for p in params]
+    assert scheduler.pages.num_available == 64
+
+
+def test_closing_ends_open_requests() -> None:
+    inner, _, scheduler = engine_of()
+
+    async def main() -> None:
+        engine = AsyncEngine(inner)
+        waiting = engine.generate([1], SamplingParams(max_tokens=150, seed=0))
+        await anext(waiting)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(RuntimeError, match="the engine was closed"):
+            async for _ in waiting:
+                pass
+
+    asyncio.run(main())
     assert scheduler.pages.num_available == 64
 
 

@@ -9,7 +9,8 @@ from bytetx.engine.sequence import SequenceState
 from bytetx.engine.stopping import StopStrings, finish_reason
 from bytetx.errors import InputError
 
-# Starts the text of one answer; it is given the last tokens of the prompt.
+# Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
+# partial(DecodedStream, decode).
 OpenText = Callable[[Sequence[int]], TextStream]
 
 _CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back

@@ -29,7 +29,7 @@ class TextStream(Protocol):
 class ByteStream:
     """For tokenizers whose tokens are bytes; a token costs less than a microsecond."""
 
-    def __init__(self, token_bytes: Sequence[bytes], *, context: Sequence[int] = ()):
+    def __init__(self, token_bytes: Sequence[bytes], context: Sequence[int] = ()):
         """token_bytes: of every token id.  context: the prompt's last tokens, which may end in the
         middle of a character."""
         self._token_bytes = token_bytes
@@ -51,7 +51,7 @@ class DecodedStream:
     drops the space in front of a word).
     """
 
-    def __init__(self, decode: Decode, *, context: Sequence[int] = ()):
+    def __init__(self, decode: Decode, context: Sequence[int] = ()):
         """decode: a tokenizer's.  context: the prompt's last tokens, for the first word's space."""
         self._decode = decode
         self._tokens = list(context)  # from the start of what is decoded again
