@@ -61,10 +61,16 @@ def decode(token_ids: list[int]) -> str:
     return "".join(chr(ord("!") + token) for token in token_ids)
 
 
-def engine_of(*, num_pages: int = 64, eos_token_ids: tuple[int, ...] = (), **options) -> tuple:
+def engine_of(
+    *,
+    num_pages: int = 64,
+    max_positions: int = 200,
+    eos_token_ids: tuple[int, ...] = (),
+    **options,
+) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
     runner = FakeRunner(**sizes, max_num_seqs=8)
-    limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": 200}
+    limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": max_positions}
     scheduler = GenerationScheduler(**sizes, **limits)
     settings = {
         "open_text": partial(DecodedStream, decode),
@@ -301,7 +307,7 @@ def test_async_callers_get_their_own_answers() -> None:
         with AsyncEngine(inner) as engine:
             with pytest.raises(InputError, match="the prompt has no tokens"):
                 await collect(engine, [], GREEDY)
-            leaving = engine.generate([5], SamplingParams(max_tokens=150))
+            leaving = engine.generate([5], SamplingParams(max_tokens=None))
             await anext(leaving)
             await leaving.aclose()
             both = [piece async for piece in engine.generate([5], SamplingParams(n=2, seed=1))]
@@ -313,11 +319,11 @@ def test_async_callers_get_their_own_answers() -> None:
 
 
 def test_closing_ends_open_requests() -> None:
-    inner, _, scheduler = engine_of()
+    inner, _, scheduler = engine_of(num_pages=1 << 18, max_positions=1 << 20)
 
     async def main() -> None:
         engine = AsyncEngine(inner)
-        waiting = engine.generate([1], SamplingParams(max_tokens=150, seed=0))
+        waiting = engine.generate([1], SamplingParams(max_tokens=None, seed=0))
         await anext(waiting)
         await asyncio.to_thread(engine.close)
         with pytest.raises(RuntimeError, match="the engine was closed"):
@@ -325,7 +331,7 @@ def test_closing_ends_open_requests() -> None:
                 pass
 
     asyncio.run(main())
-    assert scheduler.pages.num_available == 64
+    assert scheduler.pages.num_available == 1 << 18
 
 
 def test_an_error_that_is_nobodys_fault_reaches_every_async_caller() -> None:
