@@ -1,39 +1,33 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import chain
 
 import torch
 
+from bytetx.cache import KvCache
+from bytetx.decoder import Decoder, load_decoder
+from bytetx.decoder import tensor_names as decoder_tensor_names
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
-from bytetx.ops.linear import LinearWeight, fuses_residual, linear, prepare_linear
+from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import PackedBatch
 from bytetx.spec import ModelSpec
-
-# Missing tensors that are looked for before the search ends.
-_MAX_MISSING = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeight:
-    """Scale and shift of a layer norm, each [hidden_size]."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor
+from bytetx.tensors import NormWeight, TensorLoader
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingWeights:
     word: torch.Tensor  # [vocab_size, embedding_size]
-    position: torch.Tensor  # [max_positions + position_offset, embedding_size]
+    position: torch.Tensor | None  # [max_positions + position_offset, embedding_size]
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
-    norm: NormWeight
+    norm: NormWeight | None
     project: LinearWeight | None  # embedding_size -> hidden_size
 
 
@@ -48,7 +42,11 @@ class LayerWeights:
 
 
 class Transformer:
-    """An encoder's weights and its forward pass. Holds no state between calls."""
+    """A model's weights and its forward pass. Holds no state between calls.
+
+    layers: an encoder's.  decoder: a causal model's layers; then `layers` is empty.
+    project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
+    """
 
     def __init__(
         self,
@@ -56,11 +54,15 @@ class Transformer:
         embeddings: EmbeddingWeights,
         layers: list[LayerWeights],
         relative_bias: torch.Tensor | None,
+        *,
+        decoder: Decoder | None = None,
+        project_out: LinearWeight | None = None,
     ):
         self.spec = spec
         self.embeddings = embeddings
         self.layers = layers
         self.relative_bias = relative_bias
+        self.decoder, self.project_out = decoder, project_out
 
     @classmethod
     def from_tensors(
@@ -81,12 +83,16 @@ class Transformer:
         """
         load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack)
         load.require(_tensor_names(spec))
-        extra = f"{spec.layer['q'].format(i=spec.num_layers)}.weight"
+        extra = f"{spec.layer['attn_out'].format(i=spec.num_layers)}.weight"
         if extra in tensors:
             raise CheckpointError(
                 f"the checkpoint has more layers than the {spec.num_layers} of config.json: it "
                 f"holds {extra!r}"
             )
+        if spec.decoder is not None:
+            table = _embedding_weights(spec, load)
+            out = _project_out(spec, load)
+            return cls(spec, table, [], None, decoder=load_decoder(spec, load), project_out=out)
         return cls(
             spec,
             _embedding_weights(spec, load),
@@ -98,6 +104,8 @@ class Transformer:
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word = self.embeddings.word
+        if self.decoder is not None and not self.decoder.is_capturable:
+            return False
         return is_planned(word.dtype, self.spec.head_dim, word.device)
 
     @torch.inference_mode()
@@ -105,12 +113,20 @@ class Transformer:
         self,
         batch: PackedBatch,
         *,
+        cache: KvCache | None = None,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Hidden states [total_tokens, hidden_size] of the last layer.
+        """Hidden states [total_tokens, spec.output_size] of the last layer.
 
+        cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.
         """
+        if self.decoder is not None:
+            embed_tokens = partial(self._embed_causal, batch)
+            x = self.decoder.run(embed_tokens, batch, cache=cache, on_layer=on_layer)
+            return x if self.project_out is None else linear(x, self.project_out)
+        if cache is not None:
+            raise ValueError("cache must be None: an encoder has no past")
         return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
 
     def encode(
@@ -120,7 +136,7 @@ class Transformer:
         *,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """The layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
+        """An encoder's layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
 
         It is called here, so that no frame above holds the embedding while the layers run.
         on_layer: as in forward, which says what this returns and runs it in inference mode.
@@ -144,6 +160,7 @@ class Transformer:
 
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         table = self.embeddings
+        assert table.norm is not None  # an encoder's families say so
         x = embed(
             batch.input_ids,
             batch.position_ids,
@@ -157,6 +174,20 @@ class Transformer:
             inputs_embeds=batch.inputs_embeds,
         )
         return x if table.project is None else linear(x, table.project)
+
+    def _embed_causal(self, batch: PackedBatch) -> torch.Tensor:
+        """Words, projected where the table is narrower than the layers, and then positions."""
+        table, ids = self.embeddings, batch.input_ids
+        words, positions = batch.inputs_embeds, batch.position_ids
+        if table.project is not None:
+            narrow = embed(ids, None, None, word=table.word, inputs_embeds=words)
+            words = linear(narrow, table.project)
+            if table.position is None:
+                return words
+            rows = embed(positions, None, None, word=table.position)
+            return words + rows
+        options = {"position": table.position, "inputs_embeds": words}
+        return embed(ids, positions, None, word=table.word, **options)
 
     def _attention(
         self,
@@ -206,90 +237,17 @@ class Transformer:
         )
 
 
-class TensorLoader:
-    """Reads named tensors into the model's dtype and device, and checks every shape."""
-
-    def __init__(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        prepack: bool,
-    ):
-        self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
-
-    def require(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError that lists every name the checkpoint lacks."""
-        absent = (name for name in names if name not in self.tensors)
-        missing = list(islice(absent, _MAX_MISSING))
-        if missing:
-            count = f"{len(missing)}{' or more' if len(missing) == _MAX_MISSING else ''}"
-            shown = ", ".join(missing[:12]) + (", ..." if len(missing) > 12 else "")
-            held = ", ".join(islice(self.tensors, 3)) or "nothing"
-            raise CheckpointError(
-                f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
-            )
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor in the model's dtype and on its device; shares memory where nothing changes."""
-        self.require([name])
-        tensor = self.tensors[name].detach()
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
-            )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
-        tensor = tensor.to(device=self.device, dtype=self.dtype)
-        # The extremes are finite only where every value is, and need no temporary of its size.
-        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
-            raise CheckpointError(
-                f"tensor {name!r} holds values that are not finite in {self.dtype}; "
-                "the file is damaged, or the weights need a wider dtype"
-            )
-        return tensor
-
-    def norm(self, stem: str, size: int) -> NormWeight:
-        return NormWeight(
-            self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
-        )
-
-    def linear(self, stems: list[str], n: int, k: int) -> LinearWeight:
-        """One linear of n outputs from one stem, or from several of n / len(stems) rows each."""
-        rows = n // len(stems)
-        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k)) for stem in stems])
-        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
-        return self.linear_from(weight, bias)
-
-    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
-        """A linear from tensors at hand: weight [n, k], bias [n]."""
-        return prepare_linear(weight, bias, prepack=self.prepack)
-
-
-def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors stacked along dim 0; no copy where they already lie one behind the other."""
-    first = tensors[0]
-    if len(tensors) == 1:
-        return first
-    offset = first.storage_offset()
-    for tensor in tensors:
-        adjacent = (
-            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-            and tensor.is_contiguous()
-            and tensor.storage_offset() == offset
-        )
-        if not adjacent:
-            return torch.cat(tensors)
-        offset += tensor.numel()
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
-
-
 def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name the base model needs, lazily: a damaged config may ask for 10**9 layers."""
     yield spec.embeddings["word"]
-    yield spec.embeddings["position"]
+    if "position" in spec.embeddings:
+        yield spec.embeddings["position"]
+    if spec.decoder is not None:
+        if spec.embedding_size != spec.hidden_size:
+            yield f"{spec.embeddings['project_in']}.weight"
+            yield f"{spec.decoder.final['project_out']}.weight"
+        yield from decoder_tensor_names(spec)
+        return
     if spec.num_token_types:
         yield spec.embeddings["token_type"]
     if spec.relative_bias_rows:
@@ -305,18 +263,51 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
 
 def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
-    token_type = project = None
+    token_type = project = norm = None
     if spec.num_token_types:
         token_type = load.tensor(names["token_type"], (spec.num_token_types, width))
     if width != spec.hidden_size:
-        project = load.linear([names["project"]], spec.hidden_size, width)
+        project = _project_in(spec, load)
+    if "norm" in names:
+        norm = load.norm(names["norm"], width)
     return EmbeddingWeights(
         word=load.tensor(names["word"], (spec.vocab_size, width)),
-        position=load.tensor(names["position"], (spec.max_positions + spec.position_offset, width)),
+        position=_position_table(spec, load),
         token_type=token_type,
-        norm=load.norm(names["norm"], width),
+        norm=norm,
         project=project,
     )
+
+
+def _position_table(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
+    """The learned positions from the first one that a token may have; None where they turn."""
+    if "position" not in spec.embeddings:
+        return None
+    # A causal model adds its positions to what the words were projected to.
+    width = spec.embedding_size if spec.decoder is None else spec.hidden_size
+    rows = spec.first_position_row + spec.max_positions + spec.position_offset
+    return load.tensor(spec.embeddings["position"], (rows, width))[spec.first_position_row :]
+
+
+def _project_in(spec: ModelSpec, load: TensorLoader) -> LinearWeight:
+    names, width = spec.embeddings, spec.embedding_size
+    if spec.decoder is None:
+        return load.linear([names["project"]], spec.hidden_size, width)
+    shape = (spec.hidden_size, width)
+    return load.linear_from(load.tensor(f"{names['project_in']}.weight", shape), None)
+
+
+def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
+    if spec.decoder is None or spec.embedding_size == spec.hidden_size:
+        return None
+    name, shape = (
+        f"{spec.decoder.final['project_out']}.weight",
+        (
+            spec.embedding_size,
+            spec.hidden_size,
+        ),
+    )
+    return load.linear_from(load.tensor(name, shape), None)
 
 
 def _layer_weights(spec: ModelSpec, load: TensorLoader, i: int) -> LayerWeights:

@@ -10,12 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx import family
+from bytetx.config_values import ACTIVATIONS
 from bytetx.errors import CheckpointError
 from bytetx.family import families, known_model_types, read_family
-from bytetx.spec import ACTIVATIONS, ModelSpec, build_spec
+from bytetx.rope_spec import SCALINGS
+from bytetx.spec import ModelSpec, build_spec
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
+NUMBER = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from([*SCALINGS, "longrope", None])},
+    optional={
+        "factor": NUMBER | st.floats(1, 8),
+        "rope_theta": NUMBER,
+        "original_max_position_embeddings": NUMBER,
+        "low_freq_factor": NUMBER | st.just(1.0),
+        "high_freq_factor": NUMBER | st.just(4.0),
+        "attention_factor": NUMBER,
+        "beta_fast": NUMBER,
+        "mscale": NUMBER,
+        "mscale_all_dim": NUMBER,
+        "partial_rotary_factor": NUMBER,
+    },
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
@@ -29,6 +47,10 @@ def test_every_family() -> None:
         for model_type in table["model_types"]:
             spec = build_spec({"model_type": model_type})
             assert spec.family == name
+            assert spec.num_kv_heads <= spec.num_heads
+            if spec.decoder is not None:
+                assert spec.heads.keys() == {"lm"}
+                continue
             assert spec.head_dim * spec.num_heads == spec.hidden_size
             assert spec.max_positions + spec.position_offset == 512
             assert spec.heads.keys() >= {"sequence_classification", "token_classification"}
@@ -41,7 +63,16 @@ def test_known_model_types() -> None:
         "camembert",
         "distilbert",
         "electra",
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "llama",
+        "mistral",
         "mpnet",
+        "opt",
+        "qwen2",
+        "qwen3",
         "roberta",
         "xlm-roberta",
     ]
@@ -49,14 +80,15 @@ def test_known_model_types() -> None:
 
 def test_the_readme_documents_every_key_and_value() -> None:
     documented = set(re.findall(r"`([^`]+)`", (MODELS / "README.md").read_text()))
-    keys = {"model_types", "prefix", "defaults"}
+    keys = {"model_types", "prefix", "defaults", "fixed"}
     for section, (required, optional) in family._SECTIONS.items():
         keys |= {section, *required, *optional}
     for required, optional in family._HEADS.values():
         keys |= required | optional
-    values = {value for allowed in family._CLOSED_VALUES.values() for value in allowed}
+    allowed = [value for values in family._CLOSED_VALUES.values() for value in values]
+    values = {str(value).lower() if value in (True, False) else value for value in allowed}
     activations = {*family.ACTIVATIONS, *ACTIVATIONS}
-    assert keys | values | activations <= documented
+    assert keys | values | activations | set(SCALINGS) <= documented
 
 
 # (what is replaced in bert.toml, by what, what the error says)
@@ -77,16 +109,59 @@ BROKEN_FAMILIES = [
 ]
 
 
+# (file, what is replaced in it, by what, what the error says)
+BROKEN_CAUSAL = [
+    (
+        "bert",
+        'q = "',
+        'q_norm = "{i}"\nk_norm = "{i}"\nq = "',
+        "k_norm, q_norm: only a causal family",
+    ),
+    ("bert", "position_offset = 0", "position_offset = 0\nsoftmax_scale = 1.0", "only a causal"),
+    ("qwen3", "k_norm =", "# k_norm =", "q_norm and .* k_norm go together"),
+    ("opt", "project_out =", "# project_out =", "project_in and .* project_out go together"),
+    (
+        "llama",
+        'norm = "rms_norm"',
+        'norm = "l2"',
+        "norm is 'l2', must be one of layer_norm, rms_no",
+    ),
+    ("llama", "causal = true", "causal = 1.5", "causal is 1.5, must be one of False, True"),
+    ("llama", "causal = true", "", "norm_placement is 'pre', which only a causal family may be"),
+    ("llama", 'rotary_theta = "rope_theta"', "", r"\[config\] rotary_theta is missing"),
+    ("llama", '"embed_tokens.weight"', '"e"\nposition = "p"', "position does not belong to how"),
+    ("llama", '"embed_tokens.weight"', '"e"\nnorm = "n"', "norm does not belong to how"),
+    ("llama", "ffn_norm =", "v_norm =", "unknown key v_norm"),
+    ("mistral", "biases = []", 'biases = ["o"]', "biases names o, which"),
+    ("gpt2", 'qkv = "stacked"', "", r"\[layer\] q is missing"),
+    ("gpt2", "intermediate_multiple = 4", "", "missing key n_inner"),
+    ("gpt2", '[final]\nnorm = "ln_f"', "", r"\[final\] goes with causal"),
+    ("opt", "project_in =", "project =", "go together"),
+    ("gpt_neox", 'rotary_theta = "rotary_emb_base"', 'theta = "x"', "unknown key theta"),
+]
+
+
+def broken(name: str, old: str, new: str, folder: Path) -> Path:
+    text = (MODELS / f"{name}.toml").read_text()
+    assert old in text
+    path = folder / "own.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"), BROKEN_FAMILIES, ids=[b[1] for b in BROKEN_FAMILIES]
 )
 def test_broken_family(old: str, new: str, message: str, tmp_path: Path) -> None:
-    text = (MODELS / "bert.toml").read_text()
-    assert old in text
-    path = tmp_path / "own.toml"
-    path.write_text(text.replace(old, new))
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_family(path)
+        read_family(broken("bert", old, new, tmp_path))
+    assert "models/own.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "old", "new", "message"), BROKEN_CAUSAL)
+def test_broken_causal_family(name: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_family(broken(name, old, new, tmp_path))
     assert "models/own.toml" in str(caught.value)
 
 
@@ -148,7 +223,12 @@ def test_any_config_gives_a_spec_or_a_checkpoint_error(
     )
     keys = [*tomllib.loads(path.read_text())["defaults"], "id2label", "num_labels", "architectures"]
     keys += ["problem_type", "tie_word_embeddings", "is_decoder", "position_embedding_type"]
+    table = families()[path.stem]
+    keys += [key for key in table["config"].values() if isinstance(key, str)]
+    keys += [*table.get("fixed", {}), "rope_scaling", "rope_parameters", "partial_rotary_factor"]
     config = data.draw(st.dictionaries(st.sampled_from(keys), JSON, max_size=4))
+    if data.draw(st.booleans()):
+        config["rope_parameters"] = data.draw(ROPE)
     try:
         spec = build_spec({"model_type": model_type} | config)
     except CheckpointError:
