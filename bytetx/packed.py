@@ -16,6 +16,36 @@ _MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
+class Past:
+    """Where the keys and values of a step's sequences lie in the paged cache.
+
+    A step mixes prefill pieces and decode rows: sequence i has seqlens[i] query rows, the last
+    seqlens[i] of its kv_seqlens[i] keys.
+    page_table: int32 [batch_size, max_pages], the pages of each sequence in order; entries past its
+        last key, or before a sliding window, are not read.
+    kv_seqlens: int32 [batch_size], keys of each sequence, this step's tokens included.
+    slot_mapping: int32 [total_tokens], where each token's key and value go:
+        page * page_size + offset, or -1 for nowhere.
+    page_size: tokens, a power of two.   max_kv_seqlen: the largest of kv_seqlens.   Host ints.
+    """
+
+    page_table: torch.Tensor
+    kv_seqlens: torch.Tensor
+    slot_mapping: torch.Tensor
+    page_size: int
+    max_kv_seqlen: int
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Past":
+        """This past with its tensors on `device`."""
+        return replace(
+            self,
+            page_table=self.page_table.to(device, non_blocking=non_blocking),
+            kv_seqlens=self.kv_seqlens.to(device, non_blocking=non_blocking),
+            slot_mapping=self.slot_mapping.to(device, non_blocking=non_blocking),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """A batch of variable-length sequences as one row of real tokens; no pad token exists.
 
@@ -27,6 +57,7 @@ class PackedBatch:
     inputs_embeds: [total_tokens, embedding_size], replaces the word embedding where it is given.
     bias_positions: int32 [total_tokens], positions for a relative attention bias, where they are
         not simply the index in the sequence (a padded mask with holes).
+    past: where the sequences' keys and values lie, in a step of generation; else None.
     """
 
     input_ids: torch.Tensor
@@ -37,6 +68,7 @@ class PackedBatch:
     max_seqlen: int
     inputs_embeds: torch.Tensor | None = None
     bias_positions: torch.Tensor | None = None
+    past: Past | None = None
 
     @property
     def batch_size(self) -> int:
@@ -57,6 +89,8 @@ class PackedBatch:
             for name in _DEVICE_FIELDS
             if (tensor := getattr(self, name)) is not None
         }
+        if self.past is not None:
+            moved["past"] = self.past.to(device, non_blocking=non_blocking)
         return replace(self, **moved)
 
 
@@ -133,6 +167,32 @@ def pack_columns(
         max_seqlen=int(seqlens.max(initial=0)),
     )
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def pack_past(
+    pages: Sequence[Sequence[int]], kv_seqlens: np.ndarray, seqlens: np.ndarray, *, page_size: int
+) -> Past:
+    """The Past of sequences that hold these pages, without a loop over tokens; on the CPU.
+
+    pages: the pages of each sequence in order, at least as many as its keys need; -1 for pages
+    before its window that were given back.  kv_seqlens: int32 [batch_size], this step's tokens
+    included.  seqlens: int32 [batch_size], this step's tokens.
+    """
+    page_table = np.full((len(pages), max(map(len, pages), default=0)), -1, dtype=np.int32)
+    for row, own in zip(page_table, pages, strict=True):
+        row[: len(own)] = own
+    sequence = np.repeat(np.arange(len(pages)), seqlens)
+    ends = np.cumsum(seqlens)
+    positions = np.arange(len(sequence)) + np.repeat(kv_seqlens - ends, seqlens)
+    page, offset = np.divmod(positions, page_size)
+    slots = page_table[sequence, page] * page_size + offset
+    return Past(
+        page_table=torch.from_numpy(page_table),
+        kv_seqlens=torch.from_numpy(np.asarray(kv_seqlens, dtype=np.int32)),
+        slot_mapping=torch.from_numpy(slots.astype(np.int32)),
+        page_size=page_size,
+        max_kv_seqlen=int(kv_seqlens.max(initial=0)),
+    )
 
 
 def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ HEIGHTS = {
     "bytetx.weights": 2,
     "bytetx.ops": 1,
     "bytetx.ops.native": 0,
+    "bytetx.cache": 0,
     "bytetx.config": 0,
     "bytetx.demo": 0,
     "bytetx.errors": 0,

@@ -88,6 +88,16 @@ def is_operand(t: object, shape: Sequence[int], dtype: torch.dtype, device_index
     )
 
 
+def require_heads(name: str, t: Tensor) -> None:
+    """Check rows of heads [total_tokens, heads, head_dim], whatever lies between the rows."""
+    require_tensor(name, t, shape=(None, None, None))
+    if t.stride()[1:] != (t.shape[2], 1) and t.numel() > 0:
+        raise ValueError(
+            f"{name} must be contiguous within a row (strides [any, {t.shape[2]}, 1]), "
+            f"got strides {list(t.stride())}"
+        )
+
+
 def require_out(name: str, out: Tensor, *, like: Tensor, shape: Sequence[int]) -> None:
     """Check a caller's output buffer: contiguous, of the given shape, `like`'s dtype and device."""
     require_tensor(name, out, shape=shape, dtypes=(like.dtype,), device=like.device)

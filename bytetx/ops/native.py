@@ -12,7 +12,18 @@ DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType i
 ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}  # Isa there
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
 
-OPS = ("embed", "layer_norm", "rms_norm", "linear", "varlen_attention", "pool", "quantize_rows")
+OPS = (
+    "embed",
+    "layer_norm",
+    "rms_norm",
+    "linear",
+    "varlen_attention",
+    "paged_attention",
+    "write_kv",
+    "rotary",
+    "pool",
+    "quantize_rows",
+)
 _CUDA_KERNELS = {"varlen_attention": "planned_attention"}  # where the kernel's name is another
 
 _library = torch.library.Library("bytetx", "FRAGMENT")

@@ -120,6 +120,71 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: _Mask) 
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    softmax_scale: float,
+    window: int = 0,
+) -> Tensor:
+    """Causal attention against keys in pages, one sequence at a time; see ops.paged.
+
+    Reads only keys that a row of this step sees.  Reads lengths on the host (a synchronisation on
+    CUDA).  Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.
+    """
+    page_size, num_slots = k_cache.shape[1], k_cache.shape[0] * k_cache.shape[1]
+    group = q.shape[1] // k_cache.shape[2]
+    bounds, num_keys = cu_seqlens.tolist(), kv_seqlens.tolist()
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        first_query = num_keys[i] - (end - start)
+        if first_query < 0:
+            raise ValueError(
+                f"kv_seqlens[{i}] must count this step's {end - start} tokens, got {num_keys[i]}"
+            )
+        if end == start:
+            continue
+        first = max(0, first_query - window + 1) if window else 0
+        at = torch.arange(first, num_keys[i], device=q.device)
+        slots = page_table[i, at // page_size].long() * page_size + at % page_size
+        if not q.is_cuda and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
+            raise ValueError(f"page_table[{i}] must name pages below {k_cache.shape[0]}")
+        k, v = (
+            cache.flatten(0, 1)[slots].float().repeat_interleave(group, dim=1).transpose(0, 1)
+            for cache in (k_cache, v_cache)
+        )  # [num_heads, keys, head_dim]
+        distance = at[None, :] - torch.arange(first_query, num_keys[i], device=q.device)[:, None]
+        mask = (distance <= 0) & (distance > -window) if window else distance <= 0
+        rows = q[start:end].float().transpose(0, 1)
+        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=softmax_scale)
+        out[start:end] = attended.transpose(0, 1)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Rows of k and v into their slots; synchronises on CUDA to skip those of slot -1."""
+    is_kept = slot_mapping >= 0
+    slots = slot_mapping[is_kept].long()
+    k_cache.view(-1, *k.shape[1:])[slots] = k[is_kept]
+    v_cache.view(-1, *v.shape[1:])[slots] = v[is_kept]
+
+
+def rotary(
+    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
+) -> None:
+    """Turns pairs of x's first 2 * cos.shape[1] features by their position's angles, in place."""
+    width = 2 * cos.shape[1]
+    pairs = x[..., :width].unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
+    a, b = pairs.float().unbind(-1 if is_interleaved else -2)
+    turn_cos, turn_sin = (F.embedding(position_ids, t)[:, None] for t in (cos, sin))
+    turned = (a * turn_cos - b * turn_sin, b * turn_cos + a * turn_sin)
+    pairs.copy_(torch.stack(turned, dim=-1 if is_interleaved else -2))
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation by its name in bytetx: none, gelu (erf), gelu_tanh, relu, silu or tanh."""
     if activation == "none":

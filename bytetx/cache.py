@@ -1,0 +1,77 @@
+"""KvCache: the pages that hold every layer's keys and values while sequences are generated."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's pages: k_cache, v_cache [num_pages, page_size, num_kv_heads, head_dim]."""
+
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvCache:
+    """All layers' pages; one page number means the same tokens in every layer.
+
+    Which page belongs to whom is the page allocator's to know (engine/kv_cache.py).
+    """
+
+    layers: tuple[LayerCache, ...]
+
+    @property
+    def num_pages(self) -> int:
+        return self.layers[0].k_cache.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens a page."""
+        return self.layers[0].k_cache.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all pages of all layers."""
+        return sum(t.nbytes for layer in self.layers for t in (layer.k_cache, layer.v_cache))
+
+
+def page_bytes(
+    *, num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes that one page takes in all layers, keys and values together."""
+    return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+
+
+def allocate_cache(
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+) -> KvCache:
+    """A cache of num_pages pages a layer; what they hold at first is arbitrary and never read.
+
+    page_size: tokens, a power of two.  Raises ValueError where a size is not one.
+    """
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"page_size must be a power of two, got {page_size}")
+    sizes = {
+        "num_layers": num_layers,
+        "num_pages": num_pages,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    shape = (num_pages, page_size, num_kv_heads, head_dim)
+
+    def pages() -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return KvCache(tuple(LayerCache(pages(), pages()) for _ in range(num_layers)))

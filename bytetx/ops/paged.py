@@ -1,0 +1,194 @@
+"""Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native, reference
+from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
+
+_INT32 = (torch.int32,)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    softmax_scale: float | None = None,
+    window: int = 0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over all its keys: prefill pieces and decode.
+
+    q: [total_tokens, num_heads, head_dim], f32, bf16 or f16, heads and features contiguous in each
+    row.  k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] in q's dtype, contiguous;
+    num_kv_heads divides num_heads, neighbouring query heads share one.  cu_seqlens: int32
+    [batch_size + 1], starts at 0, ends at total_tokens.  page_table: int32 [batch_size, max_pages].
+    kv_seqlens: int32 [batch_size]: sequence i's rows are the last of its kv_seqlens[i] keys, and a
+    row sees the keys up to its own.  max_seqlen, max_kv_seqlen: the longest, tokens, host ints.
+    softmax_scale: 1 / sqrt(head_dim) where None.  window: a row sees itself and the window - 1
+    keys before it; 0: all before it.  Keys that no row sees are not read.
+    out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
+    Returns out, q's dtype; accumulates in f32.
+    Raises ValueError on shape, dtype or device mismatch.
+    Source: paged keys as in PagedAttention (arXiv 2309.06180), section 4.
+    """
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[2])
+    operands = (q, k_cache, v_cache)
+    lengths = {
+        "cu_seqlens": cu_seqlens,
+        "page_table": page_table,
+        "kv_seqlens": kv_seqlens,
+        "max_seqlen": max_seqlen,
+        "max_kv_seqlen": max_kv_seqlen,
+    }
+    _check_cache(k_cache, v_cache, q.shape[2], like=q)
+    _check(q, k_cache, cu_seqlens, page_table, kv_seqlens)
+    if max_kv_seqlen > page_table.shape[1] * k_cache.shape[1]:
+        raise ValueError(
+            f"page_table must have pages for max_kv_seqlen {max_kv_seqlen} keys, got "
+            f"{page_table.shape[1]} of {k_cache.shape[1]}"
+        )
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
+    if out is not None:
+        require_out("out", out, like=q, shape=q.shape)
+    run = torch.ops.bytetx.paged_attention if torch.compiler.is_compiling() else _attend
+    attended = run(*operands, **lengths, softmax_scale=softmax_scale, window=window)
+    return attended if out is None else out.copy_(attended)
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Copies each token's key and value into its slot of the cache.
+
+    k, v: [total_tokens, num_kv_heads, head_dim], heads and features contiguous in each row.
+    k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] in their dtype, contiguous.
+    slot_mapping: int32 [total_tokens], page * page_size + offset, no slot twice; -1 writes nothing.
+    Raises ValueError on shape, dtype or device mismatch, and on a CPU where a slot is no slot.
+    """
+    require_heads("k", k)
+    require_heads("v", v)
+    require_tensor("v", v, shape=tuple(k.shape), dtypes=(k.dtype,), device=k.device)
+    _check_cache(k_cache, v_cache, k.shape[2], like=k)
+    if k.shape[1] != k_cache.shape[2]:
+        raise ValueError(f"k must have the cache's {k_cache.shape[2]} heads, got {k.shape[1]}")
+    require_tensor("slot_mapping", slot_mapping, shape=k.shape[:1], dtypes=_INT32, device=k.device)
+    require_contiguous("slot_mapping", slot_mapping)
+    run = torch.ops.bytetx.write_kv if torch.compiler.is_compiling() else _write
+    run(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    if not k.is_cuda and slot_mapping.numel() > 0:
+        num_slots = k_cache.shape[0] * k_cache.shape[1]
+        low, high = (int(t) for t in slot_mapping.aminmax())
+        if low < -1 or high >= num_slots:
+            raise ValueError(
+                f"slot_mapping must be in [-1, {num_slots}), the slots of the cache, "
+                f"got {low} to {high}"
+            )
+    reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    softmax_scale: float,
+    window: int,
+) -> Tensor:
+    return reference.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens=cu_seqlens,
+        page_table=page_table,
+        kv_seqlens=kv_seqlens,
+        softmax_scale=softmax_scale,
+        window=window,
+    )
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, cu_seqlens: Tensor, page_table: Tensor, kv_seqlens: Tensor
+) -> None:
+    require_heads("q", q)
+    num_kv_heads = k_cache.shape[2]
+    if num_kv_heads == 0 or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"k_cache must have a number of heads that divides q's {q.shape[1]}, got {num_kv_heads}"
+        )
+    device = q.device
+    require_tensor("kv_seqlens", kv_seqlens, shape=(None,), dtypes=_INT32, device=device)
+    batch_size = kv_seqlens.shape[0]
+    tables = (
+        ("cu_seqlens", cu_seqlens, (batch_size + 1,)),
+        ("page_table", page_table, (batch_size, None)),
+    )
+    for name, t, shape in tables:
+        require_tensor(name, t, shape=shape, dtypes=_INT32, device=device)
+        require_contiguous(name, t)
+    require_contiguous("kv_seqlens", kv_seqlens)
+
+
+def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tensor) -> None:
+    options = {"dtypes": (like.dtype,), "device": like.device}
+    require_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), **options)
+    require_tensor("v_cache", v_cache, shape=tuple(k_cache.shape), **options)
+    require_contiguous("k_cache", k_cache)
+    require_contiguous("v_cache", v_cache)
+    page_size = k_cache.shape[1]
+    if page_size < 1 or page_size & (page_size - 1):
+        raise ValueError(f"k_cache must have pages of a power of two tokens, got {page_size}")
+
+
+def _fake_attend(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    softmax_scale: float,
+    window: int,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _fake_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    pass
+
+
+native.register(
+    "paged_attention",
+    "(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor cu_seqlens, Tensor page_table, "
+    "Tensor kv_seqlens, SymInt max_seqlen, SymInt max_kv_seqlen, float softmax_scale, "
+    "SymInt window) -> Tensor",
+    fn=_attend,
+    fake=_fake_attend,
+)
+native.register(
+    "write_kv",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+    fn=_write,
+    fake=_fake_write,
+)

@@ -1,0 +1,114 @@
+"""A paged cache for tests: random pages in random order, NaN wherever no key of the step lies."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.packed import Past, pack_past
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step over sequences with pasts: q rows, and all keys and values in order as the truth."""
+
+    q: Tensor  # [total_tokens, num_heads, head_dim]
+    keys: tuple[Tensor, ...]  # of each sequence [kv_seqlen, num_kv_heads, head_dim]
+    values: tuple[Tensor, ...]
+    seqlens: tuple[int, ...]
+    k_cache: Tensor
+    v_cache: Tensor
+    past: Past
+
+    @property
+    def cu_seqlens(self) -> Tensor:
+        return torch.tensor([0, *self.seqlens]).cumsum(0).int()
+
+    def attend(self, **options: object) -> Tensor:
+        return paged_attention(self.q, self.k_cache, self.v_cache, **self.lengths(), **options)
+
+    def lengths(self) -> dict[str, object]:
+        """The keyword arguments of paged_attention that say where what lies."""
+        return {
+            "cu_seqlens": self.cu_seqlens,
+            "page_table": self.past.page_table,
+            "kv_seqlens": self.past.kv_seqlens,
+            "max_seqlen": max(self.seqlens),
+            "max_kv_seqlen": self.past.max_kv_seqlen,
+        }
+
+
+def make_step(
+    lengths: list[tuple[int, int]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 16,
+    page_size: int = 16,
+    window: int = 0,
+    given_back: bool = False,
+) -> Step:
+    """lengths: (new tokens, keys with them) of each sequence.
+
+    given_back: pages that lie wholly before the window are -1 in the table.
+    """
+    seqlens, kv_seqlens = (np.array(n, dtype=np.int32) for n in zip(*lengths, strict=True))
+    num_pages = [-(-int(n) // page_size) for n in kv_seqlens]
+    free = torch.randperm(sum(num_pages) + 3).tolist()
+    pages = [[free.pop() for _ in range(n)] for n in num_pages]
+    past = pack_past(pages, kv_seqlens, seqlens, page_size=page_size)
+    cache = torch.full(
+        (2, sum(num_pages) + 3, page_size, num_kv_heads, head_dim), torch.nan, dtype=dtype
+    )
+    keys, values = [], []
+    for own, new, total in zip(pages, seqlens.tolist(), kv_seqlens.tolist(), strict=True):
+        first = max(0, total - new - window + 1) if window else 0
+        k, v = torch.randn(2, total, num_kv_heads, head_dim).to(dtype)
+        slots = torch.tensor(own).repeat_interleave(page_size)[:total] * page_size
+        slots = (slots + torch.arange(total) % page_size).int()
+        slots[: first // page_size * page_size] = -1
+        write_kv(k, v, cache[0], cache[1], slots)
+        if given_back:
+            own[: first // page_size] = [-1] * (first // page_size)
+        keys.append(k)
+        values.append(v)
+    past = pack_past(pages, kv_seqlens, seqlens, page_size=page_size)
+    q = torch.randn(int(seqlens.sum()), num_heads, head_dim).to(dtype)
+    sequences = (tuple(keys), tuple(values), tuple(seqlens.tolist()))
+    return Step(q, *sequences, cache[0], cache[1], past)
+
+
+def attend_exactly(
+    step: Step, dtype: torch.dtype, *, window: int = 0, scale: float | None = None
+) -> Tensor:
+    """Plain torch on the keys in order, in `dtype` throughout."""
+    parts = []
+    group = step.q.shape[1] // step.k_cache.shape[2]
+    scale = step.q.shape[2] ** -0.5 if scale is None else scale
+    for q, k, v in zip(step.q.split(step.seqlens), step.keys, step.values, strict=True):
+        k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q.to(dtype), k) * scale
+        at = torch.arange(len(k))
+        distance = at[None, :] - at[len(k) - len(q) :, None]
+        is_hidden = distance > 0
+        if window:
+            is_hidden |= distance <= -window
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        parts.append(torch.einsum("hij,jhd->ihd", weights, v))
+    return torch.cat(parts)
+
+
+def assert_exact(got: Tensor, step: Step, **options: object) -> None:
+    """rms error of every sequence and head <= 2 * plain torch's in the same dtype + one unit."""
+    exact = attend_exactly(step, torch.float64, **options)
+    theirs = attend_exactly(step, got.dtype, **options).double()
+    assert got.isfinite().all()
+    parts = (t.split(step.seqlens) for t in (got.double() - exact, theirs - exact, exact))
+    for ours, plain, truth in zip(*parts, strict=True):
+        if len(ours) == 0:
+            continue
+        error, allowed, size = (t.square().mean((0, 2)).sqrt() for t in (ours, plain, truth))
+        assert (error <= 2 * allowed + torch.finfo(got.dtype).eps * size).all(), len(ours)
