@@ -12,6 +12,7 @@ from bytetx.ops.check import require_contiguous, require_heads, require_out, req
 from bytetx.ops.rows import empty_rows
 
 _INT32 = (torch.int32,)
+_MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
 
 
 def paged_attention(
@@ -129,7 +130,7 @@ def _has_kernel(q: Tensor, k_cache: Tensor) -> bool:
     if q.device.type != "cpu" or native.kernel("paged_attention", q.device) is None:
         return False
     is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
-    return is_native and k_cache.shape[1] >= 2
+    return is_native and k_cache.shape[1] >= 2 and q.shape[1] <= _MAX_GROUP * k_cache.shape[2]
 
 
 def run_kernel(

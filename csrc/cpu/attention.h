@@ -77,13 +77,15 @@ struct AttentionScratch {
 };
 }  // namespace
 
-// A run of keys of one head of k and v, for the one query row that a sequence has in a decode step.
+// A run of keys, and some of the heads of k and v, for the one query row that a sequence has in a
+// decode step.
 struct DecodeItem {
     int32_t sequence;
-    int32_t kv_head;
+    int32_t first_kv_head;
+    int32_t num_kv_heads;  // they have kGroupQueries query heads at most
     int32_t first_key;
     int32_t num_keys;
-    float* partial;  // decode_partial_words(), or null where these are all the row's keys
+    float* partials;  // [num_heads] of decode_partial_words(), or null where these are all its keys
 };
 
 // Keys of one decode item, on a grid that starts at key 0.  Long pasts are split into such runs
@@ -91,7 +93,7 @@ struct DecodeItem {
 // 512 keys are 5 to 20 us of reading.
 constexpr int32_t kDecodeKeys = 512;
 
-// By query head of the group: maximum, sum, and the sum of weighted values from word 16 on.
+// A query head's maximum, sum, and from word 16 on the sum of weighted values.
 inline int64_t decode_partial_words(int32_t head_dim) { return 16 + (head_dim + 15) / 16 * 16; }
 
 // The kernels of an instruction set; null where it has none for the dtype.  `scratch` holds
@@ -99,8 +101,8 @@ inline int64_t decode_partial_words(int32_t head_dim) { return 16 + (head_dim + 
 struct AttentionKernels {
     void (*attend)(const AttentionInput& in, const AttentionItem& item, float* scratch);
     void (*decode)(const AttentionInput& in, const DecodeItem& item, float* scratch);
-    // The row's result from the partial results of its num_runs runs, in order.
-    void (*merge)(const AttentionInput& in, int32_t sequence, int32_t kv_head,
+    // Query heads from first_head on, from the partial results of all runs: [num_runs, num_heads].
+    void (*merge)(const AttentionInput& in, int32_t sequence, int32_t first_head, int32_t num_heads,
                   const float* partials, int32_t num_runs, float* scratch);
 };
 

@@ -9,10 +9,11 @@
 //   values   up to 4 heads x 4 vectors (or 1 x 8) of d: a row of v is widened to f32 once, weights
 //            are f32 broadcasts
 //
-// kBlockKeys keys are scored before their values are read: their rows of v are fetched into L1
-// meanwhile, and the next block's rows of k during the values, as no hardware prefetcher follows
-// rows of one head through pages.  A run of keys ends in (maximum, sum, unnormalised output); runs
-// are merged in their order, so the result depends on nothing but the row's own keys.
+// kBlockKeys keys go through all heads before the next ones do, so that their rows, which hold all
+// heads, are read from memory once and whole.  No hardware prefetcher follows one head through them:
+// a head's rows of v are fetched into L1 while its keys are scored, and the next head's rows of k
+// while the values are added.  A run of keys ends in (maximum, sum, unnormalised output); runs are
+// merged in their order, so the result depends on nothing but the row's own keys.
 //
 // Bound by: memory, where k and v do not lie in a cache.  Numbers: csrc/README.md.
 // Source: FlashDecoding (pytorch.org, 2023), the split along keys; lanes along d are standard.
@@ -49,6 +50,14 @@ struct DecodeState {
         maximum = output + sizes.queries_words();
         sum = maximum + kGroupQueries;
     }
+    DecodeState from(int head) const {
+        DecodeState s = *this;
+        s.queries += int64_t{head} * stride;
+        s.output += int64_t{head} * stride;
+        s.maximum += head;
+        s.sum += head;
+        return s;
+    }
 };
 
 template <typename T>
@@ -57,9 +66,21 @@ inline void prefetch_row(const T* row, int head_dim) {
     for (int64_t i = 0; i < head_dim * int64_t{sizeof(T)}; i += 64) __builtin_prefetch(bytes + i);
 }
 
+// Rows of a block's keys, at the first head of the item, and the head that is in work.
+template <typename T>
+struct DecodeRows {
+    const T* keys[kBlockKeys];
+    const T* values[kBlockKeys];
+    const T* next_keys[kBlockKeys];  // of the next block
+    int64_t offset;                  // elements from the first head to this one
+    const T* const* ahead;           // rows of k that come next, and the offset of their head
+    int64_t ahead_offset;
+};
+
 // Lane i: the product of q and rows[i].
 template <class Isa, typename T>
-inline typename Isa::Vec dot_rows(const T* const* rows, const float* q, int head_dim) {
+inline typename Isa::Vec dot_rows(const T* const* rows, int64_t offset, const float* q,
+                                  int head_dim) {
     constexpr int kWidth = Isa::kWidth;
     constexpr int kStep = kWidth * Isa::kPair;
     typename Isa::Vec acc[kWidth];
@@ -69,7 +90,7 @@ inline typename Isa::Vec dot_rows(const T* const* rows, const float* q, int head
         const typename Isa::Vec words = Isa::load(q + element / Isa::kPair);
 #pragma GCC unroll 16
         for (int i = 0; i < kWidth; ++i) {
-            acc[i] = Isa::dot(acc[i], Isa::load_words(rows[i] + element, count), words);
+            acc[i] = Isa::dot(acc[i], Isa::load_words(rows[i] + offset + element, count), words);
         }
     };
     int element = 0;
@@ -103,17 +124,18 @@ inline float reduce(typename Isa::Vec x) {
 
 // Scores of a block in units of log2, for each head; kHidden behind the last key.
 template <class Isa, typename T>
-void score_decoded(const DecodeState& s, const T* const* keys, const T* const* values, int num_keys,
-                   int num_heads, float unit, int head_dim) {
+void score_decoded(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int num_heads,
+                   float unit, int head_dim) {
     const typename Isa::Vec units = Isa::set1(unit);
     for (int key = 0; key < num_keys; key += Isa::kWidth) {
         for (int i = key; i < min_int(key + Isa::kWidth, num_keys); ++i) {
-            prefetch_row(values[i], head_dim);
+            prefetch_row(rows.values[i] + rows.offset, head_dim);
         }
         for (int head = 0; head < num_heads; ++head) {
             const float* q = s.queries + head * s.stride;
             float* scores = s.scores + head * kBlockKeys + key;
-            Isa::store(scores, Isa::mul(units, dot_rows<Isa>(keys + key, q, head_dim)));
+            Isa::store(scores, Isa::mul(units, dot_rows<Isa>(rows.keys + key, rows.offset, q,
+                                                             head_dim)));
             for (int i = num_keys - key; i < Isa::kWidth; ++i) scores[i] = kHidden;
         }
     }
@@ -145,14 +167,6 @@ float soften_decoded(const DecodeState& s, int head, int num_keys, bool is_first
     return decay[0];
 }
 
-// A block's rows, and those of k in the next block.
-template <typename T>
-struct DecodeRows {
-    const T* keys[kBlockKeys];
-    const T* values[kBlockKeys];
-    const T* ahead[kBlockKeys];
-};
-
 // Adds a block's weighted values to kVectors vectors of kHeads outputs, from `column` on.
 template <class Isa, int kHeads, int kVectors, typename T>
 void add_values(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int head, int column,
@@ -161,6 +175,7 @@ void add_values(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, i
     typename Isa::Vec acc[kHeads][kVectors];
     float* output = s.output + head * s.stride + column;
     const float* weights = s.scores + head * kBlockKeys;
+    const int64_t offset = rows.offset + column;
     const auto each = [&](auto body) {
 #pragma GCC unroll 4
         for (int h = 0; h < kHeads; ++h) {
@@ -174,11 +189,11 @@ void add_values(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, i
     each([](auto& x, const float* state) { x = Isa::load(state); });
     const auto sweep = [&](auto count) {
         for (int key = 0; key < num_keys; ++key) {
-            if (is_first_sweep) prefetch_row(rows.ahead[key], head_dim);
+            if (is_first_sweep) prefetch_row(rows.ahead[key] + rows.ahead_offset, head_dim);
             typename Isa::Vec lanes[kVectors];
 #pragma GCC unroll 8
             for (int v = 0; v < kVectors; ++v) {
-                lanes[v] = Wide::load_words(rows.values[key] + column + v * Isa::kWidth, count(v));
+                lanes[v] = Wide::load_words(rows.values[key] + offset + v * Isa::kWidth, count(v));
             }
 #pragma GCC unroll 4
             for (int h = 0; h < kHeads; ++h) {
@@ -224,7 +239,7 @@ void add_heads(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, in
 template <class Isa, typename T>
 void decode_block(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int num_heads,
                   float unit, int head_dim, bool is_first) {
-    score_decoded<Isa>(s, rows.keys, rows.values, num_keys, num_heads, unit, head_dim);
+    score_decoded<Isa>(s, rows, num_keys, num_heads, unit, head_dim);
     for (int head = 0; head < num_heads; ++head) {
         const float decay = soften_decoded<Isa>(s, head, num_keys, is_first);
         if (decay == 1.0f) continue;  // the largest score so far still is
@@ -264,33 +279,35 @@ T* decoded_row(const AttentionInput& in, int sequence, int head) {
            head * int64_t{in.head_dim};
 }
 
-// Up to kDecodeHeads heads from `first_head` on, over the item's keys.
 template <class Isa, typename T>
-void decode_heads(const AttentionInput& in, const DecodeItem& item, int first_head, int num_heads,
+void load_queries(const AttentionInput& in, int sequence, int first_head, int num_heads,
                   const DecodeState& s) {
-    const T* q = static_cast<const T*>(in.q) + in.cu_seqlens[item.sequence] * in.q_stride +
+    const T* q = static_cast<const T*>(in.q) + in.cu_seqlens[sequence] * in.q_stride +
                  first_head * int64_t{in.head_dim};
-    for (int head = 0; head < num_heads; ++head) {
+    for (int head = 0; head < num_heads; ++head, q += in.head_dim) {
         for (int word = 0; word * Isa::kPair < in.head_dim; word += Isa::kWidth) {
             const int element = word * Isa::kPair;
             Isa::store(s.queries + head * s.stride + word,
-                       Isa::load_words(q + head * in.head_dim + element, in.head_dim - element));
+                       Isa::load_words(q + element, in.head_dim - element));
         }
     }
-    const KeyRows<T> k = key_rows<T>(in, in.k, in.k_stride, item.sequence, item.kv_head);
-    const KeyRows<T> v = key_rows<T>(in, in.v, in.v_stride, item.sequence, item.kv_head);
-    const int end = item.first_key + item.num_keys;
+}
+
+// All heads of the item over one block of keys.
+template <class Isa, typename T>
+void decode_heads(const AttentionInput& in, const DecodeItem& item, int num_keys, bool is_first,
+                  DecodeRows<T>& rows, const DecodeState& s) {
+    const int group = in.num_heads / in.num_kv_heads;
     const float unit = in.softmax_scale * kLog2E;
-    DecodeRows<T> rows;
-    find_rows(k, item.first_key, min_int(kBlockKeys, item.num_keys), rows.ahead);
-    for (int first_key = item.first_key; first_key < end; first_key += kBlockKeys) {
-        const int num_keys = min_int(kBlockKeys, end - first_key);
-        const int num_ahead = min_int(kBlockKeys, end - first_key - num_keys);
-        for (int i = 0; i < kBlockKeys; ++i) rows.keys[i] = rows.ahead[i];
-        find_rows(v, first_key, num_keys, rows.values);
-        if (num_ahead > 0) find_rows(k, first_key + num_keys, num_ahead, rows.ahead);
-        decode_block<Isa>(s, rows, num_keys, num_heads, unit, in.head_dim,
-                          first_key == item.first_key);
+    for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head) {
+        const bool is_last = kv_head + 1 == item.num_kv_heads;
+        rows.offset = kv_head * int64_t{in.head_dim};
+        rows.ahead = is_last ? rows.next_keys : rows.keys;
+        rows.ahead_offset = is_last ? 0 : rows.offset + in.head_dim;
+        for (int first = 0; first < group; first += kDecodeHeads) {
+            decode_block<Isa>(s.from(kv_head * group + first), rows, num_keys,
+                              min_int(kDecodeHeads, group - first), unit, in.head_dim, is_first);
+        }
     }
 }
 
@@ -298,50 +315,60 @@ template <class Isa, typename T>
 void decode(const AttentionInput& in, const DecodeItem& item, float* scratch) {
     const DecodeState s(in.head_dim, scratch);
     const int group = in.num_heads / in.num_kv_heads;
+    const int num_heads = item.num_kv_heads * group;
+    const int first_head = item.first_kv_head * group;
+    load_queries<Isa, T>(in, item.sequence, first_head, num_heads, s);
+    const KeyRows<T> k = key_rows<T>(in, in.k, in.k_stride, item.sequence, item.first_kv_head);
+    const KeyRows<T> v = key_rows<T>(in, in.v, in.v_stride, item.sequence, item.first_kv_head);
+    const int end = item.first_key + item.num_keys;
+    DecodeRows<T> rows;
+    find_rows(k, item.first_key, min_int(kBlockKeys, item.num_keys), rows.next_keys);
+    for (int first_key = item.first_key; first_key < end; first_key += kBlockKeys) {
+        const int num_keys = min_int(kBlockKeys, end - first_key);
+        const int num_next = min_int(kBlockKeys, end - first_key - num_keys);
+        for (int i = 0; i < kBlockKeys; ++i) rows.keys[i] = rows.next_keys[i];
+        find_rows(v, first_key, num_keys, rows.values);
+        if (num_next > 0) find_rows(k, first_key + num_keys, num_next, rows.next_keys);
+        decode_heads<Isa>(in, item, num_keys, first_key == item.first_key, rows, s);
+    }
     const int64_t words = bytetx::cpu::decode_partial_words(in.head_dim);
-    for (int first = 0; first < group; first += kDecodeHeads) {
-        const int num_heads = min_int(kDecodeHeads, group - first);
-        const int first_head = item.kv_head * group + first;
-        decode_heads<Isa, T>(in, item, first_head, num_heads, s);
-        for (int head = 0; head < num_heads; ++head) {
-            const float* output = s.output + head * s.stride;
-            if (item.partial == nullptr) {
-                finish_decoded<Isa>(output, s.sum[head], in.head_dim,
-                                    decoded_row<T>(in, item.sequence, first_head + head));
-                continue;
-            }
-            float* partial = item.partial + (first + head) * words;
-            partial[0] = s.maximum[head];
-            partial[1] = s.sum[head];
-            for (int i = 0; i < s.stride; ++i) partial[16 + i] = output[i];
+    for (int head = 0; head < num_heads; ++head) {
+        const float* output = s.output + head * s.stride;
+        if (item.partials == nullptr) {
+            finish_decoded<Isa>(output, s.sum[head], in.head_dim,
+                                decoded_row<T>(in, item.sequence, first_head + head));
+            continue;
         }
+        float* partial = item.partials + (first_head + head) * words;
+        partial[0] = s.maximum[head];
+        partial[1] = s.sum[head];
+        for (int i = 0; i < s.stride; ++i) partial[16 + i] = output[i];
     }
 }
 
 template <class Isa, typename T>
-void merge_decoded(const AttentionInput& in, int32_t sequence, int32_t kv_head,
-                   const float* partials, int32_t num_runs, float* scratch) {
+void merge_decoded(const AttentionInput& in, int32_t sequence, int32_t first_head,
+                   int32_t num_heads, const float* partials, int32_t num_runs, float* scratch) {
     const DecodeState s(in.head_dim, scratch);
-    const int group = in.num_heads / in.num_kv_heads;
     const int64_t words = bytetx::cpu::decode_partial_words(in.head_dim);
-    for (int head = 0; head < group; ++head) {
+    const int64_t run_words = in.num_heads * words;
+    for (int head = first_head; head < first_head + num_heads; ++head) {
         const float* first = partials + head * words;
         float maximum = first[0];
         for (int run = 1; run < num_runs; ++run) {
-            const float other = first[run * group * words];
+            const float other = first[run * run_words];
             maximum = other > maximum ? other : maximum;
         }
         float sum = 0;
         for (int i = 0; i < s.stride; ++i) s.output[i] = 0;
         for (int run = 0; run < num_runs; ++run) {
-            const float* partial = first + run * group * words;
+            const float* partial = first + run * run_words;
             float decay[Isa::kWidth];
             Isa::store(decay, exp2<Isa>(Isa::set1(partial[0] - maximum)));
             sum += decay[0] * partial[1];
             for (int i = 0; i < s.stride; ++i) s.output[i] += decay[0] * partial[16 + i];
         }
-        finish_decoded<Isa>(s.output, sum, in.head_dim,
-                            decoded_row<T>(in, sequence, kv_head * group + head));
+        finish_decoded<Isa>(s.output, sum, in.head_dim, decoded_row<T>(in, sequence, head));
     }
 }
 

@@ -1,12 +1,12 @@
 // Attention over keys in pages on the CPU: checks, and the sharing of work among threads.
 //
-// A sequence with one row (decode) is cut by head of k and v and by runs of kDecodeKeys keys; the
-// thread that ends the last run of a head merges them.  Any other is cut as in attention.cpp.  Both
+// A sequence with one row (decode) is cut by runs of kDecodeKeys keys, and where these are few by
+// heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut as in attention.cpp.  Both
 // cuts depend on nothing but the sequence, so a result is bitwise the same in any batch and on any
 // number of threads.
 //
 // workspace:  the line's | first partial result of each sequence, in words, int64 [batch_size] |
-//             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence][run][head] |
+//             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head] |
 //             scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h and attention_decode.h.
 #include <algorithm>
@@ -67,14 +67,16 @@ int32_t first_key(const AttentionInput& in, int64_t sequence) {
 struct PagedWork {
     const AttentionInput& in;
     TileWork tiles;
+    int32_t kv_heads = 1;  // of one decode item
 
     bool is_decode(int64_t sequence) const { return in.num_queries(sequence) == 1; }
     int32_t first_run(int64_t sequence) const { return first_key(in, sequence) / kDecodeKeys; }
     int32_t num_runs(int64_t sequence) const {
         return (in.num_keys(sequence) - 1) / kDecodeKeys + 1 - first_run(sequence);
     }
+    int64_t head_items() const { return (in.num_kv_heads + kv_heads - 1) / kv_heads; }
     int64_t num_items(int64_t sequence) const {
-        return is_decode(sequence) ? int64_t{in.num_kv_heads} * num_runs(sequence)
+        return is_decode(sequence) ? head_items() * num_runs(sequence)
                                    : tiles.num_items(in.num_queries(sequence));
     }
     SequenceWork operator()(int64_t sequence) const {
@@ -82,7 +84,21 @@ struct PagedWork {
         const int64_t num_keys = in.num_keys(sequence) - first_key(in, sequence);
         const int64_t keys_an_item = (num_keys - 1) / num_runs(sequence) + 1;
         return {num_items(sequence),
-                keys_an_item * in.head_dim * kReadCost + cpu::kItemCost};
+                keys_an_item * kv_heads * in.head_dim * kReadCost + cpu::kItemCost};
+    }
+    // As large items as still keep the threads busy: rows of k and v hold all heads.
+    void cut(int64_t batch_size, int num_threads) {
+        const auto count = [&] {
+            int64_t num_items = 0;
+            for (int64_t i = 0; i < batch_size; ++i) num_items += this->num_items(i);
+            return num_items;
+        };
+        kv_heads = std::min(in.num_kv_heads,
+                            cpu::kGroupQueries / (in.num_heads / in.num_kv_heads));
+        while (num_threads > 1 && kv_heads > 1 && count() < 4 * num_threads) {
+            kv_heads = (kv_heads + 1) / 2;
+        }
+        tiles.cut(count(), num_threads);
     }
     // Of all heads in all runs, where there are partial results.
     int64_t partial_words(int64_t sequence) const {
@@ -125,6 +141,8 @@ void check_sizes(const PagedAttentionParams& p) {
     require(p.num_heads > 0, "num_heads must be positive", p.num_heads);
     require(p.num_kv_heads > 0 && p.num_heads % p.num_kv_heads == 0,
             "num_kv_heads must divide num_heads", p.num_kv_heads);
+    require(p.num_heads / p.num_kv_heads <= cpu::kGroupQueries,
+            "num_heads / num_kv_heads must be at most 256", p.num_heads / p.num_kv_heads);
     require(p.page_size >= 2 && std::has_single_bit(static_cast<uint32_t>(p.page_size)),
             "page_size must be a power of two, 2 or more", p.page_size);
     require(p.window >= 0, "window must not be negative", p.window);
@@ -178,25 +196,24 @@ class Decoder {
 
     // Heads of one run follow each other: their rows of k and v lie side by side.
     void run(int32_t sequence, int64_t index, float* scratch) const {
-        const auto kv_head = static_cast<int32_t>(index % in_.num_kv_heads);
-        const auto run = static_cast<int32_t>(index / in_.num_kv_heads);
+        const auto first_head = static_cast<int32_t>(index % work_.head_items()) * work_.kv_heads;
+        const int32_t num_heads = std::min(work_.kv_heads, in_.num_kv_heads - first_head);
+        const auto run = static_cast<int32_t>(index / work_.head_items());
         const int32_t begin = (work_.first_run(sequence) + run) * kDecodeKeys;
         const int32_t first = std::max(begin, first_key(in_, sequence));
         const int32_t end = std::min(begin + kDecodeKeys, in_.num_keys(sequence));
         const int32_t num_runs = work_.num_runs(sequence);
-        if (num_runs == 1) {
-            return kernels_.decode(in_, {sequence, kv_head, first, end - first, nullptr}, scratch);
-        }
-        const int64_t run_words = in_.num_heads / in_.num_kv_heads *
-                                  cpu::decode_partial_words(in_.head_dim);
-        float* partials = partials_ + first_partials_[sequence] + kv_head * num_runs * run_words;
-        kernels_.decode(in_, {sequence, kv_head, first, end - first, partials + run * run_words},
-                        scratch);
+        cpu::DecodeItem item{sequence, first_head, num_heads, first, end - first, nullptr};
+        if (num_runs == 1) return kernels_.decode(in_, item, scratch);
+        float* partials = partials_ + first_partials_[sequence];
+        item.partials = partials + run * in_.num_heads * cpu::decode_partial_words(in_.head_dim);
+        kernels_.decode(in_, item, scratch);
         // Acquires what the other runs' threads released here.
-        std::atomic_ref<int32_t> ended(ended_[int64_t{sequence} * in_.num_kv_heads + kv_head]);
-        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 == num_runs) {
-            kernels_.merge(in_, sequence, kv_head, partials, num_runs, scratch);
-        }
+        std::atomic_ref<int32_t> ended(ended_[int64_t{sequence} * in_.num_kv_heads + first_head]);
+        if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < num_runs) return;
+        const int32_t group = in_.num_heads / in_.num_kv_heads;
+        kernels_.merge(in_, sequence, first_head * group, num_heads * group, partials, num_runs,
+                       scratch);
     }
 
   private:
@@ -212,7 +229,7 @@ class Decoder {
 
 int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads) {
     const AttentionInput in = input_of(p);
-    return Layout({in, {in}}, p.batch_size, num_threads).end;
+    return Layout({in, {in}, 1}, p.batch_size, num_threads).end;
 }
 
 void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
@@ -222,14 +239,12 @@ void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
     check_sequences(p, in);
     const AttentionKernels kernels =
         cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
-    PagedWork work{in, {in}};
+    PagedWork work{in, {in}, 1};
     const Layout layout(work, p.batch_size, launch.num_threads);
     require(p.workspace_bytes >= layout.end,
             ("workspace must have " + std::to_string(layout.end) + " bytes").c_str(),
             p.workspace_bytes);
-    int64_t num_items = 0;
-    for (int64_t i = 0; i < p.batch_size; ++i) num_items += work.num_items(i);
-    work.tiles.cut(num_items, launch.num_threads);
+    work.cut(p.batch_size, launch.num_threads);
     const WorkLine<PagedWork> line(p.batch_size, p.workspace, work);
     auto* workspace = static_cast<char*>(p.workspace);
     const Decoder decoder(work, kernels, workspace, layout, p.batch_size);
