@@ -178,9 +178,9 @@ void bind_varlen_attention(py::module_& m) {
         [](Address q, Address k, Address v, Address out, Address cu_seqlens, Address relative_bias,
            Address bias_positions, Address workspace, int64_t workspace_bytes, int64_t batch_size,
            int64_t total_tokens, int max_seqlen, int num_heads, int num_kv_heads, int head_dim,
-           int relative_bias_span, int64_t q_stride, int64_t k_stride, int64_t v_stride,
-           int64_t out_stride, float softmax_scale, int dtype, int device, Address stream,
-           int num_threads, int isa) {
+           int relative_bias_span, int window, bool causal, int64_t q_stride, int64_t k_stride,
+           int64_t v_stride, int64_t out_stride, float softmax_scale, int dtype, int device,
+           Address stream, int num_threads, int isa) {
             varlen_attention({pointer(q),
                               pointer(k),
                               pointer(v),
@@ -197,6 +197,8 @@ void bind_varlen_attention(py::module_& m) {
                               num_kv_heads,
                               head_dim,
                               relative_bias_span,
+                              window,
+                              causal,
                               q_stride,
                               k_stride,
                               v_stride,
@@ -204,6 +206,54 @@ void bind_varlen_attention(py::module_& m) {
                               softmax_scale,
                               to_dtype(dtype)},
                              {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_paged_attention(py::module_& m) {
+    m.def("paged_attention_workspace_bytes",
+          [](Address cu_seqlens, Address kv_seqlens, int64_t batch_size, int num_heads,
+             int num_kv_heads, int head_dim, int window, int num_threads) {
+              PagedAttentionParams p{};
+              p.cu_seqlens = pointer<int32_t>(cu_seqlens);
+              p.kv_seqlens = pointer<int32_t>(kv_seqlens);
+              p.batch_size = batch_size;
+              p.num_heads = num_heads;
+              p.num_kv_heads = num_kv_heads;
+              p.head_dim = head_dim;
+              p.window = window;
+              return paged_attention_workspace_bytes(p, num_threads);
+          });
+    m.def(
+        "paged_attention",
+        [](Address q, Address k_cache, Address v_cache, Address out, Address cu_seqlens,
+           Address page_table, Address kv_seqlens, Address workspace, int64_t workspace_bytes,
+           int64_t batch_size, int64_t total_tokens, int64_t num_pages, int64_t max_pages,
+           int page_size, int num_heads, int num_kv_heads, int head_dim, int window,
+           int64_t q_stride, float softmax_scale, int dtype, int device, Address stream,
+           int num_threads, int isa) {
+            paged_attention({pointer(q),
+                             pointer(k_cache),
+                             pointer(v_cache),
+                             pointer(out),
+                             pointer<int32_t>(cu_seqlens),
+                             pointer<int32_t>(page_table),
+                             pointer<int32_t>(kv_seqlens),
+                             pointer(workspace),
+                             workspace_bytes,
+                             batch_size,
+                             total_tokens,
+                             num_pages,
+                             max_pages,
+                             page_size,
+                             num_heads,
+                             num_kv_heads,
+                             head_dim,
+                             window,
+                             q_stride,
+                             softmax_scale,
+                             to_dtype(dtype)},
+                            {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -246,6 +296,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_varlen_attention(m);
+    bytetx::bind_paged_attention(m);
     m.def("flatten_int_lists", &bytetx::flatten_int_lists);
 #endif
 }

@@ -146,6 +146,8 @@ void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
 // score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
+// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on share
+// head h of k and v.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
@@ -163,7 +165,9 @@ struct VarlenAttentionParams {
     int32_t num_kv_heads;
     int32_t head_dim;
     int32_t relative_bias_span;  // positions, >= the longest sequence
-    int64_t q_stride;            // elements from row to row
+    int32_t window;              // keys a row sees up to its own; 0: from the sequence's first
+    bool causal;
+    int64_t q_stride;  // elements from row to row
     int64_t k_stride;
     int64_t v_stride;
     int64_t out_stride;
@@ -219,5 +223,36 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch);
 
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
+
+// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row r
+// of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
+// other is read, up to one before a window.
+struct PagedAttentionParams {
+    const void* q;              // [total_tokens, num_heads, head_dim], dtype
+    const void* k_cache;        // [num_pages, page_size, num_kv_heads, head_dim], contiguous
+    const void* v_cache;        // as k_cache
+    void* out;                  // as q, contiguous
+    const int32_t* cu_seqlens;  // [batch_size + 1], starts at 0, ends at total_tokens
+    const int32_t* page_table;  // [batch_size, max_pages]
+    const int32_t* kv_seqlens;  // [batch_size], this step's rows included
+    void* workspace;            // paged_attention_workspace_bytes(), any content
+    int64_t workspace_bytes;
+    int64_t batch_size;
+    int64_t total_tokens;
+    int64_t num_pages;
+    int64_t max_pages;
+    int32_t page_size;  // a power of two, 2 or more: the two keys of a bf16 pair lie in one page
+    int32_t num_heads;
+    int32_t num_kv_heads;  // divides num_heads
+    int32_t head_dim;
+    int32_t window;    // as above
+    int64_t q_stride;  // elements from row to row
+    float softmax_scale;
+    DType dtype;  // f32 or bf16 on a CPU
+};
+
+// Reads the lengths, as only a CPU can: decode rows need room by the keys that they have.
+int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads);
+void paged_attention(const PagedAttentionParams& p, const Launch& launch);
 
 }  // namespace bytetx

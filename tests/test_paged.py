@@ -1,5 +1,7 @@
 """The ops under generation against float64: paged attention, writing keys, rotary, the past."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from paged_steps import Step, assert_exact, make_step
@@ -232,14 +234,7 @@ def test_a_batch_takes_its_past_along() -> None:
     batch = pack([[1, 2, 3]])
     assert batch.past is None and batch.to("meta").past is None
     step = make_step([(3, 20)])
-    moved = (
-        pack([[1, 2, 3]])
-        .__class__(
-            **{name: getattr(batch, name) for name in batch.__slots__ if name != "past"},
-            past=step.past,
-        )
-        .to("meta")
-    )
+    moved = replace(batch, past=step.past).to("meta")
     tensors = (moved.past.page_table, moved.past.kv_seqlens, moved.past.slot_mapping)
     assert all(t.is_meta for t in tensors) and moved.past.page_size == 16
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention, run_planned, takes_plan
-from bytetx.ops.check import require_contiguous, require_out, require_tensor
+from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
 from bytetx.ops.rows import empty_rows
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -71,10 +71,10 @@ def varlen_attention(
         return run_planned(q, k, v, plan, out=out, **options)
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
     run = _choose(q, has_bias=relative_bias is not None, has_mask=has_mask)
-    if run is run_kernel:
-        return run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, out=out, **options)
     if run is not _memory_efficient:
         options |= {"causal": causal, "window": window}
+    if run is run_kernel:
+        return run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, out=out, **options)
     attended = run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, **options)
     return attended if out is None else out.copy_(attended)
 
@@ -111,6 +111,8 @@ def run_kernel(
     *,
     max_seqlen: int,
     softmax_scale: float,
+    causal: bool = False,
+    window: int = 0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
     out: Tensor | None = None,
@@ -127,12 +129,15 @@ def run_kernel(
         out = empty_rows(q.shape[0], q.shape[1:], q.dtype)
     operands = (q, k, v, out, cu_seqlens, relative_bias, bias_positions, workspace)
     span = 0 if relative_bias is None else (relative_bias.shape[1] + 1) // 2
-    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_heads, head_dim, span)
+    num_kv_heads = k.shape[1]
+    sizes = (batch_size, total_tokens, max_seqlen, num_heads, num_kv_heads, head_dim, span)
     strides = (q.stride(0), k.stride(0), v.stride(0), num_heads * head_dim)
     kernel(
         *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
         *sizes,
+        min(window, native.MAX_WINDOW),
+        causal,
         *strides,
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
@@ -153,7 +158,7 @@ def _choose(q: Tensor, *, has_bias: bool, has_mask: bool) -> Callable[..., Tenso
     """The fastest path that takes q's device and dtype."""
     if q.device.type == "cpu":
         is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
-        if is_native and not has_mask and native.kernel("varlen_attention", q.device) is not None:
+        if is_native and native.kernel("varlen_attention", q.device) is not None:
             return run_kernel
     elif q.is_cuda and not has_bias and q.shape[0] > 0:
         if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
@@ -214,18 +219,12 @@ def _memory_efficient(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
-    require_tensor("q", q, shape=(None, None, None))
+    require_heads("q", q)
     shape, dtypes, device = q.shape, (q.dtype,), q.device
-    row = (shape[2], 1)  # strides of heads and features
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t is not q:
-            wanted = (shape[0], None if t is k else k.shape[1], shape[2])
-            require_tensor(name, t, shape=wanted, dtypes=dtypes, device=device)
-        if t.stride()[1:] != row and t.numel() > 0:
-            raise ValueError(
-                f"{name} must be contiguous within a row (strides [any, {q.shape[2]}, 1]), "
-                f"got strides {list(t.stride())}"
-            )
+    require_tensor("k", k, shape=(shape[0], None, shape[2]), dtypes=dtypes, device=device)
+    require_tensor("v", v, shape=tuple(k.shape), dtypes=dtypes, device=device)
+    require_heads("k", k)
+    require_heads("v", v)
     if q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(
             f"k must have a number of heads that divides q's {q.shape[1]}, got {k.shape[1]}"

@@ -1,14 +1,18 @@
 """Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
 
 import math
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
+from bytetx.ops.rows import empty_rows
 
 _INT32 = (torch.int32,)
+_MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
 
 
 def paged_attention(
@@ -61,9 +65,11 @@ def paged_attention(
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     if out is not None:
         require_out("out", out, like=q, shape=q.shape)
-    run = torch.ops.bytetx.paged_attention if torch.compiler.is_compiling() else _attend
-    attended = run(*operands, **lengths, softmax_scale=softmax_scale, window=window)
-    return attended if out is None else out.copy_(attended)
+    options = {"softmax_scale": softmax_scale, "window": window}
+    if torch.compiler.is_compiling():
+        attended = torch.ops.bytetx.paged_attention(*operands, **lengths, **options)
+        return attended if out is None else out.copy_(attended)
+    return _attend(*operands, **lengths, **options, out=out)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -110,17 +116,72 @@ def _attend(
     max_kv_seqlen: int,
     softmax_scale: float,
     window: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    return reference.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens=cu_seqlens,
-        page_table=page_table,
-        kv_seqlens=kv_seqlens,
-        softmax_scale=softmax_scale,
-        window=window,
+    lengths = {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
+    options = {"softmax_scale": softmax_scale, "window": window}
+    if _has_kernel(q, k_cache):
+        return run_kernel(q, k_cache, v_cache, **lengths, **options, out=out)
+    attended = reference.paged_attention(q, k_cache, v_cache, **lengths, **options)
+    return attended if out is None else out.copy_(attended)
+
+
+def _has_kernel(q: Tensor, k_cache: Tensor) -> bool:
+    if q.device.type != "cpu" or native.kernel("paged_attention", q.device) is None:
+        return False
+    is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
+    return is_native and k_cache.shape[1] >= 2 and q.shape[1] <= _MAX_GROUP * k_cache.shape[2]
+
+
+def run_kernel(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    softmax_scale: float,
+    window: int,
+    out: Tensor | None = None,
+    isa: str = "auto",
+) -> Tensor:
+    """The CPU's native kernel on checked arguments; isa: a key of native.ISA_CODES."""
+    total_tokens, num_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    batch_size, max_pages = page_table.shape
+    kernel, workspace_bytes = _kernel(q.device)
+    launch = native.launch_args(q.device, isa)
+    heads = (num_heads, num_kv_heads, head_dim, min(window, native.MAX_WINDOW))
+    lengths = (cu_seqlens.data_ptr(), kv_seqlens.data_ptr(), batch_size)
+    num_bytes = workspace_bytes(*lengths, *heads, launch[2])
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    if out is None:
+        out = empty_rows(total_tokens, q.shape[1:], q.dtype)
+    operands = (q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens, workspace)
+    kernel(
+        *(t.data_ptr() for t in operands),
+        num_bytes,
+        batch_size,
+        total_tokens,
+        num_pages,
+        max_pages,
+        page_size,
+        *heads,
+        q.stride(0),
+        softmax_scale,
+        native.DTYPE_CODES[q.dtype],
+        *launch,
     )
+    return out
+
+
+@cache
+def _kernel(device: torch.device) -> tuple[Callable[..., None], Callable[..., int]]:
+    kernel = native.kernel("paged_attention", device)
+    workspace_bytes = native.kernel("paged_attention_workspace_bytes", device)
+    assert kernel is not None and workspace_bytes is not None  # _has_kernel asked
+    return kernel, workspace_bytes
 
 
 def _check(

@@ -1,4 +1,5 @@
-// What the attention launcher (attention.cpp) and the kernel of each instruction set share.
+// What the attention launchers (attention.cpp, paged_attention.cpp) and the kernels of each
+// instruction set share.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,39 @@
 #include "ops.h"
 
 namespace bytetx::cpu {
+
+// Both ops as their kernels see them: packed rows of k and v, or pages.
+struct AttentionInput {
+    const void* q;
+    const void* k;
+    const void* v;
+    void* out;
+    const int32_t* cu_seqlens;
+    const int32_t* kv_seqlens;      // null: as many keys as queries
+    const int32_t* page_table;      // null: k and v are packed rows
+    int64_t max_pages;              // entries of page_table a sequence
+    const float* relative_bias;     // null: none
+    const int32_t* bias_positions;  // null: index in the sequence
+    int32_t relative_bias_span;
+    int32_t page_shift;  // log2 of the page size
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t window;
+    bool causal;
+    int64_t q_stride;
+    int64_t k_stride;
+    int64_t v_stride;
+    int64_t out_stride;
+    float softmax_scale;
+
+    int32_t num_queries(int64_t sequence) const {
+        return cu_seqlens[sequence + 1] - cu_seqlens[sequence];
+    }
+    int32_t num_keys(int64_t sequence) const {
+        return kv_seqlens == nullptr ? num_queries(sequence) : kv_seqlens[sequence];
+    }
+};
 
 // A run of query rows of one head of one sequence: the piece of work that one thread takes.
 struct AttentionItem {
@@ -43,15 +77,42 @@ struct AttentionScratch {
 };
 }  // namespace
 
-// Computes one item; `scratch` holds AttentionScratch(head_dim).words() words.
-using AttentionKernel = void (*)(const VarlenAttentionParams& p, const AttentionItem& item,
-                                 float* scratch);
+// A run of keys, and some of the heads of k and v, for the one query row that a sequence has in a
+// decode step.
+struct DecodeItem {
+    int32_t sequence;
+    int32_t first_kv_head;
+    int32_t num_kv_heads;  // they have kGroupQueries query heads at most
+    int32_t first_key;
+    int32_t num_keys;
+    float* partials;  // [num_heads] of decode_partial_words(), or null where these are all its keys
+};
 
-// The kernel of an instruction set, or nullptr where it has none for the dtype.  All but the
-// portable one are built for x86-64 only.
-AttentionKernel attention_portable(DType dtype);
-AttentionKernel attention_avx2(DType dtype);
-AttentionKernel attention_avx512(DType dtype);
-AttentionKernel attention_avx512bf16(DType dtype);
+// Keys of one decode item, on a grid that starts at key 0.  Long pasts are split into such runs
+// whatever the batch and the threads are, so that the order of summation is the sequence's own.
+// 512 keys are 5 to 20 us of reading.
+constexpr int32_t kDecodeKeys = 512;
+
+// A query head's maximum, sum, and from word 16 on the sum of weighted values.
+inline int64_t decode_partial_words(int32_t head_dim) { return 16 + (head_dim + 15) / 16 * 16; }
+
+// The kernels of an instruction set; null where it has none for the dtype.  `scratch` holds
+// AttentionScratch(head_dim).words() words.
+struct AttentionKernels {
+    void (*attend)(const AttentionInput& in, const AttentionItem& item, float* scratch);
+    void (*decode)(const AttentionInput& in, const DecodeItem& item, float* scratch);
+    // Query heads from first_head on, from the partial results of all runs: [num_runs, num_heads].
+    void (*merge)(const AttentionInput& in, int32_t sequence, int32_t first_head, int32_t num_heads,
+                  const float* partials, int32_t num_runs, float* scratch);
+};
+
+// All but the portable ones are built for x86-64 only.
+AttentionKernels attention_portable(DType dtype);
+AttentionKernels attention_avx2(DType dtype);
+AttentionKernels attention_avx512(DType dtype);
+AttentionKernels attention_avx512bf16(DType dtype);
+
+// Those of `isa`, or of the best set below it that has some for this dtype.
+AttentionKernels choose_attention(Isa isa, DType dtype);
 
 }  // namespace bytetx::cpu

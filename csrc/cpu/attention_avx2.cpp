@@ -3,8 +3,8 @@
 //
 #include "cpu/attention_kernel.h"
 
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx2(DType dtype) {
-    if (dtype == DType::f32) return attend<Avx2, float>;
-    if (dtype == DType::bf16) return attend<Avx2, uint16_t>;
-    return nullptr;
+bytetx::cpu::AttentionKernels bytetx::cpu::attention_avx2(DType dtype) {
+    if (dtype == DType::f32) return attention_kernels<Avx2, float>();
+    if (dtype == DType::bf16) return attention_kernels<Avx2, uint16_t>();
+    return {};
 }

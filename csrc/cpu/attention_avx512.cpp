@@ -3,8 +3,8 @@
 //
 #include "cpu/attention_kernel.h"
 
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx512(DType dtype) {
-    if (dtype == DType::f32) return attend<Avx512, float>;
-    if (dtype == DType::bf16) return attend<Avx512, uint16_t>;
-    return nullptr;
+bytetx::cpu::AttentionKernels bytetx::cpu::attention_avx512(DType dtype) {
+    if (dtype == DType::f32) return attention_kernels<Avx512, float>();
+    if (dtype == DType::bf16) return attention_kernels<Avx512, uint16_t>();
+    return {};
 }

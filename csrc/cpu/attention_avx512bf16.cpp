@@ -4,6 +4,7 @@
 //
 #include "cpu/attention_kernel.h"
 
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_avx512bf16(DType dtype) {
-    return dtype == DType::bf16 ? attend<Avx512Bf16, uint16_t> : nullptr;
+bytetx::cpu::AttentionKernels bytetx::cpu::attention_avx512bf16(DType dtype) {
+    if (dtype == DType::bf16) return attention_kernels<Avx512Bf16, uint16_t>();
+    return {};
 }

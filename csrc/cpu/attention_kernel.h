@@ -3,8 +3,8 @@
 //   out_i = sum_j softmax_j(scale * q_i . k_j + bias(i, j)) v_j     over the keys j of i's sequence
 //
 // Scores are computed transposed: vector lanes are queries, so that maximum, exp2 and sum run down
-// the keys without one horizontal reduction, a key is one broadcast, and no key is ever masked
-// (a length that is no multiple of the width costs only idle query lanes of its last tile).
+// the keys without one horizontal reduction, a key is one broadcast, and no key is masked for a
+// length's sake (one that is no multiple of the width costs only idle query lanes of its last tile).
 //
 //   packed once a group      q  [tile][word of d][query lane]        transposed in registers
 //   packed once a key block  k  [key][word of d]                     v  [key pair][d]
@@ -20,6 +20,11 @@
 // Key blocks of kKeyBlock follow each other with a running maximum and sum (online softmax), so the
 // scratch of a thread does not grow with the sequence.
 //
+// Causal rows and windows: a tile takes of each block the keys that one of its rows sees, and hides
+// from each row what it does not see by weights of exactly 0.  Blocks lie on a grid of keys, and the
+// first key of a tile is even, so that a row meets its keys in the same order, and pairs, whatever
+// other rows are in its tile: a prompt in pieces has the bits of the prompt at once.
+//
 // Bound by: the two products' multiply-add pipes, then exp2 (6 to 8 vector operations for 16
 // scores, against head_dim / 16 multiply-adds with bf16 pairs).  Numbers: csrc/README.md.
 // Source: FlashAttention (arXiv 2205.14135), section 3.1, with lanes along queries; zero padding as
@@ -31,27 +36,42 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include "cpu/attention_decode.h"
 #include "cpu/attention_tile.h"
 
 namespace {
 
-using bytetx::VarlenAttentionParams;
+using bytetx::cpu::AttentionInput;
 using bytetx::cpu::AttentionItem;
+using bytetx::cpu::AttentionKernels;
 using bytetx::cpu::kKeyBlock;
 using bytetx::cpu::kMaxTileQueries;
 
 // Where the rows of a tile and the keys of a block stand in their sequence.
 struct Place {
     int64_t sequence_begin;  // token
-    int first_query;         // within the sequence
+    int first_query;         // position within the sequence
     int num_queries;
     int first_key;
     int num_keys;
 };
 
+// Keys that one row at least of a run of them sees.
+struct KeyRange {
+    int begin;  // even
+    int end;
+};
+
+inline KeyRange visible_keys(const AttentionInput& in, int num_keys, int first_query,
+                             int num_queries) {
+    const int before = in.window > 0 ? first_query - in.window + 1 : 0;
+    return {before > 0 ? before & ~1 : 0,
+            in.causal ? min_int(first_query + num_queries, num_keys) : num_keys};
+}
+
 // The relative bias of key `key` for kWidth queries from `query` on; lanes without a query are 0.
 template <class Isa>
-typename Isa::Vec load_bias(const VarlenAttentionParams& p, const float* bias, const Place& at,
+typename Isa::Vec load_bias(const AttentionInput& p, const float* bias, const Place& at,
                             int key, int query) {
     const int center = p.relative_bias_span - 1;
     const int num_queries = at.first_query + at.num_queries - query;
@@ -72,7 +92,7 @@ typename Isa::Vec load_bias(const VarlenAttentionParams& p, const float* bias, c
 // s = scale * s + bias, and the maximum of that.  Without a bias the scale waits for the exponent;
 // only a negative one, which would turn the maximum into a minimum, comes here as well.
 template <class Isa, int kVectors>
-void scale_scores(const Workspace<Isa>& w, const VarlenAttentionParams& p, const float* bias,
+void scale_scores(const Workspace<Isa>& w, const AttentionInput& p, const float* bias,
                   const Place& at, typename Isa::Vec (&maximum)[kVectors]) {
     const typename Isa::Vec scale = Isa::set1(p.softmax_scale);
     for (int v = 0; v < kVectors; ++v) {
@@ -90,62 +110,115 @@ void scale_scores(const Workspace<Isa>& w, const VarlenAttentionParams& p, const
     }
 }
 
+// `count` lanes of kHidden and zeros after them, or the other way round; count is clamped.
+template <class Isa>
+typename Isa::Vec hide_lanes(int count, bool is_first) {
+    static constexpr auto lanes = [] {
+        struct { float x[3 * Isa::kWidth]; } table{};
+        for (int i = Isa::kWidth; i < 2 * Isa::kWidth; ++i) table.x[i] = kHidden;
+        return table;
+    }();
+    const int n = count < 0 ? 0 : min_int(count, Isa::kWidth);
+    return Isa::load(lanes.x + (is_first ? 2 : 1) * Isa::kWidth - n);
+}
+
+// Hides from each row the keys after it, and those before its window; the maximum of the rest.
+template <class Isa, int kVectors>
+void hide_keys(const Workspace<Isa>& w, const AttentionInput& in, const Place& at,
+               typename Isa::Vec (&maximum)[kVectors]) {
+    for (int v = 0; v < kVectors; ++v) {
+        maximum[v] = Isa::set1(kHidden / 2);
+        const int query = at.first_query + v * Isa::kWidth;
+        for (int key = 0; key < at.num_keys; ++key) {
+            float* s = w.scores + key * w.kTile + v * Isa::kWidth;
+            const int ahead = at.first_key + key - query;  // lanes below it do not see the key
+            typename Isa::Vec x = Isa::load(s);
+            if (in.causal) x = Isa::add(x, hide_lanes<Isa>(ahead, true));
+            if (in.window > 0) x = Isa::add(x, hide_lanes<Isa>(ahead + in.window, false));
+            maximum[v] = Isa::max(maximum[v], x);
+            Isa::store(s, x);
+        }
+    }
+}
+
+// Whether a row of the tile does not see every key of the block.
+inline bool has_hidden_keys(const AttentionInput& in, const Place& at) {
+    const int last_query = at.first_query + at.num_queries - 1;
+    return (in.causal && at.first_key + at.num_keys - 1 > at.first_query) ||
+           (in.window > 0 && at.first_key <= last_query - in.window);
+}
+
 // One tile of queries against the packed key block; `tile` is its first query within the group.
 template <class Isa, int kVectors, typename T>
-void attend_tile(const Workspace<Isa>& w, const VarlenAttentionParams& p, const float* bias,
+void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, const float* bias,
                  const Operand& keys, const Operand& values, const Place& at, int tile,
                  const ValueTarget<T>& target) {
     typename Isa::Vec maximum[kVectors];
     for (int v = 0; v < kVectors; ++v) maximum[v] = Isa::set1(-__builtin_inff());
     score_block<Isa, kVectors>(w, w.query_tile(tile), keys, at.num_keys, maximum);
-    float unit = p.softmax_scale * kLog2E;
-    if (bias != nullptr || p.softmax_scale < 0) {
-        scale_scores<Isa, kVectors>(w, p, bias, at, maximum);
+    float unit = in.softmax_scale * kLog2E;
+    if (bias != nullptr || in.softmax_scale < 0 ||
+        (in.softmax_scale == 0 && (in.causal || in.window > 0))) {  // 0 would show hidden keys
+        scale_scores<Isa, kVectors>(w, in, bias, at, maximum);
         unit = kLog2E;
     }
+    if (has_hidden_keys(in, at)) hide_keys<Isa, kVectors>(w, in, at, maximum);
     softmax_block<Isa, kVectors>(w, tile, at.num_keys, unit, target.is_first_block, maximum);
     value_block<Isa>(w, values, at.num_keys, tile, target);
 }
 
-// The item: every tile of its queries against every key block of its sequence.
+// The item: every tile of its queries against every key block of its sequence that it sees.
 template <class Isa, typename T>
-void attend(const VarlenAttentionParams& p, const AttentionItem& item, float* scratch) {
+void attend(const AttentionInput& in, const AttentionItem& item, float* scratch) {
     static_assert(Workspace<Isa>::kTile <= kMaxTileQueries && kKeyBlock % Isa::kPair == 0);
-    const Workspace<Isa> w(p.head_dim, scratch);
-    const int64_t begin = p.cu_seqlens[item.sequence];
-    const int seqlen = p.cu_seqlens[item.sequence + 1] - p.cu_seqlens[item.sequence];
+    const Workspace<Isa> w(in.head_dim, scratch);
+    const int64_t begin = in.cu_seqlens[item.sequence];
+    const int total_keys = in.num_keys(item.sequence);
+    const int position = total_keys - in.num_queries(item.sequence) + item.first_query;
     const int64_t first_row = begin + item.first_query;
-    const int kv_head = item.head / (p.num_heads / p.num_kv_heads);
-    const T* q = static_cast<const T*>(p.q) + first_row * p.q_stride + item.head * p.head_dim;
-    const T* k = static_cast<const T*>(p.k) + begin * p.k_stride + kv_head * p.head_dim;
-    const T* v = static_cast<const T*>(p.v) + begin * p.v_stride + kv_head * p.head_dim;
-    T* out = static_cast<T*>(p.out) + first_row * p.out_stride + item.head * p.head_dim;
-    const float* bias = p.relative_bias;
-    if (bias != nullptr) bias += item.head * (2 * int64_t{p.relative_bias_span} - 1);
+    const int kv_head = item.head / (in.num_heads / in.num_kv_heads);
+    const T* q = static_cast<const T*>(in.q) + first_row * in.q_stride + item.head * in.head_dim;
+    const KeyRows<T> k = key_rows<T>(in, in.k, in.k_stride, item.sequence, kv_head);
+    const KeyRows<T> v = key_rows<T>(in, in.v, in.v_stride, item.sequence, kv_head);
+    T* out = static_cast<T*>(in.out) + first_row * in.out_stride + item.head * in.head_dim;
+    const float* bias = in.relative_bias;
+    if (bias != nullptr) bias += item.head * (2 * int64_t{in.relative_bias_span} - 1);
 
     const int num_tiles = ceil_div(item.num_queries, w.kTile);
     for (int i = 0; i < item.num_queries; i += Isa::kWidth) {
         float* packed = w.query_tile(i / w.kTile * w.kTile) + i % w.kTile;
-        pack_queries<Isa>(w, q + i * p.q_stride, p.q_stride, item.num_queries - i, packed);
+        pack_queries<Isa>(w, q + i * in.q_stride, in.q_stride, item.num_queries - i, packed);
     }
-    for (int first_key = 0; first_key < seqlen; first_key += kKeyBlock) {
-        const int num_keys = min_int(kKeyBlock, seqlen - first_key);
-        const Operand keys =
-            pack_keys(w, k + first_key * p.k_stride, p.k_stride, num_keys, num_tiles);
-        const Operand values =
-            pack_values(w, v + first_key * p.v_stride, p.v_stride, num_keys, num_tiles);
+    const KeyRange all = visible_keys(in, total_keys, position, item.num_queries);
+    for (int first_key = all.begin, end; first_key < all.end; first_key = end) {
+        end = min_int((first_key / kKeyBlock + 1) * kKeyBlock, all.end);
+        const Operand keys = pack_keys(w, k, first_key, end - first_key, num_tiles);
+        const Operand values = pack_values(w, v, first_key, end - first_key, num_tiles);
         for (int i = 0; i < item.num_queries; i += w.kTile) {
             const int num_rows = min_int(w.kTile, item.num_queries - i);
-            const Place at{begin, item.first_query + i, num_rows, first_key, num_keys};
-            const ValueTarget<T> target{out + i * p.out_stride, p.out_stride, num_rows,
-                                        first_key == 0, first_key + num_keys == seqlen};
+            const KeyRange seen = visible_keys(in, total_keys, position + i, num_rows);
+            const int skipped = seen.begin > first_key ? seen.begin - first_key : 0;
+            const int num_keys = min_int(end, seen.end) - first_key - skipped;
+            if (num_keys <= 0) continue;
+            const Operand own_keys{keys.words + skipped * keys.stride, keys.stride};
+            const Operand own_values{values.words + skipped / Isa::kPair * values.stride,
+                                     values.stride};
+            const Place at{begin, position + i, num_rows, first_key + skipped, num_keys};
+            const ValueTarget<T> target{out + i * in.out_stride, in.out_stride, num_rows,
+                                        seen.begin >= first_key, seen.end <= end};
             if (num_rows > Isa::kWidth) {
-                attend_tile<Isa, Isa::kScoreVectors>(w, p, bias, keys, values, at, i, target);
+                attend_tile<Isa, Isa::kScoreVectors>(w, in, bias, own_keys, own_values, at, i,
+                                                     target);
             } else {
-                attend_tile<Isa, 1>(w, p, bias, keys, values, at, i, target);
+                attend_tile<Isa, 1>(w, in, bias, own_keys, own_values, at, i, target);
             }
         }
     }
+}
+
+template <class Isa, typename T>
+AttentionKernels attention_kernels() {
+    return {attend<Isa, T>, decode<Isa, T>, merge_decoded<Isa, T>};
 }
 
 }  // namespace

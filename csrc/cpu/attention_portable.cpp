@@ -3,8 +3,8 @@
 //
 #include "cpu/attention_kernel.h"
 
-bytetx::cpu::AttentionKernel bytetx::cpu::attention_portable(DType dtype) {
-    if (dtype == DType::f32) return attend<Portable, float>;
-    if (dtype == DType::bf16) return attend<Portable, uint16_t>;
-    return nullptr;
+bytetx::cpu::AttentionKernels bytetx::cpu::attention_portable(DType dtype) {
+    if (dtype == DType::f32) return attention_kernels<Portable, float>();
+    if (dtype == DType::bf16) return attention_kernels<Portable, uint16_t>();
+    return {};
 }

@@ -9,10 +9,11 @@ namespace {
 
 struct Avx2 {
     using Vec = __m256;
+    using Wide = Avx2;  // one element a word, whatever its type
     static constexpr int kWidth = 8;
     static constexpr int kPair = 1;
     static constexpr int kExp2Degree = 6;
-    static constexpr float kMinExponent = -126;  // scale_by_power() makes normal numbers only
+    static constexpr float kMinExponent = -127;  // scale_by_power() makes normal numbers and 0
     static constexpr int kScoreVectors = 2;      // 2 x 6 accumulators + 3 operands of 16 registers
     static constexpr int kScoreKeys = 6;
     static constexpr int kMaxValueVectors = 3;  // 4 x 3 accumulators + 4 operands
@@ -37,7 +38,7 @@ struct Avx2 {
     static Vec round(Vec x) {
         return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     }
-    static Vec scale_by_power(Vec x, Vec n) {  // n in [-126, 127]
+    static Vec scale_by_power(Vec x, Vec n) {  // n in [-127, 127]; 0 at -127
         const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
         return mul(x, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
     }

@@ -10,10 +10,11 @@ namespace {
 struct Portable {
     typedef float Vec __attribute__((vector_size(16)));
     typedef int32_t IntVec __attribute__((vector_size(16)));
+    using Wide = Portable;  // one element a word, whatever its type
     static constexpr int kWidth = 4;
     static constexpr int kPair = 1;
     static constexpr int kExp2Degree = 6;
-    static constexpr float kMinExponent = -126;  // scale_by_power() makes normal numbers only
+    static constexpr float kMinExponent = -127;  // scale_by_power() makes normal numbers and 0
     static constexpr int kScoreVectors = 2;  // 2 x 4 accumulators; SSE2 needs a register a product
     static constexpr int kScoreKeys = 4;
     static constexpr int kMaxValueVectors = 2;
@@ -43,7 +44,7 @@ struct Portable {
         const Vec magic = set1(12582912.0f);  // 1.5 * 2^23
         return (x + magic) - magic;
     }
-    static Vec scale_by_power(Vec x, Vec n) {  // n in [-126, 127]
+    static Vec scale_by_power(Vec x, Vec n) {  // n in [-127, 127]; 0 at -127
         const IntVec power = __builtin_convertvector(n, IntVec) + 127;
         return x * (Vec)(power << 23);
     }

@@ -8,6 +8,7 @@
 
 namespace {
 
+using bytetx::cpu::AttentionInput;
 using bytetx::cpu::AttentionScratch;
 using bytetx::cpu::kGroupQueries;
 
@@ -17,6 +18,10 @@ constexpr int kPackingTiles = 4;  // fewer tiles than 5 read k and v in place
 // 256 had twice the error of torch's product.
 constexpr int kChainWords = 128;
 constexpr float kLog2E = 1.4426950408889634f;
+
+// What a hidden key adds to its score: far below every score, and not infinite, so that no
+// difference of two is NaN.  The running maximum starts above it.
+constexpr float kHidden = -1e30f;
 
 inline int min_int(int a, int b) { return a < b ? a : b; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -54,6 +59,31 @@ struct Operand {
     const Word* words;
     int64_t stride;  // words from row to row
 };
+
+// Rows of one head of k or v, by key: packed rows, or pages that stand in any order.
+template <typename T>
+struct KeyRows {
+    const T* base;
+    int64_t stride;
+    const int32_t* pages;  // null: packed rows
+    int page_shift;
+
+    const T* operator()(int key) const {
+        if (pages == nullptr) return base + key * stride;
+        const int64_t slot = int64_t{pages[key >> page_shift]} << page_shift;
+        return base + (slot + (key & ((1 << page_shift) - 1))) * stride;
+    }
+};
+
+template <typename T>
+KeyRows<T> key_rows(const AttentionInput& in, const void* rows, int64_t stride, int64_t sequence,
+                    int kv_head) {
+    const int32_t* pages =
+        in.page_table == nullptr ? nullptr : in.page_table + sequence * in.max_pages;
+    const int64_t first_row = pages == nullptr ? in.cu_seqlens[sequence] : 0;
+    return {static_cast<const T*>(rows) + first_row * stride + kv_head * in.head_dim, stride, pages,
+            in.page_shift};
+}
 
 // Strides and buffers of one group; pointers into the thread's scratch.
 template <class Isa>
@@ -117,22 +147,23 @@ void pack_queries(const Workspace<Isa>& w, const T* q, int64_t stride, int num_r
 // Rows of T whose memory is already rows of words need no packing where few tiles read them: the
 // copy would cost more than the cache misses and page walks of the long stride.
 template <class Isa, typename T>
-bool can_stay(const T*, int64_t stride, int head_dim, int num_tiles) {
-    return sizeof(T) * Isa::kPair == sizeof(Word) && stride % Isa::kPair == 0 &&
-           head_dim % Isa::kPair == 0 && num_tiles <= kPackingTiles;
+bool can_stay(const KeyRows<T>& rows, int head_dim, int num_tiles) {
+    return sizeof(T) * Isa::kPair == sizeof(Word) && rows.stride % Isa::kPair == 0 &&
+           rows.pages == nullptr && head_dim % Isa::kPair == 0 && num_tiles <= kPackingTiles;
 }
 
 template <class Isa, typename T>
-Operand pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_keys,
+Operand pack_keys(const Workspace<Isa>& w, const KeyRows<T>& k, int first_key, int num_keys,
                   int num_tiles) {
-    if (can_stay<Isa>(k, stride, w.head_dim, num_tiles)) {
-        return {reinterpret_cast<const Word*>(k), stride / Isa::kPair};
+    if (can_stay<Isa>(k, w.head_dim, num_tiles)) {
+        return {reinterpret_cast<const Word*>(k(first_key)), k.stride / Isa::kPair};
     }
     for (int key = 0; key < num_keys; ++key) {
+        const T* row = k(first_key + key);
         for (int word = 0; word < w.score_steps; word += Isa::kWidth) {
             const int element = word * Isa::kPair;
             Isa::store(w.keys + key * w.key_stride + word,
-                       Isa::load_words(k + key * stride + element, w.head_dim - element));
+                       Isa::load_words(row + element, w.head_dim - element));
         }
     }
     return {w.keys, w.key_stride};
@@ -140,16 +171,17 @@ Operand pack_keys(const Workspace<Isa>& w, const T* k, int64_t stride, int num_k
 
 // Pairs of keys are never in place, and neither are rows that a whole vector would read past.
 template <class Isa, typename T>
-Operand pack_values(const Workspace<Isa>& w, const T* v, int64_t stride, int num_keys,
+Operand pack_values(const Workspace<Isa>& w, const KeyRows<T>& v, int first_key, int num_keys,
                     int num_tiles) {
     if (Isa::kPair == 1 && w.head_dim == w.value_stride &&
-        can_stay<Isa>(v, stride, w.head_dim, num_tiles)) {
-        return {reinterpret_cast<const Word*>(v), stride};
+        can_stay<Isa>(v, w.head_dim, num_tiles)) {
+        return {reinterpret_cast<const Word*>(v(first_key)), v.stride};
     }
     float* packed = w.values;
     for (int key = 0; key < num_keys; key += Isa::kPair, packed += w.value_stride) {
-        const T* even = v + key * stride;
-        const T* odd = key + 1 < num_keys ? even + stride : nullptr;
+        const T* even = v(first_key + key);
+        const T* odd = nullptr;
+        if (Isa::kPair == 2 && key + 1 < num_keys) odd = v(first_key + key + 1);
         for (int i = 0; i < w.head_dim; i += Isa::kWidth) {
             Isa::store(packed + i,
                        Isa::load_word_rows(even + i, odd ? odd + i : nullptr, w.head_dim - i));
