@@ -10,7 +10,7 @@ from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
 from bytetx.spec import HeadSpec, ModelSpec
-from bytetx.transformer import NormWeight, TensorLoader
+from bytetx.tensors import NormWeight, TensorLoader
 
 
 @dataclass(frozen=True, slots=True)

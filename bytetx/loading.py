@@ -18,8 +18,9 @@ from bytetx.heads import (
 )
 from bytetx.sentence import Module, SentenceSpec, load_modules, load_sentence_spec
 from bytetx.spec import ModelSpec, build_spec
+from bytetx.tensors import TensorLoader
 from bytetx.tokenizer import Tokenizer, load_tokenizer
-from bytetx.transformer import TensorLoader, Transformer
+from bytetx.transformer import Transformer
 from bytetx.weights import Weights
 
 logger = logging.getLogger("bytetx")

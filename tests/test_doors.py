@@ -34,6 +34,7 @@ HEIGHTS = {
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
     "bytetx.sentence": 2,
+    "bytetx.tensors": 2,
     "bytetx.tokenizer": 2,
     "bytetx.transformer": 2,
     "bytetx.weights": 2,

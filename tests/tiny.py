@@ -13,7 +13,8 @@ from torch import nn
 from bytetx.config import load_config
 from bytetx.packed import PackedBatch, pack, split
 from bytetx.spec import ModelSpec, build_spec
-from bytetx.transformer import TensorLoader, Transformer
+from bytetx.tensors import TensorLoader
+from bytetx.transformer import Transformer
 from bytetx.weights import Weights
 
 transformers.utils.logging.disable_progress_bar()

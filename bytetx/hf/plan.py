@@ -12,7 +12,8 @@ from torch import nn
 from bytetx.errors import CheckpointError
 from bytetx.ops.check import addresses
 from bytetx.spec import ModelSpec, build_spec
-from bytetx.transformer import Transformer, fuse_rows
+from bytetx.tensors import fuse_rows
+from bytetx.transformer import Transformer
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)

@@ -1,0 +1,101 @@
+"""Named tensors of a checkpoint -> weights in the model's dtype, on its device, checked."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+
+from bytetx.errors import CheckpointError
+from bytetx.ops.linear import LinearWeight, prepare_linear
+
+# Missing tensors that are looked for before the search ends.
+_MAX_MISSING = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """Scale and shift of a norm, each [hidden_size]; an RMS norm has no shift."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class TensorLoader:
+    """Reads named tensors into the model's dtype and device, and checks every shape."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prepack: bool,
+    ):
+        self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError that lists every name the checkpoint lacks."""
+        absent = (name for name in names if name not in self.tensors)
+        missing = list(islice(absent, _MAX_MISSING))
+        if missing:
+            count = f"{len(missing)}{' or more' if len(missing) == _MAX_MISSING else ''}"
+            shown = ", ".join(missing[:12]) + (", ..." if len(missing) > 12 else "")
+            held = ", ".join(islice(self.tensors, 3)) or "nothing"
+            raise CheckpointError(
+                f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
+            )
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A tensor in the model's dtype and on its device; shares memory where nothing changes."""
+        self.require([name])
+        tensor = self.tensors[name].detach()
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
+        tensor = tensor.to(device=self.device, dtype=self.dtype)
+        # The extremes are finite only where every value is, and need no temporary of its size.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            raise CheckpointError(
+                f"tensor {name!r} holds values that are not finite in {self.dtype}; "
+                "the file is damaged, or the weights need a wider dtype"
+            )
+        return tensor
+
+    def norm(self, stem: str, size: int) -> NormWeight:
+        return NormWeight(
+            self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
+        )
+
+    def linear(self, stems: list[str], n: int, k: int) -> LinearWeight:
+        """One linear of n outputs from one stem, or from several of n / len(stems) rows each."""
+        rows = n // len(stems)
+        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k)) for stem in stems])
+        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
+        return self.linear_from(weight, bias)
+
+    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
+        """A linear from tensors at hand: weight [n, k], bias [n]."""
+        return prepare_linear(weight, bias, prepack=self.prepack)
+
+
+def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors stacked along dim 0; no copy where they already lie one behind the other."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    offset = first.storage_offset()
+    for tensor in tensors:
+        adjacent = (
+            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.is_contiguous()
+            and tensor.storage_offset() == offset
+        )
+        if not adjacent:
+            return torch.cat(tensors)
+        offset += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
