@@ -22,34 +22,91 @@ _SECTIONS = {
             "activation",
             "norm_eps",
         },
-        {"embedding_size", "num_token_types", "relative_bias_rows"},
+        {
+            "embedding_size",
+            "num_token_types",
+            "relative_bias_rows",
+            "num_kv_heads",
+            "head_dim",
+            "rotary_theta",
+            "rotary_fraction",
+            "rotary_dim",
+            "window",
+            "uses_window",
+            "first_windowed_layer",
+            "layer_types",
+            "attention_types",
+            "attention_bias",
+            "ffn_bias",
+            "linear_bias",
+            "parallel",
+            "pre_norm",
+            "scales_attention",
+            "scales_by_layer",
+        },
     ),
     "architecture": (
         {"norm_placement", "norm", "positions", "position_offset"},
-        {"relative_bias_buckets", "relative_bias_max_distance"},
+        {
+            "relative_bias_buckets",
+            "relative_bias_max_distance",
+            "causal",
+            "first_position_row",
+            "rotary_layout",
+            "qkv",
+            "weight_layout",
+            "biases",
+            "intermediate_multiple",
+            "softmax_scale",
+        },
     ),
-    "embeddings": ({"word", "position", "norm"}, {"token_type", "relative_bias", "project"}),
+    "embeddings": (
+        {"word"},
+        {"position", "norm", "token_type", "relative_bias", "project", "project_in"},
+    ),
     "layer": (
-        {"q", "k", "v", "attn_out", "attn_norm", "ffn_in", "ffn_out", "ffn_norm"},
-        set(),
+        {"attn_out", "attn_norm", "ffn_in", "ffn_out"},
+        {"q", "k", "v", "qkv", "q_norm", "k_norm", "ffn_norm", "ffn_gate"},
     ),
+    "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),
-        {"pooler", "sequence_classification", "token_classification", "masked_lm"},
+        {"pooler", "sequence_classification", "token_classification", "masked_lm", "lm"},
     ),
 }
+# Sections that a family may leave out.
+_OPTIONAL_SECTIONS = {"heads", "final", "fixed"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
     "sequence_classification": ({"out"}, {"dense", "activation"}),
     "token_classification": ({"out"}, {"dense", "activation"}),
     "masked_lm": ({"dense", "activation", "norm", "norm_eps", "decoder", "bias"}, set()),
+    "lm": ({"decoder"}, {"bias"}),
 }
-_CLOSED_VALUES = {"norm_placement": ("post",), "norm": ("layer_norm",), "positions": ("learned",)}
+# A key's allowed values; those after the first need `causal`, where the first is the default.
+_CLOSED_VALUES = {
+    "norm_placement": ("post", "pre", "parallel"),
+    "norm": ("layer_norm", "rms_norm"),
+    "positions": ("learned", "rotary"),
+    "rotary_layout": ("halves", "pairs"),
+    "qkv": ("separate", "stacked", "interleaved"),
+    "weight_layout": ("linear", "conv1d"),
+    "causal": (False, True),
+}
+# Keys of config.json without which something else is taken, or nothing.
+_NULLABLE = {
+    "intermediate_size",
+    "embedding_size",
+    "num_kv_heads",
+    "head_dim",
+    "window",
+    "layer_types",
+    "attention_types",
+}
 
 # A size that config.json gives needs the tensor or the facts that go with it, and the other way.
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
-    (("config", "embedding_size"), ("embeddings", "project")),
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
     (("config", "relative_bias_rows"), ("architecture", "relative_bias_buckets")),
     (("config", "relative_bias_rows"), ("architecture", "relative_bias_max_distance")),
@@ -87,9 +144,8 @@ def read_family(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"models/{path.name} cannot be read as TOML: {error}") from error
     where = f"models/{path.name}:"
-    _check_keys(
-        where, table, {"model_types", "prefix", "defaults", *_SECTIONS} - {"heads"}, {"heads"}
-    )
+    sections = {"model_types", "prefix", "defaults", *_SECTIONS}
+    _check_keys(where, table, sections - _OPTIONAL_SECTIONS, _OPTIONAL_SECTIONS)
     for section, (required, optional) in _SECTIONS.items():
         if section in table:
             _check_keys(f"{where} [{section}]", table[section], required, optional)
@@ -118,21 +174,15 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
 
 
 def _check_values(where: str, table: dict[str, Any]) -> None:
-    architecture, defaults = table["architecture"], table["defaults"]
-    for key, allowed in _CLOSED_VALUES.items():
-        if architecture[key] not in allowed:
-            raise CheckpointError(
-                f"{where} [architecture] {key} is {architecture[key]!r}, must be one of "
-                f"{', '.join(allowed)}"
-            )
-    offset = architecture["position_offset"]
-    if offset != "after_pad_token" and (not isinstance(offset, int) or offset < 0):
-        raise CheckpointError(
-            f"{where} [architecture] position_offset is {offset!r}, must be an integer from 0 "
-            "or 'after_pad_token'"
-        )
-    named = {key for key in table["config"].values() if isinstance(key, str)}
-    if missing := (named | {"vocab_size", "pad_token_id"}) - defaults.keys():
+    _check_architecture(f"{where} [architecture]", table["architecture"])
+    named = {
+        key
+        for name, key in table["config"].items()
+        if isinstance(key, str) and name not in _NULLABLE
+    }
+    if "intermediate_multiple" not in table["architecture"]:
+        named.add(table["config"]["intermediate_size"])
+    if missing := (named | {"vocab_size", "pad_token_id"}) - table["defaults"].keys():
         raise CheckpointError(f"{where} [defaults] missing key {', '.join(sorted(missing))}")
     for key, stem in table["layer"].items():
         if "{i}" not in stem:
@@ -149,3 +199,51 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
                 f"{where} [{section}] {key} and [{other_section}] {other} go together; "
                 "one of them is missing"
             )
+    _check_tensors(where, table)
+
+
+def _check_architecture(where: str, architecture: dict[str, Any]) -> None:
+    is_causal = architecture.get("causal", False)
+    for key, allowed in _CLOSED_VALUES.items():
+        value = architecture.get(key, allowed[0])
+        if value not in allowed:
+            raise CheckpointError(
+                f"{where} {key} is {value!r}, must be one of {', '.join(map(str, allowed))}"
+            )
+        if value != allowed[0] and not is_causal:
+            raise CheckpointError(f"{where} {key} is {value!r}, which only a causal family may be")
+    offset = architecture["position_offset"]
+    if offset != "after_pad_token" and (not isinstance(offset, int) or offset < 0):
+        raise CheckpointError(
+            f"{where} position_offset is {offset!r}, must be an integer from 0 or 'after_pad_token'"
+        )
+
+
+def _check_tensors(where: str, table: dict[str, Any]) -> None:
+    """Which tensors a family must have follows from how it computes."""
+    architecture, embeddings = table["architecture"], table["embeddings"]
+    is_causal = architecture.get("causal", False)
+    is_learned = architecture["positions"] == "learned"
+    separate = architecture.get("qkv", "separate") == "separate"
+    own_norm = architecture["norm_placement"] != "parallel"
+    needed = [
+        ("embeddings", "position", is_learned, not is_learned),
+        ("embeddings", "norm", not is_causal, is_causal),
+        ("config", "rotary_theta", not is_learned, is_learned),
+        *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
+        ("layer", "qkv", not separate, separate),
+        ("layer", "ffn_norm", own_norm, False),
+    ]
+    for section, key, is_needed, is_wrong in needed:
+        is_there = key in table[section]
+        if (is_needed and not is_there) or (is_wrong and is_there):
+            missing = "is missing" if is_needed else "does not belong to how this family computes"
+            raise CheckpointError(f"{where} [{section}] {key} {missing}")
+    project = "project_in" if is_causal else "project"
+    if ("embedding_size" in table["config"]) != (project in embeddings):
+        raise CheckpointError(
+            f"{where} [config] embedding_size and [embeddings] {project} go together; "
+            "one of them is missing"
+        )
+    if is_causal != ("final" in table):
+        raise CheckpointError(f"{where} [final] goes with causal; one of them is missing")

@@ -4,23 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bytetx.config_values import Values
+from bytetx.decoder_spec import DecoderSpec, read_decoder
 from bytetx.errors import CheckpointError
 from bytetx.family import families, known_model_types
-
-# Hugging Face's activation names, and the function that each one means.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
-    "tanh": "tanh",
-}
+from bytetx.rope_spec import rotary_positions
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
@@ -33,7 +21,7 @@ class HeadSpec:
     """One head: first token or every token -> dense -> activation -> norm -> out.
 
     Each field is a tensor-name stem without `.weight`/`.bias`, or None where the head lacks it;
-    `decoder` and `bias` (masked_lm) are whole tensor names.
+    `decoder` and `bias` (masked_lm, lm) are whole tensor names.
     """
 
     dense: str | None = None
@@ -50,10 +38,12 @@ class ModelSpec:
     """Sizes, choices and tensor names of one checkpoint; all that the forward pass asks.
 
     max_positions: the most tokens a sequence may have (position_offset already taken off).
+    first_position_row: rows of the saved position table that no token reads.
     num_token_types: 0 where the family has none.
     relative_bias_rows: rows of the saved bias table, 0 where attention has no relative position
         bias; the first relative_bias_buckets of them are used.
     embeddings, layer: tensor names without the base model's prefix; `{i}` is the layer's index.
+    decoder: what only causal models have; None for an encoder.
     """
 
     family: str
@@ -63,11 +53,13 @@ class ModelSpec:
     embedding_size: int
     num_layers: int
     num_heads: int
+    num_kv_heads: int
     head_dim: int
     intermediate_size: int
     vocab_size: int
     max_positions: int
     position_offset: int
+    first_position_row: int
     num_token_types: int
     relative_bias_rows: int
     relative_bias_buckets: int
@@ -82,6 +74,7 @@ class ModelSpec:
     embeddings: Mapping[str, str]
     layer: Mapping[str, str]
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
+    decoder: DecoderSpec | None = None
 
     @property
     def num_labels(self) -> int:
@@ -91,11 +84,17 @@ class ModelSpec:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 
         Attention holds x, qkv and its output; the feed-forward x, the inner and the outer row;
-        the embedding its sum and what it is projected to.  Five ids a token, of four bytes.
-        Scratch of the kernels' threads (below 1 MiB each, whatever the batch) comes on top.
+        the embedding its sum and what it is projected to.  A decoder holds the normed x besides,
+        and a gated feed-forward the gates beside what they let pass.  Five ids a token, of four
+        bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the batch) comes on top.
         """
-        hidden = self.hidden_size
-        row = max(5 * hidden, 2 * hidden + self.intermediate_size, hidden + self.embedding_size)
+        hidden, inner = self.hidden_size, self.intermediate_size
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = hidden + qkv + self.num_heads * self.head_dim
+        row = max(attention, 2 * hidden + inner, hidden + self.embedding_size)
+        if self.decoder is not None:
+            gated = 3 if "ffn_gate" in self.layer else 1
+            row = max(attention + hidden, 3 * hidden + gated * inner)
         return total_tokens * (itemsize * row + 5 * 4)
 
 
@@ -106,41 +105,54 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     missing, of the wrong type, or that contradict each other.
     """
     family, table = _family_of(config.get("model_type"))
-    _refuse_variants(config)
-    values = _Values(config, table)
+    _refuse_variants(config, table)
+    values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
+    sizes = _sizes(values, table["architecture"])
+    decoder = read_decoder(
+        values,
+        table,
+        num_layers=sizes["num_layers"],
+        head_dim=sizes["head_dim"],
+        activation=activation,
+    )
+    if decoder is not None and decoder.rotary is not None:
+        sizes["max_positions"] = rotary_positions(decoder.rotary, sizes["max_positions"])
     return ModelSpec(
         family=family,
         model_type=config["model_type"],
         prefix=table["prefix"],
-        **_sizes(values, table["architecture"]),
+        **sizes,
         activation=activation,
         norm_eps=norm_eps,
         pad_token_id=values.pad_token_id(),
-        tie_word_embeddings=_tie_word_embeddings(config),
+        tie_word_embeddings=_tie_word_embeddings(values),
         architectures=_architectures(config),
         id2label=_labels(config),
         problem_type=_problem_type(config),
         embeddings=table["embeddings"],
         layer=table["layer"],
         heads=_heads(table, activation, norm_eps),
+        decoder=decoder,
     )
 
 
-def _sizes(values: "_Values", architecture: Mapping[str, Any]) -> dict[str, int]:
+def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
     hidden_size, num_heads, head_dim = values.head_sizes()
     offset = _position_offset(architecture["position_offset"], values)
     buckets = architecture.get("relative_bias_buckets", 0)
     return {
         "hidden_size": hidden_size,
-        "embedding_size": values.size("embedding_size", default=hidden_size),
+        "embedding_size": values.embedding_size(hidden_size),
         "num_layers": values.size("num_layers"),
         "num_heads": num_heads,
+        "num_kv_heads": values.num_kv_heads(num_heads),
         "head_dim": head_dim,
-        "intermediate_size": values.size("intermediate_size"),
+        "intermediate_size": values.intermediate_size(hidden_size),
         "vocab_size": values.common_size("vocab_size"),
         "max_positions": values.max_positions(offset),
         "position_offset": offset,
+        "first_position_row": architecture.get("first_position_row", 0),
         "num_token_types": values.size("num_token_types", default=0),
         "relative_bias_rows": values.bias_rows(buckets),
         "relative_bias_buckets": buckets,
@@ -156,13 +168,20 @@ def _family_of(model_type: object) -> tuple[str, dict[str, Any]]:
     raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")
 
 
-def _refuse_variants(config: Mapping[str, Any]) -> None:
+def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> None:
     """What changes the computation and would otherwise give wrong numbers in silence."""
-    if config.get("is_decoder") or config.get("add_cross_attention"):
+    is_causal = table["architecture"].get("causal", False)
+    if config.get("add_cross_attention") or (config.get("is_decoder") and not is_causal):
+        runs_as = "a decoder without an encoder" if is_causal else "an encoder"
         raise CheckpointError(
-            "config.json: is_decoder/add_cross_attention is set; this family runs as an "
-            "encoder only"
+            f"config.json: is_decoder/add_cross_attention is set; this family runs as {runs_as} "
+            "only"
         )
+    for key, value in table.get("fixed", {}).items():
+        if key in config and config[key] != value:
+            raise CheckpointError(
+                f"config.json: {key} {config[key]!r} is not supported; only {value!r} is"
+            )
     position_kind = config.get("position_embedding_type", "absolute")
     if position_kind not in (None, "absolute"):
         raise CheckpointError(
@@ -176,12 +195,13 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
         )
 
 
-def _position_offset(rule: int | str, values: "_Values") -> int:
+def _position_offset(rule: int | str, values: Values) -> int:
     return values.pad_token_id() + 1 if rule == "after_pad_token" else int(rule)
 
 
-def _tie_word_embeddings(config: Mapping[str, Any]) -> bool:
-    value = config.get("tie_word_embeddings", True)
+def _tie_word_embeddings(values: Values) -> bool:
+    default = values.defaults.get("tie_word_embeddings", True)
+    value = values.config.get("tie_word_embeddings", default)
     if not isinstance(value, bool):
         raise CheckpointError(
             f"config.json: tie_word_embeddings must be true or false, got {value!r}"
@@ -239,84 +259,3 @@ def _heads(table: Mapping[str, Any], activation: str, norm_eps: float) -> dict[s
             resolved["norm_eps"] = norm_eps
         heads[name] = HeadSpec(**resolved)
     return heads
-
-
-class _Values:
-    """Reads config.json by the family's key names, with the family's defaults."""
-
-    def __init__(self, config: Mapping[str, Any], table: Mapping[str, Any]):
-        self.config, self.names, self.defaults = config, table["config"], table["defaults"]
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A size by bytetx's name for it; `default` where the family has no such size."""
-        if name not in self.names and default is not None:
-            return default
-        return self.common_size(self.names[name])
-
-    def common_size(self, key: str) -> int:
-        """A size by its key in config.json."""
-        value = self._read(key)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
-        return value
-
-    def head_sizes(self) -> tuple[int, int, int]:
-        """(hidden_size, num_heads, head_dim)"""
-        hidden_size, num_heads = self.size("hidden_size"), self.size("num_heads")
-        if hidden_size % num_heads:
-            raise CheckpointError(
-                f"config.json: {self.names['hidden_size']} {hidden_size} is no multiple of "
-                f"{self.names['num_heads']} {num_heads}"
-            )
-        return hidden_size, num_heads, hidden_size // num_heads
-
-    def max_positions(self, offset: int) -> int:
-        """Usable positions: the table's rows less those before a sequence's first token."""
-        rows = self.size("max_position_embeddings")
-        if rows <= offset:
-            raise CheckpointError(
-                f"config.json: {self.names['max_position_embeddings']} {rows} leaves no usable "
-                f"position, the family's first one is {offset}"
-            )
-        return rows - offset
-
-    def bias_rows(self, buckets: int) -> int:
-        rows = self.size("relative_bias_rows", default=0)
-        if rows < buckets:
-            raise CheckpointError(
-                f"config.json: {self.names['relative_bias_rows']} is {rows}, but this family's "
-                f"distances fall into {buckets} buckets whatever it says; at least {buckets} "
-                "are needed"
-            )
-        return rows
-
-    def activation(self) -> str:
-        key = self.names["activation"]
-        name = self._read(key)
-        if not isinstance(name, str) or name not in ACTIVATIONS:
-            raise CheckpointError(
-                f"config.json: {key} {name!r} is not supported; known: {', '.join(ACTIVATIONS)}"
-            )
-        return ACTIVATIONS[name]
-
-    def norm_eps(self) -> float:
-        key = self.names["norm_eps"]
-        value = self._read(key) if isinstance(key, str) else key
-        if not isinstance(value, float) or not 0 < value < 1:
-            raise CheckpointError(f"config.json: {key} must lie between 0 and 1, got {value!r}")
-        return float(value)
-
-    def pad_token_id(self) -> int:
-        value = self._read("pad_token_id")
-        if value is None:
-            value = self.defaults["pad_token_id"]
-        if type(value) is not int or value < 0:
-            raise CheckpointError(
-                f"config.json: pad_token_id must be an integer from 0, got {value!r}"
-            )
-        return value
-
-    def _read(self, key: str) -> Any:
-        if key in self.config:
-            return self.config[key]
-        return self.defaults.get(key)

@@ -33,6 +33,8 @@ HEIGHTS = {
     "bytetx.engine": 3,
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
+    "bytetx.rotary": 2,
+    "bytetx.decoder": 2,
     "bytetx.sentence": 2,
     "bytetx.tensors": 2,
     "bytetx.tokenizer": 2,
@@ -42,10 +44,13 @@ HEIGHTS = {
     "bytetx.ops.native": 0,
     "bytetx.cache": 0,
     "bytetx.config": 0,
+    "bytetx.config_values": 0,
+    "bytetx.decoder_spec": 0,
     "bytetx.demo": 0,
     "bytetx.errors": 0,
     "bytetx.family": 0,
     "bytetx.packed": 0,
+    "bytetx.rope_spec": 0,
     "bytetx.spec": 0,
 }
 WITHOUT_TORCH = [

@@ -19,9 +19,9 @@ from tiny import (  # noqa: F401  (one_thread is a fixture)
 from torch import nn
 
 from bytetx import heads
+from bytetx.config_values import ACTIVATIONS
 from bytetx.errors import CheckpointError
 from bytetx.packed import split
-from bytetx.spec import ACTIVATIONS
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
 SEQLENS = [1, 2, 17, 40]
