@@ -1,16 +1,19 @@
-"""Heads on packed rows: first-token classifiers, token tags, masked-LM logits."""
+"""Heads on packed rows: first-token classifiers, token tags, masked-LM and LM logits."""
 
 from dataclasses import dataclass
 
 import torch
 
 from bytetx.errors import CheckpointError
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
 from bytetx.spec import HeadSpec, ModelSpec
 from bytetx.tensors import NormWeight, TensorLoader
+
+# Logits of one block of rows, in f32: 128 MiB are 220 rows of a vocabulary of 151 936.
+_MAX_LOGITS_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,33 @@ class MaskedLMHead:
         x = linear(rows, self.dense, activation=self.activation)
         x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
         return linear(x, self.decoder)
+
+
+@dataclass(frozen=True, slots=True)
+class LmHead:
+    """Logits of the next token, on the rows that the caller chose."""
+
+    decoder: LinearWeight
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, embedding_size] -> logits [n, vocab_size] in the model's dtype."""
+        return linear(rows, self.decoder)
+
+    @torch.inference_mode()
+    def log_likelihoods(self, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """f32 [n]: log p(targets[i] | rows[i]), targets int64 [n].
+
+        Rows are taken in blocks, so that the logits held at once stay below _MAX_LOGITS_BYTES.
+        """
+        block = max(1, _MAX_LOGITS_BYTES // (4 * self.decoder.n))
+        pieces = [rows.new_empty(0, dtype=torch.float32)]
+        for some, wanted in zip(rows.split(block), targets.split(block), strict=True):
+            if some.shape[0]:
+                logits = self.forward(some).float()
+                picked = logits.gather(1, wanted[:, None]).squeeze(1)
+                pieces.append(picked - logits.logsumexp(dim=1))
+        return torch.cat(pieces)
 
 
 def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -92,6 +122,26 @@ def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
             load.tensor(bias, (spec.vocab_size,)),
         ),
     )
+
+
+def load_lm(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> LmHead | None:
+    """The head of a causal checkpoint, or None where the family or the checkpoint has none.
+
+    word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
+    it, the two share this memory, unless a decoder that differs was saved all the same.
+    """
+    head = spec.heads.get("lm")
+    if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
+        return None
+    shape = (spec.vocab_size, spec.embedding_size)
+    bias = None if head.bias is None else load.tensor(head.bias, shape[:1])
+    if not spec.tie_word_embeddings:
+        return LmHead(load.linear_from(load.tensor(head.decoder, shape), bias))
+    if head.decoder in load.tensors:
+        saved = load.tensor(head.decoder, shape)
+        if not torch.equal(saved, word):
+            return LmHead(load.linear_from(saved, bias))
+    return LmHead(prepare_linear(word, bias, prepack=False))  # a reordered one would be a copy
 
 
 def _classification(

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from bytetx.config import load_config
 from bytetx.errors import CheckpointError, InputError
 from bytetx.heads import (
     ClassificationHead,
+    LmHead,
     MaskedLMHead,
+    load_lm,
     load_masked_lm,
     load_sequence_classification,
     load_token_classification,
@@ -35,6 +38,7 @@ class Heads:
     sequence: ClassificationHead | None = None
     token: ClassificationHead | None = None
     masked_lm: MaskedLMHead | None = None
+    lm: LmHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ def load_checkpoint(
     transformer = Transformer.from_tensors(
         spec, weights, dtype=dtype, device=device, prepack=prepack
     )
-    heads = _load_heads(spec, TensorLoader(weights, dtype=dtype, device=device, prepack=prepack))
+    loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
+    heads = _load_heads(spec, loader, word=transformer.embeddings.word)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     saved_by_cross_encoder = config.get("sentence_transformers") or {}
@@ -134,27 +139,40 @@ def resolve_dtype(
     return resolved
 
 
-def _load_heads(spec: ModelSpec, load: TensorLoader) -> Heads:
+def _load_heads(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> Heads:
     """The head that `architectures` names; where it names none, those whose tensors are there."""
     architecture = spec.architectures[0] if spec.architectures else ""
-    for ending, field, load_head in (
-        ("ForSequenceClassification", "sequence", load_sequence_classification),
-        ("ForTokenClassification", "token", load_token_classification),
-        ("ForMaskedLM", "masked_lm", load_masked_lm),
-        ("ForPreTraining", "masked_lm", load_masked_lm),
-    ):
+    load_heads: dict[str, tuple[str, Callable[[], object]]] = {
+        "ForSequenceClassification": ("sequence", lambda: load_sequence_classification(spec, load)),
+        "ForTokenClassification": ("token", lambda: load_token_classification(spec, load)),
+        "ForMaskedLM": ("masked_lm", lambda: load_masked_lm(spec, load)),
+        "ForPreTraining": ("masked_lm", lambda: load_masked_lm(spec, load)),
+        "ForCausalLM": ("lm", lambda: load_lm(spec, load, word=word)),
+        "LMHeadModel": ("lm", lambda: load_lm(spec, load, word=word)),
+    }
+    for ending, (field, load_head) in load_heads.items():
         if architecture.endswith(ending):
-            head = load_head(spec, load)
+            head = load_head()
             if head is None and ending != "ForPreTraining":
-                raise CheckpointError(
-                    f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
-                )
+                raise CheckpointError(_no_head(spec, architecture, field))
             return Heads(**{field: head})
     if architecture:
         return Heads()
     sequence = load_sequence_classification(spec, load)
     token = load_token_classification(spec, load) if sequence is None else None
-    return Heads(sequence, token, load_masked_lm(spec, load))
+    lm = load_lm(spec, load, word=word)
+    return Heads(sequence, token, load_masked_lm(spec, load), lm)
+
+
+def _no_head(spec: ModelSpec, architecture: str, field: str) -> str:
+    names = {"sequence": "sequence_classification", "token": "token_classification"}
+    if names.get(field, field) not in spec.heads:
+        known = ", ".join(spec.heads) or "none"
+        return (
+            f"config.json says {architecture}, a head that bytetx does not have for "
+            f"{spec.family}; it has: {known}"
+        )
+    return f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
 
 
 def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:

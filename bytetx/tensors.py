@@ -7,6 +7,7 @@ from itertools import islice
 import torch
 
 from bytetx.errors import CheckpointError
+from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 
 # Missing tensors that are looked for before the search ends.
@@ -77,9 +78,28 @@ class TensorLoader:
         bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
         return self.linear_from(weight, bias)
 
-    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor) -> LinearWeight:
+    def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> LinearWeight:
+        """One linear of (weight [n, k], bias [n]) parts, stacked; a missing bias counts as 0."""
+        weight = fuse_rows([weight for weight, _ in parts])
+        if all(bias is None for _, bias in parts):
+            return self.linear_from(weight, None)
+        biases = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in parts]
+        return self.linear_from(weight, fuse_rows(biases))
+
+    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         """A linear from tensors at hand: weight [n, k], bias [n]."""
         return prepare_linear(weight, bias, prepack=self.prepack)
+
+    def gated(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+    ) -> GatedWeight:
+        """A gated linear from tensors at hand: gate, up [n, k], biases [n]."""
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+        return prepare_gated(gate, up, **biases, prepack=self.prepack)
 
 
 def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,9 @@ from itertools import chain
 
 import torch
 
+from bytetx.cache import KvCache
+from bytetx.decoder import Decoder, load_decoder
+from bytetx.decoder import tensor_names as decoder_tensor_names
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
@@ -21,9 +24,9 @@ from bytetx.tensors import NormWeight, TensorLoader
 @dataclass(frozen=True, slots=True)
 class EmbeddingWeights:
     word: torch.Tensor  # [vocab_size, embedding_size]
-    position: torch.Tensor  # [max_positions + position_offset, embedding_size]
+    position: torch.Tensor | None  # [max_positions + position_offset, embedding_size]
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
-    norm: NormWeight
+    norm: NormWeight | None
     project: LinearWeight | None  # embedding_size -> hidden_size
 
 
@@ -38,7 +41,11 @@ class LayerWeights:
 
 
 class Transformer:
-    """An encoder's weights and its forward pass. Holds no state between calls."""
+    """A model's weights and its forward pass. Holds no state between calls.
+
+    layers: an encoder's.  decoder: a causal model's layers; then `layers` is empty.
+    project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
+    """
 
     def __init__(
         self,
@@ -46,11 +53,15 @@ class Transformer:
         embeddings: EmbeddingWeights,
         layers: list[LayerWeights],
         relative_bias: torch.Tensor | None,
+        *,
+        decoder: Decoder | None = None,
+        project_out: LinearWeight | None = None,
     ):
         self.spec = spec
         self.embeddings = embeddings
         self.layers = layers
         self.relative_bias = relative_bias
+        self.decoder, self.project_out = decoder, project_out
 
     @classmethod
     def from_tensors(
@@ -71,18 +82,27 @@ class Transformer:
         """
         load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack)
         load.require(_tensor_names(spec))
-        extra = f"{spec.layer['q'].format(i=spec.num_layers)}.weight"
+        extra = f"{spec.layer['attn_out'].format(i=spec.num_layers)}.weight"
         if extra in tensors:
             raise CheckpointError(
                 f"the checkpoint has more layers than the {spec.num_layers} of config.json: it "
                 f"holds {extra!r}"
             )
+        if spec.decoder is not None:
+            table = _embedding_weights(spec, load)
+            out = _project_out(spec, load)
+            return cls(spec, table, [], None, decoder=load_decoder(spec, load), project_out=out)
         return cls(
             spec,
             _embedding_weights(spec, load),
             [_layer_weights(spec, load, i) for i in range(spec.num_layers)],
             _relative_bias(spec, load),
         )
+
+    @property
+    def output_size(self) -> int:
+        """Features of a row that forward returns."""
+        return self.spec.hidden_size if self.project_out is None else self.project_out.n
 
     @property
     def is_capturable(self) -> bool:
@@ -95,13 +115,21 @@ class Transformer:
         self,
         batch: PackedBatch,
         *,
+        cache: KvCache | None = None,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Hidden states [total_tokens, hidden_size] of the last layer.
+        """Hidden states [total_tokens, output_size] of the last layer.
 
+        cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.
         """
-        return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
+        x = self._embed(batch)
+        if self.decoder is None:
+            if cache is not None:
+                raise ValueError("cache must be None: an encoder has no past")
+            return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
+        x = self.decoder.run(x, batch, cache=cache, on_layer=on_layer)
+        return x if self.project_out is None else linear(x, self.project_out)
 
     def encode(
         self,
@@ -110,7 +138,7 @@ class Transformer:
         *,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """The layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
+        """An encoder's layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
 
         It is called here, so that no frame above holds the embedding while the layers run.
         on_layer: as in forward, which says what this returns and runs it in inference mode.
@@ -134,6 +162,8 @@ class Transformer:
 
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         table = self.embeddings
+        if table.norm is None:
+            return self._embed_causal(batch)
         x = embed(
             batch.input_ids,
             batch.position_ids,
@@ -147,6 +177,20 @@ class Transformer:
             inputs_embeds=batch.inputs_embeds,
         )
         return x if table.project is None else linear(x, table.project)
+
+    def _embed_causal(self, batch: PackedBatch) -> torch.Tensor:
+        """Words, projected where the table is narrower than the layers, and then positions."""
+        table, ids = self.embeddings, batch.input_ids
+        words, positions = batch.inputs_embeds, batch.position_ids
+        if table.project is not None:
+            narrow = embed(ids, None, None, word=table.word, inputs_embeds=words)
+            words = linear(narrow, table.project)
+            if table.position is None:
+                return words
+            rows = embed(positions, None, None, word=table.position)
+            return words + rows
+        options = {"position": table.position, "inputs_embeds": words}
+        return embed(ids, positions, None, word=table.word, **options)
 
     def _attention(
         self,
@@ -199,7 +243,14 @@ class Transformer:
 def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name the base model needs, lazily: a damaged config may ask for 10**9 layers."""
     yield spec.embeddings["word"]
-    yield spec.embeddings["position"]
+    if "position" in spec.embeddings:
+        yield spec.embeddings["position"]
+    if spec.decoder is not None:
+        if spec.embedding_size != spec.hidden_size:
+            yield f"{spec.embeddings['project_in']}.weight"
+            yield f"{spec.decoder.final['project_out']}.weight"
+        yield from decoder_tensor_names(spec)
+        return
     if spec.num_token_types:
         yield spec.embeddings["token_type"]
     if spec.relative_bias_rows:
@@ -215,18 +266,51 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
 
 def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
-    token_type = project = None
+    token_type = project = norm = None
     if spec.num_token_types:
         token_type = load.tensor(names["token_type"], (spec.num_token_types, width))
     if width != spec.hidden_size:
-        project = load.linear([names["project"]], spec.hidden_size, width)
+        project = _project_in(spec, load)
+    if "norm" in names:
+        norm = load.norm(names["norm"], width)
     return EmbeddingWeights(
         word=load.tensor(names["word"], (spec.vocab_size, width)),
-        position=load.tensor(names["position"], (spec.max_positions + spec.position_offset, width)),
+        position=_position_table(spec, load),
         token_type=token_type,
-        norm=load.norm(names["norm"], width),
+        norm=norm,
         project=project,
     )
+
+
+def _position_table(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
+    """The learned positions from the first one that a token may have; None where they turn."""
+    if "position" not in spec.embeddings:
+        return None
+    # A causal model adds its positions to what the words were projected to.
+    width = spec.embedding_size if spec.decoder is None else spec.hidden_size
+    rows = spec.first_position_row + spec.max_positions + spec.position_offset
+    return load.tensor(spec.embeddings["position"], (rows, width))[spec.first_position_row :]
+
+
+def _project_in(spec: ModelSpec, load: TensorLoader) -> LinearWeight:
+    names, width = spec.embeddings, spec.embedding_size
+    if spec.decoder is None:
+        return load.linear([names["project"]], spec.hidden_size, width)
+    shape = (spec.hidden_size, width)
+    return load.linear_from(load.tensor(f"{names['project_in']}.weight", shape), None)
+
+
+def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
+    if spec.decoder is None or spec.embedding_size == spec.hidden_size:
+        return None
+    name, shape = (
+        f"{spec.decoder.final['project_out']}.weight",
+        (
+            spec.embedding_size,
+            spec.hidden_size,
+        ),
+    )
+    return load.linear_from(load.tensor(name, shape), None)
 
 
 def _layer_weights(spec: ModelSpec, load: TensorLoader, i: int) -> LayerWeights:

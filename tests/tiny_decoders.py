@@ -1,0 +1,102 @@
+"""Small random causal models of every family, as transformers builds them."""
+
+import torch
+import transformers
+from tiny import VOCAB_SIZE, randomize
+from torch import nn
+
+# Sizes by the names most families have; the window lies between the lengths that tests use.
+_LLAMA = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 96,
+    "rms_norm_eps": 1e-5,
+}
+_GPT = {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 96}
+_OPT = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_dim": 80,
+    "max_position_embeddings": 96,
+}
+_NEOX = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 80,
+    "max_position_embeddings": 96,
+}
+_NEO = {
+    "hidden_size": 48,
+    "num_layers": 3,
+    "attention_types": [[["global", "local"], 1], [["local"], 1]],
+    "num_heads": 4,
+    "window_size": 8,
+    "max_position_embeddings": 96,
+}
+WINDOW = 8
+
+
+def _rope(rope_type: str, **parameters: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0} | parameters}
+
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
+_QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+
+# name: (stem of its class names, config)
+DECODERS = {
+    "llama": ("Llama", _LLAMA),
+    "llama2": ("Llama", _LLAMA | {"num_key_value_heads": 4}),
+    "llama-biases": ("Llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("Llama", _LLAMA | {"tie_word_embeddings": True}),
+    "llama-wide-heads": ("Llama", _LLAMA | {"head_dim": 20}),
+    "llama-linear": ("Llama", _LLAMA | _rope("linear", factor=2.0)),
+    "llama-dynamic": ("Llama", _LLAMA | _rope("dynamic", factor=2.0)),
+    "llama3": ("Llama", _LLAMA | _rope("llama3", factor=4.0, **_LLAMA3)),
+    "llama-yarn": (
+        "Llama",
+        _LLAMA | _rope("yarn", factor=4.0, original_max_position_embeddings=24),
+    ),
+    "mistral": ("Mistral", _LLAMA | {"sliding_window": WINDOW}),
+    "mistral-full": ("Mistral", _LLAMA | {"sliding_window": None}),
+    "qwen2": ("Qwen2", _LLAMA),
+    "qwen2-window": ("Qwen2", _LLAMA | _QWEN_WINDOW),
+    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-window": ("Qwen3", _LLAMA | {"head_dim": 16, "attention_bias": True} | _QWEN_WINDOW),
+    "gpt2": ("GPT2", _GPT),
+    "gpt2-scales": ("GPT2", _GPT | {"scale_attn_by_inverse_layer_idx": True, "n_inner": 72}),
+    "gpt2-unscaled": ("GPT2", _GPT | {"scale_attn_weights": False}),
+    "gpt_neox": ("GPTNeoX", _NEOX | {"rotary_pct": 0.5}),
+    "gpt_neox-serial": ("GPTNeoX", _NEOX | {"use_parallel_residual": False}),
+    "opt": ("OPT", _OPT),
+    "opt-post": ("OPT", _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
+    "opt-no-biases": ("OPT", _OPT | {"enable_bias": False}),
+    "gptj": ("GPTJ", _GPT | {"rotary_dim": 8}),
+    "gpt_neo": ("GPTNeo", _NEO),
+}
+
+
+def causal_class(name: str, head: str = "ForCausalLM") -> type:
+    stem = DECODERS[name][0]
+    ending = "LMHeadModel" if (stem, head) == ("GPT2", "ForCausalLM") else head
+    return getattr(transformers, stem + ending)
+
+
+def tiny_decoder(name: str, head: str = "ForCausalLM", **config: object) -> nn.Module:
+    """A transformers model in eval mode; weights spread so far that every part of it shows."""
+    stem, own = DECODERS[name]
+    settings = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2} | own | config
+    model = causal_class(name, head)(getattr(transformers, stem + "Config")(**settings))
+    randomize(model, std=0.12)
+    return model.eval()
+
+
+def expected(model: nn.Module, ids: list[int]) -> object:
+    """transformers' output of one sequence alone, without padding or cache."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
