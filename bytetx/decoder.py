@@ -64,23 +64,15 @@ class Decoder:
         self.spec, self.own, self.layers = spec, spec.decoder, layers
         self.final_norm, self.tables = final_norm, tables
 
-    def run(
-        self,
-        x: torch.Tensor,
-        batch: PackedBatch,
-        *,
-        cache: KvCache | None = None,
-        on_layer: OnLayer | None = None,
-    ) -> torch.Tensor:
-        """x [total_tokens, hidden_size] -> the same, after the last norm.
+    @property
+    def run(self) -> Callable[..., torch.Tensor]:
+        """run(x, batch, cache, on_layer): x [total_tokens, hidden_size] -> the last layer's rows.
 
-        on_layer: called with x and then each layer's output, the last one's after the last norm.
+        cache: KvCache or None.  on_layer: called with x and then each layer's output, the last
+        one's after the last norm, or None.  A property, so that no frame but the one that replaces
+        x holds it.
         """
-        step = self._prepare(x, batch, cache)
-        if on_layer:
-            on_layer(x)
-        run = self._run_post if self.own.norm_placement == "post" else self._run_pre
-        return run(x, step, on_layer)
+        return self._run_post if self.own.norm_placement == "post" else self._run_pre
 
     def _prepare(self, x: torch.Tensor, batch: PackedBatch, cache: KvCache | None) -> _Pass:
         if (cache is None) != (batch.past is None):
@@ -103,9 +95,18 @@ class Decoder:
         rotation = None if self.tables is None else self.tables.of(batch)
         return _Pass(batch, rotation, plans, cache)
 
-    def _run_pre(self, x: torch.Tensor, step: _Pass, on_layer: OnLayer | None) -> torch.Tensor:
+    def _run_pre(
+        self,
+        x: torch.Tensor,
+        batch: PackedBatch,
+        cache: KvCache | None,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
         """Pre-norm and parallel: x is the sum so far, and each norm adds what came before it."""
         assert self.final_norm is not None  # families say so
+        step = self._prepare(x, batch, cache)
+        if on_layer:
+            on_layer(x)
         is_parallel = self.own.norm_placement == "parallel"
         normed = self._norm(x, self.layers[0].attn_norm)
         for i, layer in enumerate(self.layers):
@@ -126,7 +127,16 @@ class Decoder:
                 on_layer(normed if following is None else x)
         return normed
 
-    def _run_post(self, x: torch.Tensor, step: _Pass, on_layer: OnLayer | None) -> torch.Tensor:
+    def _run_post(
+        self,
+        x: torch.Tensor,
+        batch: PackedBatch,
+        cache: KvCache | None,
+        on_layer: OnLayer | None,
+    ) -> torch.Tensor:
+        step = self._prepare(x, batch, cache)
+        if on_layer:
+            on_layer(x)
         for i, layer in enumerate(self.layers):
             assert layer.ffn_norm is not None
             x, _ = self._project(

@@ -123,12 +123,11 @@ class Transformer:
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.
         """
-        x = self._embed(batch)
         if self.decoder is None:
             if cache is not None:
                 raise ValueError("cache must be None: an encoder has no past")
             return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
-        x = self.decoder.run(x, batch, cache=cache, on_layer=on_layer)
+        x = self.decoder.run(self._embed(batch), batch, cache, on_layer)
         return x if self.project_out is None else linear(x, self.project_out)
 
     def encode(

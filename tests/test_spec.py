@@ -13,6 +13,7 @@ from bytetx import family
 from bytetx.config_values import ACTIVATIONS
 from bytetx.errors import CheckpointError
 from bytetx.family import families, known_model_types, read_family
+from bytetx.rope_spec import SCALINGS
 from bytetx.spec import ModelSpec, build_spec
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
@@ -30,6 +31,10 @@ def test_every_family() -> None:
         for model_type in table["model_types"]:
             spec = build_spec({"model_type": model_type})
             assert spec.family == name
+            assert spec.num_kv_heads <= spec.num_heads
+            if spec.decoder is not None:
+                assert spec.heads.keys() == {"lm"}
+                continue
             assert spec.head_dim * spec.num_heads == spec.hidden_size
             assert spec.max_positions + spec.position_offset == 512
             assert spec.heads.keys() >= {"sequence_classification", "token_classification"}
@@ -42,7 +47,16 @@ def test_known_model_types() -> None:
         "camembert",
         "distilbert",
         "electra",
+        "gpt2",
+        "gpt_neo",
+        "gpt_neox",
+        "gptj",
+        "llama",
+        "mistral",
         "mpnet",
+        "opt",
+        "qwen2",
+        "qwen3",
         "roberta",
         "xlm-roberta",
     ]
@@ -50,14 +64,15 @@ def test_known_model_types() -> None:
 
 def test_the_readme_documents_every_key_and_value() -> None:
     documented = set(re.findall(r"`([^`]+)`", (MODELS / "README.md").read_text()))
-    keys = {"model_types", "prefix", "defaults"}
+    keys = {"model_types", "prefix", "defaults", "fixed"}
     for section, (required, optional) in family._SECTIONS.items():
         keys |= {section, *required, *optional}
     for required, optional in family._HEADS.values():
         keys |= required | optional
-    values = {value for allowed in family._CLOSED_VALUES.values() for value in allowed}
+    allowed = [value for values in family._CLOSED_VALUES.values() for value in values]
+    values = {str(value).lower() if value in (True, False) else value for value in allowed}
     activations = {*family.ACTIVATIONS, *ACTIVATIONS}
-    assert keys | values | activations <= documented
+    assert keys | values | activations | set(SCALINGS) <= documented
 
 
 # (what is replaced in bert.toml, by what, what the error says)
