@@ -85,15 +85,16 @@ class ModelSpec:
 
         Attention holds x, qkv and its output; the feed-forward x, the inner and the outer row;
         the embedding its sum and what it is projected to.  A decoder holds the normed x besides,
-        and a gated feed-forward the gates beside what they let pass.  Five ids a token, of four
-        bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the batch) comes on top.
+        and a gated feed-forward its gates and values, before and after they meet.  Five ids a
+        token, of four bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the
+        batch) comes on top.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         attention = hidden + qkv + self.num_heads * self.head_dim
         row = max(attention, 2 * hidden + inner, hidden + self.embedding_size)
         if self.decoder is not None:
-            gated = 3 if "ffn_gate" in self.layer else 1
+            gated = 4 if "ffn_gate" in self.layer else 1
             row = max(attention + hidden, 3 * hidden + gated * inner)
         return total_tokens * (itemsize * row + 5 * 4)
 

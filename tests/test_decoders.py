@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
-from tiny_decoders import DECODERS, WINDOW, expected, tiny_decoder
+from tiny_decoders import DECODERS, WINDOW, CachedRun, expected, tiny_decoder
 
 from bytetx import heads
+from bytetx.config import load_config
 from bytetx.packed import split
+from bytetx.spec import build_spec
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
 SEQLENS = [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 40, 3]
@@ -49,3 +51,138 @@ def test_base_checkpoint(name: str, tmp_path: Path) -> None:
     for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
         assert_close(rows, expected(model, sequence).last_hidden_state[0])
     assert loaded.weights.unused() == []
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_pieces_and_single_rows_with_a_past(name: str, tmp_path: Path) -> None:
+    """Prefill in pieces and decode rows in one step give the rows of a pass without a cache."""
+    model = tiny_decoder(name)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([40, 11, 2, 25])
+    cached = CachedRun(loaded, page_size=4)
+    rows = [[] for _ in ids]
+    for counts in ([7, 0, 1, 25], [13, 5, 1, 0], [20, 1, 0, 0], [0, 5, 0, 0]):
+        steps = cached.step(ids, counts)
+        for own, some in zip(rows, steps, strict=True):
+            own.append(some)
+    for own, whole in zip(rows, loaded.rows(ids), strict=True):
+        assert_close(torch.cat(own), whole)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", "gpt_neox", "opt-post", "gptj"])
+def test_greedy_tokens(name: str, tmp_path: Path) -> None:
+    model = tiny_decoder(name)
+    loaded = load(save(model, tmp_path))
+    head = heads.load_lm(loaded.spec, loaded.loader, word=loaded.transformer.embeddings.word)
+    prompts = random_ids([1, 13, 6])
+    ids, cached = [list(prompt) for prompt in prompts], CachedRun(loaded, page_size=8)
+    counts = [len(prompt) for prompt in prompts]
+    for _ in range(20):
+        rows = cached.step(ids, counts)
+        logits = head.forward(torch.stack([own[-1] for own in rows]))
+        for own, token in zip(ids, logits.argmax(1).tolist(), strict=True):
+            own.append(token)
+        counts = [1] * len(ids)
+    for prompt, own in zip(prompts, ids, strict=True):
+        options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+        model.generation_config.eos_token_id = None
+        wanted = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)
+        assert own == wanted[0].tolist()
+
+
+def test_dynamic_scaling_beyond_the_trained_positions(tmp_path: Path) -> None:
+    """A long text's own length sets its frequencies; its batch mates stay what they are alone."""
+    sizes = {"max_position_embeddings": 24}
+    loaded = load(save(tiny_decoder("llama-dynamic", **sizes), tmp_path))
+    assert loaded.spec.max_positions == 48
+    ids = random_ids([25, 5, 48, 24])
+    cached = CachedRun(loaded, page_size=8).step(ids, [25, 5, 48, 24])
+    for sequence, rows, same in zip(ids, loaded.rows(ids), cached, strict=True):
+        # A new model each time: transformers' keeps the frequencies of longer texts before.
+        wanted = expected(tiny_decoder("llama-dynamic", **sizes), sequence).hidden_states[-1][0]
+        assert_close(rows, wanted)
+        assert_close(same, wanted)
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "llama-yarn", "llama3", "gpt2", "opt"])
+def test_up_to_the_last_position(name: str, tmp_path: Path) -> None:
+    model = tiny_decoder(name)
+    loaded = load(save(model, tmp_path))
+    longest = loaded.spec.max_positions
+    assert longest == (192 if name == "llama-linear" else 96)
+    ids = random_ids([longest, 1])
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).hidden_states[-1][0])
+
+
+def test_yarn_with_every_number_given(tmp_path: Path) -> None:
+    own = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale_all_dim": 1.1}
+    sizes = {"original_max_position_embeddings": 12}
+    model = tiny_decoder("llama", rope_parameters=rope | own | sizes)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([90])
+    assert_close(loaded.rows(ids)[0], expected(model, ids[0]).hidden_states[-1][0])
+
+
+def test_rope_scaling_as_older_files_have_it(tmp_path: Path) -> None:
+    model = tiny_decoder("llama3")
+    loaded = load(save(model, tmp_path))
+    config = load_config(tmp_path)
+    parameters = config.pop("rope_parameters")
+    theta, kind = parameters.pop("rope_theta"), parameters.pop("rope_type")
+    for key in ("rope_type", "type"):
+        older = config | {"rope_theta": theta, "rope_scaling": parameters | {key: kind}}
+        assert build_spec(older) == loaded.spec
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", DECODERS)
+def test_half_is_as_close_to_float64_as_transformers(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = tiny_decoder(name).to(dtype)
+    loaded = load(save(model, tmp_path), dtype)
+    head = heads.load_lm(loaded.spec, loaded.loader, word=loaded.transformer.embeddings.word)
+    ids = random_ids([33, 64, 5])
+    theirs = [expected(model, s).logits[0].double() for s in ids]
+    exact_model = model.double()  # the same rounded weights
+    exact = torch.cat([expected(exact_model, s).logits[0] for s in ids])
+    ours = head.forward(torch.cat(loaded.rows(ids))).double()
+    their_error, our_error = torch.cat(theirs) - exact, ours - exact
+    # Noise: half a unit in the last place of a result, which no arithmetic can beat.
+    noise = exact.abs() * torch.finfo(dtype).eps / 2
+    assert our_error.square().mean() <= 4 * their_error.square().mean() + noise.square().mean()
+    assert our_error.abs().max() <= 2 * their_error.abs().max() + noise.max()
+
+
+def test_no_text_depends_on_its_batch_mates(tmp_path: Path) -> None:
+    loaded = load(save(tiny_decoder("qwen3-window"), tmp_path))
+    ids = random_ids([1, 30, 9, 2])
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert torch.equal(rows, loaded.rows([sequence])[0])
+
+
+def test_no_sequence_and_no_token(tmp_path: Path) -> None:
+    loaded = load(save(tiny_decoder("llama-dynamic"), tmp_path))
+    assert loaded.rows([]) == []
+    assert [rows.shape for rows in loaded.rows([[], [5], []])] == [(0, 48), (1, 48), (0, 48)]
+
+
+def test_a_tied_head_shares_memory_with_the_words(tmp_path: Path) -> None:
+    loaded = load(save(tiny_decoder("gpt2"), tmp_path))
+    word = loaded.transformer.embeddings.word
+    head = heads.load_lm(loaded.spec, loaded.loader, word=word)
+    weight = head.decoder.weight
+    assert weight.untyped_storage().data_ptr() == word.untyped_storage().data_ptr()
+
+
+def test_log_likelihoods_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(save(tiny_decoder("qwen2"), tmp_path))
+    head = heads.load_lm(loaded.spec, loaded.loader, word=loaded.transformer.embeddings.word)
+    rows, targets = torch.randn(11, 48), torch.randint(0, loaded.spec.vocab_size, (11,))
+    wanted = head.forward(rows).log_softmax(1).gather(1, targets[:, None]).squeeze(1)
+    assert_close(head.log_likelihoods(rows, targets), wanted)
+    monkeypatch.setattr(heads, "_MAX_LOGITS_BYTES", 4 * 4 * loaded.spec.vocab_size)
+    assert_close(head.log_likelihoods(rows, targets), wanted)
+    assert head.log_likelihoods(rows[:0], targets[:0]).shape == (0,)

@@ -1,9 +1,15 @@
 """Small random causal models of every family, as transformers builds them."""
 
+from dataclasses import replace
+
+import numpy as np
 import torch
 import transformers
-from tiny import VOCAB_SIZE, randomize
+from tiny import VOCAB_SIZE, Loaded, randomize
 from torch import nn
+
+from bytetx.cache import allocate_cache
+from bytetx.packed import pack_past, split
 
 # Sizes by the names most families have; the window lies between the lengths that tests use.
 _LLAMA = {
@@ -100,3 +106,41 @@ def expected(model: nn.Module, ids: list[int]) -> object:
     """transformers' output of one sequence alone, without padding or cache."""
     with torch.no_grad():
         return model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+
+
+class CachedRun:
+    """A model's forward passes over growing sequences, with the engine's part done by hand."""
+
+    def __init__(self, loaded: Loaded, *, page_size: int):
+        self.loaded, self.page_size = loaded, page_size
+        self.done: list[int] = []
+        self.cache = None
+
+    def step(self, ids: list[list[int]], counts: list[int]) -> list[torch.Tensor]:
+        """The rows of each sequence's next counts[i] tokens."""
+        spec, size = self.loaded.spec, self.page_size
+        self.done = self.done or [0] * len(ids)
+        pages_each = -(-spec.max_positions // size)
+        if self.cache is None:
+            self.cache = allocate_cache(
+                num_layers=spec.num_layers,
+                num_pages=pages_each * len(ids),
+                page_size=size,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=self.loaded.transformer.embeddings.word.dtype,
+            )
+            for layer in self.cache.layers:
+                layer.k_cache.fill_(torch.nan)
+                layer.v_cache.fill_(torch.nan)
+        # Sequences take their pages in turn, last page first: no two neighbours in memory.
+        pages = [[len(ids) * p + i for p in reversed(range(pages_each))] for i in range(len(ids))]
+        pieces = [own[d : d + n] for own, d, n in zip(ids, self.done, counts, strict=True)]
+        starts = np.array(self.done, dtype=np.int32)
+        self.done = [d + len(piece) for d, piece in zip(self.done, pieces, strict=True)]
+        seqlens = np.array([len(piece) for piece in pieces], dtype=np.int32)
+        past = pack_past(pages, np.array(self.done, np.int32), seqlens, page_size=size)
+        batch = self.loaded.pack(pieces)
+        moved = batch.position_ids + torch.from_numpy(np.repeat(starts, seqlens))
+        batch = replace(batch, position_ids=moved, past=past)
+        return split(self.loaded.transformer.forward(batch, cache=self.cache), batch)
