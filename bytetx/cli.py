@@ -135,6 +135,16 @@ def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
 
 @app.command()
 @with_job_options
+def score(options: JobOptions) -> None:
+    """Log-likelihood and perplexity of each text under a causal language model."""
+    from bytetx.files.command import run_text_job
+    from bytetx.files.tasks import score_task
+
+    run_text_job(options, score_task({"truncate": options.truncate}))
+
+
+@app.command()
+@with_job_options
 def rerank(
     options: JobOptions,
     query: Annotated[

@@ -24,15 +24,17 @@ from bytetx.engine.runner import Runner
 from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.engine.step import Task
 from bytetx.errors import InputError
+from bytetx.info import checkpoint_info
 from bytetx.inputs import Input, InputReader
 from bytetx.loading import LoadedCheckpoint, load_checkpoint
 from bytetx.ops.pooling import POOLING_MODES
-from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Results, Stream
+from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.sentence import Normalize, activation_by_name
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.hidden_states import HiddenStatesTask
+from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 
 logger = logging.getLogger("bytetx")
@@ -51,7 +53,7 @@ def load(
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> "Model":
-    """Loads a Hugging Face encoder checkpoint, with the head and the tokenizer that it has.
+    """Loads a Hugging Face checkpoint, with the head and the tokenizer that it has.
 
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
     as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
@@ -129,7 +131,7 @@ class Model:
         steps = self._run(texts, task, reader, counter)
         if stream:
             return Stream(in_order(steps), counter.stats)
-        size = output_size(self.spec.hidden_size, task.pooling, task.modules)
+        size = output_size(self.spec.output_size, task.pooling, task.modules)
         buffer = VectorBuffer(dimensions or size, num_texts=_length(texts))
         for step in steps:
             buffer.put(step)
@@ -251,6 +253,23 @@ class Model:
         task = FillMaskTask(head, tokenizer, top_k, target_ids)
         return self._results(texts, task, reader, stream=stream)
 
+    def score(
+        self,
+        texts: Iterable[Input],
+        *,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+    ) -> Results[Likelihood | InputError] | Stream[Likelihood | InputError]:
+        """Log-likelihood and perplexity of each text under a causal language model.
+
+        The first token, which has nothing before it, is not scored; give a text that starts with
+        the begin-of-text token, or a tokenizer that adds it, to score every token of one's own.
+        """
+        task = LikelihoodTask(self._need_head(self.heads.lm, "language model"))
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        return self._results(texts, task, reader, stream=stream)
+
     def hidden_states(
         self,
         texts: Iterable[Input],
@@ -267,35 +286,8 @@ class Model:
 
     def info(self) -> dict[str, Any]:
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""
-        spec, sentence = self.spec, self.checkpoint.sentence
-        itemsize = self.checkpoint.dtype.itemsize
-        heads = {
-            "sequence classification": self.heads.sequence,
-            "token classification": self.heads.token,
-            "masked language model": self.heads.masked_lm,
-        }
-        return {
-            "path": str(self.checkpoint.folder),
-            "family": spec.family,
-            "architectures": list(spec.architectures),
-            "num_layers": spec.num_layers,
-            "hidden_size": spec.hidden_size,
-            "num_heads": spec.num_heads,
-            "intermediate_size": spec.intermediate_size,
-            "vocab_size": spec.vocab_size,
-            "max_tokens": self.max_tokens,
-            "dtype": str(self.checkpoint.dtype).removeprefix("torch."),
-            "device": str(self.checkpoint.device),
-            "token_budget": self.token_budget,
-            "workspace_bytes": spec.workspace_bytes(self.token_budget, itemsize),
-            "heads": [name for name, head in heads.items() if head is not None],
-            "labels": list(self._labels()),
-            "pooling": list(sentence.pooling),
-            "sentence_modules": [kind for kind, _ in sentence.modules],
-            "prompts": dict(sentence.prompts),
-            "has_tokenizer": self.tokenizer is not None,
-            "unused_tensors": list(self.checkpoint.unused_tensors),
-        }
+        limits = {"max_tokens": self.max_tokens, "token_budget": self.token_budget}
+        return checkpoint_info(self.checkpoint, **limits)
 
     def _embed_task(
         self,
@@ -313,7 +305,7 @@ class Model:
         if normalize is False:
             modules = tuple(module for module in modules if not isinstance(module, Normalize))
         normalizes = any(isinstance(module, Normalize) for module in modules)
-        size = output_size(self.spec.hidden_size, modes, modules)
+        size = output_size(self.spec.output_size, modes, modules)
         check_dimensions(dimensions, size=size)
         return EmbedTask(
             modes,

@@ -1,5 +1,6 @@
 """What the tasks return: one entry a text in the caller's order, with the run's counts."""
 
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, SupportsIndex, TypeVar
@@ -10,6 +11,9 @@ from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 
 T = TypeVar("T")
+
+# exp of more is beyond a double.
+_MAX_EXPONENT = 709.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,31 @@ class Fill:
     token: int
     token_str: str
     sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely a causal model finds a text; natural logarithms.
+
+    log_likelihood: the sum over tokens.  token_log_likelihoods: f32, of each token given those
+    before it; the first token has none before it and is not among them.
+    """
+
+    log_likelihood: float
+    token_log_likelihoods: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were scored: all but the first."""
+        return len(self.token_log_likelihoods)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean surprise of a token; NaN where no token was scored."""
+        if not self.num_tokens:
+            return math.nan
+        mean = -self.log_likelihood / self.num_tokens
+        return math.exp(mean) if mean < _MAX_EXPONENT else math.inf
 
 
 class Results(list[T]):

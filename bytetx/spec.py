@@ -80,6 +80,12 @@ class ModelSpec:
     def num_labels(self) -> int:
         return len(self.id2label)
 
+    @property
+    def output_size(self) -> int:
+        """Features of the last layer's rows; OPT-350m projects them to the words' width."""
+        is_projected = self.decoder is not None and "project_out" in self.decoder.final
+        return self.embedding_size if is_projected else self.hidden_size
+
     def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 

@@ -100,11 +100,6 @@ class Transformer:
         )
 
     @property
-    def output_size(self) -> int:
-        """Features of a row that forward returns."""
-        return self.spec.hidden_size if self.project_out is None else self.project_out.n
-
-    @property
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word = self.embeddings.word
@@ -118,7 +113,7 @@ class Transformer:
         cache: KvCache | None = None,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Hidden states [total_tokens, output_size] of the last layer.
+        """Hidden states [total_tokens, spec.output_size] of the last layer.
 
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.

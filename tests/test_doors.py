@@ -24,6 +24,7 @@ HEIGHTS = {
     "bytetx.report": 5,
     "bytetx.serve": 5,
     "bytetx.arguments": 4,
+    "bytetx.info": 4,
     "bytetx.inputs": 4,
     "bytetx.loading": 4,
     "bytetx.model": 4,

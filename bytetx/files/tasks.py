@@ -1,6 +1,7 @@
 """The tasks as batch jobs see them: how the model runs a stream, how its answers are spelled."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields
@@ -53,6 +54,21 @@ def list_task(name: str, *, method: str, key: str, options: dict[str, Any]) -> T
         return _streaming(getattr(model, method), options), encoder
 
     return Task(name, options, open_task)
+
+
+def score_task(options: dict[str, Any]) -> Task:
+    """How likely each text is: {"index", "log_likelihood", "num_tokens", "perplexity"}, the last
+    null where there is no finite one. options: keyword arguments of Model.score."""
+
+    def to_json(answer: Any) -> str:
+        record = {name: getattr(answer, name) for name in ("log_likelihood", "num_tokens")}
+        perplexity = answer.perplexity
+        return _json(record | {"perplexity": perplexity if math.isfinite(perplexity) else None})
+
+    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        return _streaming(model.score, options), LineEncoder(to_json)
+
+    return Task("score", options, open_task)
 
 
 def rerank_task(options: dict[str, Any]) -> Task:

@@ -1,0 +1,45 @@
+"""Log-likelihoods of whole texts under a causal model: one packed forward pass, no generation."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from bytetx.engine.step import Step
+from bytetx.heads import LmHead
+from bytetx.results import Likelihood
+from bytetx.transformer import Transformer
+
+
+@dataclass(frozen=True, slots=True)
+class LikelihoodTask:
+    """Each token but the first of a text, given those before it."""
+
+    head: LmHead
+
+    @property
+    def capture(self) -> None:
+        """Where texts end, and so which rows are scored, is known on the host alone."""
+        return None
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        batch = step.batch
+        hidden_states = transformer.forward(batch)
+        rows = _rows_with_a_next(step.requests.seqlens)
+        if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
+            rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
+        targets = batch.input_ids[rows + 1].long()
+        return (self.head.log_likelihoods(hidden_states, targets, rows=rows),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Likelihood]:
+        num_scored = np.maximum(step.requests.seqlens - 1, 0)
+        pieces = np.split(outputs[0], np.cumsum(num_scored)[:-1])
+        return [Likelihood(float(piece.sum(dtype=np.float64)), piece) for piece in pieces]
+
+
+def _rows_with_a_next(seqlens: np.ndarray) -> torch.Tensor:
+    """int64: the packed rows that are not the last of their sequence."""
+    is_last = np.zeros(int(seqlens.sum()), dtype=bool)
+    is_last[np.cumsum(seqlens)[seqlens > 0] - 1] = True
+    return torch.from_numpy(np.flatnonzero(~is_last))
