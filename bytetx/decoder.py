@@ -65,6 +65,11 @@ class Decoder:
         self.final_norm, self.tables = final_norm, tables
 
     @property
+    def is_capturable(self) -> bool:
+        """Dynamic rotary scaling asks for the lengths of a step's texts."""
+        return self.own.rotary is None or self.own.rotary.scaling != "dynamic"
+
+    @property
     def run(self) -> Callable[..., torch.Tensor]:
         """run(x, batch, cache, on_layer): x [total_tokens, hidden_size] -> the last layer's rows.
 

@@ -239,6 +239,11 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         if (is_needed and not is_there) or (is_wrong and is_there):
             missing = "is missing" if is_needed else "does not belong to how this family computes"
             raise CheckpointError(f"{where} [{section}] {key} {missing}")
+    if strange := set(architecture.get("biases", ())) - table["layer"].keys():
+        raise CheckpointError(
+            f"{where} [architecture] biases names {', '.join(sorted(strange))}, which [layer] has "
+            "not"
+        )
     project = "project_in" if is_causal else "project"
     if ("embedding_size" in table["config"]) != (project in embeddings):
         raise CheckpointError(

@@ -108,9 +108,11 @@ class _Given:
         return positive_number(f"rope {key}", default if value is None else value)
 
     def theta(self) -> float:
-        if self.parameters.get("rope_theta") is not None:
-            return self.number("rope_theta")
-        return self.values.number("rotary_theta")
+        given = self.parameters.get("rope_theta") is not None
+        theta = self.number("rope_theta") if given else self.values.number("rotary_theta")
+        if theta <= 1:
+            raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
+        return theta
 
     def dim(self, head_dim: int) -> int:
         """Rotated features of a head: a number, a share of the head, or all of it."""

@@ -103,6 +103,8 @@ class Transformer:
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word = self.embeddings.word
+        if self.decoder is not None and not self.decoder.is_capturable:
+            return False
         return is_planned(word.dtype, self.spec.head_dim, word.device)
 
     @torch.inference_mode()

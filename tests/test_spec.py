@@ -18,6 +18,22 @@ from bytetx.spec import ModelSpec, build_spec
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
+NUMBER = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+ROPE = st.fixed_dictionaries(
+    {"rope_type": st.sampled_from([*SCALINGS, "longrope", None])},
+    optional={
+        "factor": NUMBER | st.floats(1, 8),
+        "rope_theta": NUMBER,
+        "original_max_position_embeddings": NUMBER,
+        "low_freq_factor": NUMBER | st.just(1.0),
+        "high_freq_factor": NUMBER | st.just(4.0),
+        "attention_factor": NUMBER,
+        "beta_fast": NUMBER,
+        "mscale": NUMBER,
+        "mscale_all_dim": NUMBER,
+        "partial_rotary_factor": NUMBER,
+    },
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
@@ -93,16 +109,50 @@ BROKEN_FAMILIES = [
 ]
 
 
+# (file, what is replaced in it, by what, what the error says)
+BROKEN_CAUSAL = [
+    (
+        "llama",
+        'norm = "rms_norm"',
+        'norm = "l2"',
+        "norm is 'l2', must be one of layer_norm, rms_no",
+    ),
+    ("llama", "causal = true", "causal = 1.5", "causal is 1.5, must be one of False, True"),
+    ("llama", "causal = true", "", "norm_placement is 'pre', which only a causal family may be"),
+    ("llama", 'rotary_theta = "rope_theta"', "", r"\[config\] rotary_theta is missing"),
+    ("llama", '"embed_tokens.weight"', '"e"\nposition = "p"', "position does not belong to how"),
+    ("llama", '"embed_tokens.weight"', '"e"\nnorm = "n"', "norm does not belong to how"),
+    ("llama", "ffn_norm =", "v_norm =", "unknown key v_norm"),
+    ("mistral", "biases = []", 'biases = ["o"]', "biases names o, which"),
+    ("gpt2", 'qkv = "stacked"', "", r"\[layer\] q is missing"),
+    ("gpt2", "intermediate_multiple = 4", "", "missing key n_inner"),
+    ("gpt2", '[final]\nnorm = "ln_f"', "", r"\[final\] goes with causal"),
+    ("opt", "project_in =", "project =", "go together"),
+    ("gpt_neox", 'rotary_theta = "rotary_emb_base"', 'theta = "x"', "unknown key theta"),
+]
+
+
+def broken(name: str, old: str, new: str, folder: Path) -> Path:
+    text = (MODELS / f"{name}.toml").read_text()
+    assert old in text
+    path = folder / "own.toml"
+    path.write_text(text.replace(old, new))
+    return path
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"), BROKEN_FAMILIES, ids=[b[1] for b in BROKEN_FAMILIES]
 )
 def test_broken_family(old: str, new: str, message: str, tmp_path: Path) -> None:
-    text = (MODELS / "bert.toml").read_text()
-    assert old in text
-    path = tmp_path / "own.toml"
-    path.write_text(text.replace(old, new))
     with pytest.raises(CheckpointError, match=message) as caught:
-        read_family(path)
+        read_family(broken("bert", old, new, tmp_path))
+    assert "models/own.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "old", "new", "message"), BROKEN_CAUSAL)
+def test_broken_causal_family(name: str, old: str, new: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_family(broken(name, old, new, tmp_path))
     assert "models/own.toml" in str(caught.value)
 
 
@@ -164,7 +214,12 @@ def test_any_config_gives_a_spec_or_a_checkpoint_error(
     )
     keys = [*tomllib.loads(path.read_text())["defaults"], "id2label", "num_labels", "architectures"]
     keys += ["problem_type", "tie_word_embeddings", "is_decoder", "position_embedding_type"]
+    table = families()[path.stem]
+    keys += [key for key in table["config"].values() if isinstance(key, str)]
+    keys += [*table.get("fixed", {}), "rope_scaling", "rope_parameters", "partial_rotary_factor"]
     config = data.draw(st.dictionaries(st.sampled_from(keys), JSON, max_size=4))
+    if data.draw(st.booleans()):
+        config["rope_parameters"] = data.draw(ROPE)
     try:
         spec = build_spec({"model_type": model_type} | config)
     except CheckpointError:

@@ -160,10 +160,6 @@ def _plain(parameter: nn.Parameter) -> torch.Tensor:
 def _spec_of(base: nn.Module) -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
     spec = build_spec(base.config.to_dict())
-    if spec.decoder is not None:
-        raise CheckpointError(
-            f"model_type {spec.model_type!r} is a causal model; bytetx.wrap runs encoders"
-        )
     layers = base.get_submodule(spec.layer["q"].split(".{i}.")[0])
     return replace(spec, num_layers=len(layers))
 
