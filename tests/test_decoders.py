@@ -1,11 +1,12 @@
 """Every causal family against transformers, on small random checkpoints, without a cache."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
-from tiny_decoders import DECODERS, WINDOW, CachedRun, expected, tiny_decoder
+from tiny import load, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import DECODERS, WINDOW, CachedRun, causal_class, expected, tiny_decoder
 
 from bytetx import heads
 from bytetx.config import load_config
@@ -125,6 +126,45 @@ def test_yarn_with_every_number_given(tmp_path: Path) -> None:
     assert_close(loaded.rows(ids)[0], expected(model, ids[0]).hidden_states[-1][0])
 
 
+def test_windows_as_older_files_have_them() -> None:
+    config = {"model_type": "qwen2", "num_hidden_layers": 5, "sliding_window": 7}
+    own = build_spec(config | {"use_sliding_window": True, "max_window_layers": 3}).decoder
+    assert [own.window_of(i) for i in range(5)] == [0, 0, 0, 7, 7]
+    own = build_spec(config | {"use_sliding_window": False, "max_window_layers": 0}).decoder
+    assert [own.window_of(i) for i in range(5)] == [0] * 5
+
+
+def test_every_choice_shows() -> None:
+    """Errors would hide behind weights near zero: the smallest change of a choice must show."""
+    ids = random_ids([40])[0]
+    for name, changes in (
+        ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"layer_norm_epsilon": 2e-3}),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+        ("gptj", {"rotary_dim": 6}),
+        ("gpt_neo", {"window_size": 7}),
+        ("llama", {"rms_norm_eps": 2e-3}),
+        ("opt", {"activation_function": "gelu"}),
+    ):
+        one, other = tiny_decoder(name), tiny_decoder(name, **changes)
+        difference = expected(one, ids).logits - expected(other, ids).logits
+        assert difference.abs().max() > 10 * TOLERANCE, (name, changes)
+
+
+def test_a_cache_goes_with_a_past(tmp_path: Path) -> None:
+    loaded = load(save(tiny_decoder("llama", "Model"), tmp_path))
+    cached = CachedRun(loaded, page_size=4)
+    cached.step([[5, 6]], [2])
+    with pytest.raises(ValueError, match="cache and batch.past must be given both, or neither"):
+        loaded.transformer.forward(loaded.pack([[5]]), cache=cached.cache)
+    cached.cache = replace(cached.cache, layers=cached.cache.layers[:2])
+    with pytest.raises(ValueError, match="cache must have the model's 3 layers, got 2"):
+        cached.step([[5, 6, 7]], [1])
+    encoder = load(save(tiny_model("bert"), tmp_path / "bert"))
+    with pytest.raises(ValueError, match="an encoder has no past"):
+        encoder.transformer.forward(encoder.pack([[5]]), cache=cached.cache)
+
+
 def test_rope_scaling_as_older_files_have_it(tmp_path: Path) -> None:
     model = tiny_decoder("llama3")
     loaded = load(save(model, tmp_path))
@@ -141,12 +181,13 @@ def test_rope_scaling_as_older_files_have_it(tmp_path: Path) -> None:
 def test_half_is_as_close_to_float64_as_transformers(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = tiny_decoder(name).to(dtype)
-    loaded = load(save(model, tmp_path), dtype)
+    loaded = load(save(tiny_decoder(name).to(dtype), tmp_path), dtype)
     head = heads.load_lm(loaded.spec, loaded.loader, word=loaded.transformer.embeddings.word)
     ids = random_ids([33, 64, 5])
+    # Loaded anew: to(dtype) would round the rotary frequencies, too, and double() keep them so.
+    model = causal_class(name).from_pretrained(tmp_path, dtype=dtype)
     theirs = [expected(model, s).logits[0].double() for s in ids]
-    exact_model = model.double()  # the same rounded weights
+    exact_model = causal_class(name).from_pretrained(tmp_path, dtype=torch.float64)
     exact = torch.cat([expected(exact_model, s).logits[0] for s in ids])
     ours = head.forward(torch.cat(loaded.rows(ids))).double()
     their_error, our_error = torch.cat(theirs) - exact, ours - exact

@@ -98,7 +98,11 @@ def tiny_decoder(name: str, head: str = "ForCausalLM", **config: object) -> nn.M
     stem, own = DECODERS[name]
     settings = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2} | own | config
     model = causal_class(name, head)(getattr(transformers, stem + "Config")(**settings))
-    randomize(model, std=0.12)
+    randomize(model)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "ln_" in parameter_name and parameter_name.endswith("weight"):
+                parameter += 1.0  # a norm's scale, which randomize knows by "norm" alone
     return model.eval()
 
 
