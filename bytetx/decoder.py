@@ -69,17 +69,25 @@ class Decoder:
         """Dynamic rotary scaling asks for the lengths of a step's texts."""
         return self.own.rotary is None or self.own.rotary.scaling != "dynamic"
 
-    @property
-    def run(self) -> Callable[..., torch.Tensor]:
-        """run(x, batch, cache, on_layer): x [total_tokens, hidden_size] -> the last layer's rows.
+    def run(
+        self,
+        embed_tokens: Callable[[], torch.Tensor],
+        batch: PackedBatch,
+        *,
+        cache: KvCache | None = None,
+        on_layer: OnLayer | None = None,
+    ) -> torch.Tensor:
+        """[total_tokens, hidden_size] -> the same, after the last norm.
 
-        cache: KvCache or None.  on_layer: called with x and then each layer's output, the last
-        one's after the last norm, or None.  A property, so that no frame but the one that replaces
-        x holds it.
+        embed_tokens: gives the first rows; called where they are used up, so that no frame above
+        holds them.  on_layer: called with them and then each layer's output, the last one's after
+        the last norm.
         """
-        return self._run_post if self.own.norm_placement == "post" else self._run_pre
+        step = self._prepare(batch, cache)
+        run = self._run_post if self.own.norm_placement == "post" else self._run_pre
+        return run(embed_tokens, step, on_layer)
 
-    def _prepare(self, x: torch.Tensor, batch: PackedBatch, cache: KvCache | None) -> _Pass:
+    def _prepare(self, batch: PackedBatch, cache: KvCache | None) -> _Pass:
         if (cache is None) != (batch.past is None):
             raise ValueError("cache and batch.past must be given both, or neither")
         if cache is not None and len(cache.layers) != len(self.layers):
@@ -91,7 +99,7 @@ class Decoder:
             for window in {self.own.window_of(i) for i in range(len(self.layers))}:
                 plans[window] = plan_attention(
                     batch.cu_seqlens,
-                    total_tokens=x.shape[0],
+                    total_tokens=batch.total_tokens,
                     head_dim=self.spec.head_dim,
                     has_bias=False,
                     causal=True,
@@ -101,15 +109,11 @@ class Decoder:
         return _Pass(batch, rotation, plans, cache)
 
     def _run_pre(
-        self,
-        x: torch.Tensor,
-        batch: PackedBatch,
-        cache: KvCache | None,
-        on_layer: OnLayer | None,
+        self, embed_tokens: Callable[[], torch.Tensor], step: _Pass, on_layer: OnLayer | None
     ) -> torch.Tensor:
         """Pre-norm and parallel: x is the sum so far, and each norm adds what came before it."""
         assert self.final_norm is not None  # families say so
-        step = self._prepare(x, batch, cache)
+        x = embed_tokens()
         if on_layer:
             on_layer(x)
         is_parallel = self.own.norm_placement == "parallel"
@@ -133,13 +137,9 @@ class Decoder:
         return normed
 
     def _run_post(
-        self,
-        x: torch.Tensor,
-        batch: PackedBatch,
-        cache: KvCache | None,
-        on_layer: OnLayer | None,
+        self, embed_tokens: Callable[[], torch.Tensor], step: _Pass, on_layer: OnLayer | None
     ) -> torch.Tensor:
-        step = self._prepare(x, batch, cache)
+        x = embed_tokens()
         if on_layer:
             on_layer(x)
         for i, layer in enumerate(self.layers):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -120,12 +121,13 @@ class Transformer:
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.
         """
-        if self.decoder is None:
-            if cache is not None:
-                raise ValueError("cache must be None: an encoder has no past")
-            return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
-        x = self.decoder.run(self._embed(batch), batch, cache, on_layer)
-        return x if self.project_out is None else linear(x, self.project_out)
+        if self.decoder is not None:
+            embed_tokens = partial(self._embed_causal, batch)
+            x = self.decoder.run(embed_tokens, batch, cache=cache, on_layer=on_layer)
+            return x if self.project_out is None else linear(x, self.project_out)
+        if cache is not None:
+            raise ValueError("cache must be None: an encoder has no past")
+        return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
 
     def encode(
         self,
@@ -158,8 +160,7 @@ class Transformer:
 
     def _embed(self, batch: PackedBatch) -> torch.Tensor:
         table = self.embeddings
-        if table.norm is None:
-            return self._embed_causal(batch)
+        assert table.norm is not None  # an encoder's families say so
         x = embed(
             batch.input_ids,
             batch.position_ids,
