@@ -134,6 +134,16 @@ def test_windows_as_older_files_have_them() -> None:
     assert [own.window_of(i) for i in range(5)] == [0] * 5
 
 
+def test_rotary_numbers_as_older_files_have_them() -> None:
+    own = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "is_decoder": True}
+    rotary = build_spec(own | {"hidden_size": 64, "num_attention_heads": 2}).decoder.rotary
+    assert (rotary.dim, rotary.theta, rotary.scaling) == (16, 500.0, "default")
+    own = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None, "pad_token_id": -1}
+    spec = build_spec(own | {"max_position_embeddings": 8192})
+    assert (spec.decoder.rotary.theta, spec.max_positions, spec.pad_token_id) == (5e5, 8192, 0)
+    assert spec.num_kv_heads == spec.num_heads and spec.decoder.rotary.dim == spec.head_dim
+
+
 def test_every_choice_shows() -> None:
     """Errors would hide behind weights near zero: the smallest change of a choice must show."""
     ids = random_ids([40])[0]
