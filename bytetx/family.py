@@ -104,12 +104,40 @@ _NULLABLE = {
     "attention_types",
 }
 
+# Keys that say nothing about an encoder; there they would be read by no one.
+_CAUSAL_KEYS = {
+    "config": {
+        "num_kv_heads",
+        "head_dim",
+        "rotary_fraction",
+        "rotary_dim",
+        "window",
+        "uses_window",
+        "first_windowed_layer",
+        "layer_types",
+        "attention_types",
+        "attention_bias",
+        "ffn_bias",
+        "linear_bias",
+        "parallel",
+        "pre_norm",
+        "scales_attention",
+        "scales_by_layer",
+    },
+    "architecture": {"first_position_row", "biases", "intermediate_multiple", "softmax_scale"},
+    "embeddings": {"project_in"},
+    "layer": {"q_norm", "k_norm", "ffn_gate"},
+    "heads": {"lm"},
+}
+
 # A size that config.json gives needs the tensor or the facts that go with it, and the other way.
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
     (("config", "relative_bias_rows"), ("architecture", "relative_bias_buckets")),
     (("config", "relative_bias_rows"), ("architecture", "relative_bias_max_distance")),
+    (("layer", "q_norm"), ("layer", "k_norm")),
+    (("embeddings", "project_in"), ("final", "project_out")),
 )
 
 
@@ -194,7 +222,7 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
                 f"'config' or one of {', '.join(ACTIVATIONS)}"
             )
     for (section, key), (other_section, other) in _PAIRS:
-        if (key in table[section]) != (other in table[other_section]):
+        if (key in table.get(section, {})) != (other in table.get(other_section, {})):
             raise CheckpointError(
                 f"{where} [{section}] {key} and [{other_section}] {other} go together; "
                 "one of them is missing"
@@ -233,6 +261,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
         ("layer", "ffn_norm", own_norm, False),
+        # Its rows are heads of one query, key and value each.
+        ("config", "num_kv_heads", False, architecture.get("qkv") == "interleaved"),
     ]
     for section, key, is_needed, is_wrong in needed:
         is_there = key in table[section]
@@ -252,3 +282,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         )
     if is_causal != ("final" in table):
         raise CheckpointError(f"{where} [final] goes with causal; one of them is missing")
+    if is_causal:
+        return
+    for section, keys in _CAUSAL_KEYS.items():
+        if found := keys & table.get(section, {}).keys():
+            raise CheckpointError(
+                f"{where} [{section}] {', '.join(sorted(found))}: only a causal family may have it"
+            )

@@ -112,6 +112,15 @@ BROKEN_FAMILIES = [
 # (file, what is replaced in it, by what, what the error says)
 BROKEN_CAUSAL = [
     (
+        "bert",
+        'q = "',
+        'q_norm = "{i}"\nk_norm = "{i}"\nq = "',
+        "k_norm, q_norm: only a causal family",
+    ),
+    ("bert", "position_offset = 0", "position_offset = 0\nsoftmax_scale = 1.0", "only a causal"),
+    ("qwen3", "k_norm =", "# k_norm =", "q_norm and .* k_norm go together"),
+    ("opt", "project_out =", "# project_out =", "project_in and .* project_out go together"),
+    (
         "llama",
         'norm = "rms_norm"',
         'norm = "l2"',
