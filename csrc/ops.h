@@ -146,8 +146,8 @@ void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
 // score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
-// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on share
-// head h of k and v.
+// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on
+// share head h of k and v.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
@@ -260,8 +260,8 @@ struct WriteKvParams {
 
 void write_kv(const WriteKvParams& p, const Launch& launch);
 
-// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row r
-// of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
+// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row
+// r of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
 // other is read, up to one before a window.
 struct PagedAttentionParams {
     const void* q;              // [total_tokens, num_heads, head_dim], dtype

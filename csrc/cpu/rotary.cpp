@@ -1,7 +1,7 @@
 // Rotary position embedding in place, on the CPU: two products and a sum a feature, in f32.
 //
-// Bound by: memory, and in bf16 conversion.  Compiled for any processor: the rows of a decode step are
-// few, and those of a prompt cost little beside its products.
+// Bound by: memory, and in bf16 conversion.  Compiled for any processor: the rows of a decode step
+// are few, and those of a prompt cost little beside its products.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
