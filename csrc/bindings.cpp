@@ -258,6 +258,31 @@ void bind_paged_attention(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_cache_rows(py::module_& m) {
+    m.def(
+        "rotary",
+        [](Address x, Address cos, Address sin, Address position_ids, int64_t total_tokens,
+           int64_t num_positions, int num_heads, int head_dim, int num_pairs, bool is_interleaved,
+           int64_t x_stride, int dtype, int device, Address stream, int num_threads, int isa) {
+            rotary({pointer(x), pointer<float>(cos), pointer<float>(sin),
+                    pointer<int32_t>(position_ids), total_tokens, num_positions, num_heads,
+                    head_dim, num_pairs, is_interleaved, x_stride, to_dtype(dtype)},
+                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "write_kv",
+        [](Address k, Address v, Address k_cache, Address v_cache, Address slot_mapping,
+           int64_t total_tokens, int64_t num_slots, int64_t row_elements, int64_t k_stride,
+           int64_t v_stride, int dtype, int device, Address stream, int num_threads, int isa) {
+            write_kv({pointer(k), pointer(v), pointer(k_cache), pointer(v_cache),
+                      pointer<int32_t>(slot_mapping), total_tokens, num_slots, row_elements,
+                      k_stride, v_stride, to_dtype(dtype)},
+                     {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 // Numbers of lists of int behind one another; false where something else is among them, a number
 // does not fit int32, or there are not `total` of them. About 3 ns a number.
 bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
@@ -297,6 +322,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_varlen_attention(m);
     bytetx::bind_paged_attention(m);
+    bytetx::bind_cache_rows(m);
     m.def("flatten_int_lists", &bytetx::flatten_int_lists);
 #endif
 }

@@ -146,8 +146,8 @@ void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
 // score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
-// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on share
-// head h of k and v.
+// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on
+// share head h of k and v.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
@@ -224,8 +224,44 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch);
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
 
-// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row r
-// of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
+// cpu only so far. Turns pairs of features by their token's angles, in place and in f32:
+// (a, b) = (a cos - b sin, b cos + a sin).
+struct RotaryParams {
+    void* x;                      // [total_tokens, num_heads, head_dim], dtype
+    const float* cos;             // [num_positions, num_pairs]
+    const float* sin;             // as cos
+    const int32_t* position_ids;  // [total_tokens]; on a CPU one outside the tables throws
+    int64_t total_tokens;
+    int64_t num_positions;
+    int32_t num_heads;
+    int32_t head_dim;
+    int32_t num_pairs;    // at most head_dim / 2
+    bool is_interleaved;  // pairs (2 i, 2 i + 1), not (i, i + num_pairs)
+    int64_t x_stride;     // elements from row to row
+    DType dtype;          // f32 or bf16 on a CPU
+};
+
+void rotary(const RotaryParams& p, const Launch& launch);
+
+// cpu only so far. Rows of k and v into slots of the cache; no slot may be written twice.
+struct WriteKvParams {
+    const void* k;                // [total_tokens, row_elements], dtype
+    const void* v;                // as k
+    void* k_cache;                // [num_slots, row_elements], contiguous
+    void* v_cache;                // as k_cache
+    const int32_t* slot_mapping;  // [total_tokens]; -1: nowhere; on a CPU any other outside throws
+    int64_t total_tokens;
+    int64_t num_slots;
+    int64_t row_elements;  // num_kv_heads * head_dim
+    int64_t k_stride;      // elements from row to row
+    int64_t v_stride;
+    DType dtype;
+};
+
+void write_kv(const WriteKvParams& p, const Launch& launch);
+
+// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row
+// r of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
 // other is read, up to one before a window.
 struct PagedAttentionParams {
     const void* q;              // [total_tokens, num_heads, head_dim], dtype

@@ -93,6 +93,14 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
 
 def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    kernel = native.kernel("write_kv", k.device)
+    if kernel is not None:
+        operands = (k, v, k_cache, v_cache, slot_mapping)
+        num_slots, row_elements = k_cache.shape[0] * k_cache.shape[1], k.shape[1] * k.shape[2]
+        sizes = (k.shape[0], num_slots, row_elements, k.stride(0), v.stride(0))
+        launch = native.launch_args(k.device)
+        kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[k.dtype], *launch)
+        return
     if not k.is_cuda and slot_mapping.numel() > 0:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         low, high = (int(t) for t in slot_mapping.aminmax())

@@ -31,6 +31,13 @@ def rotary(
 def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
 ) -> None:
+    kernel = native.kernel("rotary", x.device)
+    if kernel is not None and x.dtype in (torch.float32, torch.bfloat16):
+        operands = (x, cos, sin, position_ids)
+        sizes = (x.shape[0], cos.shape[0], *x.shape[1:], cos.shape[1], is_interleaved, x.stride(0))
+        launch = native.launch_args(x.device)
+        kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[x.dtype], *launch)
+        return
     if not x.is_cuda and position_ids.numel() > 0:
         low, high = (int(t) for t in position_ids.aminmax())
         if low < 0 or high >= cos.shape[0]:

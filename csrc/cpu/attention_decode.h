@@ -2,18 +2,18 @@
 //
 //   out_h = sum_j softmax_j(scale * q_h . k_j) v_j     over a run of up to kDecodeKeys keys j
 //
-// With one row, lanes along queries (attention_kernel.h) would idle.  Here they run along d for both
-// products, so that k and v are read where they lie, once for all heads of the group:
+// With one row, lanes along queries (attention_kernel.h) would idle.  Here they run along d for
+// both products, so that k and v are read where they lie, once for all heads of the group:
 //
 //   scores   kWidth keys at a time: kWidth accumulators over d, one transposition, one tree of sums
 //   values   up to 4 heads x 4 vectors (or 1 x 8) of d: a row of v is widened to f32 once, weights
 //            are f32 broadcasts
 //
 // kBlockKeys keys go through all heads before the next ones do, so that their rows, which hold all
-// heads, are read from memory once and whole.  No hardware prefetcher follows one head through them:
-// a head's rows of v are fetched into L1 while its keys are scored, and the next head's rows of k
-// while the values are added.  A run of keys ends in (maximum, sum, unnormalised output); runs are
-// merged in their order, so the result depends on nothing but the row's own keys.
+// heads, are read from memory once and whole.  No hardware prefetcher follows one head through
+// them: a head's rows of v are fetched into L1 while its keys are scored, and the next head's rows
+// of k while the values are added.  A run of keys ends in (maximum, sum, unnormalised output); runs
+// are merged in their order, so the result depends on nothing but the row's own keys.
 //
 // Bound by: memory, where k and v do not lie in a cache.  Numbers: csrc/README.md.
 // Source: FlashDecoding (pytorch.org, 2023), the split along keys; lanes along d are standard.
@@ -199,7 +199,9 @@ void add_values(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, i
             for (int h = 0; h < kHeads; ++h) {
                 const typename Isa::Vec weight = Isa::set1(weights[h * kBlockKeys + key]);
 #pragma GCC unroll 8
-                for (int v = 0; v < kVectors; ++v) acc[h][v] = Isa::fma(lanes[v], weight, acc[h][v]);
+                for (int v = 0; v < kVectors; ++v) {
+                    acc[h][v] = Isa::fma(lanes[v], weight, acc[h][v]);
+                }
             }
         }
     };
@@ -212,8 +214,8 @@ void add_values(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, i
 }
 
 template <class Isa, int kHeads, int kVectors, typename T>
-void add_columns(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int head, int column,
-                 int num_vectors, int head_dim) {
+void add_columns(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int head,
+                 int column, int num_vectors, int head_dim) {
     if (num_vectors == kVectors) {
         add_values<Isa, kHeads, kVectors>(s, rows, num_keys, head, column, head_dim);
     } else if constexpr (kVectors > 1) {
@@ -224,7 +226,8 @@ void add_columns(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, 
 
 // All columns of kHeads heads, in the fewest column groups of nearly equal width.
 template <class Isa, int kHeads, typename T>
-void add_heads(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int head, int head_dim) {
+void add_heads(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int head,
+               int head_dim) {
     constexpr int kMost = Isa::kMaxValueVectors * (kHeads == 4 ? 1 : 2);
     int rest = ceil_div(head_dim, Isa::kWidth);
     int column = 0;

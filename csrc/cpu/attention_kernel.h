@@ -4,7 +4,8 @@
 //
 // Scores are computed transposed: vector lanes are queries, so that maximum, exp2 and sum run down
 // the keys without one horizontal reduction, a key is one broadcast, and no key is masked for a
-// length's sake (one that is no multiple of the width costs only idle query lanes of its last tile).
+// length's sake (one that is no multiple of the width costs only idle query lanes of its last
+// tile).
 //
 //   packed once a group      q  [tile][word of d][query lane]        transposed in registers
 //   packed once a key block  k  [key][word of d]                     v  [key pair][d]
@@ -21,9 +22,9 @@
 // scratch of a thread does not grow with the sequence.
 //
 // Causal rows and windows: a tile takes of each block the keys that one of its rows sees, and hides
-// from each row what it does not see by weights of exactly 0.  Blocks lie on a grid of keys, and the
-// first key of a tile is even, so that a row meets its keys in the same order, and pairs, whatever
-// other rows are in its tile: a prompt in pieces has the bits of the prompt at once.
+// from each row what it does not see by weights of exactly 0.  Blocks lie on a grid of keys, and
+// the first key of a tile is even, so that a row meets its keys in the same order, and pairs,
+// whatever other rows are in its tile: a prompt in pieces has the bits of the prompt at once.
 //
 // Bound by: the two products' multiply-add pipes, then exp2 (6 to 8 vector operations for 16
 // scores, against head_dim / 16 multiply-adds with bf16 pairs).  Numbers: csrc/README.md.

@@ -5,10 +5,10 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
+#include "cpu/attention_rows.h"
 
 namespace {
 
-using bytetx::cpu::AttentionInput;
 using bytetx::cpu::AttentionScratch;
 using bytetx::cpu::kGroupQueries;
 
@@ -59,31 +59,6 @@ struct Operand {
     const Word* words;
     int64_t stride;  // words from row to row
 };
-
-// Rows of one head of k or v, by key: packed rows, or pages that stand in any order.
-template <typename T>
-struct KeyRows {
-    const T* base;
-    int64_t stride;
-    const int32_t* pages;  // null: packed rows
-    int page_shift;
-
-    const T* operator()(int key) const {
-        if (pages == nullptr) return base + key * stride;
-        const int64_t slot = int64_t{pages[key >> page_shift]} << page_shift;
-        return base + (slot + (key & ((1 << page_shift) - 1))) * stride;
-    }
-};
-
-template <typename T>
-KeyRows<T> key_rows(const AttentionInput& in, const void* rows, int64_t stride, int64_t sequence,
-                    int kv_head) {
-    const int32_t* pages =
-        in.page_table == nullptr ? nullptr : in.page_table + sequence * in.max_pages;
-    const int64_t first_row = pages == nullptr ? in.cu_seqlens[sequence] : 0;
-    return {static_cast<const T*>(rows) + first_row * stride + kv_head * in.head_dim, stride, pages,
-            in.page_shift};
-}
 
 // Strides and buffers of one group; pointers into the thread's scratch.
 template <class Isa>

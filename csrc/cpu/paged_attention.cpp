@@ -1,13 +1,13 @@
 // Attention over keys in pages on the CPU: checks, and the sharing of work among threads.
 //
 // A sequence with one row (decode) is cut by runs of kDecodeKeys keys, and where these are few by
-// heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut as in attention.cpp.  Both
-// cuts depend on nothing but the sequence, so a result is bitwise the same in any batch and on any
-// number of threads.
+// heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut
+// as in attention.cpp.  Runs of keys depend on nothing but the sequence, and other cuts move no bit,
+// so a result is bitwise the same in any batch and on any number of threads.
 //
 // workspace:  the line's | first partial result of each sequence, in words, int64 [batch_size] |
-//             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head] |
-//             scratch of thread 0, 1, ...
+//             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
+//             | scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h and attention_decode.h.
 #include <algorithm>
 #include <atomic>
@@ -102,7 +102,7 @@ struct PagedWork {
     }
     // Of all heads in all runs, where there are partial results.
     int64_t partial_words(int64_t sequence) const {
-        if (!is_decode(sequence) || num_runs(sequence) == 1) return 0;
+        if (!is_decode(sequence) || num_runs(sequence) <= 1) return 0;
         return int64_t{in.num_heads} * num_runs(sequence) * cpu::decode_partial_words(in.head_dim);
     }
 };
@@ -166,11 +166,12 @@ void check_sequences(const PagedAttentionParams& p, const AttentionInput& in) {
                    ", what page_table holds, got " + std::to_string(kv_seqlen));
         }
         const int32_t* pages = p.page_table + i * p.max_pages;
-        for (int32_t at = first_key(in, i) >> in.page_shift; at <= (kv_seqlen - 1) >> in.page_shift;
-             ++at) {
+        const int32_t last = (kv_seqlen - 1) >> in.page_shift;
+        for (int32_t at = first_key(in, i) >> in.page_shift; at <= last; ++at) {
             if (static_cast<uint32_t>(pages[at]) < static_cast<uint64_t>(p.num_pages)) continue;
-            refuse("page_table[" + index + "] must name pages below " + std::to_string(p.num_pages) +
-                   ", got " + std::to_string(pages[at]) + " for page " + std::to_string(at));
+            refuse("page_table[" + index + "] must name pages below " +
+                   std::to_string(p.num_pages) + ", got " + std::to_string(pages[at]) +
+                   " for page " + std::to_string(at));
         }
     }
 }
