@@ -32,6 +32,7 @@ HEIGHTS = {
     "bytetx.token_ids": 4,
     "bytetx.tasks": 4,
     "bytetx.engine": 3,
+    "bytetx.byte_level": 2,
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
     "bytetx.rotary": 2,
@@ -52,14 +53,22 @@ HEIGHTS = {
     "bytetx.family": 0,
     "bytetx.packed": 0,
     "bytetx.rope_spec": 0,
+    "bytetx.sampling": 0,
     "bytetx.spec": 0,
 }
 WITHOUT_TORCH = [
     "bytetx.engine.buckets",
+    "bytetx.engine.async_engine",
+    "bytetx.engine.detokenizer",
+    "bytetx.engine.engine",
+    "bytetx.engine.generation",
     "bytetx.engine.kv_cache",
     "bytetx.engine.request",
     "bytetx.engine.scheduler",
+    "bytetx.engine.step_columns",
+    "bytetx.engine.stopping",
     "bytetx.parallel.plan",
+    "bytetx.sampling",
     "bytetx.spec",
 ]
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}

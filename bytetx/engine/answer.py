@@ -1,0 +1,109 @@
+"""Answer: one text being generated, from tokens to what its caller sees of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from bytetx.engine.detokenizer import TextStream
+from bytetx.engine.outputs import AnswerPiece, FinishReason, RowResult, TokenLogprob
+from bytetx.engine.sequence import SequenceState
+from bytetx.engine.stopping import StopStrings, finish_reason
+from bytetx.errors import InputError
+
+# Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
+# partial(DecodedStream, decode).
+OpenText = Callable[[Sequence[int]], TextStream]
+
+_CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """A sequence and what of it was given out.
+
+    streams: pieces are given as they come; else there is one, at the end.
+    open_text: None where only token ids are wanted.
+    """
+
+    request_id: int
+    index: int
+    sequence: SequenceState
+    streams: bool
+    open_text: OpenText | None
+    reason: FinishReason | None = None
+    stop: str | int | None = None
+    error: InputError | None = None
+    _stream: TextStream | None = None
+    _stops: StopStrings = field(init=False)
+    _text: str = ""
+    _token_ids: list[int] = field(default_factory=list)
+    _undecoded: list[int] = field(default_factory=list)
+    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    _has_given: bool = False
+
+    def __post_init__(self) -> None:
+        self._stops = StopStrings(self.sequence.params.stop)
+        if self.open_text is not None:
+            self._stream = self.open_text(self.sequence.token_ids[-_CONTEXT_TOKENS:])
+
+    def add(self, result: RowResult) -> None:
+        """What a step gave; `reason` says whether the answer has ended."""
+        self._prompt_logprobs += result.prompt_logprobs
+        if result.error is not None:
+            self.end("error", error=result.error)
+        if result.token_id is None:
+            return
+        self._token_ids.append(result.token_id)
+        if result.logprob is not None:
+            self._logprobs.append(result.logprob)
+        reason = finish_reason(self.sequence)
+        if reason == "stop":
+            self.stop = result.token_id
+        else:
+            self._undecoded.append(result.token_id)
+        if self.streams or self._stops.stops:
+            self._decode_pending()
+        if self._stops.matched is not None:
+            self.reason, self.stop = "stop", self._stops.matched
+        elif reason is not None:
+            self.end(reason)
+
+    def end(self, reason: FinishReason, *, error: InputError | None = None) -> None:
+        """The last of the text, which may still complete a stop string."""
+        self.reason, self.error = reason, error
+        if self._stream is None:
+            return
+        self._decode_pending()
+        self._show(self._stream.flush())
+        if self._stops.matched is not None and reason in ("stop", "length"):
+            self.reason, self.stop = "stop", self._stops.matched
+        self._text += self._stops.flush()
+
+    def take_piece(self) -> AnswerPiece | None:
+        """What was not given out yet; None where that is nothing, or has to wait for the end."""
+        if self.reason is None and not (self.streams and self._token_ids):
+            return None
+        params, is_first = self.sequence.params, not self._has_given
+        piece = AnswerPiece(
+            self.request_id,
+            self.index,
+            self._text,
+            self._token_ids,
+            None if params.logprobs is None else self._logprobs,
+            self._prompt_logprobs if params.prompt_logprobs is not None and is_first else None,
+            self.reason,
+            self.stop,
+            self.error,
+        )
+        self._text, self._token_ids, self._logprobs, self._has_given = "", [], [], True
+        return piece
+
+    def _decode_pending(self) -> None:
+        if self._stream is not None and self._undecoded:
+            text = self._stream.feed(self._undecoded)
+            self._undecoded = []
+            self._show(text)
+
+    def _show(self, text: str) -> None:
+        is_early = self.sequence.num_output_tokens < self.sequence.params.min_tokens
+        self._text += text if is_early else self._stops.feed(text)

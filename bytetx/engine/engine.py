@@ -1,0 +1,181 @@
+"""GenerationEngine: requests in, pieces of answers out, one step at a time."""
+
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from bytetx.engine.answer import Answer, OpenText
+from bytetx.engine.generation import GenerationScheduler, StepPlan
+from bytetx.engine.outputs import AnswerPiece, RowResult
+from bytetx.engine.sequence import SequenceState
+from bytetx.engine.stopping import stop_token_ids
+from bytetx.errors import InputError, StepError, TooLongError
+from bytetx.sampling import SamplingParams
+
+_MASK = 2**64 - 1
+
+
+class StepRunner(Protocol):
+    """What runs a planned step: the forward pass over the paged cache, and the sampling."""
+
+    vocab_size: int
+
+    def run(self, plan: StepPlan) -> Sequence[RowResult]:
+        """One result a row, in the plan's order. A StepError ends the rows of this step alone."""
+        ...
+
+
+class GenerationEngine:
+    """Continuous batching over a runner; not thread-safe (AsyncEngine is the way from threads).
+
+    Whatever happens to a request, its pages are free once its last piece is out.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        scheduler: GenerationScheduler,
+        *,
+        open_text: OpenText | None = None,
+        eos_token_ids: Iterable[int] = (),
+        seed: int | None = None,
+    ):
+        """open_text: starts the text of an answer (see detokenizer.py); None gives token ids alone.
+
+        seed: of the seeds of requests that bring none.
+        """
+        self._runner, self._scheduler, self._open_text = runner, scheduler, open_text
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._random = random.Random(seed)
+        self._answers: dict[int, list[Answer]] = {}  # the unfinished ones, by request
+        self._answer_of: dict[SequenceState, Answer] = {}
+        self._ended: list[AnswerPiece] = []
+        self._num_requests = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ended or self._answers)
+
+    def add_request(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        streams: bool = True,
+    ) -> int:
+        """Queues a request and returns its id; InputError where it could never run.
+
+        priority: lower ones run first.  streams: False gives one piece an answer, at its end.
+        """
+        prompt_ids = _integers(prompt_ids)
+        max_tokens = self._check(prompt_ids, params)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        request_id, answers = self._num_requests, []
+        for index in range(params.n):
+            sequence = SequenceState(
+                prompt_ids.copy(),
+                max_tokens,
+                priority,
+                params,
+                _seed_of(seed, index),
+                stop_token_ids(params, self._eos_token_ids),
+            )
+            self._scheduler.add(sequence)  # refuses all n or none: they are equally long
+            answers.append(Answer(request_id, index, sequence, streams, self._open_text))
+        self._num_requests += 1
+        self._answers[request_id] = answers
+        self._answer_of |= {answer.sequence: answer for answer in answers}
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request; its answers' last pieces come with the next step. Ended ones stay."""
+        for answer in list(self._answers.get(request_id, ())):
+            answer.end("abort")
+            self._give(answer, self._ended)
+
+    def step(self) -> list[AnswerPiece]:
+        """Runs one forward pass, and returns what it added to the answers."""
+        pieces, self._ended = self._ended, []
+        plan = self._scheduler.step()
+        if not plan.rows:
+            return pieces
+        results = self._run(plan)
+        for row, result in zip(plan.rows, results, strict=True):
+            answer = self._answer_of[row.sequence]
+            if result.token_id is not None:
+                self._scheduler.append(row.sequence, result.token_id)
+            answer.add(result)
+            self._give(answer, pieces)
+        # Last, for it may send other rows of this step back to start again.
+        self._scheduler.discard(
+            row.sequence for row, result in zip(plan.rows, results, strict=True) if result.error
+        )
+        return pieces
+
+    def _run(self, plan: StepPlan) -> Sequence[RowResult]:
+        """The runner's results; where it raises, no sequence of the step keeps a page."""
+        try:
+            return self._runner.run(plan)
+        except StepError as error:
+            return [RowResult(error=error)] * len(plan.rows)
+        except BaseException:
+            self._scheduler.discard(row.sequence for row in plan.rows)
+            for row in plan.rows:
+                self._forget(self._answer_of[row.sequence])
+            raise
+
+    def _give(self, answer: Answer, pieces: list[AnswerPiece]) -> None:
+        """Appends the answer's next piece, and lets go of an answer that has ended."""
+        piece = answer.take_piece()
+        if piece is not None:
+            pieces.append(piece)
+        if answer.reason is None:
+            return
+        if answer.reason != "error":
+            self._scheduler.finish(answer.sequence)
+        self._forget(answer)
+
+    def _forget(self, answer: Answer) -> None:
+        del self._answer_of[answer.sequence]
+        answers = self._answers[answer.request_id]
+        answers.remove(answer)
+        if not answers:
+            del self._answers[answer.request_id]
+
+    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """The most tokens that an answer gets: max_tokens, or what is left of the positions."""
+        vocab_size = self._runner.vocab_size
+        params.check_vocab(vocab_size)
+        if params.stop and self._open_text is None:
+            raise InputError(
+                f"stop strings {list(params.stop)} need text, and the model has no tokenizer: "
+                "use stop_token_ids"
+            )
+        strange = [token for token in prompt_ids if not 0 <= token < vocab_size]
+        if strange:
+            raise InputError(
+                f"the prompt's tokens must be below vocab_size ({vocab_size}), got {strange[0]}"
+            )
+        room, wanted = self._scheduler.max_tokens - len(prompt_ids), max(1, params.min_tokens)
+        if prompt_ids and room < wanted:
+            raise TooLongError(
+                f"a prompt of {len(prompt_ids)} tokens leaves room for {max(room, 0)}, and "
+                f"{wanted} are wanted: a sequence has at most {self._scheduler.max_tokens} tokens "
+                "here, by the model's positions and the cache; shorten the prompt, or give the "
+                "cache more memory"
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def _integers(prompt_ids: Sequence[int]) -> list[int]:
+    try:
+        return list(array("i", prompt_ids))
+    except (TypeError, OverflowError) as error:
+        raise InputError(f"the prompt must be token ids that fit int32: {error}") from None
+
+
+def _seed_of(seed: int, index: int) -> int:
+    """The seed of a request's answer number `index`: the first one's is the request's own."""
+    return (seed + index * 0xD1342543DE82EF95) & _MASK

@@ -1,0 +1,304 @@
+"""GenerationScheduler: which tokens of which sequences the next forward pass computes."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
+
+from bytetx.engine.kv_cache import PageAllocator
+from bytetx.engine.scheduler import check_token_budget
+from bytetx.engine.sequence import SequenceState, Status
+from bytetx.errors import InputError, TooLongError
+
+_RANK = attrgetter("rank")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """One sequence's part of a step: its tokens start ... start + num_tokens - 1.
+
+    num_logits: how many of these tokens, at the end, need logits.  samples: the last of them is
+    the last one known, and the step gives the sequence its next token.
+    """
+
+    sequence: SequenceState
+    start: int
+    num_tokens: int
+    num_logits: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: pieces of prompts and decode rows, behind one another.
+
+    num_preempted: sequences that lost their pages for this step, and start again later.
+    """
+
+    rows: tuple[StepRow, ...]
+    total_tokens: int
+    num_preempted: int
+
+
+class GenerationScheduler:
+    """Continuous batching over a paged cache, under one token budget.
+
+    Decode rows come first in the budget, prompts fill up what is left, cut where they must be.
+    Sequences are admitted by priority, then in order of arrival, and none overtakes another one of
+    its priority.  Where pages run out, the last in that order gives its own up and starts again
+    later (preemption by recompute); the first is never preempted, so every sequence ends.
+
+    A step is taken for run once it is planned: its full pages can be found by other sequences,
+    in the same step even, for every layer writes the keys and values of all rows before any row
+    reads them, and steps run in order.  `discard` takes that back where a step failed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        token_budget: int,
+        max_num_seqs: int,
+        max_positions: int,
+        caches_prefixes: bool = True,
+    ):
+        """token_budget: tokens a step.  max_positions: tokens that the model takes of a sequence.
+
+        max_num_seqs: sequences that hold pages at a time, at most token_budget, so that each can
+        decode in every step.
+        """
+        self.pages = PageAllocator(num_pages, page_size=page_size)
+        self.token_budget = check_token_budget(token_budget)
+        if not 1 <= max_num_seqs <= token_budget:
+            raise InputError(
+                f"max_num_seqs must be 1 ... token_budget ({token_budget}), got {max_num_seqs}"
+            )
+        self.max_num_seqs, self.max_positions = max_num_seqs, max_positions
+        self._caches_prefixes = caches_prefixes
+        self._waiting: list[tuple[int, int, SequenceState]] = []  # a heap; finished ones may linger
+        self._num_waiting = 0
+        self._running: list[SequenceState] = []  # by rank
+        self._seats = list(range(max_num_seqs - 1, -1, -1))
+        self._num_arrived = 0
+        self.num_preempted = 0  # since the start
+        self.num_found_tokens = 0  # that were not computed, for pages held them already
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._num_waiting or self._running)
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of one sequence, prompt and output: positions and pages hold them.
+
+        A page more than the cache has would be needed beyond; the last token needs no place.
+        """
+        return min(self.max_positions, self.pages.num_pages * self.pages.page_size + 1)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queues a sequence; InputError where it could not run to its end even alone."""
+        prompt, cached = sequence.num_prompt_tokens, self.max_tokens
+        if not prompt:
+            raise InputError(
+                "the prompt has no tokens; a sequence needs at least one to start from"
+            )
+        if sequence.max_tokens < 1:
+            raise InputError(f"max_tokens must be at least 1, got {sequence.max_tokens}")
+        if prompt + sequence.max_tokens > cached:
+            raise TooLongError(self._too_long(prompt, sequence.max_tokens))
+        sequence.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._wait(sequence)
+
+    def step(self) -> StepPlan:
+        """Plans the next forward pass; without rows where there is no work."""
+        step = _OpenStep(self.token_budget, num_decodes=sum(s.num_left == 1 for s in self._running))
+        place = 0
+        while place < len(self._running):
+            self._continue(self._running[place], step)
+            place += 1
+        self._admit(step)
+        return StepPlan(tuple(step.rows), self.token_budget - step.left, step.num_preempted)
+
+    def append(self, sequence: SequenceState, token_id: int) -> None:
+        """The token that a step gave a sequence; it is in decode now."""
+        assert sequence.status is Status.RUNNING and not sequence.num_left
+        sequence.token_ids.append(token_id)
+
+    def finish(self, sequence: SequenceState) -> None:
+        """Ends a sequence wherever it is and gives its pages back; a second call does nothing."""
+        if sequence.status is Status.WAITING:
+            self._num_waiting -= 1
+            sequence.status = Status.FINISHED
+            if 2 * self._num_waiting + 64 < len(self._waiting):
+                self._waiting = [w for w in self._waiting if w[2].status is Status.WAITING]
+                heapify(self._waiting)
+        elif sequence.status is Status.RUNNING:
+            self._stop_running(sequence)
+            sequence.status = Status.FINISHED
+
+    def discard(self, sequences: Iterable[SequenceState]) -> None:
+        """Ends sequences whose step failed: what they wrote is not to be trusted, nor found.
+
+        Others that found it already start again.
+        """
+        failed = list(sequences)
+        written = {page for sequence in failed for page in sequence.own_pages}
+        self.pages.withdraw(written)
+        for sequence in failed:
+            self.finish(sequence)
+        for sequence in [s for s in self._running if not written.isdisjoint(s.pages)]:
+            self._start_again(sequence)
+
+    def _continue(self, sequence: SequenceState, step: "_OpenStep") -> None:
+        """The next piece of a running sequence, its one token in decode."""
+        if sequence.num_left == 1:
+            step.num_decodes -= 1
+            wanted = 1
+        else:
+            self._find_pages(sequence)
+            wanted = min(sequence.num_left, step.left - step.num_decodes)
+        num_tokens = min(wanted, self._make_room(sequence, wanted, step))
+        if num_tokens > 0:
+            self._schedule(sequence, num_tokens, step)
+
+    def _make_room(self, sequence: SequenceState, num_tokens: int, step: "_OpenStep") -> int:
+        """How many more tokens there are pages for, after all behind the sequence had to yield.
+
+        A sequence without room keeps its pages and waits: the ones before it will end.
+        """
+        pages = self.pages
+        needed = pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
+        while needed > pages.num_available and self._running[-1] is not sequence:
+            self._start_again(self._running[-1])
+            step.num_preempted += 1
+        held = len(sequence.pages) + pages.num_available
+        return held * pages.page_size - sequence.num_computed
+
+    def _admit(self, step: "_OpenStep") -> None:
+        """Starts waiting sequences, the first in order until one does not fit.
+
+        One fits when there are pages for all its tokens beside those that running prompts still
+        need, and one page more a running sequence: else the next steps would preempt it again.
+        """
+        pages = self.pages
+        promised = sum(self._pages_missing(s) for s in self._running)
+        while step.left and len(self._running) < self.max_num_seqs:
+            sequence = self._first_waiting()
+            if sequence is None:
+                return
+            self._find_pages(sequence)
+            needed = self._pages_missing(sequence)
+            if needed + promised + len(self._running) > pages.num_available:
+                self.num_found_tokens -= sequence.num_computed
+                pages.release(sequence.pages)
+                sequence.forget_pages()
+                return
+            heappop(self._waiting)
+            self._num_waiting -= 1
+            sequence.status = Status.RUNNING
+            sequence.seat = self._seats.pop()
+            insort(self._running, sequence, key=_RANK)
+            self._schedule(sequence, min(sequence.num_left, step.left), step)
+            promised += self._pages_missing(sequence)
+
+    def _find_pages(self, sequence: SequenceState) -> None:
+        """Takes over pages that hold the sequence's next tokens already, all but its last token."""
+        page_size, first = self.pages.page_size, len(sequence.pages)
+        is_at_page = sequence.num_computed == first * page_size
+        if not (self._caches_prefixes and is_at_page) or sequence.num_left == 1:
+            return
+        if sequence.scores_prompt and sequence.num_scored < sequence.num_prompt_tokens - 1:
+            return
+        last = (len(sequence.token_ids) - 1) // page_size
+        found = self.pages.find(sequence.page_keys(first, last, page_size=page_size))
+        if found:
+            sequence.pages += found
+            sequence.skip_to(first + len(found), page_size=page_size)
+            self.num_found_tokens += len(found) * page_size
+
+    def _schedule(self, sequence: SequenceState, num_tokens: int, step: "_OpenStep") -> None:
+        start, pages = sequence.num_computed, self.pages
+        end = sequence.num_computed = start + num_tokens
+        missing = pages.pages_for(end) - len(sequence.pages)
+        if missing > 0:
+            taken = pages.take(missing)
+            sequence.pages += taken
+            sequence.own_pages += taken
+        if self._caches_prefixes:
+            self._publish(sequence)
+        samples = end == len(sequence.token_ids)
+        num_logits = int(samples)
+        last_scored = min(end, sequence.num_prompt_tokens - 1)
+        if sequence.scores_prompt and last_scored > sequence.num_scored:
+            num_logits += last_scored - max(start, sequence.num_scored)
+            sequence.num_scored = last_scored
+        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples))
+        step.left -= num_tokens
+
+    def _publish(self, sequence: SequenceState) -> None:
+        page_size = self.pages.page_size
+        num_full = sequence.num_computed // page_size
+        fresh = sequence.take_unpublished(num_full)
+        if fresh:
+            keys = sequence.page_keys(fresh.start, fresh.stop, page_size=page_size)
+            for page, key in zip(sequence.pages[fresh.start : fresh.stop], keys, strict=True):
+                self.pages.publish(page, key)
+
+    def _pages_missing(self, sequence: SequenceState) -> int:
+        return self.pages.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+
+    def _wait(self, sequence: SequenceState) -> None:
+        sequence.status = Status.WAITING
+        heappush(self._waiting, (*sequence.rank, sequence))
+        self._num_waiting += 1
+
+    def _first_waiting(self) -> SequenceState | None:
+        while self._waiting and self._waiting[0][2].status is not Status.WAITING:
+            heappop(self._waiting)
+        return self._waiting[0][2] if self._waiting else None
+
+    def _start_again(self, sequence: SequenceState) -> None:
+        sequence.num_preemptions += 1
+        self.num_preempted += 1
+        self._stop_running(sequence)
+        self._wait(sequence)
+
+    def _stop_running(self, sequence: SequenceState) -> None:
+        del self._running[bisect_left(self._running, sequence.rank, key=_RANK)]
+        self._seats.append(sequence.seat)
+        self.pages.release(sequence.pages)
+        sequence.forget_pages()
+
+    def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> str:
+        pages = self.pages
+        return (
+            f"a prompt of {num_prompt_tokens} tokens and max_tokens {max_tokens} need "
+            f"{num_prompt_tokens + max_tokens} places; the model has {self.max_positions} positions"
+            f" and the cache holds {pages.num_pages * pages.page_size} tokens "
+            f"({pages.num_pages} pages of {pages.page_size}): shorten the prompt, lower "
+            "max_tokens, or give the cache more memory"
+        )
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step while it is planned.
+
+    num_decodes: decode rows ahead, which the budget is kept for; a preempted one still counts.
+    """
+
+    left: int
+    num_decodes: int
+    num_preempted: int = 0
+    rows: list[StepRow] = field(default_factory=list)

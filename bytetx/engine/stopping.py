@@ -1,0 +1,70 @@
+"""When an answer ends, and what of its text may be shown before that is known."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from bytetx.engine.outputs import FinishReason
+from bytetx.engine.sequence import SequenceState
+from bytetx.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class StopStrings:
+    """Text as it comes, cut where the first stop string is complete.
+
+    What could still become a stop string is held back, so nothing of one is ever shown.  The cut
+    does not depend on the pieces that the text comes in: the string that is complete first counts,
+    the longest of those that end together.
+    """
+
+    stops: Sequence[str]
+    matched: str | None = None
+    _held: str = ""
+
+    def feed(self, text: str) -> str:
+        """What of the text so far can be shown now; nothing more once `matched` is set."""
+        if self.matched is not None:
+            return ""
+        text = self._held + text
+        ends = [
+            (text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text
+        ]
+        if ends:
+            end, _, self.matched = min(ends)
+            self._held = ""
+            return text[: end - len(self.matched)]
+        num_held = max((_overlap(text, stop) for stop in self.stops), default=0)
+        shown = len(text) - num_held
+        self._held = text[shown:]
+        return text[:shown]
+
+    def flush(self) -> str:
+        """What was held back, at the end of an answer that no stop string ended."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The most characters at the end of text that are the start of stop, and not all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def stop_token_ids(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """The tokens that end an answer; eos_token_ids: the checkpoint's end-of-text tokens."""
+    return frozenset((*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)))
+
+
+def finish_reason(sequence: SequenceState) -> FinishReason | None:
+    """Whether an answer ends with its last token, by everything but its text."""
+    num_tokens = sequence.num_output_tokens
+    is_stop = sequence.token_ids[-1] in sequence.stop_token_ids
+    if is_stop and num_tokens > sequence.params.min_tokens:
+        return "stop"
+    return "length" if num_tokens >= sequence.max_tokens else None
+
+
+def forbidden_tokens(sequence: SequenceState) -> frozenset[int]:
+    """Tokens that must not come next, for the answer is below its min_tokens."""
+    is_below = sequence.num_output_tokens < sequence.params.min_tokens
+    return sequence.stop_token_ids if is_below else frozenset()

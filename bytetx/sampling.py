@@ -1,0 +1,190 @@
+"""SamplingParams: how a request's tokens are chosen, and when it ends."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
+
+from bytetx.errors import InputError
+
+# Takes the token ids so far (prompt and output) and the row's f32 logits [vocab_size], returns
+# logits of that shape.
+LogitsProcessor = Callable[[Sequence[int], Any], Any]
+
+MAX_LOGPROBS = 1024
+_MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a text ends; checked once, when it is made.
+
+    n: answers to each prompt.
+    max_tokens: the most tokens of an answer, fewer where the model's positions or the cache end
+    before; None goes on until there.
+    min_tokens: before these, nothing that would stop the answer is chosen or looked for.
+    temperature: divides the logits; 0 takes the most likely token (greedy).
+    top_k: keeps the k most likely tokens; 0 keeps all.  top_p: of these, keeps the most likely
+    ones that together have this probability.  min_p: of these, keeps tokens with at least this
+    share of the most likely one's probability.  A tie at a limit is kept whole.
+    repetition_penalty: divides positive and multiplies negative logits of tokens that are in the
+    prompt or the answer.  presence_penalty: is taken from logits of tokens in the answer;
+    frequency_penalty: the same, times how often they are in it.
+    logit_bias: token id -> what is added to its logit.
+    seed: 0 ... 2**64 - 1; the same seed gives the same answer, whatever runs beside it.
+    stop: strings that end an answer; they are not part of it.  stop_token_ids: tokens that do, as
+    the checkpoint's end-of-text tokens do unless ignore_eos.
+    logprobs: so many most likely tokens are reported with each chosen one, by the model's own
+    logits; None reports nothing, 0 the chosen ones alone.  prompt_logprobs: the same of the prompt.
+    logits_processors: functions (token_ids, logits) -> logits, called in order on this request's
+    rows before everything above.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            value = getattr(self, name)
+            if not (value is None and name in _MAY_BE_NONE):
+                check(name, value)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InputError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        if self.is_greedy and self.n > 1:
+            raise InputError(
+                f"n must be 1 where temperature is 0, for all answers are equal: {self.n}"
+            )
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
+        self._set("logits_processors", tuple(self.logits_processors))
+        if self.logit_bias is not None:
+            self._set("logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on the tokens before it."""
+        counted = self.presence_penalty or self.frequency_penalty
+        return bool(counted) or self.repetition_penalty != 1
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises InputError where a token id is none of the model's."""
+        for name, tokens in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    raise InputError(
+                        f"{name} must name tokens below vocab_size ({vocab_size}), got {token}"
+                    )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+_Check = Callable[[str, Any], None]
+
+
+def _integer(low: int, high: int | None = None) -> _Check:
+    bounds = f"at least {low}" if high is None else f"{low} ... {high}"
+
+    def check(name: str, value: object) -> None:
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_integer or value < low or (high is not None and value > high):
+            raise InputError(f"{name} must be an integer, {bounds}, got {value!r}")
+
+    return check
+
+
+def _number(low: float, high: float = math.inf, *, above: bool = False) -> _Check:
+    bounds = f"above {low:g}" if above else f"at least {low:g}"
+    bounds = "finite" if low == -math.inf else bounds
+    bounds += f" and at most {high:g}" if high < math.inf else ""
+
+    def check(name: str, value: object) -> None:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        fits = is_number and math.isfinite(value) and low <= value <= high
+        if not fits or (above and value == low):
+            raise InputError(f"{name} must be a number, {bounds}, got {value!r}")
+
+    return check
+
+
+def _stop(name: str, value: object) -> None:
+    strings = [value] if isinstance(value, str) else value
+    is_list = isinstance(strings, Sequence) and all(isinstance(s, str) for s in strings)
+    if not is_list or "" in strings:
+        raise InputError(f"{name} must be a string or strings, none of them empty, got {value!r}")
+
+
+def _token_ids(name: str, value: object) -> None:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise InputError(f"{name} must be a list of token ids, got {value!r}")
+    for token in value:
+        _integer(0)(name, token)
+
+
+def _logit_bias(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} must map token ids to numbers, got {value!r}")
+    for token, bias in value.items():
+        _integer(0)(f"{name}'s token", token)
+        if bias != -math.inf:  # which forbids a token
+            _number(-math.inf)(f"{name}[{token}]", bias)
+
+
+def _flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be True or False, got {value!r}")
+
+
+def _callables(name: str, value: object) -> None:
+    if not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise InputError(f"{name} must be a list of functions, got {value!r}")
+
+
+_MAY_BE_NONE = {"max_tokens", "logit_bias", "seed", "logprobs", "prompt_logprobs"}
+_CHECKS: dict[str, _Check] = {
+    "n": _integer(1),
+    "max_tokens": _integer(1),
+    "min_tokens": _integer(0),
+    "temperature": _number(0),
+    "top_k": _integer(0),
+    "top_p": _number(0, 1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(0, above=True),
+    "presence_penalty": _number(-math.inf),
+    "frequency_penalty": _number(-math.inf),
+    "logit_bias": _logit_bias,
+    "seed": _integer(0, _MAX_SEED),
+    "stop": _stop,
+    "stop_token_ids": _token_ids,
+    "ignore_eos": _flag,
+    "logprobs": _integer(0, MAX_LOGPROBS),
+    "prompt_logprobs": _integer(0, MAX_LOGPROBS),
+    "logits_processors": _callables,
+}
+assert _CHECKS.keys() == {field.name for field in fields(SamplingParams)}

@@ -1,0 +1,114 @@
+"""Text of tokens as they come: whole characters, nothing taken back, all of it in the end."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from bytetx.byte_level import token_bytes
+from bytetx.engine.detokenizer import ByteStream, DecodedStream, TextStream
+
+
+def byte_level(chunks: list[bytes]) -> Tokenizer:
+    """Tokens of any bytes, in the alphabet that byte-level BPE writes them in."""
+    tokens = ["".join(_BYTE_LETTERS[byte] for byte in chunk) for chunk in chunks]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="?"))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """One token a byte, and words with a space in front that the start of a text drops."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581hi", "\u2581you", "x", "</s>"]
+    tokenizer = Tokenizer(models.WordLevel({t: i for i, t in enumerate(tokens)}, unk_token="x"))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return tokenizer
+
+
+def _byte_letters() -> list[str]:
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {byte: chr(byte) for byte in plain}
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return [letters[byte] for byte in range(256)]
+
+
+_BYTE_LETTERS = _byte_letters()
+
+
+def check_stream(tokenizer: Tokenizer, ids: list[int], stream: TextStream) -> None:
+    """Every piece goes on from the last; together they are the text decoded at once."""
+    expected, shown = tokenizer.decode(ids), ""
+    for token in ids:
+        shown += stream.feed([token])
+        assert expected.startswith(shown) and "\ufffd" not in shown
+    assert shown + stream.flush() == expected
+
+
+@given(st.text("aé你😀 ", max_size=20), st.lists(st.integers(0, 60), max_size=40))
+def test_byte_level_text_streams_whole_characters(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    bounds = sorted({0, len(data), *(c for c in cuts if c < len(data))})
+    chunks = [data[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    known = sorted(set(chunks))
+    tokenizer, ids = byte_level(known), [known.index(chunk) for chunk in chunks]
+    check_stream(tokenizer, ids, DecodedStream(tokenizer.decode))
+    check_stream(tokenizer, ids, ByteStream(token_bytes(tokenizer)))
+
+
+@given(st.lists(st.binary(min_size=1, max_size=3), min_size=1, max_size=12))
+def test_bytes_that_are_no_text_become_what_the_tokenizer_makes_of_them(
+    chunks: list[bytes],
+) -> None:
+    known = sorted(set(chunks))
+    tokenizer, ids = byte_level(known), [known.index(chunk) for chunk in chunks]
+    stream = ByteStream(token_bytes(tokenizer))
+    shown = "".join(stream.feed([token]) for token in ids) + stream.flush()
+    assert shown == tokenizer.decode(ids)
+
+
+def test_added_tokens_are_text_and_special_ones_are_not() -> None:
+    tokenizer = byte_level([b" a", b"b"])
+    tokenizer.add_tokens(["new word", "\u0120"])
+    tokenizer.add_special_tokens(["<|end|>"])
+    ids = [0, 2, 3, 4, 1]
+    stream = ByteStream(token_bytes(tokenizer))
+    assert stream.feed(ids) == tokenizer.decode(ids) == " anew word b"
+    assert token_bytes(byte_fallback()) is None
+
+
+def test_a_character_goes_on_where_the_prompt_ends() -> None:
+    tokenizer = byte_level([b"\xe4\xbd", b"\xa0"])
+    assert ByteStream(token_bytes(tokenizer), context=[0]).feed([1]) == "\u4f60"
+
+
+@given(st.lists(st.sampled_from(["hi", "you", "x", "é", "你", "😀"]), max_size=12))
+def test_byte_fallback_streams_whole_characters_and_spaces(words: list[str]) -> None:
+    tokenizer, ids = byte_fallback(), []
+    for word in words:
+        known = tokenizer.token_to_id(f"\u2581{word}") or tokenizer.token_to_id(word)
+        ids += [known] if known is not None else list(word.encode())
+    check_stream(tokenizer, ids, DecodedStream(tokenizer.decode))
+
+
+@pytest.mark.parametrize("head", [[], [256], [*"你".encode()]])
+def test_bytes_that_are_no_text_do_not_stop_the_stream(head: list[int]) -> None:
+    tokenizer = byte_fallback()
+    stream, shown = DecodedStream(tokenizer.decode), ""
+    for token in [*head, *[0xE4] * 20, 257, 256]:
+        shown += stream.feed([token])
+    shown += stream.flush()
+    assert shown.endswith("\ufffd you hi") and shown.count("\ufffd") >= 20
+
+
+def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
+    tokenizer = byte_fallback()
+    assert DecodedStream(tokenizer.decode, context=[256]).feed([257]) == " you"
+    assert DecodedStream(tokenizer.decode).feed([257]) == "you"

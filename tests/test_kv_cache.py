@@ -1,0 +1,98 @@
+"""Pages: none lost, none shared by mistake, the right ones found again."""
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bytetx.engine.kv_cache import PageAllocator, page_key
+from bytetx.errors import InputError
+
+
+def test_bad_sizes_are_refused() -> None:
+    with pytest.raises(InputError, match="num_pages must be at least 1, got 0"):
+        PageAllocator(0, page_size=16)
+    with pytest.raises(InputError, match="page_size must be a power of two, got 12"):
+        PageAllocator(4, page_size=12)
+
+
+def test_a_key_depends_on_all_tokens_before() -> None:
+    first, other = page_key(b"", [1, 2]), page_key(b"", [1, 3])
+    assert first == page_key(b"", [1, 2]) != other
+    assert page_key(first, [5, 6]) != page_key(other, [5, 6])
+
+
+def test_what_was_released_first_is_given_away_first() -> None:
+    allocator = PageAllocator(4, page_size=2)
+    old, new = allocator.take(2), allocator.take(2)
+    for page in old + new:
+        allocator.publish(page, bytes([page]))
+    allocator.release(old)
+    allocator.release(new)
+    allocator.take(1)
+    assert allocator.find([bytes([old[0]])]) == [old[0]]  # the last page of `old` had to go
+    assert allocator.find([bytes([old[1]])]) == []
+    assert allocator.find([bytes([page]) for page in new]) == new
+
+
+def test_withdrawn_pages_are_found_by_nobody() -> None:
+    allocator = PageAllocator(2, page_size=2)
+    pages = allocator.take(1)
+    allocator.publish(pages[0], b"key")
+    allocator.withdraw(pages)
+    assert allocator.find([b"key"]) == []
+    allocator.release(pages)
+    assert (allocator.num_available, allocator.num_kept) == (2, 0)
+
+
+class Allocation(RuleBasedStateMachine):
+    """Random holders against a model of what each page holds."""
+
+    @initialize(num_pages=st.integers(1, 12))
+    def start(self, num_pages: int) -> None:
+        self.allocator = PageAllocator(num_pages, page_size=4)
+        self.holders: list[list[int]] = []
+        self.content: dict[int, bytes] = {}  # of published pages
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        pages = self.allocator.take(data.draw(st.integers(0, self.allocator.num_available)))
+        held = {page for holder in self.holders for page in holder}
+        assert len(set(pages)) == len(pages) and not held & set(pages)
+        for page in pages:
+            self.content.pop(page, None)
+        self.holders.append(pages)
+
+    @precondition(lambda self: any(self.holders))
+    @rule(data=st.data(), key=st.integers(0, 5))
+    def publish(self, data: st.DataObject, key: int) -> None:
+        page = data.draw(st.sampled_from([p for holder in self.holders for p in holder]))
+        self.allocator.publish(page, bytes([key]))
+        if page not in self.content and bytes([key]) not in self.content.values():
+            self.content[page] = bytes([key])
+
+    @rule(keys=st.lists(st.integers(0, 5), max_size=3, unique=True))
+    def find(self, keys: list[int]) -> None:
+        pages = self.allocator.find([bytes([key]) for key in keys])
+        assert [self.content[page] for page in pages] == [bytes([k]) for k in keys[: len(pages)]]
+        if len(pages) < len(keys):
+            assert bytes([keys[len(pages)]]) not in self.content.values()
+        self.holders.append(pages)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), withdraws=st.booleans())
+    def release(self, data: st.DataObject, withdraws: bool) -> None:
+        pages = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        if withdraws:
+            self.allocator.withdraw(pages)
+            for page in pages:
+                self.content.pop(page, None)
+        self.allocator.release(pages)
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        held = {page for holder in self.holders for page in holder}
+        assert self.allocator.num_available == self.allocator.num_pages - len(held)
+        assert self.allocator.num_kept == len(set(self.content) - held)
+
+
+TestAllocation = Allocation.TestCase
