@@ -1,0 +1,198 @@
+"""Prompts through a generation engine: pieces as they come, or whole answers in order."""
+
+from collections import defaultdict
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from time import perf_counter
+
+from bytetx.config import read_json
+from bytetx.engine.engine import GenerationEngine
+from bytetx.engine.generation import GenerationScheduler
+from bytetx.engine.generation_runner import GenerationRunner
+from bytetx.engine.outputs import AnswerPiece
+from bytetx.engine.request import RunStats
+from bytetx.errors import InputError
+from bytetx.generation_sizes import GenerationSizes, allocate
+from bytetx.heads import LmHead
+from bytetx.loading import LoadedCheckpoint
+from bytetx.prompts import Prompt, PromptReader
+from bytetx.results import GeneratedText, Generation
+from bytetx.sampling import SamplingParams
+
+
+def build_engine(
+    checkpoint: LoadedCheckpoint, head: LmHead, sizes: GenerationSizes, *, seed: int | None = None
+) -> GenerationEngine:
+    """An engine with a cache of its own. seed: of the seeds of requests that bring none."""
+    scheduler = GenerationScheduler(
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        token_budget=sizes.token_budget,
+        max_num_seqs=sizes.max_num_seqs,
+        max_positions=checkpoint.spec.max_positions,
+    )
+    runner = GenerationRunner(
+        checkpoint.transformer,
+        head,
+        cache=allocate(sizes, checkpoint),
+        max_num_seqs=sizes.max_num_seqs,
+        device=checkpoint.device,
+    )
+    tokenizer, decode = checkpoint.tokenizer, None
+    if tokenizer is not None:
+
+        def decode(token_ids: Iterable[int]) -> str:
+            return tokenizer.backend.decode(list(token_ids), skip_special_tokens=True)
+
+    eos_token_ids = _eos_token_ids(checkpoint)
+    return GenerationEngine(
+        runner, scheduler, decode=decode, eos_token_ids=eos_token_ids, seed=seed
+    )
+
+
+def _eos_token_ids(checkpoint: LoadedCheckpoint) -> list[int]:
+    """The checkpoint's end-of-text tokens: of generation_config.json, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = checkpoint.sentence.folder / name
+        found = read_json(path).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return found if isinstance(found, list) else [found]
+    return []
+
+
+class GenerationRun:
+    """Prompts of one caller through an engine that is the caller's alone meanwhile.
+
+    Prompts are read as sequences end, so that the engine is never short of them, and are never
+    more than a few steps' worth ahead.
+    """
+
+    def __init__(
+        self,
+        engine: GenerationEngine,
+        reader: PromptReader,
+        params: SamplingParams,
+        *,
+        read_ahead: int,
+        streams: bool,
+        keeps_errors: bool,
+    ):
+        """read_ahead: prompts read at a time.  streams: pieces come token by token.
+
+        keeps_errors: a bad prompt becomes a piece with its error, instead of raising it.
+        """
+        self._engine, self._reader, self._params = engine, reader, params
+        self._read_ahead, self.streams = read_ahead, streams
+        self._keeps_errors = keeps_errors
+        self._places: dict[int, int] = {}  # of the open requests' prompts, by request
+        self._num_open: dict[int, int] = {}  # answers that go on, by request
+        self.num_prompt_tokens: dict[int, int] = {}  # by the prompt's place; callers drop them
+        self._num_read = self._num_tokens = self._num_errors = 0
+        self._start = perf_counter()
+
+    def stats(self) -> RunStats:
+        """What has been computed so far; tokens of prompts and answers."""
+        return RunStats(
+            num_texts=self._num_read,
+            num_tokens=self._num_tokens,
+            num_errors=self._num_errors,
+            seconds=perf_counter() - self._start,
+        )
+
+    def pieces(self, prompts: Iterable[Prompt]) -> Generator[AnswerPiece, None, None]:
+        """Pieces as they come; request_id is the prompt's place in the caller's order."""
+        waiting, may_have_more = iter(prompts), True
+        try:
+            while may_have_more or self._places:
+                if may_have_more and len(self._places) <= self._read_ahead:
+                    some = list(islice(waiting, self._read_ahead))
+                    may_have_more = bool(some)
+                    yield from self._add(some)
+                for piece in self._engine.step():
+                    yield self._placed(piece)
+        finally:
+            self._abort()
+
+    def in_order(
+        self, prompts: Iterable[Prompt]
+    ) -> Generator[list[Generation | InputError], None, None]:
+        """Whole answers, each as soon as it and those before it are done."""
+        pieces_of: dict[int, list[AnswerPiece]] = defaultdict(list)
+        done: dict[int, Generation | InputError] = {}
+        pieces, place = self.pieces(prompts), 0
+        try:
+            for piece in pieces:
+                own = pieces_of[piece.request_id]
+                own.append(piece)
+                if piece.error is None and len(own) < self._params.n:
+                    continue
+                if piece.request_id not in done:
+                    done[piece.request_id] = self._whole(piece.request_id, own)
+                while place in done:
+                    yield [done.pop(place)]
+                    place += 1
+        finally:
+            pieces.close()
+
+    def _add(self, prompts: list[Prompt]) -> Iterator[AnswerPiece]:
+        for token_ids in self._reader.read(prompts):
+            place, error = self._num_read, None
+            self._num_read += 1
+            if isinstance(token_ids, InputError):
+                error = token_ids
+            else:
+                try:
+                    request_id = self._engine.add_request(
+                        token_ids, self._params, streams=self.streams
+                    )
+                except InputError as refused:
+                    error = type(refused)(f"prompts[{place}]: {refused}")
+                else:
+                    self._places[request_id] = place
+                    self._num_open[request_id] = self._params.n
+                    self.num_prompt_tokens[place] = len(token_ids)
+                    self._num_tokens += len(token_ids)
+            if error is not None:
+                yield self._failed(place, error)
+
+    def _placed(self, piece: AnswerPiece) -> AnswerPiece:
+        """The piece with the prompt's place instead of the engine's number."""
+        place = self._places[piece.request_id]
+        self._num_tokens += len(piece.token_ids)
+        if piece.finish_reason is not None:
+            self._num_open[piece.request_id] -= 1
+            if not self._num_open[piece.request_id]:
+                del self._num_open[piece.request_id], self._places[piece.request_id]
+        if piece.error is not None:
+            return self._failed(place, type(piece.error)(f"prompts[{place}]: {piece.error}"), piece)
+        return replace(piece, request_id=place)
+
+    def _failed(
+        self, place: int, error: InputError, piece: AnswerPiece | None = None
+    ) -> AnswerPiece:
+        if not self._keeps_errors:
+            raise error
+        self._num_errors += 1
+        if piece is None:
+            return AnswerPiece(place, 0, "", (), finish_reason="error", error=error)
+        return replace(piece, request_id=place, error=error)
+
+    def _whole(self, place: int, pieces: list[AnswerPiece]) -> Generation | InputError:
+        num_prompt_tokens = self.num_prompt_tokens.pop(place, 0)
+        if pieces[-1].error is not None:
+            return pieces[-1].error
+        pieces = sorted(pieces, key=lambda piece: piece.index)
+        answers = tuple(
+            GeneratedText(p.text, p.token_ids, p.finish_reason, p.stop, p.logprobs) for p in pieces
+        )
+        return Generation(num_prompt_tokens, answers, pieces[0].prompt_logprobs)
+
+    def _abort(self) -> None:
+        """Ends what is open, so that the engine has no work and all its pages."""
+        for request_id in list(self._places):
+            self._engine.abort(request_id)
+        self._places.clear()
+        self._num_open.clear()
+        while self._engine.has_work:
+            self._engine.step()
