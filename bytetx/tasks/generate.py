@@ -1,12 +1,15 @@
 """Prompts through a generation engine: pieces as they come, or whole answers in order."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
 
+from bytetx.byte_level import token_bytes
 from bytetx.config import read_json
+from bytetx.engine.answer import OpenText
+from bytetx.engine.detokenizer import ByteStream, DecodedStream
 from bytetx.engine.engine import GenerationEngine
 from bytetx.engine.generation import GenerationScheduler
 from bytetx.engine.generation_runner import GenerationRunner
@@ -39,16 +42,29 @@ def build_engine(
         max_num_seqs=sizes.max_num_seqs,
         device=checkpoint.device,
     )
-    tokenizer, decode = checkpoint.tokenizer, None
-    if tokenizer is not None:
-
-        def decode(token_ids: Iterable[int]) -> str:
-            return tokenizer.backend.decode(list(token_ids), skip_special_tokens=True)
-
-    eos_token_ids = _eos_token_ids(checkpoint)
     return GenerationEngine(
-        runner, scheduler, decode=decode, eos_token_ids=eos_token_ids, seed=seed
+        runner,
+        scheduler,
+        open_text=_text_opener(checkpoint),
+        eos_token_ids=_eos_token_ids(checkpoint),
+        seed=seed,
     )
+
+
+def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
+    """Text without special tokens; ids that the model has beyond the tokenizer's add nothing."""
+    if checkpoint.tokenizer is None:
+        return None
+    backend = checkpoint.tokenizer.backend
+    known = token_bytes(backend)
+    if known is not None:
+        known += [b""] * (checkpoint.spec.vocab_size - len(known))
+        return lambda context: ByteStream(known, context=context)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return backend.decode(list(token_ids), skip_special_tokens=True)
+
+    return lambda context: DecodedStream(decode, context=context)
 
 
 def _eos_token_ids(checkpoint: LoadedCheckpoint) -> list[int]:
