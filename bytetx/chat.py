@@ -24,24 +24,31 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, special_tokens: Mapping[str, str], name: str):
         """special_tokens: bos_token and so on, as templates call them.  name: for errors."""
-        self._special_tokens, self._name = dict(special_tokens), name
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise CheckpointError(f"{name}: the chat template is broken: {error}") from error
+        self._source, self._name = source, name
+        self._special_tokens = dict(special_tokens)
+        self._template: jinja2.Template | None = None  # read with the first chat
 
     def render(self, messages: Sequence[Message]) -> str:
         """The chat as text, special tokens included, up to where the model's answer starts.
 
-        messages: each with "role" and "content".  Raises InputError where the template refuses.
+        messages: each with "role" and "content".  Raises InputError where the template refuses,
+        CheckpointError where it is broken.
         """
         _check_messages(messages)
+        if self._template is None:
+            self._template = self._read()
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, **self._special_tokens
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{self._name}: the chat template refuses it: {error}") from error
+
+    def _read(self) -> jinja2.Template:
+        try:
+            return _environment().from_string(self._source)
+        except jinja2.TemplateError as error:
+            raise CheckpointError(f"{self._name}: the chat template is broken: {error}") from error
 
 
 def load_chat_template(folder: Path) -> ChatTemplate | None:

@@ -107,8 +107,8 @@ class GeneratesText:
 
     def _prompt_reader(self) -> PromptReader:
         checkpoint = self.checkpoint
-        folder = checkpoint.sentence.folder
-        return PromptReader(checkpoint.spec, checkpoint.tokenizer, folder=folder)
+        template = checkpoint.chat_template
+        return PromptReader(checkpoint.spec, checkpoint.tokenizer, chat_template=template)
 
     def _check(self, params: SamplingParams) -> None:
         """What is wrong with all prompts' parameters shows before any prompt is read."""

@@ -1,11 +1,10 @@
 """What a caller wants gone on with -> token ids: strings, token ids and chats."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from bytetx.chat import ChatTemplate, Message, load_chat_template
+from bytetx.chat import ChatTemplate, Message
 from bytetx.errors import InputError, TooLongError
 from bytetx.inputs import InputReader
 from bytetx.spec import ModelSpec
@@ -24,11 +23,11 @@ class PromptReader:
     taken as they are.
     """
 
-    def __init__(self, spec: ModelSpec, tokenizer: Tokenizer | None, *, folder: Path):
-        """folder: where the checkpoint's tokenizer and chat template are."""
-        self._tokenizer, self._folder = tokenizer, folder
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Tokenizer | None, *, chat_template: ChatTemplate | None
+    ):
+        self._tokenizer, self._template = tokenizer, chat_template
         self._reader = InputReader(spec, tokenizer, keeps_errors=True)
-        self._template: ChatTemplate | None = None
         self._num_read = 0
 
     def read(self, prompts: Sequence[Prompt]) -> list[list[int] | InputError]:
@@ -66,12 +65,10 @@ class PromptReader:
         if self._tokenizer is None:
             raise InputError("a chat needs a tokenizer, and the checkpoint has none")
         if self._template is None:
-            self._template = load_chat_template(self._folder)
-        if self._template is None:
             raise InputError(
                 "the checkpoint's tokenizer has no chat template (chat_template in "
-                f"tokenizer_config.json, or chat_template.jinja in {self._folder}); give the "
-                "prompt as one string, or load a checkpoint that was tuned for chats"
+                "tokenizer_config.json, or the file chat_template.jinja); give the prompt as one "
+                "string, or load a checkpoint that was tuned for chats"
             )
         text = self._template.render(messages)
         try:

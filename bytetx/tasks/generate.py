@@ -7,7 +7,6 @@ from itertools import islice
 from time import perf_counter
 
 from bytetx.byte_level import token_bytes
-from bytetx.config import read_json
 from bytetx.engine.answer import OpenText
 from bytetx.engine.detokenizer import ByteStream, DecodedStream
 from bytetx.engine.engine import GenerationEngine
@@ -28,6 +27,7 @@ def build_engine(
     checkpoint: LoadedCheckpoint, head: LmHead, sizes: GenerationSizes, *, seed: int | None = None
 ) -> GenerationEngine:
     """An engine with a cache of its own. seed: of the seeds of requests that bring none."""
+    cache = allocate(sizes, checkpoint)
     scheduler = GenerationScheduler(
         num_pages=sizes.num_pages,
         page_size=sizes.page_size,
@@ -38,7 +38,7 @@ def build_engine(
     runner = GenerationRunner(
         checkpoint.transformer,
         head,
-        cache=allocate(sizes, checkpoint),
+        cache=cache,
         max_num_seqs=sizes.max_num_seqs,
         device=checkpoint.device,
     )
@@ -46,7 +46,7 @@ def build_engine(
         runner,
         scheduler,
         open_text=_text_opener(checkpoint),
-        eos_token_ids=_eos_token_ids(checkpoint),
+        eos_token_ids=checkpoint.eos_token_ids,
         seed=seed,
     )
 
@@ -65,16 +65,6 @@ def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
         return backend.decode(list(token_ids), skip_special_tokens=True)
 
     return lambda context: DecodedStream(decode, context=context)
-
-
-def _eos_token_ids(checkpoint: LoadedCheckpoint) -> list[int]:
-    """The checkpoint's end-of-text tokens: of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = checkpoint.sentence.folder / name
-        found = read_json(path).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []
 
 
 class GenerationRun:
