@@ -60,7 +60,8 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     if own.is_file():
         source, name = own.read_text(encoding="utf-8"), str(own)
     if isinstance(source, list):  # several by name
-        named = {entry.get("name"): entry.get("template") for entry in source}
+        entries = [entry for entry in source if isinstance(entry, Mapping)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
         source = named.get("default")
     if not isinstance(source, str):
         return None

@@ -150,6 +150,9 @@ class GeneratesText:
             blocks: Iterator[list[Any]] = ([piece] for piece in run.pieces(prompts))
         else:
             blocks = run.in_order(prompts)
-        with closing(blocks):
-            yield from blocks
-        self._idle_engines[:] = [(sizes, engine)]
+        try:
+            with closing(blocks):
+                yield from blocks
+        finally:
+            if not engine.has_work:
+                self._idle_engines[:] = [(sizes, engine)]

@@ -48,11 +48,13 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     assert alone == wanted
     again = model.generate(prompts, GREEDY)  # now with the pages of the first time
     assert [answer.token_ids for answer in again] == wanted
+    assert model._idle_engines[0][1]._scheduler.num_found_tokens == 32
     pieces = Model(checkpoint, token_budget=5)  # prompts in pieces of up to 5 tokens
     assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
-    # 64 tokens of cache for sequences of up to 57: they throw each other out.
-    tight = Model(checkpoint).generate(prompts, GREEDY, kv_cache_tokens=64)
-    assert [answer.token_ids for answer in tight] == wanted
+    tight = Model(checkpoint)  # five pages: sequences throw each other out
+    found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
+    assert [answer.token_ids for answer in found] == wanted
+    assert tight._idle_engines[0][1]._scheduler.num_preempted
 
 
 TEMPLATE = (

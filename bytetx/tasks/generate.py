@@ -93,7 +93,7 @@ class GenerationRun:
         self._keeps_errors = keeps_errors
         self._places: dict[int, int] = {}  # of the open requests' prompts, by request
         self._num_open: dict[int, int] = {}  # answers that go on, by request
-        self.num_prompt_tokens: dict[int, int] = {}  # by the prompt's place; callers drop them
+        self._num_prompt_tokens: dict[int, int] = {}  # by the place of a prompt that runs
         self._num_read = self._num_tokens = self._num_errors = 0
         self._start = perf_counter()
 
@@ -130,11 +130,12 @@ class GenerationRun:
         try:
             for piece in pieces:
                 own = pieces_of[piece.request_id]
-                own.append(piece)
-                if piece.error is None and len(own) < self._params.n:
+                own.append(piece)  # one an answer, or one alone where the prompt was refused
+                was_added = piece.request_id in self._num_prompt_tokens
+                if len(own) < (self._params.n if was_added else 1):
                     continue
-                if piece.request_id not in done:
-                    done[piece.request_id] = self._whole(piece.request_id, own)
+                del pieces_of[piece.request_id]
+                done[piece.request_id] = self._whole(piece.request_id, own)
                 while place in done:
                     yield [done.pop(place)]
                     place += 1
@@ -157,7 +158,8 @@ class GenerationRun:
                 else:
                     self._places[request_id] = place
                     self._num_open[request_id] = self._params.n
-                    self.num_prompt_tokens[place] = len(token_ids)
+                    if not self.streams:
+                        self._num_prompt_tokens[place] = len(token_ids)
                     self._num_tokens += len(token_ids)
             if error is not None:
                 yield self._failed(place, error)
@@ -185,9 +187,10 @@ class GenerationRun:
         return replace(piece, request_id=place, error=error)
 
     def _whole(self, place: int, pieces: list[AnswerPiece]) -> Generation | InputError:
-        num_prompt_tokens = self.num_prompt_tokens.pop(place, 0)
-        if pieces[-1].error is not None:
-            return pieces[-1].error
+        num_prompt_tokens = self._num_prompt_tokens.pop(place, 0)
+        for piece in pieces:
+            if piece.error is not None:
+                return piece.error
         pieces = sorted(pieces, key=lambda piece: piece.index)
         answers = tuple(
             GeneratedText(p.text, p.token_ids, p.finish_reason, p.stop, p.logprobs) for p in pieces
