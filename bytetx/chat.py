@@ -39,7 +39,11 @@ class ChatTemplate:
             self._template = self._read()
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise InputError(f"{self._name}: the chat template refuses it: {error}") from error
@@ -112,9 +116,21 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     """Unlike Jinja's own, it escapes nothing: the text is no HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> None:

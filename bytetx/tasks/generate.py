@@ -143,26 +143,26 @@ class GenerationRun:
             pieces.close()
 
     def _add(self, prompts: list[Prompt]) -> Iterator[AnswerPiece]:
+        """Queues prompts; gives the pieces of those that are refused."""
         for token_ids in self._reader.read(prompts):
-            place, error = self._num_read, None
+            place = self._num_read
             self._num_read += 1
-            if isinstance(token_ids, InputError):
-                error = token_ids
-            else:
-                try:
-                    request_id = self._engine.add_request(
-                        token_ids, self._params, streams=self.streams
-                    )
-                except InputError as refused:
-                    error = type(refused)(f"prompts[{place}]: {refused}")
-                else:
-                    self._places[request_id] = place
-                    self._num_open[request_id] = self._params.n
-                    if not self.streams:
-                        self._num_prompt_tokens[place] = len(token_ids)
-                    self._num_tokens += len(token_ids)
-            if error is not None:
+            try:
+                self._add_one(place, token_ids)
+            except InputError as error:
                 yield self._failed(place, error)
+
+    def _add_one(self, place: int, token_ids: list[int] | InputError) -> None:
+        if isinstance(token_ids, InputError):
+            raise token_ids
+        try:
+            request_id = self._engine.add_request(token_ids, self._params, streams=self.streams)
+        except InputError as error:
+            raise type(error)(f"prompts[{place}]: {error}") from None
+        self._places[request_id], self._num_open[request_id] = place, self._params.n
+        if not self.streams:
+            self._num_prompt_tokens[place] = len(token_ids)
+        self._num_tokens += len(token_ids)
 
     def _placed(self, piece: AnswerPiece) -> AnswerPiece:
         """The piece with the prompt's place instead of the engine's number."""
