@@ -41,8 +41,8 @@ class GenerationSizes:
 
     def __str__(self) -> str:
         return (
-            f"weights {self.weights_bytes / 2**20:,.0f} MiB, key-value cache "
-            f"{self.cache_bytes / 2**20:,.0f} MiB ({self.kv_cache_tokens:,} tokens), at most "
+            f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
+            f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), at most "
             f"{self.max_num_seqs} sequences and {self.token_budget:,} tokens a step"
         )
 
