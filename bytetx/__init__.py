@@ -7,15 +7,26 @@ if TYPE_CHECKING:
     from bytetx.hf import unwrap, wrap
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
+    from bytetx.sampling import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["Model", "PackedBatch", "__version__", "load", "pack", "unwrap", "wrap"]
+__all__ = [
+    "Model",
+    "PackedBatch",
+    "SamplingParams",
+    "__version__",
+    "load",
+    "pack",
+    "unwrap",
+    "wrap",
+]
 
 # Where each public name lives; it is imported at first use, so that `import bytetx` takes no torch.
 _HOMES = {
     "Model": "bytetx.model",
     "PackedBatch": "bytetx.packed",
+    "SamplingParams": "bytetx.sampling",
     "load": "bytetx.model",
     "pack": "bytetx.packed",
     "unwrap": "bytetx.hf",

@@ -23,8 +23,13 @@ def check_top_k(top_k: object, *, may_be_none: bool = True) -> None:
     """InputError unless top_k is a positive integer, or None where that means all."""
     if top_k is None and may_be_none:
         return
-    if not _is_integer(top_k) or top_k < 1:
-        raise InputError(f"top_k must be a positive integer, got {top_k!r}")
+    check_positive("top_k", top_k)
+
+
+def check_positive(name: str, given: object) -> None:
+    """InputError unless `given` is a positive integer."""
+    if not _is_integer(given) or given < 1:
+        raise InputError(f"{name} must be a positive integer, got {given!r}")
 
 
 def check_dimensions(dimensions: object, *, size: int) -> None:

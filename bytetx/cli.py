@@ -145,6 +145,45 @@ def score(options: JobOptions) -> None:
 
 @app.command()
 @with_job_options
+def generate(
+    options: JobOptions,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the most likely token each time.")
+    ] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Most likely tokens that together have this probability."),
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Most likely tokens; 0 is all.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The same seed gives the same answers.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")
+    ] = None,
+    kv_cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Size of the cache; what fits the memory if not given."),
+    ] = None,
+) -> None:
+    """What a causal language model goes on with after each prompt or chat."""
+    from bytetx.files.command import run_prompt_job
+    from bytetx.files.tasks import generate_task
+
+    params = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": list(stop or ()),
+    }
+    run_prompt_job(options, generate_task(params, {"kv_cache_tokens": kv_cache_tokens}))
+
+
+@app.command()
+@with_job_options
 def rerank(
     options: JobOptions,
     query: Annotated[

@@ -2,13 +2,15 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bytetx.config import load_config
+from bytetx.chat import ChatTemplate, load_chat_template
+from bytetx.config import load_config, read_json
 from bytetx.errors import CheckpointError, InputError
 from bytetx.heads import (
     ClassificationHead,
@@ -45,6 +47,7 @@ class Heads:
 class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
+    eos_token_ids: tokens that end a generated text.
     unused_tensors: names in the files that nothing here reads.
     """
 
@@ -55,6 +58,8 @@ class LoadedCheckpoint:
     transformer: Transformer
     heads: Heads
     tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
     cross_encoder_activation: str | None
     unused_tensors: tuple[str, ...]
     device: torch.device
@@ -94,6 +99,8 @@ def load_checkpoint(
             max_seq_length=sentence.max_seq_length,
             do_lower_case=sentence.do_lower_case,
         ),
+        chat_template=load_chat_template(sentence.folder),
+        eos_token_ids=_eos_token_ids(sentence.folder, config),
         cross_encoder_activation=(
             sentence.activation_fn
             or saved_by_cross_encoder.get("activation_fn")
@@ -137,6 +144,17 @@ def resolve_dtype(
     if resolved not in DTYPES.values():
         raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return resolved
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    own = read_json(path) if path.is_file() else {}
+    found = own.get("eos_token_id", config.get("eos_token_id"))
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(token) is int for token in ids):
+        raise CheckpointError(f"{folder}: eos_token_id must be token ids, got {found!r}")
+    return tuple(ids)
 
 
 def _load_heads(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> Heads:

@@ -24,6 +24,7 @@ from bytetx.engine.runner import Runner
 from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.engine.step import Task
 from bytetx.errors import InputError
+from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info
 from bytetx.inputs import Input, InputReader
 from bytetx.loading import LoadedCheckpoint, load_checkpoint
@@ -67,7 +68,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model:
+class Model(GeneratesText):
     """A loaded checkpoint. Methods may be called from several threads.
 
     Every task takes any iterable of inputs (a str, a pair of str, or a sequence of token ids that
@@ -84,6 +85,7 @@ class Model:
         token_budget: int | None = None,
         cuda_graphs: bool = True,
     ):
+        super().__init__()
         if token_budget is None:
             token_budget = default_token_budget(checkpoint.device)
         self.checkpoint = checkpoint

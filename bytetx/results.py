@@ -1,12 +1,13 @@
 """What the tasks return: one entry a text in the caller's order, with the run's counts."""
 
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, SupportsIndex, TypeVar
 
 import numpy as np
 
+from bytetx.engine.outputs import FinishReason, TokenLogprob
 from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 
@@ -89,6 +90,50 @@ class Likelihood:
             return math.nan
         mean = -self.log_likelihood / self.num_tokens
         return math.exp(mean) if mean < _MAX_EXPONENT else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """One answer to a prompt.
+
+    text: without special tokens, and without what stopped it.  token_ids: all that were chosen, a
+    stop token too.  finish_reason: "stop" (stop: the string or token that did it), "length" or
+    "abort".  logprobs: one a token, where SamplingParams.logprobs asked for them.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: FinishReason
+    stop: str | int | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answers to one prompt: SamplingParams.n of them; the first one's fields are at hand.
+
+    prompt_logprobs: of the prompt's second to last tokens, where they were asked for.
+    """
+
+    num_prompt_tokens: int
+    answers: tuple[GeneratedText, ...]
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.answers[0].text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.answers[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.answers[0].finish_reason
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None:
+        return self.answers[0].logprobs
 
 
 class Results(list[T]):

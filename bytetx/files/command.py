@@ -36,6 +36,17 @@ def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) 
     _run(options, task, lambda: read_records(sources, shape), total_bytes=_total_bytes(sources))
 
 
+def run_prompt_job(options: JobOptions, task: Task) -> None:
+    """Runs a task on each prompt of the inputs, which may be chats where a line is JSON."""
+    if options.truncate:
+        raise typer.BadParameter("--truncate does not go with prompts, which are never cut")
+    shape = Shape(tuple(options.column or ("text",)), chats=True)
+    if len(shape.columns) > 1:
+        raise typer.BadParameter("--column was given twice; prompts have one column")
+    sources = open_sources(options.files or [], format=options.input_format)
+    _run(options, task, lambda: read_records(sources, shape), total_bytes=_total_bytes(sources))
+
+
 def run_rank_job(
     options: JobOptions, task: Task, *, query: str | None, query_file: str | None
 ) -> None:
@@ -109,6 +120,8 @@ def _run(
     with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
         model = _load(options, folder)
         run, encoder = task.open(model, path is not None and path.suffix.lower() != ".jsonl")
+    if task.describe is not None:
+        console.print(task.describe(model), markup=False, soft_wrap=True)
     output = StdoutOutput() if path is None else StagedOutput(path, encoder, progress=progress)
     try:
         with JobBar(console, total_bytes=total_bytes, title=task.name) as show:

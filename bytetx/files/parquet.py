@@ -87,4 +87,15 @@ def _task_fields(task: str) -> "list[tuple[str, pa.DataType]]":
         "rerank": [("query", pa.string()), ("hits", pa.list_(hit))],
         "tag": [("entities", pa.list_(pa.struct([*words, *numbers])))],
         "fill-mask": [("fills", pa.list_(fill))],
+        "score": [
+            ("log_likelihood", pa.float64()),
+            ("num_tokens", pa.int64()),
+            ("perplexity", pa.float64()),
+        ],
+        "generate": [
+            ("text", pa.string()),
+            ("finish_reason", pa.string()),
+            ("num_prompt_tokens", pa.int64()),
+            ("num_tokens", pa.int64()),
+        ],
     }[task]

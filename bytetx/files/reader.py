@@ -27,7 +27,8 @@ _PARQUET_ROWS = 1024  # rows of a parquet file in memory at a time
 # A cell may be as long as a text is; csv's own limit is 128 KiB.
 csv.field_size_limit(sys.maxsize)
 
-Value = str | tuple[str, str] | list[int]
+Chat = list[dict[str, Any]]
+Value = str | tuple[str, str] | list[int] | Chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,12 @@ class Shape:
     """What one record is: the columns to take, and whether jsonl lines are rerank requests.
 
     columns: one (texts) or two (pairs). Text files have none: a line is the text.
+    chats: whether a text may also be a list of messages.
     """
 
     columns: tuple[str, ...] = ("text",)
     rank_requests: bool = False
+    chats: bool = False
 
 
 def open_sources(paths: Sequence[str], *, format: str | None = None) -> list[Source]:
@@ -329,7 +332,7 @@ def _check_columns(
 
 
 def _take_columns(row: dict[str, Any], shape: Shape) -> Value:
-    values = [_take(row, column) for column in shape.columns]
+    values = [_take(row, column, shape) for column in shape.columns]
     if len(values) == 1:
         return values[0]
     for column, value in zip(shape.columns, values, strict=True):
@@ -338,9 +341,12 @@ def _take_columns(row: dict[str, Any], shape: Shape) -> Value:
     return (values[0], values[1])
 
 
-def _take(row: dict[str, Any], column: str) -> str | list[int]:
+def _take(row: dict[str, Any], column: str, shape: Shape) -> str | list[int] | Chat:
     if column not in row:
         raise _BadLine(f"no column {column!r}; there are: {', '.join(row) or 'none'}")
+    value = row[column]
+    if shape.chats and isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        return value
     return _checked_text(row[column], f"column {column!r}")
 
 

@@ -12,6 +12,7 @@ from bytetx.errors import InputError
 from bytetx.files.job import Stream
 from bytetx.files.reader import RankRequest
 from bytetx.files.writer import Encoder, LineEncoder, VectorEncoder
+from bytetx.sampling import SamplingParams
 
 Run = Callable[[Iterator[Any]], Stream]
 
@@ -23,12 +24,13 @@ class Task:
     name: the command's.  options: keyword arguments of the Model's method; they change the
     answers, so a job resumes with the same ones only.
     open: from the loaded model, and whether vectors are stored as rows, to how it runs a stream
-    and how its answers are encoded.
+    and how its answers are encoded.  describe: a line on the loaded model, told before it runs.
     """
 
     name: str
     options: dict[str, Any]
     open: Callable[[Any, bool], tuple[Run, Encoder]]
+    describe: Callable[[Any], str] | None = None
 
 
 def embed_task(options: dict[str, Any]) -> Task:
@@ -69,6 +71,27 @@ def score_task(options: dict[str, Any]) -> Task:
         return _streaming(model.score, options), LineEncoder(to_json)
 
     return Task("score", options, open_task)
+
+
+def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
+    """What the model goes on with: {"index", "text", "finish_reason", "num_prompt_tokens",
+    "num_tokens"}. params: of SamplingParams.  sizes: keyword arguments of Model.engine."""
+    sampling = SamplingParams(**params)
+
+    def to_json(answer: Any) -> str:
+        names = ("text", "finish_reason", "num_prompt_tokens")
+        record = {name: getattr(answer, name) for name in names}
+        return _json(record | {"num_tokens": len(answer.token_ids)})
+
+    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+        options = {"params": sampling, **sizes}
+        model.generate([], **options)  # what is wrong with the model or the options shows now
+        return _streaming(model.generate, options), LineEncoder(to_json)
+
+    def describe(model: Any) -> str:
+        return str(model.generation_sizes(**sizes))
+
+    return Task("generate", params | sizes, open_task, describe)
 
 
 def rerank_task(options: dict[str, Any]) -> Task:
@@ -143,7 +166,7 @@ class _Respelling:
 
 def _respelled(error: InputError) -> InputError:
     # The model counts the texts that it was given: without broken lines, from where a job resumed.
-    text = re.sub(r"^(texts|documents)\[\d+\]", "the text", str(error))
+    text = re.sub(r"^(texts|documents|prompts)\[\d+\]", "the text", str(error))
     return InputError(text.replace("pass truncate=True", "give --truncate"))
 
 

@@ -1,0 +1,158 @@
+"""GeneratesText: the methods of a Model that go on with a prompt."""
+
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing, suppress
+from typing import Any, Literal
+
+from bytetx.arguments import check_iterable
+from bytetx.engine.engine import GenerationEngine
+from bytetx.errors import InputError
+from bytetx.generation_sizes import GenerationSizes, generation_sizes
+from bytetx.heads import LmHead
+from bytetx.loading import LoadedCheckpoint
+from bytetx.prompts import Prompt, PromptReader
+from bytetx.results import Generation, Results, Stream
+from bytetx.sampling import SamplingParams
+from bytetx.tasks.generate import GenerationRun, build_engine
+
+
+class GeneratesText:
+    """What Model has where its checkpoint has a language model head; InputError where not."""
+
+    checkpoint: LoadedCheckpoint
+    token_budget: int
+
+    def __init__(self) -> None:
+        # One engine waits for the next call with the same sizes, its cache full of prefixes.
+        self._idle_engines: list[tuple[GenerationSizes, GenerationEngine]] = []
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        stream: bool | Literal["pieces"] = False,
+        on_error: Literal["raise", "return"] = "raise",
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+    ) -> Results[Generation | InputError] | Stream[Any]:
+        """Answers to prompts, as many at a time as their keys and values fit the cache.
+
+        prompts: a str, a sequence of token ids, or a chat (a list of {"role", "content"}) each.
+        params: of all prompts; None is SamplingParams().
+        stream: True gives whole answers in order as they are done; "pieces" gives AnswerPieces of
+        any prompt as they come, whose request_id is the prompt's place.
+        kv_cache_tokens, max_num_seqs: as for `engine`; the cache stays for the next call.
+        """
+        params = SamplingParams() if params is None else params
+        self._check(params)
+        if stream not in (False, True, "pieces"):
+            raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
+        if on_error not in ("raise", "return"):
+            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        check_iterable("prompts", prompts)
+        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        engine = self._take_engine(sizes)
+        run = GenerationRun(
+            engine,
+            self._prompt_reader(),
+            params,
+            read_ahead=sizes.max_num_seqs,
+            streams=stream == "pieces",
+            keeps_errors=on_error == "return",
+        )
+        blocks = self._run_blocks(run, engine, sizes, prompts)
+        if stream:
+            return Stream(blocks, run.stats)
+        items = [answer for block in blocks for answer in block]
+        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
+        return Results(items, run.stats(), errors)
+
+    def engine(
+        self,
+        *,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        seed: int | None = None,
+    ) -> GenerationEngine:
+        """An engine of one's own: add_request, abort and step; AsyncEngine(engine) for a server.
+
+        kv_cache_tokens: keys and values that its cache holds; None is what max_num_seqs sequences
+        of 1024 tokens need, at most a quarter of a CPU's memory or four fifths of what a GPU has
+        free.  max_num_seqs: sequences at a time; None is 64 on a CPU, 256 on a GPU, and never more
+        than the token budget.  seed: of the seeds of requests that bring none.
+        """
+        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        return build_engine(self.checkpoint, self._lm_head(), sizes, seed=seed)
+
+    def generation_sizes(
+        self, *, kv_cache_tokens: int | None = None, max_num_seqs: int | None = None
+    ) -> GenerationSizes:
+        """What an engine with these options takes, in sequences, tokens and bytes."""
+        self._lm_head()
+        return generation_sizes(
+            self.checkpoint,
+            token_budget=self.token_budget,
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def encode_prompts(self, prompts: Iterable[Prompt]) -> list[list[int]]:
+        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError."""
+        encoded = self._prompt_reader().read(list(check_iterable("prompts", prompts)))
+        for token_ids in encoded:
+            if isinstance(token_ids, InputError):
+                raise token_ids
+        return encoded
+
+    def _prompt_reader(self) -> PromptReader:
+        checkpoint = self.checkpoint
+        template = checkpoint.chat_template
+        return PromptReader(checkpoint.spec, checkpoint.tokenizer, chat_template=template)
+
+    def _check(self, params: SamplingParams) -> None:
+        """What is wrong with all prompts' parameters shows before any prompt is read."""
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
+        params.check_vocab(self.checkpoint.spec.vocab_size)
+        if params.stop and self.checkpoint.tokenizer is None:
+            raise InputError(
+                "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"
+            )
+
+    def _lm_head(self) -> LmHead:
+        head = self.checkpoint.heads.lm
+        if head is None:
+            named = ", ".join(self.checkpoint.spec.architectures) or "no architecture"
+            raise InputError(
+                f"this checkpoint ({named}) has no language model head; load a causal one"
+            )
+        return head
+
+    def _take_engine(self, sizes: GenerationSizes) -> GenerationEngine:
+        """The idle engine where it has these sizes; else a new one, after that one's cache went."""
+        if self._idle_engines:
+            with suppress(IndexError):  # another thread took it
+                idle_sizes, engine = self._idle_engines.pop()
+                if idle_sizes == sizes:
+                    return engine
+                del engine
+        return build_engine(self.checkpoint, self._lm_head(), sizes)
+
+    def _run_blocks(
+        self,
+        run: GenerationRun,
+        engine: GenerationEngine,
+        sizes: GenerationSizes,
+        prompts: Iterable[Prompt],
+    ) -> Generator[list[Any], None, None]:
+        if run.streams:
+            blocks: Iterator[list[Any]] = ([piece] for piece in run.pieces(prompts))
+        else:
+            blocks = run.in_order(prompts)
+        try:
+            with closing(blocks):
+                yield from blocks
+        finally:
+            if not engine.has_work:
+                self._idle_engines[:] = [(sizes, engine)]

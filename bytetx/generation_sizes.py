@@ -1,0 +1,141 @@
+"""How large a generation engine is: sequences at a time, pages, and the memory that they take."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+
+import torch
+
+from bytetx.arguments import check_positive
+from bytetx.cache import KvCache, allocate_cache, page_bytes
+from bytetx.engine.faults import is_out_of_memory
+from bytetx.errors import DeviceMemoryError
+from bytetx.loading import LoadedCheckpoint
+
+PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and shares whole pages only
+_TYPICAL_TOKENS = 1024  # of a sequence, prompt and answer
+_CPU_SEQS, _CUDA_SEQS = 64, 256
+# The rest of a CPU's memory is the caller's; on a GPU a step's activations need some of it.
+_CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSizes:
+    """What an engine takes.
+
+    max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages, of
+    page_size tokens each: the cache, of cache_bytes; weights_bytes: the model beside it.
+    """
+
+    max_num_seqs: int
+    token_budget: int
+    page_size: int
+    num_pages: int
+    cache_bytes: int
+    weights_bytes: int
+
+    @property
+    def kv_cache_tokens(self) -> int:
+        """Tokens whose keys and values the cache holds."""
+        return self.num_pages * self.page_size
+
+    def __str__(self) -> str:
+        return (
+            f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
+            f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), at most "
+            f"{self.max_num_seqs} sequences and {self.token_budget:,} tokens a step"
+        )
+
+
+def generation_sizes(
+    checkpoint: LoadedCheckpoint,
+    *,
+    token_budget: int,
+    kv_cache_tokens: int | None = None,
+    max_num_seqs: int | None = None,
+) -> GenerationSizes:
+    """The sizes that were asked for; None is what fits the device.
+
+    kv_cache_tokens: what max_num_seqs sequences of typical length need, at most a share of the
+    memory (on a GPU, of what is free).  max_num_seqs: at most token_budget.
+    Raises InputError where one is no positive integer.
+    """
+    spec, device = checkpoint.spec, checkpoint.device
+    is_cuda = device.type == "cuda"
+    if max_num_seqs is None:
+        max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)
+    check_positive("max_num_seqs", max_num_seqs)
+    bytes_each = page_bytes(
+        num_layers=spec.num_layers,
+        page_size=PAGE_SIZE,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=checkpoint.dtype,
+    )
+    if kv_cache_tokens is None:
+        wanted = max_num_seqs * min(spec.max_positions, _TYPICAL_TOKENS)
+        fitting = _cache_limit_bytes(device) // bytes_each * PAGE_SIZE
+        kv_cache_tokens = max(min(wanted, fitting), 1)
+    check_positive("kv_cache_tokens", kv_cache_tokens)
+    num_pages = -(-kv_cache_tokens // PAGE_SIZE)
+    return GenerationSizes(
+        max_num_seqs=max_num_seqs,
+        token_budget=token_budget,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        cache_bytes=num_pages * bytes_each,
+        weights_bytes=_weights_bytes(checkpoint),
+    )
+
+
+def allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
+    """The cache; DeviceMemoryError where the device has no room for it."""
+    spec = checkpoint.spec
+    try:
+        return allocate_cache(
+            num_layers=spec.num_layers,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=checkpoint.dtype,
+            device=checkpoint.device,
+        )
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(
+            f"a key-value cache of {sizes.kv_cache_tokens:,} tokens ({sizes.cache_bytes:,} bytes) "
+            f"does not fit the memory of {checkpoint.device}; lower kv_cache_tokens"
+        ) from error
+
+
+def _cache_limit_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_SHARE)
+    return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+
+
+def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
+    """Of all tensors that the model and its heads hold, shared ones counted once."""
+    sizes = {}
+    for tensor in _tensors([checkpoint.transformer, checkpoint.heads]):
+        if tensor.is_mkldnn:  # its storage is oneDNN's own
+            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+        else:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(sizes.values())
+
+
+def _tensors(owner: object) -> Iterator[torch.Tensor]:
+    """Every tensor in lists, records and objects of this package."""
+    if isinstance(owner, torch.Tensor):
+        yield owner
+    elif isinstance(owner, list | tuple):
+        for part in owner:
+            yield from _tensors(part)
+    elif type(owner).__module__.startswith("bytetx."):
+        names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(vars(owner))
+        for name in names:
+            yield from _tensors(getattr(owner, name))

@@ -1,0 +1,242 @@
+"""Model.generate against transformers.generate, for every causal family, in every kind of step."""
+
+import math
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import SENTENCES, edit_json
+from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import DECODERS, tiny_decoder
+from torch import nn
+
+import bytetx
+from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
+from bytetx.model import Model
+from bytetx.sampling import SamplingParams
+
+NUM_TOKENS = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+SEQLENS = [1, 13, 6, 37, 2]
+TEXTS = [text for text in SENTENCES if text]
+
+
+def greedy(model: nn.Module, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    """What transformers goes on with after one prompt, alone and with its own cache."""
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+    ids = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
+    theirs, prompts = tiny_decoder(name), random_ids(SEQLENS)
+    wanted = [greedy(theirs, prompt) for prompt in prompts]
+    checkpoint = bytetx.load(save(theirs, tmp_path)).checkpoint
+    model = Model(checkpoint)
+    together = model.generate(prompts, GREEDY)
+    assert [answer.token_ids for answer in together] == wanted
+    assert [answer.num_prompt_tokens for answer in together] == SEQLENS
+    assert {answer.finish_reason for answer in together} == {"length"}
+    alone = [Model(checkpoint).generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    assert alone == wanted
+    again = model.generate(prompts, GREEDY)  # now with the pages of the first time
+    assert [answer.token_ids for answer in again] == wanted
+    assert model._idle_engines[0][1]._scheduler.num_found_tokens == 32
+    pieces = Model(checkpoint, token_budget=5)  # prompts in pieces of up to 5 tokens
+    assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
+    tight = Model(checkpoint)  # five pages: sequences throw each other out
+    found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
+    assert [answer.token_ids for answer in found] == wanted
+    assert tight._idle_engines[0][1]._scheduler.num_preempted
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ('user', 'assistant') %}"
+    "{{ raise_exception('unknown role') }}{% endif %}\n"
+    "{% generation %}<{{ m['role'] }}> {{ m['content'] }}{{ sep_token }}{% endgeneration %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+CHAT = [
+    {"role": "user", "content": "a packed batch"},
+    {"role": "assistant", "content": "has no pad token"},
+    {"role": "user", "content": "é?"},
+]
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from test_causal_model import save_causal
+
+    return save_causal(tmp_path_factory.mktemp("text"), "llama3")
+
+
+@pytest.fixture(scope="module")
+def text_model(text_folder: Path) -> Model:
+    return bytetx.load(text_folder)
+
+
+def test_text_and_token_ids_of_strings(text_model: Model, text_folder: Path) -> None:
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(text_folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(text_folder)
+    for text, answer in zip(TEXTS, text_model.generate(TEXTS, GREEDY), strict=True):
+        ids = tokenizer(text)["input_ids"]
+        wanted = greedy(theirs, ids)
+        assert answer.token_ids == wanted and answer.num_prompt_tokens == len(ids)
+        assert answer.text == tokenizer.decode(wanted, skip_special_tokens=True)
+
+
+def test_an_end_of_text_token_ends_the_answer(text_folder: Path, text_model: Model) -> None:
+    """generation_config.json says which tokens do, before config.json."""
+    tokens = text_model.generate(["packed"], GREEDY)[0].token_ids
+    ends = list(dict.fromkeys(tokens))[2:4]
+    path = text_folder / "generation_config.json"
+    before = path.read_text()
+    edit_json(path, eos_token_id=ends)
+    model = bytetx.load(text_folder)
+    path.write_text(before)
+    params = replace(GREEDY, ignore_eos=False)
+    answer = model.generate(["packed"], params)[0]
+    first = min(tokens.index(end) for end in ends)
+    assert answer.token_ids == tokens[: first + 1] and answer.finish_reason == "stop"
+    assert answer.answers[0].stop == tokens[first]
+    assert model.generate(["packed"], GREEDY)[0].token_ids == tokens
+
+
+def test_pieces_add_up_to_whole_answers(text_model: Model) -> None:
+    prompts, params = TEXTS[:5], SamplingParams(max_tokens=15, seed=3, n=2, logprobs=2)
+    whole = text_model.generate(prompts, params)
+    texts, tokens = defaultdict(str), defaultdict(list)
+    for piece in text_model.generate(prompts, params, stream="pieces"):
+        texts[piece.request_id, piece.index] += piece.text
+        tokens[piece.request_id, piece.index] += piece.token_ids
+    for place, generation in enumerate(whole):
+        assert len(generation.answers) == 2
+        for index, answer in enumerate(generation.answers):
+            assert texts[place, index] == answer.text
+            assert tokens[place, index] == answer.token_ids
+            assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
+            assert all(len(entry.top) == 2 for entry in answer.logprobs)
+    assert [g.text for g in text_model.generate(iter(prompts), params, stream=True)] == [
+        generation.text for generation in whole
+    ]
+
+
+def test_log_probabilities_are_those_of_score(text_model: Model) -> None:
+    params = replace(GREEDY, logprobs=0, prompt_logprobs=0)
+    for prompt in random_ids([3, 30]):
+        answer = text_model.generate([prompt], params)[0]
+        found = [entry.logprob for entry in [*answer.prompt_logprobs, *answer.logprobs]]
+        score = text_model.score([prompt + answer.token_ids])[0]
+        np.testing.assert_allclose(found, score.token_log_likelihoods, atol=1e-4)
+
+
+def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model) -> None:
+    params = SamplingParams(seed=11, max_tokens=18, top_p=0.95, presence_penalty=0.4)
+    alone = [text_model.generate([text], params)[0].token_ids for text in TEXTS]
+    assert len(set(map(tuple, alone))) > len(TEXTS) / 2
+    for budget, tokens in ((4, 160), (1024, None)):
+        model = Model(text_model.checkpoint, token_budget=budget)
+        together = model.generate(TEXTS, params, kv_cache_tokens=tokens)
+        assert [answer.token_ids for answer in together] == alone
+
+
+def test_chats_by_the_checkpoints_template(text_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(text_folder, tmp_path / "chat")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    wanted = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True)["input_ids"]
+    model = bytetx.load(folder)
+    assert model.encode_prompts([CHAT]) == [wanted]
+    assert model.generate([CHAT], GREEDY)[0].token_ids == (
+        model.generate([wanted], GREEDY)[0].token_ids
+    )
+    (folder / "chat_template.jinja").unlink()
+    edit_json(folder / "tokenizer_config.json", chat_template=TEMPLATE)
+    assert bytetx.load(folder).encode_prompts([CHAT]) == [wanted]
+    named = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+    edit_json(folder / "tokenizer_config.json", chat_template=named)
+    assert bytetx.load(folder).encode_prompts([CHAT]) == [wanted]
+    with pytest.raises(InputError, match=r"prompts\[1\].*unknown role"):
+        model.generate(["a", [{"role": "tool", "content": "x"}]])
+    edit_json(folder / "tokenizer_config.json", chat_template="{% for %}")
+    with pytest.raises(CheckpointError, match="chat template is broken"):
+        bytetx.load(folder).generate([CHAT])
+
+
+def test_what_generate_refuses(text_model: Model, tmp_path: Path) -> None:
+    long = random_ids([97])[0]
+    for prompts, message in (
+        ("text", "put it in a list"),
+        ([CHAT[0]], r"prompts\[0\]: one message is no prompt"),
+        ([CHAT], r"prompts\[0\]: the checkpoint's tokenizer has no chat template"),
+        (["a", ("b", "c")], r"prompts\[1\]: a list of strings is no prompt"),
+        (["a", []], r"prompts\[1\].*no token"),
+        ([[10**6]], r"prompts\[0\]"),
+        ([1.5], r"prompts\[0\]"),
+        ([long], r"prompts\[0\] has 97 token ids, the model takes at most 96; shorten it$"),
+        ([long[:96]], r"prompts\[0\]: .*leaves room for 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            text_model.generate(prompts, GREEDY)
+    kept = text_model.generate(["a", [], long, "b"], GREEDY, on_error="return")
+    assert [isinstance(answer, InputError) for answer in kept] == [False, True, True, False]
+    assert sorted(kept.errors) == [1, 2] and kept.stats.num_errors == 2
+    pieces = list(text_model.generate(["a", []], GREEDY, on_error="return", stream="pieces"))
+    assert [p.request_id for p in pieces if p.error is not None] == [1]
+    for options in (
+        {"params": {"n": 1}},
+        {"params": SamplingParams(stop_token_ids=[10**6])},
+        {"stream": "words"},
+        {"on_error": "drop"},
+        {"kv_cache_tokens": 0},
+        {"max_num_seqs": 1.5},
+        {"max_num_seqs": 10**6},
+    ):
+        with pytest.raises(InputError):
+            text_model.generate(["a"], **options)
+    with pytest.raises(TooLongError, match="give the cache more memory"):
+        text_model.generate([long[:60]], GREEDY, kv_cache_tokens=48)
+    base = bytetx.load(save(tiny_decoder("llama", "Model"), tmp_path / "base"))
+    with pytest.raises(InputError, match="no language model head"):
+        base.generate([[5]])
+    bare = bytetx.load(save(tiny_decoder("llama"), tmp_path / "bare"))
+    for prompt, params in (("text", GREEDY), (CHAT, GREEDY), ([5], replace(GREEDY, stop=["x"]))):
+        with pytest.raises(InputError, match="tokenizer"):
+            bare.generate([prompt], params)
+    assert bare.generate([[5]], GREEDY)[0].text == ""
+
+
+def test_sizes_are_counted_in_bytes(text_model: Model) -> None:
+    spec = text_model.spec
+    sizes = text_model.generation_sizes(kv_cache_tokens=100, max_num_seqs=3)
+    assert (sizes.num_pages, sizes.kv_cache_tokens, sizes.max_num_seqs) == (7, 112, 3)
+    per_token = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    assert sizes.cache_bytes == 112 * per_token
+    weights = (text_model.checkpoint.folder / "model.safetensors").stat().st_size
+    assert weights * 0.9 < sizes.weights_bytes < weights * 1.5
+    assert text_model.generation_sizes().kv_cache_tokens == 64 * 96
+    with pytest.raises(DeviceMemoryError, match="lower kv_cache_tokens"):
+        text_model.generate(["a"], kv_cache_tokens=10**13)
+
+
+def test_nan_ends_one_request_alone(tmp_path: Path) -> None:
+    """And who takes over its pages reads nothing of it."""
+    model = bytetx.load(save(tiny_decoder("llama"), tmp_path))
+    prompts = [[5, 6, 7], [5, 9, 7], [8, 6], [5, 6, 7, 8]] * 3
+    params = replace(GREEDY, logit_bias={9: -math.inf})
+    wanted = model.generate(prompts, params)
+    model.transformer.embeddings.word[9] = torch.nan
+    kept = Model(model.checkpoint).generate(
+        prompts, params, on_error="return", kv_cache_tokens=64, max_num_seqs=2
+    )
+    assert sorted(kept.errors) == [1, 5, 9]
+    assert all("NaN" in str(error) for error in kept.errors.values())
+    for place in set(range(len(prompts))) - kept.errors.keys():
+        assert kept[place].token_ids == wanted[place].token_ids

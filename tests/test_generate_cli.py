@@ -1,0 +1,90 @@
+"""bytetx generate: prompts in files, answers in jsonl and parquet, every option."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from test_causal_model import save_causal
+from test_cli import Bytetx, bytetx  # noqa: F401  (a fixture)
+from test_generate import TEMPLATE
+
+import bytetx as api
+from bytetx.sampling import SamplingParams
+
+PROMPTS = ["the quick brown fox", "packed", "no pad token is computed"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_causal(tmp_path_factory.mktemp("causal"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def rows(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_file_of_prompts(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    ran = bytetx(
+        *("generate", "prompts.txt", "-m", folder, "--temperature", 0, "--max-tokens", 7),
+        *("--kv-cache-tokens", 80, "-o", "out.jsonl"),
+    )
+    assert ran.code == 0, ran.err
+    wanted = api.load(folder).generate(PROMPTS, SamplingParams(temperature=0, max_tokens=7))
+    found = rows(tmp_path / "out.jsonl")
+    for row, answer in zip(found[:-1], wanted, strict=True):
+        assert row["text"] == answer.text and row["finish_reason"] == answer.finish_reason
+        assert row["num_prompt_tokens"] == answer.num_prompt_tokens
+        assert row["num_tokens"] == len(answer.token_ids)
+    assert "weights" in ran.err and "(80 tokens)" in ran.err
+
+
+def test_sampling_options(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    options = {"temperature": 1.5, "top_p": 0.9, "top_k": 30, "seed": 3, "max_tokens": 12}
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    wanted = api.load(folder).generate(PROMPTS, SamplingParams(**options))
+    ran = bytetx("generate", "prompts.txt", "-m", folder, *given)
+    assert [row["text"] for row in ran.rows] == [answer.text for answer in wanted]
+    other = bytetx("generate", "prompts.txt", "-m", folder, *given, "--seed", 4)
+    assert [row["text"] for row in other.rows] != [row["text"] for row in ran.rows]
+    stop = wanted[0].text[1:3]
+    ran = bytetx("generate", "prompts.txt", "-m", folder, *given, "--stop", stop, "--stop", "none")
+    assert ran.rows[0]["finish_reason"] == "stop" and stop not in ran.rows[0]["text"]
+
+
+def test_chats_and_what_is_wrong_with_a_line(
+    bytetx: Bytetx,  # noqa: F811
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    chat = [{"role": "user", "content": "hello"}]
+    lines = [{"m": chat}, {"m": [{"role": "user"}]}, {"m": [5, 6]}, {"m": [7] * 200}, {"m": 3}]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = ("generate", "chats.jsonl", "-c", "m", "-m", folder, "--temperature", 0)
+    ran = bytetx(*command, "--max-tokens", 5)
+    assert ran.code == 0
+    model, params = api.load(folder), SamplingParams(temperature=0, max_tokens=5)
+    assert ran.rows[0]["text"] == model.generate([chat], params)[0].text
+    assert ran.rows[2]["text"] == model.generate([[5, 6]], params)[0].text
+    errors = [row.get("error", "") for row in ran.rows]
+    assert "message 0 of the chat" in errors[1] and "at most 96" in errors[3]
+    assert "chats.jsonl line 5" in errors[4] and "truncate" not in "".join(errors)
+    assert bytetx(*command, "--truncate").code == 2
+    assert bytetx(*command, "-c", "n").code == 2
+    assert bytetx(*command, "--top-p", 1.5).code == 2
+
+
+def test_resume_and_parquet(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    command = ("generate", "prompts.txt", "-m", folder, "--seed", 5, "--max-tokens", 6)
+    assert bytetx(*command, "-o", "out.parquet").code == 0
+    table = pyarrow.parquet.read_table(tmp_path / "out.parquet").to_pylist()
+    assert [row["text"] for row in table] == [row["text"] for row in bytetx(*command).rows]
+    assert bytetx(*command, "-o", "out.parquet", "--resume").code == 0
+    score = bytetx("score", "prompts.txt", "-m", folder, "-o", "scores.parquet")
+    assert score.code == 0, score.err
+    assert len(pyarrow.parquet.read_table(tmp_path / "scores.parquet")) == len(PROMPTS)
