@@ -114,6 +114,8 @@ def broken(step: Step, **changes: object) -> dict[str, object]:
     ("name", "value", "message"),
     [
         ("kv_seqlens", [2, 40], "kv_seqlens"),
+        ("kv_seqlens", [17, 0], "kv_seqlens"),
+        ("kv_seqlens", [17, -9000], "kv_seqlens"),
         ("page_table", [[0, 99, 0], [0, 0, 0]], "page_table"),
         ("page_table", [[0, 0, -2], [0, -1, 0]], "page_table"),
         ("cu_seqlens", [0, 5], "cu_seqlens must have shape"),

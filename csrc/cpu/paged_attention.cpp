@@ -2,8 +2,8 @@
 //
 // A sequence with one row (decode) is cut by runs of kDecodeKeys keys, and where these are few by
 // heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut
-// as in attention.cpp.  Runs of keys depend on nothing but the sequence, and other cuts move no bit,
-// so a result is bitwise the same in any batch and on any number of threads.
+// as in attention.cpp.  Runs depend on nothing but the sequence and other cuts move no bit, so that
+// a result is bitwise the same in any batch and on any number of threads.
 //
 // workspace:  the line's | first partial result of each sequence, in words, int64 [batch_size] |
 //             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
