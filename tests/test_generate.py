@@ -19,6 +19,7 @@ import bytetx
 from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
 from bytetx.model import Model
 from bytetx.sampling import SamplingParams
+from bytetx.transformer import Transformer
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -240,3 +241,45 @@ def test_nan_ends_one_request_alone(tmp_path: Path) -> None:
     assert all("NaN" in str(error) for error in kept.errors.values())
     for place in set(range(len(prompts))) - kept.errors.keys():
         assert kept[place].token_ids == wanted[place].token_ids
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_types_hold_their_own_cache(dtype: str, tmp_path: Path) -> None:
+    model = bytetx.load(save(tiny_decoder("llama3"), tmp_path), dtype=dtype)
+    prompts = random_ids(SEQLENS)
+    together = [answer.token_ids for answer in model.generate(prompts, GREEDY)]
+    assert together == [model.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+    _, engine = model._idle_engines[0]
+    assert engine._runner.cache.layers[0].k_cache.dtype == model.checkpoint.dtype
+
+
+def test_a_step_without_memory_ends_its_own_texts(
+    text_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner's error names the step and what to do; the engine goes on with the others."""
+    params, forward = replace(GREEDY, max_tokens=3), Transformer.forward
+    wanted = text_model.generate(TEXTS[:6], params)
+    num_calls = 0
+
+    def fail_once(self: Transformer, *args: object, **options: object) -> torch.Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:
+            raise torch.OutOfMemoryError("out of memory: 1 GiB")
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(Transformer, "forward", fail_once)
+    model = Model(text_model.checkpoint)
+    kept = model.generate(TEXTS[:6], params, max_num_seqs=2, on_error="return")
+    assert sorted(kept.errors) == [0, 1]
+    for error in kept.errors.values():
+        assert isinstance(error, DeviceMemoryError) and "kv_cache_tokens" in str(error)
+    assert [answer.text for answer in kept[2:]] == [answer.text for answer in wanted[2:]]
+    num_calls = 0
+    with pytest.raises(DeviceMemoryError, match=r"^prompts\[0\]: a step of 2 tokens of 2 texts"):
+        model.generate(TEXTS[:6], params, max_num_seqs=2)
+    monkeypatch.setattr(Transformer, "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # our own faults are nobody's text's
+        model.generate(TEXTS[:6], params, max_num_seqs=2)
+    monkeypatch.setattr(Transformer, "forward", forward)
+    assert [a.text for a in model.generate(TEXTS[:6], params)] == [a.text for a in wanted]

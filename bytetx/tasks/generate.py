@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from time import perf_counter
 
@@ -59,12 +60,12 @@ def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     known = token_bytes(backend)
     if known is not None:
         known += [b""] * (checkpoint.spec.vocab_size - len(known))
-        return lambda context: ByteStream(known, context=context)
+        return partial(ByteStream, known)
 
     def decode(token_ids: Sequence[int]) -> str:
         return backend.decode(list(token_ids), skip_special_tokens=True)
 
-    return lambda context: DecodedStream(decode, context=context)
+    return partial(DecodedStream, decode)
 
 
 class GenerationRun:
