@@ -33,7 +33,22 @@ __device__ __forceinline__ void release_next_kernel() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// Above 48 KB the kernel's limit must have been raised (cudaFuncSetAttribute).
+// Raises the kernel's limit of dynamic shared memory, which is 48 KB, on the current device.
+template <typename Kernel>
+void allow_smem(Kernel kernel, int bytes) {
+    BYTETX_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+// Of the current device.
+inline int num_sms() {
+    int device, count;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
+}
+
+// More than 48 KB need allow_smem() before.
 template <typename... Params, typename... Args>
 void launch_kernel(void (*kernel)(Params...), const LaunchShape& shape, Args&&... args) {
     cudaLaunchAttribute attributes[2];

@@ -94,18 +94,6 @@ struct PipelineSmem {
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
 };
 
-// A place in a ring of kSize buffers, and the parity of the barrier phase it is in.
-template <int kSize>
-struct RingIndex {
-    int index = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == kSize) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 template <typename C>
 __device__ __forceinline__ void produce(const Params& p, PipelineSmem<C>& s, int num_items) {
     constexpr int kRows = C::kNumWarpgroups * kTileRows;

@@ -2,9 +2,8 @@
 // attention_d*.cu instantiate launch_attention, one head size a file, so that they compile at once.
 #pragma once
 
-#include <cudaTypedefs.h>
-
-#include "common/check.cuh"
+#include "common/launch.cuh"
+#include "common/tensor_map.cuh"
 #include "cuda/attention_kernels.cuh"
 #include "cuda/attention_plan.cuh"
 #include "ops.h"
@@ -38,21 +37,6 @@ struct PipelineTiling {
     static constexpr bool kHasBias = false;
     static constexpr int kMinCtas = 1;
 };
-
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-    static const auto encoder = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result{};
-        BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                           12000, cudaEnableDefault, &result));
-        if (result != cudaDriverEntryPointSuccess) {
-            throw std::runtime_error(
-                "the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
-        }
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-    }();
-    return encoder;
-}
 
 // Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.
 template <typename C>
@@ -110,12 +94,6 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     return params;
 }
 
-template <typename Kernel>
-void allow_smem(Kernel kernel, int bytes) {
-    BYTETX_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}
-
 template <typename T, int kHeadDim, bool kBias>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = TileTiling<kHeadDim, kBias>;
@@ -134,10 +112,7 @@ void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_
     const auto kernel = pipeline_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
     allow_smem(kernel, kSmemBytes);
-    int device, num_sms;
-    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    const int num_ctas = std::min(num_sms * Tiling::kMinCtas, num_tiles * p.num_heads);
+    const int num_ctas = std::min(num_sms() * Tiling::kMinCtas, num_tiles * p.num_heads);
     kernel<<<num_ctas, 128 * C::kNumWarpgroups + C::kProducerThreads, kSmemBytes, stream>>>(
         make_params<C>(p, num_tiles));
 }

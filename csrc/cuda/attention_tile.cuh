@@ -28,6 +28,8 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "common/ring.cuh"
+
 namespace bytetx::attention {
 
 constexpr int kTileRows = 64;      // rows of one wgmma
@@ -139,10 +141,6 @@ __device__ __forceinline__ int2 key_bounds(const Params& p, int2 bounds, int row
 __device__ __forceinline__ int bias_position(const Params& p, int token) {
     return p.bias_positions ? p.bias_positions[min(max(token, 0), p.total_tokens - 1)] : token;
 }
-
-// Makes a value that is the same in every lane known as such: loops over it then run on uniform
-// registers, which wgmma's descriptors need anyway.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
 
 // Bit t is set where thread column t (2 * j + e stands for column 8 * j + e) is in [begin, end).
 __device__ __forceinline__ unsigned column_bits(int begin, int end) {
