@@ -32,7 +32,7 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """[m, n] of every rank -> their sum, in partial's dtype or f32; may take partial's place."""
+        """[m, n] of every rank -> their sum, in its dtype or f32; may overwrite it."""
         ...
 
 
@@ -44,7 +44,7 @@ class Workspace:
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
     epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
-    peers_table: int64 [2, size] on the device: buffers, then flags.
+    peers_table: int64 [2, size] on the device: buffers, then flags.  owner: keeps it all alive.
     """
 
     buffers: tuple[int, ...]
@@ -53,6 +53,7 @@ class Workspace:
     num_flags: int
     epochs: Tensor
     peers_table: Tensor
+    owner: object = None
 
 
 @dataclass(frozen=True, slots=True)
