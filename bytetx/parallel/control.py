@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from bytetx.errors import GroupError
 
 # A follower that was told to close has nothing to finish but its last collective.
 _CLOSE_SECONDS = 5.0
+# In which the death of a rank shows, after another one met a collective that broke.
+_BLAME_SECONDS = 0.3
 # Between the end of a connection and the end of the process behind it.
 _EXIT_SECONDS = 2.0
 
@@ -110,8 +113,21 @@ class Followers:
                         self._fail(f"rank {rank} {self._end_of(rank)}")
                     continue
                 if answer.error is not None:
-                    self._fail(f"rank {rank} failed: {answer.error}")
+                    others = self._ended_without_a_word(rank)
+                    self._fail(others or f"rank {rank} failed: {answer.error}")
                 self._answers[rank - 1].put(answer.value)
+
+    def _ended_without_a_word(self, rank: int) -> str | None:
+        """The end of another rank, which a failure of this one may only follow from."""
+        end = time.monotonic() + _BLAME_SECONDS
+        others = [i for i in range(1, len(self._processes) + 1) if i != rank]
+        while time.monotonic() < end:
+            for other in others:
+                code = self._processes[other - 1].poll()
+                if code is not None and code < 0:
+                    return f"rank {other} {self._end_of(other)}"
+            time.sleep(0.02)
+        return None
 
     def _end_of(self, rank: int) -> str:
         """How a follower's process ended."""

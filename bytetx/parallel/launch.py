@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-import bytetx
 from bytetx.errors import InputError
 from bytetx.parallel.control import Follower, Followers
 
@@ -26,7 +25,7 @@ _FOLLOW = "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); from {modul
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks of a group find one another: a store on this machine."""
+    """Where the ranks that spawn started find one another."""
 
     port: int
 
@@ -43,7 +42,7 @@ def spawn(size: int, *, module: str, num_threads: int) -> tuple[Followers, dist.
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_MEETING_TIME
     )
     connections, processes = [], []
-    path = [str(Path(bytetx.__file__).parent.parent), *sys.path]
+    path = [str(Path(__file__).parents[2]), *sys.path]
     code = _FOLLOW.format(module=module) + "main(sys.argv[2:])"
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
@@ -71,11 +70,14 @@ class TorchrunRank:
 
     rank: int
     size: int
-    store: dist.Store
+    torchrun_store: dist.Store
+
+    def store(self) -> dist.Store:
+        return self.torchrun_store
 
     def follow(self) -> Follower:
         """A follower's side; waits for rank 0 to lead."""
-        address, key = json.loads(self.store.get("control"))
+        address, key = json.loads(self.torchrun_store.get("control"))
         connection = Client(address, authkey=bytes.fromhex(key))
         connection.send(self.rank)
         return Follower(connection)
@@ -85,12 +87,12 @@ class TorchrunLead:
     """Rank 0's side under torchrun: the other ranks wait to be led, once."""
 
     def __init__(self, own: TorchrunRank):
-        self.size, self.store = own.size, own.store
+        self.size, self.store = own.size, own.torchrun_store
         self._folder = tempfile.TemporaryDirectory(prefix="bytetx-")
         key = secrets.token_hex(32)
         address = os.path.join(self._folder.name, "control")
         self._listener = Listener(address, backlog=own.size, authkey=bytes.fromhex(key))
-        own.store.set("control", json.dumps([address, key]))
+        self.store.set("control", json.dumps([address, key]))
 
     def followers(self) -> Followers:
         """Connections to all other ranks; waits for them."""
