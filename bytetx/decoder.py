@@ -197,7 +197,7 @@ class Decoder:
         return q, k, v
 
     def _norm_heads(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-        rows = x.reshape(-1, self.spec.head_dim)
+        rows = x.reshape(-1, self.spec.head_dim).contiguous()  # of one head it is a view
         return rms_norm(rows, norm.weight, eps=self.spec.norm_eps).view(x.shape)
 
 

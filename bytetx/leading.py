@@ -12,7 +12,7 @@ import torch
 
 from bytetx.cache import KvCache
 from bytetx.config import load_config
-from bytetx.errors import GroupError, InputError
+from bytetx.errors import BytetxError, GroupError, InputError
 from bytetx.heads import LmHead, MaskedLMHead
 from bytetx.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
 from bytetx.ops.comm_gemm import workspace_bytes
@@ -139,9 +139,10 @@ def start_ranks(
 
 
 def _give_up(followers: Followers, error: BaseException) -> None:
-    """Ends the followers; raises a GroupError where one of them is why."""
+    """Ends the followers; raises a GroupError where one of them is why, and not the checkpoint."""
     try:
-        followers.check()
+        if not isinstance(error, BytetxError):
+            followers.check()
     except GroupError as reason:
         raise reason from error
     finally:

@@ -1,12 +1,13 @@
 """The fused ops' reference, and the collectives under it, against one process."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from ranks import on_ranks
 from tiny import one_thread  # noqa: F401  (a fixture)
 from torch import Tensor
+from torch.nn import functional as F
 
 from bytetx.ops.comm_gemm import (
     RowNorm,
@@ -96,60 +97,74 @@ def test_sums_with_bias_residual_and_norm(
     size: int, kind: str, dtype: torch.dtype, has_partial: bool
 ) -> None:
     """Within twice the error of one process in the same dtype, against f64."""
-    k, n = 64, 32
-    weight, bias = torch.randn(n, k, dtype=dtype), torch.randn(n, dtype=dtype)
-    norm = RowNorm(torch.randn(n, dtype=dtype), torch.randn(n, dtype=dtype), 1e-5, kind)
-    norm = replace(norm, bias=None) if kind == "rms_norm" else norm
-    inputs = deal(k, size, step=16)
-    for total in TOTALS:
-        x, residual = torch.randn(total, k, dtype=dtype), torch.randn(total, n, dtype=dtype)
-        partials = torch.randn(size, total, n, dtype=dtype) if has_partial else None
-        offsets = deal(total, size, step=16)
-
-        def do(group: TpGroup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-            own = slice(inputs[group.rank], inputs[group.rank + 1])
-            w = prepare_linear(weight[:, own].contiguous(), prepack=False)
-            mine = x[:, own].contiguous()
-            partial = None if partials is None else partials[group.rank]
-            options = {"peers": group.peers, "bias": bias, "norm": norm}
-            add = {} if partial is None else {"partial": partial.clone()}
-            rows = own_rows(residual, offsets, group.rank).clone()
-            scattered = gemm_reduce_scatter(
-                mine, w, row_offsets=offsets, residual=rows, **options, **add
-            )
-            add = {} if partial is None else {"partial": partial.clone()}
-            reduced = gemm_all_reduce(mine, w, residual=residual.clone(), **options, **add)
-            return scattered, reduced
-
-        results = on_ranks(size, do)
+    cases = [Case.random(total, size, kind, dtype, has_partial=has_partial) for total in TOTALS]
+    results = on_ranks(size, lambda group: [run_sums(case, group) for case in cases])
+    for number, case in enumerate(cases):
+        of_ranks = [result[number] for result in results]
         for which in range(2):
-            scattered = torch.cat([result[0][which] for result in results])
-            exact = expected(x, weight, bias, residual, partials, norm, torch.float64)[which]
-            plain = expected(x, weight, bias, residual, partials, norm, dtype)[which]
-            for found in (scattered, *(result[1][which] for result in results)):
+            exact, plain = case.expected(torch.float64)[which], case.expected(dtype)[which]
+            scattered = torch.cat([scattered[which] for scattered, _ in of_ranks])
+            for found in (scattered, *(reduced[which] for _, reduced in of_ranks)):
                 assert found.dtype == dtype
                 assert_right(found, exact, plain)
-            assert all(torch.equal(results[0][1][which], r[1][which]) for r in results)
+            assert all(torch.equal(of_ranks[0][1][which], r[which]) for _, r in of_ranks)
 
 
-def expected(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor,
-    partials: Tensor | None,
-    norm: RowNorm,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    h = torch.nn.functional.linear(x.to(dtype), weight.to(dtype), bias.to(dtype))
-    if partials is not None:
-        h = h + partials.to(dtype).sum(0)
-    h = h + residual.to(dtype)
-    shape = (h.shape[1],)
-    if norm.kind == "rms_norm":
-        return torch.nn.functional.rms_norm(h, shape, norm.weight.to(dtype), norm.eps), h
-    parameters = norm.weight.to(dtype), norm.bias.to(dtype)
-    return torch.nn.functional.layer_norm(h, shape, *parameters, norm.eps), h
+@dataclass(frozen=True)
+class Case:
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor
+    partials: Tensor | None  # one a rank
+    norm: RowNorm
+
+    @staticmethod
+    def random(
+        total: int, size: int, kind: str, dtype: torch.dtype, *, has_partial: bool
+    ) -> "Case":
+        k, n = 64, 32
+        shift = None if kind == "rms_norm" else torch.randn(n, dtype=dtype)
+        return Case(
+            torch.randn(total, k, dtype=dtype),
+            torch.randn(n, k, dtype=dtype),
+            torch.randn(n, dtype=dtype),
+            torch.randn(total, n, dtype=dtype),
+            torch.randn(size, total, n, dtype=dtype) if has_partial else None,
+            RowNorm(torch.randn(n, dtype=dtype), shift, 1e-5, kind),
+        )
+
+    def expected(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        h = F.linear(self.x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        if self.partials is not None:
+            h = h + self.partials.to(dtype).sum(0)
+        h, norm = h + self.residual.to(dtype), self.norm
+        shape, weight = h.shape[1:], norm.weight.to(dtype)
+        if norm.bias is None:
+            return F.rms_norm(h, shape, weight, norm.eps), h
+        return F.layer_norm(h, shape, weight, norm.bias.to(dtype), norm.eps), h
+
+
+def run_sums(case: Case, group: TpGroup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(this rank's rows of the reduce-scatter, all rows of the all-reduce)"""
+    inputs = share(deal(case.x.shape[1], group.size, step=16), group.rank)
+    own = slice(inputs.start, inputs.stop)
+    offsets = deal(len(case.x), group.size, step=16)
+    x, w = (
+        case.x[:, own].contiguous(),
+        prepare_linear(case.weight[:, own].contiguous(), prepack=False),
+    )
+    options = {"peers": group.peers, "bias": case.bias, "norm": case.norm}
+
+    def partial() -> Tensor | None:
+        return None if case.partials is None else case.partials[group.rank].clone()
+
+    rows = own_rows(case.residual, offsets, group.rank).clone()
+    scattered = gemm_reduce_scatter(
+        x, w, row_offsets=offsets, residual=rows, partial=partial(), **options
+    )
+    reduced = gemm_all_reduce(x, w, residual=case.residual.clone(), partial=partial(), **options)
+    return scattered, reduced
 
 
 def assert_right(found: Tensor, exact: Tensor, plain: Tensor) -> None:
