@@ -69,7 +69,8 @@ class Decoder:
     @property
     def is_capturable(self) -> bool:
         """Dynamic rotary scaling asks for the lengths of a step's texts."""
-        return self.own.rotary is None or self.own.rotary.scaling != "dynamic"
+        has_fixed_tables = self.own.rotary is None or self.own.rotary.scaling != "dynamic"
+        return has_fixed_tables and self.blocks.is_capturable
 
     def run(
         self,

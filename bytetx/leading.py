@@ -215,6 +215,9 @@ class _LedTransformer(Transformer):
         vars(self).update(vars(own))
         self._lead = lead
 
+    def check(self) -> None:
+        self._lead.followers.check()
+
     @torch.inference_mode()
     def forward(
         self,

@@ -120,6 +120,9 @@ class Transformer:
             return False
         return is_planned(word.dtype, self.spec.head_dim, word.device)
 
+    def check(self) -> None:
+        """Raises a GroupError where a rank is gone, and with it what the device still computed."""
+
     @torch.inference_mode()
     def forward(
         self,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bytetx.ops.comm_gemm import Peers, Workspace
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
-from bytetx.parallel.symmetric import symmetric_workspace
 
 # A rank that computes answers within seconds; one that has died is noticed long before.
 _TIMEOUT = timedelta(minutes=10)
@@ -56,8 +55,12 @@ def join_group(
     """
     backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
     collectives = GroupCollectives(backend, rank=rank, size=size)
+    collectives.all_reduce(torch.zeros(1, device=device))  # what cannot work fails here
     workspace = None
     if workspace_bytes and device.type == "cuda":
+        # Imported here: it brings triton, which CPUs have no use for.
+        from bytetx.parallel.symmetric import symmetric_workspace
+
         shared = dist.PrefixStore("bytetx-symmetric", store)
         workspace = symmetric_workspace(
             shared, rank=rank, size=size, device=device, buffer_bytes=workspace_bytes
@@ -70,7 +73,10 @@ def _backend(
 ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
     """A backend of its own, not torch's default group: that one may be the caller's."""
     if device.type == "cuda":
+        from bytetx.parallel.symmetric import turn_multicast_off
+
         torch.cuda.set_device(device)
+        turn_multicast_off()
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
