@@ -21,8 +21,8 @@ def symmetric_workspace(
 ) -> Workspace | None:
     """A workspace on every rank, zeroed; None where the GPUs cannot reach one another's memory.
 
-    backend: the group's.  All ranks call it with the same buffer_bytes.  It lives as long as the process: peers may read
-    it as long as they run.
+    backend: the group's.  All ranks call it with the same buffer_bytes.  It lives as long as the
+    process: peers may read it as long as they run.
     """
     rank, size = backend.rank(), backend.size()
     reaches = _reaches_all(device, size)
