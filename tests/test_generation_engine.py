@@ -13,9 +13,9 @@ from bytetx.engine.async_engine import AsyncEngine
 from bytetx.engine.detokenizer import DecodedStream
 from bytetx.engine.engine import GenerationEngine
 from bytetx.engine.generation import GenerationScheduler, StepPlan
-from bytetx.engine.outputs import AnswerPiece, RowResult
+from bytetx.engine.outputs import AnswerPiece
+from bytetx.engine.sampled import Sampled
 from bytetx.engine.sampler import Sampler
-from bytetx.engine.step_columns import columns_of
 from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.sampling import SamplingParams
 
@@ -31,24 +31,29 @@ class FakeRunner:
 
     vocab_size = VOCAB_SIZE
 
-    def __init__(self, *, num_pages: int, page_size: int, max_num_seqs: int):
+    def __init__(
+        self, *, num_pages: int, page_size: int, max_num_seqs: int, runs_ahead: bool = False
+    ):
         self.model = FakeModel(num_pages=num_pages, page_size=page_size, vocab_size=2**31)
         self.sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=VOCAB_SIZE)
         self.bad_token, self.breaks_at, self.num_steps = None, None, 0
+        self.runs_ahead = runs_ahead
 
-    def run(self, plan: StepPlan) -> list[RowResult]:
+    def start(self, plan: StepPlan) -> Sampled:
         self.num_steps += 1
         if self.num_steps == self.breaks_at:
             raise StepError("a kernel failed")
-        columns = columns_of(plan, page_size=self.model.page_size)
-        self.model.cache[columns.slot_mapping] = columns.input_ids
+        columns, wanted = self.model.compute(plan), self.sampler.read(plan)
         owners = np.searchsorted(columns.cu_seqlens, columns.logits_rows, side="right") - 1
         prefixes = [
             self.model.prefix(columns, owner, columns.positions[row] + 1)
             for owner, row in zip(owners, columns.logits_rows, strict=True)
         ]
         logits = [torch.empty(0, VOCAB_SIZE), *(self.logits(p)[None] for p in prefixes)]
-        return self.sampler.sample(plan, torch.cat(logits))
+        sampled = self.sampler.sample(wanted, torch.cat(logits))
+        if sampled.tokens is not None:
+            self.model.last_tokens[wanted.seat_ids] = sampled.tokens
+        return sampled
 
     def logits(self, prefix: list[int] | np.ndarray) -> torch.Tensor:
         if prefix[-1] == self.bad_token:
@@ -336,7 +341,7 @@ def test_closing_ends_open_requests() -> None:
 
 def test_an_error_that_is_nobodys_fault_reaches_every_async_caller() -> None:
     inner, runner, scheduler = engine_of()
-    runner.run = lambda plan: 1 // 0
+    runner.start = lambda plan: 1 // 0
 
     async def main() -> None:
         engine = AsyncEngine(inner)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
+from typing import NamedTuple
 
 from bytetx.engine.kv_cache import PageAllocator
 from bytetx.engine.scheduler import check_token_budget
@@ -14,12 +15,12 @@ from bytetx.errors import InputError, TooLongError
 _RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One sequence's part of a step: its tokens start ... start + num_tokens - 1.
 
     num_logits: how many of these tokens, at the end, need logits.  samples: the last of them is
-    the last one known, and the step gives the sequence its next token.
+    the sequence's last one, and the step gives the next.  epoch: the preemptions of the sequence
+    before this step; after one more, the token that the step gives counts no longer.
     """
 
     sequence: SequenceState
@@ -27,6 +28,17 @@ class StepRow:
     num_tokens: int
     num_logits: int
     samples: bool
+    epoch: int
+
+    @property
+    def position(self) -> int:
+        """Which token of the answer the row samples."""
+        return self.start + self.num_tokens - self.sequence.num_prompt_tokens
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sequence was sent back to start again since."""
+        return self.epoch != self.sequence.num_preemptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +64,10 @@ class GenerationScheduler:
     A step is taken for run once it is planned: its full pages can be found by other sequences,
     in the same step even, for every layer writes the keys and values of all rows before any row
     reads them, and steps run in order.  `discard` takes that back where a step failed.
+
+    The next step may be planned before `append` has said what the last one sampled: a decode row
+    then stands for a token that only the device knows.  Steps run in order, so that pages may be
+    given away while a planned step still uses them.
     """
 
     def __init__(
@@ -122,17 +138,26 @@ class GenerationScheduler:
 
     def step(self) -> StepPlan:
         """Plans the next forward pass; without rows where there is no work."""
-        step = _OpenStep(self.token_budget, num_decodes=sum(s.num_left == 1 for s in self._running))
-        place = 0
+        for sequence in [s for s in self._running if s.num_pending and s.is_ending]:
+            self._let_end(sequence)
+        step = _OpenStep(self.token_budget, num_decodes=sum(map(_is_decoding, self._running)))
+        place, page_size = 0, self.pages.page_size
         while place < len(self._running):
-            self._continue(self._running[place], step)
+            sequence = self._running[place]
             place += 1
-        self._admit(step)
+            start = sequence.num_computed
+            if 0 < start % page_size < page_size - 1 and sequence.num_left == 1:
+                _decode_within_page(sequence, step)
+            else:
+                self._continue(sequence, step)
+        if self._num_waiting:
+            self._admit(step)
         return StepPlan(tuple(step.rows), self.token_budget - step.left, step.num_preempted)
 
     def append(self, sequence: SequenceState, token_id: int) -> None:
-        """The token that a step gave a sequence; it is in decode now."""
-        assert sequence.status is Status.RUNNING and not sequence.num_left
+        """The token that a step gave a sequence; the step's row must not be stale."""
+        assert sequence.num_pending > 0
+        sequence.num_pending -= 1
         sequence.token_ids.append(token_id)
 
     def finish(self, sequence: SequenceState) -> None:
@@ -143,8 +168,9 @@ class GenerationScheduler:
             if 2 * self._num_waiting + 64 < len(self._waiting):
                 self._waiting = [w for w in self._waiting if w[2].status is Status.WAITING]
                 heapify(self._waiting)
-        elif sequence.status is Status.RUNNING:
-            self._stop_running(sequence)
+        else:
+            if sequence.status is Status.RUNNING:
+                self._stop_running(sequence)
             sequence.status = Status.FINISHED
 
     def discard(self, sequences: Iterable[SequenceState]) -> None:
@@ -193,7 +219,7 @@ class GenerationScheduler:
         """
         pages = self.pages
         promised = sum(self._pages_missing(s) for s in self._running)
-        while step.left and len(self._running) < self.max_num_seqs:
+        while step.left and self._seats:
             sequence = self._first_waiting()
             if sequence is None:
                 return
@@ -237,18 +263,20 @@ class GenerationScheduler:
             sequence.own_pages += taken
         if self._caches_prefixes:
             self._publish(sequence)
-        samples = end == len(sequence.token_ids)
+        samples = end == len(sequence.token_ids) + sequence.num_pending
         num_logits = int(samples)
         last_scored = min(end, sequence.num_prompt_tokens - 1)
         if sequence.scores_prompt and last_scored > sequence.num_scored:
             num_logits += last_scored - max(start, sequence.num_scored)
             sequence.num_scored = last_scored
-        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples))
+        epoch = sequence.num_preemptions
+        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples, epoch))
+        sequence.num_pending += samples
         step.left -= num_tokens
 
     def _publish(self, sequence: SequenceState) -> None:
         page_size = self.pages.page_size
-        num_full = sequence.num_computed // page_size
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // page_size
         fresh = sequence.take_unpublished(num_full)
         if fresh:
             keys = sequence.page_keys(fresh.start, fresh.stop, page_size=page_size)
@@ -256,7 +284,8 @@ class GenerationScheduler:
                 self.pages.publish(page, key)
 
     def _pages_missing(self, sequence: SequenceState) -> int:
-        return self.pages.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        num_tokens = max(len(sequence.token_ids), sequence.num_computed)
+        return self.pages.pages_for(num_tokens) - len(sequence.pages)
 
     def _wait(self, sequence: SequenceState) -> None:
         sequence.status = Status.WAITING
@@ -275,10 +304,18 @@ class GenerationScheduler:
         self._wait(sequence)
 
     def _stop_running(self, sequence: SequenceState) -> None:
+        self._leave(sequence)
+        sequence.forget_pages()
+
+    def _let_end(self, sequence: SequenceState) -> None:
+        """Its pages are for the steps after those that are planned; `discard` may yet want them."""
+        self._leave(sequence)
+        sequence.pages, sequence.seat, sequence.status = [], -1, Status.ENDING
+
+    def _leave(self, sequence: SequenceState) -> None:
         del self._running[bisect_left(self._running, sequence.rank, key=_RANK)]
         self._seats.append(sequence.seat)
         self.pages.release(sequence.pages)
-        sequence.forget_pages()
 
     def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> str:
         pages = self.pages
@@ -302,3 +339,17 @@ class _OpenStep:
     num_decodes: int
     num_preempted: int = 0
     rows: list[StepRow] = field(default_factory=list)
+
+
+def _is_decoding(sequence: SequenceState) -> bool:
+    return sequence.num_left == 1
+
+
+def _decode_within_page(sequence: SequenceState, step: _OpenStep) -> None:
+    """Schedules a decode row that neither starts a page nor fills one: most rows of most steps."""
+    start = sequence.num_computed
+    step.rows.append(StepRow(sequence, start, 1, 1, True, sequence.num_preemptions))
+    sequence.num_computed = start + 1
+    sequence.num_pending += 1
+    step.num_decodes -= 1
+    step.left -= 1

@@ -8,10 +8,14 @@ from bytetx.sampling import SamplingParams
 
 
 class Status(Enum):
-    """Where a sequence is; preemption sends it from RUNNING back to WAITING."""
+    """Where a sequence is; preemption sends it from RUNNING back to WAITING.
+
+    ENDING: its last token is being computed, and it holds no pages any more.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
+    ENDING = "ending"
     FINISHED = "finished"
 
 
@@ -19,8 +23,9 @@ class Status(Enum):
 class SequenceState:
     """Tokens, pages and progress of one sequence; the scheduler alone changes it.
 
-    token_ids: the prompt, then what was generated; it only grows.  max_tokens: the most tokens
-    that are generated.  priority: lower ones run first.  scores_prompt: whether logits of the
+    token_ids: the prompt, then what was generated; it only grows.  num_pending: tokens behind them
+    that planned steps will give, and nobody knows yet.  max_tokens: the most tokens that are
+    generated.  priority: lower ones run first.  scores_prompt: whether logits of the
     prompt's tokens are wanted, too.
     num_computed: tokens whose keys and values are in the pages once the planned steps have run.
     own_pages: those of its pages that it wrote, and did not find written.
@@ -36,6 +41,7 @@ class SequenceState:
     stop_token_ids: frozenset[int] = frozenset()
     arrival: int = -1
     num_prompt_tokens: int = field(init=False)
+    num_pending: int = 0
     num_computed: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
@@ -61,8 +67,13 @@ class SequenceState:
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are not computed: 1 in decode."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that are not computed: 1 in decode."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether no step but those that are planned is needed for its last token."""
+        return self.num_output_tokens + self.num_pending >= self.max_tokens
 
     @property
     def output_ids(self) -> list[int]:
@@ -92,7 +103,7 @@ class SequenceState:
         self._num_published = num_pages
 
     def forget_pages(self) -> None:
-        """What was computed is gone; the tokens and their keys stay."""
+        """What was computed is gone, and what comes of it; the tokens and their keys stay."""
         self.pages, self.own_pages = [], []
-        self.num_computed = self._num_published = 0
+        self.num_computed = self.num_pending = self._num_published = 0
         self.seat = -1
