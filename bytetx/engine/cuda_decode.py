@@ -69,7 +69,7 @@ class CudaDecode:
         self.last_tokens = LastTokens(max_num_seqs, device=device)
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
-        if has_graphs and self._is_capturable:
+        if has_graphs and self.is_capturable:
             self._graphs = GraphCache(device=device, workspace_bytes=self._workspace_bytes)
 
     @property
@@ -77,7 +77,7 @@ class CudaDecode:
         return 0 if self._graphs is None else len(self._graphs)
 
     def tokens(self, columns: StepColumns) -> Tensor:
-        """int32 [batch_size]: the most likely next tokens, -1 where there is none; remembers them."""
+        """int32 [batch_size]: the most likely next tokens, -1 where there is none; remembered."""
         return self._run(columns, is_greedy=True)
 
     def hidden_states(self, columns: StepColumns) -> Tensor:
@@ -129,7 +129,7 @@ class CudaDecode:
         return (tokens,)
 
     @property
-    def _is_capturable(self) -> bool:
+    def is_capturable(self) -> bool:
         """The reference of the paged ops reads lengths on the host, which no graph can."""
         decoder, dtype = self._transformer.decoder, self._cache.layers[0].k_cache.dtype
         has_kernels = native.kernel("planned_paged_attention", self._device) is not None

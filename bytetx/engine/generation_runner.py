@@ -69,6 +69,11 @@ class GenerationRunner:
         return self._decode is not None
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether this device's kernels let decode steps be captured."""
+        return self._decode is not None and self._decode.is_capturable
+
+    @property
     def num_graphs(self) -> int:
         return 0 if self._decode is None else self._decode.num_graphs
 

@@ -28,10 +28,10 @@ from bytetx.ops.sampling import (
 class SamplingRows:
     """What a step has to sample, read from its plan.
 
-    plan_rows: all of the plan.  numbers, rows: those of them that sample.  seat_ids, seats: whose, and their parameters.
-    sampling: int64, their rows of the step's logits.  scoring: (number of a row of the plan, its
-    first row of prompt logits, how many).  is_greedy: the most likely token of each row is all
-    that is wanted of the logits.
+    plan_rows: all of the plan.  numbers, rows: those of them that sample.  seat_ids, seats: whose,
+    and their parameters.  sampling: int64, their rows of the step's logits.
+    scoring: (number of a row of the plan, its first row of prompt logits, how many).
+    is_greedy: the most likely token of each row is all that is wanted of the logits.
     """
 
     plan_rows: tuple[StepRow, ...]
