@@ -95,7 +95,9 @@ def check_plan(plan: StepPlan, scheduler: GenerationScheduler) -> None:
         sequence, end = row.sequence, row.start + row.num_tokens
         assert row.num_tokens > 0 and sequence.status is Status.RUNNING
         assert end == sequence.num_computed
-        assert row.samples == (sequence.num_pending > 0) and sequence.num_left > 0
+        assert (
+            row.samples == (sequence.num_tokens > len(sequence.token_ids)) and sequence.num_left > 0
+        )
         assert len(sequence.pages) == scheduler.pages.pages_for(end)
         assert len(set(sequence.pages)) == len(sequence.pages)
         writers.update(sequence.pages[row.start // page_size :])

@@ -44,7 +44,8 @@ class FakeRunner:
         self.num_steps += 1
         if self.num_steps == self.breaks_at:
             raise StepError("a kernel failed")
-        columns, wanted = self.model.compute(plan), self.sampler.read(plan)
+        columns = self.model.compute(plan)
+        wanted = self.sampler.read(plan, columns)
         owners = np.searchsorted(columns.cu_seqlens, columns.logits_rows, side="right") - 1
         prefixes = [
             self.model.prefix(columns, owner, columns.positions[row] + 1)

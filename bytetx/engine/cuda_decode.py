@@ -20,35 +20,12 @@ from bytetx.cache import KvCache
 from bytetx.engine.block import PinnedRing
 from bytetx.engine.decode_block import DecodeLayout, decode_layout
 from bytetx.engine.graphs import GraphCache
+from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.sampler import most_likely
 from bytetx.engine.step_columns import StepColumns
 from bytetx.heads import LmHead
 from bytetx.ops import native
 from bytetx.transformer import Transformer
-
-
-class LastTokens:
-    """The token that each seat's sequence sampled last, on the device: int32 [seats + 1].
-
-    The seat beyond the last is of rows that stand for no sequence.
-    """
-
-    def __init__(self, max_num_seqs: int, *, device: torch.device):
-        self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
-
-    def of(self, seats: Tensor) -> Tensor:
-        """int32 [n]: the tokens of these seats."""
-        return self._tokens.index_select(0, seats)
-
-    def fill_in(self, input_ids: Tensor) -> Tensor:
-        """The ids; those below 0, which are ~seat, become the seats' tokens."""
-        is_seat = input_ids < 0
-        seats = torch.where(is_seat, ~input_ids, 0)
-        return torch.where(is_seat, self.of(seats), input_ids)
-
-    def remember(self, seats: Tensor, tokens: Tensor) -> None:
-        """tokens: int32 [n]; -1, where none could be chosen, leaves a token that is never used."""
-        self._tokens.index_copy_(0, seats.long(), tokens.clamp(min=0))
 
 
 class CudaDecode:
@@ -60,13 +37,13 @@ class CudaDecode:
         head: LmHead,
         *,
         cache: KvCache,
-        max_num_seqs: int,
+        last_tokens: LastTokens,
         device: torch.device,
         has_graphs: bool,
     ):
         self._transformer, self._head, self._cache = transformer, head, cache
-        self._device, self._idle_seat = device, max_num_seqs
-        self.last_tokens = LastTokens(max_num_seqs, device=device)
+        self._device = device
+        self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
         if has_graphs and self.is_capturable:
@@ -97,7 +74,7 @@ class CudaDecode:
             pinned.array[: layout.num_ints],
             columns,
             position_offset=offset,
-            idle_seat=self._idle_seat,
+            idle_seat=self._last_tokens.idle_seat,
         )
         source = pinned.tensor[: layout.num_ints]
         compute = partial(self._compute, layout, is_greedy)
@@ -120,12 +97,12 @@ class CudaDecode:
 
     def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         batch, seats = layout.read(block, page_size=self._cache.page_size)
-        batch = replace(batch, input_ids=self.last_tokens.of(seats))
+        batch = replace(batch, input_ids=self._last_tokens.of(seats))
         hidden_states = self._transformer.forward(batch, cache=self._cache)
         if not is_greedy:
             return (hidden_states,)
         tokens = most_likely(self._head.forward(hidden_states))
-        self.last_tokens.remember(seats, tokens)
+        self._last_tokens.remember(seats, tokens)
         return (tokens,)
 
     @property

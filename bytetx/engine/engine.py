@@ -21,8 +21,11 @@ _MASK = 2**64 - 1
 class StartedStep(Protocol):
     """A step that may still run."""
 
-    def results(self) -> Sequence[RowResult]:
-        """One a row, in the plan's order; waits for them. A StepError ends these rows alone."""
+    def results(self) -> Sequence[int | RowResult]:
+        """One a row, in the plan's order: its token, or what there is besides; waits for them.
+
+        A StepError ends these rows alone.
+        """
         ...
 
 
@@ -151,22 +154,27 @@ class GenerationEngine:
         except StepError as error:
             results = _FailedStep(len(plan.rows), error).results()
         self._in_flight.popleft()
-        append, answer_of = self._scheduler.append, self._answer_of
         failed = []
         for row, result in zip(plan.rows, results, strict=True):
             sequence = row.sequence
-            answer = answer_of.get(sequence)
+            answer = self._answer_of.get(sequence)
             if answer is None:  # it ended after this step was planned
                 continue
-            if row.is_stale:
+            if type(result) is int:
+                if row.is_stale:
+                    continue
+                self._scheduler.append(sequence, result)
+                if answer.is_quiet and not sequence.may_end:  # most tokens of long answers
+                    continue
+                result = RowResult(result)
+            elif row.is_stale:
                 result = RowResult(prompt_logprobs=result.prompt_logprobs)
-            if result.token_id is not None:
-                append(sequence, result.token_id)
+            elif result.token_id is not None:
+                self._scheduler.append(sequence, result.token_id)
+            answer.add(result)
             if result.error is not None:
                 failed.append(sequence)
-            answer.add(result)
-            if answer.reason is not None or answer.streams:
-                self._give(answer, pieces)
+            self._give(answer, pieces)
         if failed:  # last, for it may send other rows of this step back to start again
             self._scheduler.discard(failed)
 
@@ -229,7 +237,7 @@ class _FailedStep:
     num_rows: int
     error: StepError | None
 
-    def results(self) -> Sequence[RowResult]:
+    def results(self) -> Sequence[int | RowResult]:
         return [RowResult(error=self.error)] * self.num_rows
 
 

@@ -31,11 +31,6 @@ class StepRow(NamedTuple):
     epoch: int
 
     @property
-    def position(self) -> int:
-        """Which token of the answer the row samples."""
-        return self.start + self.num_tokens - self.sequence.num_prompt_tokens
-
-    @property
     def is_stale(self) -> bool:
         """Whether the sequence was sent back to start again since."""
         return self.epoch != self.sequence.num_preemptions
@@ -46,11 +41,14 @@ class StepPlan:
     """One forward pass: pieces of prompts and decode rows, behind one another.
 
     num_preempted: sequences that lost their pages for this step, and start again later.
+    seated: those that got their seat for this step.  grown: those that may have got pages.
     """
 
     rows: tuple[StepRow, ...]
     total_tokens: int
     num_preempted: int
+    seated: tuple[SequenceState, ...]
+    grown: tuple[SequenceState, ...]
 
 
 class GenerationScheduler:
@@ -138,26 +136,43 @@ class GenerationScheduler:
 
     def step(self) -> StepPlan:
         """Plans the next forward pass; without rows where there is no work."""
-        for sequence in [s for s in self._running if s.num_pending and s.is_ending]:
-            self._let_end(sequence)
-        step = _OpenStep(self.token_budget, num_decodes=sum(map(_is_decoding, self._running)))
-        place, page_size = 0, self.pages.page_size
-        while place < len(self._running):
-            sequence = self._running[place]
-            place += 1
-            start = sequence.num_computed
-            if 0 < start % page_size < page_size - 1 and sequence.num_left == 1:
-                _decode_within_page(sequence, step)
-            else:
+        step = self._open_step()
+        rows, last = step.rows, self.pages.page_size - 1
+        for sequence in self._running:  # only the last ones may yield to others meanwhile
+            start, num_tokens = sequence.num_computed, sequence.num_tokens
+            offset = start & last
+            is_within_page = offset and (offset != last or num_tokens > len(sequence.token_ids))
+            if not is_within_page or num_tokens - start != 1:
                 self._continue(sequence, step)
+                continue
+            # A decode row without a new page, and none to publish: most rows of most steps.
+            rows.append(_new_row(StepRow, (sequence, start, 1, 1, True, sequence.num_preemptions)))
+            sequence.num_computed = num_tokens
+            sequence.num_tokens = num_tokens + 1
+            step.num_decodes -= 1
+            step.left -= 1
         if self._num_waiting:
             self._admit(step)
-        return StepPlan(tuple(step.rows), self.token_budget - step.left, step.num_preempted)
+        num_tokens = self.token_budget - step.left
+        seated, grown = tuple(step.seated), tuple(step.grown)
+        return StepPlan(tuple(rows), num_tokens, step.num_preempted, seated, grown)
+
+    def _open_step(self) -> "_OpenStep":
+        """Lets go of sequences whose last token is on its way."""
+        ending, num_decodes = [], 0
+        for sequence in self._running:
+            if sequence.num_tokens >= sequence.max_num_tokens:
+                if sequence.num_tokens > len(sequence.token_ids):
+                    ending.append(sequence)
+            elif sequence.num_tokens - sequence.num_computed == 1:
+                num_decodes += 1
+        for sequence in ending:
+            self._let_end(sequence)
+        return _OpenStep(self.token_budget, num_decodes)
 
     def append(self, sequence: SequenceState, token_id: int) -> None:
         """The token that a step gave a sequence; the step's row must not be stale."""
-        assert sequence.num_pending > 0
-        sequence.num_pending -= 1
+        assert len(sequence.token_ids) < sequence.num_tokens
         sequence.token_ids.append(token_id)
 
     def finish(self, sequence: SequenceState) -> None:
@@ -234,6 +249,7 @@ class GenerationScheduler:
             self._num_waiting -= 1
             sequence.status = Status.RUNNING
             sequence.seat = self._seats.pop()
+            step.seated.append(sequence)
             insort(self._running, sequence, key=_RANK)
             self._schedule(sequence, min(sequence.num_left, step.left), step)
             promised += self._pages_missing(sequence)
@@ -261,9 +277,10 @@ class GenerationScheduler:
             taken = pages.take(missing)
             sequence.pages += taken
             sequence.own_pages += taken
+        step.grown.append(sequence)
         if self._caches_prefixes:
             self._publish(sequence)
-        samples = end == len(sequence.token_ids) + sequence.num_pending
+        samples = end == sequence.num_tokens
         num_logits = int(samples)
         last_scored = min(end, sequence.num_prompt_tokens - 1)
         if sequence.scores_prompt and last_scored > sequence.num_scored:
@@ -271,7 +288,7 @@ class GenerationScheduler:
             sequence.num_scored = last_scored
         epoch = sequence.num_preemptions
         step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples, epoch))
-        sequence.num_pending += samples
+        sequence.num_tokens += samples
         step.left -= num_tokens
 
     def _publish(self, sequence: SequenceState) -> None:
@@ -339,17 +356,8 @@ class _OpenStep:
     num_decodes: int
     num_preempted: int = 0
     rows: list[StepRow] = field(default_factory=list)
+    seated: list[SequenceState] = field(default_factory=list)
+    grown: list[SequenceState] = field(default_factory=list)
 
 
-def _is_decoding(sequence: SequenceState) -> bool:
-    return sequence.num_left == 1
-
-
-def _decode_within_page(sequence: SequenceState, step: _OpenStep) -> None:
-    """Schedules a decode row that neither starts a page nor fills one: most rows of most steps."""
-    start = sequence.num_computed
-    step.rows.append(StepRow(sequence, start, 1, 1, True, sequence.num_preemptions))
-    sequence.num_computed = start + 1
-    sequence.num_pending += 1
-    step.num_decodes -= 1
-    step.left -= 1
+_new_row = tuple.__new__  # StepRow's own takes three times as long

@@ -9,6 +9,7 @@ from bytetx.cache import KvCache
 from bytetx.engine.cuda_decode import CudaDecode
 from bytetx.engine.faults import blame, is_of_device, is_out_of_memory
 from bytetx.engine.generation import StepPlan
+from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.on_stream import OnStream
 from bytetx.engine.sampled import Sampled
 from bytetx.engine.sampler import Sampler, SamplingRows
@@ -49,6 +50,7 @@ class GenerationRunner:
         self._sampler = Sampler(
             max_num_seqs=max_num_seqs, vocab_size=self.vocab_size, device=self.device
         )
+        self._last_tokens = LastTokens(max_num_seqs, device=self.device)
         self._upload = Uploader(self.device).upload
         self._stream: torch.cuda.Stream | None = None
         self._decode: CudaDecode | None = None
@@ -59,7 +61,7 @@ class GenerationRunner:
                 transformer,
                 head,
                 cache=cache,
-                max_num_seqs=max_num_seqs,
+                last_tokens=self._last_tokens,
                 device=self.device,
                 has_graphs=cuda_graphs,
             )
@@ -82,8 +84,8 @@ class GenerationRunner:
         """Runs the step, or queues it; StepError where the device could not run it."""
         try:
             with self._on_stream():
-                columns, wanted = self._columns.columns_of(plan), self._sampler.read(plan)
-                return self._run(columns, wanted).to_host()
+                columns = self._columns.columns_of(plan)
+                return self._run(columns, self._sampler.read(plan, columns)).to_host()
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
@@ -93,19 +95,16 @@ class GenerationRunner:
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _run(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
-        if self._decode is None:
-            return self._sampler.sample(wanted, self._logits(columns))
-        if not columns.is_decode:
+        if self._decode is None or not columns.is_decode:
             sampled = self._sampler.sample(wanted, self._logits(columns))
         elif wanted.is_greedy:
-            tokens = self._decode.tokens(columns)
-            return Sampled(len(wanted.plan_rows), wanted.numbers, wanted.rows, tokens)
+            return Sampled(wanted.rows, wanted.numbers, self._decode.tokens(columns))
         else:
             hidden_states = self._decode.hidden_states(columns)
             sampled = self._sampler.sample(wanted, self._head.forward(hidden_states))
         if sampled.tokens is not None:
             (seats,) = self._upload(wanted.seat_ids)
-            self._decode.last_tokens.remember(seats, sampled.tokens)
+            self._last_tokens.remember(seats, sampled.tokens)
         return sampled
 
     def _logits(self, columns: StepColumns) -> torch.Tensor:
@@ -135,9 +134,7 @@ class GenerationRunner:
             columns.page_table,
             columns.logits_rows,
         )
-        if columns.has_unknown:
-            assert self._decode is not None  # else the last step's results were waited for
-            ids = self._decode.last_tokens.fill_in(ids)
+        ids = self._last_tokens.fill_in(ids)
         max_kv_seqlen = int(columns.kv_seqlens.max())
         batch = PackedBatch(
             input_ids=ids,

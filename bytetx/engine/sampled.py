@@ -51,14 +51,13 @@ class Logprobs:
 class Sampled:
     """A step's results on the device; `results` waits for the copies that `to_host` started.
 
-    num_rows: of the plan.  rows: those that sample, and their numbers in the plan.  tokens: int32
-    [len(rows)], -1 where nothing can be chosen.  errors: of rows by number.  logprobs: of chosen
-    tokens.  scored: of the prompts' tokens, one entry a row that has any.
+    rows: of the plan.  numbers: of those that sample.  tokens: int32 [len(numbers)], -1 where
+    nothing can be chosen.  errors: of rows by number.  logprobs: of chosen tokens.  scored: of the
+    prompts' tokens, one entry a row that has any.
     """
 
-    num_rows: int
-    numbers: Sequence[int]
     rows: Sequence[StepRow]
+    numbers: Sequence[int]
     tokens: Tensor | None
     errors: Mapping[int, InputError] = field(default_factory=dict)
     logprobs: Logprobs | None = None
@@ -79,7 +78,7 @@ class Sampled:
             self._is_done.record()
         return self
 
-    def results(self) -> list[RowResult]:
+    def results(self) -> Sequence[int | RowResult]:
         """One a row of the plan; a StepError where the device failed meanwhile."""
         if self._is_done is not None:
             try:
@@ -89,18 +88,18 @@ class Sampled:
                 raise StepError(f"{_DEVICE_LOST} ({reason})") from error
         tokens = [] if self.tokens is None else self.tokens.tolist()
         is_plain = self.logprobs is None and not self.scored and not self.errors
-        if is_plain and len(tokens) == self.num_rows and min(tokens) >= 0:
-            return [RowResult(token) for token in tokens]
+        if is_plain and len(tokens) == len(self.rows) and min(tokens) >= 0:
+            return tokens
         return self._with_extras(tokens)
 
     def _with_extras(self, tokens: list[int]) -> list[RowResult]:
         errors, logprobs = dict(self.errors), {}
-        for number, row, token in zip(self.numbers, self.rows, tokens, strict=True):
+        for number, token in zip(self.numbers, tokens, strict=True):
             if token < 0:
-                errors.setdefault(number, _bad_row_error(row))
+                errors.setdefault(number, _bad_row_error(self.rows[number]))
         if self.logprobs is not None:
             logprobs = dict(zip(self.logprobs.numbers, self.logprobs.entries(), strict=True))
-        results = [RowResult()] * self.num_rows
+        results = [RowResult()] * len(self.rows)
         for number, token in zip(self.numbers, tokens, strict=True):
             error = errors.get(number)
             failed = RowResult(error=error)
@@ -117,8 +116,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _bad_row_error(row: StepRow) -> InputError:
+    position = row.start + row.num_tokens - row.sequence.num_prompt_tokens
     return StepError(
-        f"no token can be chosen after {row.position} tokens: the logits are NaN or infinite, or "
+        f"no token can be chosen after {position} tokens: the logits are NaN or infinite, or "
         "logit_bias, min_tokens and logits_processors left none; the model may overflow in this "
         "dtype (bfloat16 has a wider range than float16)"
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from bytetx.engine.generation import StepPlan, StepRow
 from bytetx.engine.sampled import Logprobs, Sampled
 from bytetx.engine.sequence import SequenceState
+from bytetx.engine.step_columns import StepColumns
 from bytetx.engine.stopping import forbidden_tokens
 from bytetx.engine.upload import Uploader
 from bytetx.errors import InputError
@@ -28,20 +29,24 @@ from bytetx.ops.sampling import (
 class SamplingRows:
     """What a step has to sample, read from its plan.
 
-    plan_rows: all of the plan.  numbers, rows: those of them that sample.  seat_ids, seats: whose,
-    and their parameters.  sampling: int64, their rows of the step's logits.
-    scoring: (number of a row of the plan, its first row of prompt logits, how many).
-    is_greedy: the most likely token of each row is all that is wanted of the logits.
+    rows: all of the plan.  numbers: of those of them that sample.  seat_ids, seats: whose, and
+    their parameters.  positions: int64, which token of the answer.  sampling: int64, their rows of
+    the step's logits.  scoring: (number of a row of the plan, its first row of prompt logits, how
+    many).  is_greedy: the most likely token of each row is all that is wanted of the logits.
     """
 
-    plan_rows: tuple[StepRow, ...]
+    rows: tuple[StepRow, ...]
     numbers: list[int]
-    rows: list[StepRow]
     seat_ids: np.ndarray
     seats: np.ndarray
+    positions: np.ndarray
     sampling: np.ndarray
     scoring: list[tuple[int, int, int]]
     is_greedy: bool
+
+    def sequence(self, number: int) -> SequenceState:
+        """Of the sampling row with this number among those that sample."""
+        return self.rows[self.numbers[number]].sequence
 
 
 class Sampler:
@@ -53,40 +58,38 @@ class Sampler:
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._owners: list[tuple[SequenceState | None, int]] = [(None, 0)] * max_num_seqs
         self._seats = np.zeros(max_num_seqs, dtype=_SEAT)
         self._counts: _TokenCounts | None = None
         self._upload = Uploader(self.device).upload
 
-    def read(self, plan: StepPlan) -> SamplingRows:
+    def read(self, plan: StepPlan, columns: StepColumns) -> SamplingRows:
         """What the step of this plan has to sample; call it once a plan, in their order."""
-        is_full = len(plan.rows) == plan.total_tokens  # of rows with one token, most of all steps
-        if is_full and all(row.samples for row in plan.rows):
-            rows, numbers = list(plan.rows), list(range(len(plan.rows)))
-            sampling, scoring = np.arange(len(rows)), []
-        else:
-            numbers = [number for number, row in enumerate(plan.rows) if row.samples]
-            rows = [plan.rows[number] for number in numbers]
-            ends = np.cumsum([row.num_logits for row in plan.rows], dtype=np.int64)
-            sampling = ends[numbers] - 1
-            scoring = [
-                (number, int(ends[number]) - row.num_logits, count)
-                for number, row in enumerate(plan.rows)
-                if (count := row.num_logits - row.samples)
-            ]
-        for row in rows:
-            owner, epoch = self._owners[row.sequence.seat]
-            if owner is not row.sequence or epoch != row.epoch:
-                self._seat(row)
-        seat_ids = np.array([row.sequence.seat for row in rows], dtype=np.int64)
+        for sequence in plan.seated:
+            self._seat(sequence)
+        ends, is_sampling = np.cumsum(columns.num_logits, dtype=np.int64), columns.samples
+        numbers = np.flatnonzero(is_sampling)
+        num_scored = columns.num_logits - is_sampling
+        scoring = [
+            (number, int(ends[number]) - plan.rows[number].num_logits, int(num_scored[number]))
+            for number in np.flatnonzero(num_scored).tolist()
+        ]
+        seat_ids = columns.seats[numbers].astype(np.int64)
         seats = self._seats[seat_ids]
-        is_greedy = not scoring and bool(seats["is_plain"].all())
-        return SamplingRows(plan.rows, numbers, rows, seat_ids, seats, sampling, scoring, is_greedy)
+        return SamplingRows(
+            plan.rows,
+            numbers.tolist(),
+            seat_ids,
+            seats,
+            columns.kv_seqlens[numbers] - seats["num_prompt_tokens"],
+            ends[numbers] - 1,
+            scoring,
+            is_greedy=not scoring and bool(seats["is_plain"].all()),
+        )
 
     def sample(self, wanted: SamplingRows, logits: Tensor) -> Sampled:
         """logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns)."""
-        sampled = Sampled(len(wanted.plan_rows), wanted.numbers, wanted.rows, None)
-        if wanted.rows:
+        sampled = Sampled(wanted.rows, wanted.numbers, None)
+        if wanted.numbers:
             is_all = len(wanted.sampling) == len(logits)
             own = logits if is_all else logits[self._upload(wanted.sampling)[0]]
             self._sample(wanted, own, sampled)
@@ -113,15 +116,13 @@ class Sampler:
         sampled.errors = {wanted.numbers[number]: error for number, error in errors.items()}
         sampled.tokens = torch.where(is_bad_row(adjusted), -1, tokens)
 
-    def _seat(self, row: StepRow) -> None:
+    def _seat(self, sequence: SequenceState) -> None:
         """Writes down the parameters of a sequence that has this seat from now on."""
-        sequence = row.sequence
-        params, seat = sequence.params, sequence.seat
-        self._owners[seat] = sequence, row.epoch
+        params = sequence.params
         has_biases = bool(params.logit_bias) or params.min_tokens > 0
         has_processors = bool(params.logits_processors)
         changes = params.has_penalties or has_biases or has_processors
-        self._seats[seat] = (
+        self._seats[sequence.seat] = (
             params.temperature,
             params.top_p,
             params.min_p,
@@ -130,6 +131,7 @@ class Sampler:
             params.frequency_penalty,
             min(params.top_k, self.vocab_size),
             (sequence.seed + 2**63) % 2**64 - 2**63,
+            sequence.num_prompt_tokens,
             -1 if params.logprobs is None else params.logprobs,
             params.has_penalties,
             has_biases,
@@ -137,7 +139,7 @@ class Sampler:
             params.is_greedy and params.logprobs is None and not changes,
         )
         if params.has_penalties and self._counts is None:
-            self._counts = _TokenCounts.empty(len(self._owners), self.vocab_size, self.device)
+            self._counts = _TokenCounts.empty(len(self._seats), self.vocab_size, self.device)
         if params.has_penalties:
             self._counts.reset(sequence)
 
@@ -151,7 +153,7 @@ class Sampler:
             return logits, errors
         processed = logits.float().clone()
         for number in numbers:
-            sequence, row = wanted.rows[number].sequence, processed[number].clone()
+            sequence, row = wanted.sequence(number), processed[number].clone()
             for processor in sequence.params.logits_processors:
                 try:
                     row = _checked(
@@ -177,7 +179,7 @@ class Sampler:
         pairs = [
             (number, token, bias)
             for number in np.flatnonzero(seats["has_biases"]).tolist()
-            for token, bias in _biases(wanted.rows[number])
+            for token, bias in _biases(wanted.sequence(number), wanted.positions[number])
         ]
         if pairs:
             numbers, tokens, values = zip(*pairs, strict=True)
@@ -190,10 +192,9 @@ class Sampler:
         is_greedy = seats["temperature"] == 0
         if is_greedy.all():
             return greedy(logits)
-        positions = np.array([row.position for row in wanted.rows])
         top_k, top_p, min_p = (seats[name] for name in ("top_k", "top_p", "min_p"))
-        columns = (seats["temperature"], seats["seed"], positions, top_k, top_p, min_p)
-        temperature, seeds, numbers, *limits = self._upload(*columns)
+        columns = (seats["temperature"], seats["seed"], wanted.positions, top_k, top_p, min_p)
+        temperature, seeds, positions, *limits = self._upload(*columns)
         has_limit = (top_k.any(), (top_p < 1).any(), min_p.any())
         filters = Filters(
             *(limit if has else None for limit, has in zip(limits, has_limit, strict=True)),
@@ -205,7 +206,7 @@ class Sampler:
             temperature,
             filters,
             seeds=seeds,
-            positions=numbers,
+            positions=positions,
             has_greedy=bool(is_greedy.any()),
         )
 
@@ -213,7 +214,7 @@ class Sampler:
         """Of the rows that have any, their prompts' tokens behind those of this step."""
         scored = []
         for number, first, count in wanted.scoring:
-            row = wanted.plan_rows[number]
+            row = wanted.rows[number]
             start = row.start + row.num_tokens - row.num_logits + 1
             token_ids = np.array(row.sequence.token_ids[start : start + count], dtype=np.int32)
             k = row.sequence.params.prompt_logprobs
@@ -237,6 +238,7 @@ _SEAT = np.dtype(
         *((name, np.float32) for name in _PENALTY_NAMES),
         ("top_k", np.int64),
         ("seed", np.int64),
+        ("num_prompt_tokens", np.int64),
         ("logprobs", np.int64),
         ("has_penalties", np.bool_),
         ("has_biases", np.bool_),
@@ -281,10 +283,10 @@ class _TokenCounts:
         )
 
 
-def _biases(row: StepRow) -> list[tuple[int, float]]:
+def _biases(sequence: SequenceState, position: int) -> list[tuple[int, float]]:
     """(token, what is added to its logit), tokens that would end the answer too early included."""
-    bias = row.sequence.params.logit_bias or {}
-    forbidden = forbidden_tokens(row.sequence, row.position)
+    bias = sequence.params.logit_bias or {}
+    forbidden = forbidden_tokens(sequence, position)
     return [*bias.items(), *((token, -np.inf) for token in forbidden)]
 
 
