@@ -100,7 +100,7 @@ def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
     (_, engine), (_, plain) = captured._idle_engines[0], eager._idle_engines[0]
     assert plain._runner.num_graphs == 0
     if engine._runner.is_capturable:
-        assert engine._runner.num_graphs > 2
+        assert engine._runner.num_graphs > 0
 
 
 def test_steps_in_flight_change_no_token(half: tuple[Path, str], monkeypatch) -> None:

@@ -1,8 +1,9 @@
 """A decode step's integers as one int32 block of few sizes, so that a CUDA graph serves many steps.
 
 Each of its rows is the token that a sequence sampled last; the device knows it, by the sequence's
-seat, so that the host may write a block before it does. Rows that fill a bucket up belong to empty
-sequences: no keys, no slot, and a seat of their own that nobody else reads.
+seat, so that the host may write a block before it does. Rows that fill a bucket up are sequences of
+one key, whatever page 0 holds, so that no row is left as earlier work left it; their own key goes
+nowhere, and their token to a seat that nobody reads.
 """
 
 from dataclasses import dataclass, field
@@ -45,10 +46,9 @@ class DecodeLayout:
     ) -> None:
         """Fills a host block.  position_offset: position id of a sequence's first token."""
         n, rows = len(columns.seats), self.num_rows
-        block[: n + 1] = columns.cu_seqlens
-        block[n + 1 : rows + 1] = n
+        block[: rows + 1] = np.arange(rows + 1)
         parts = (
-            (self.kv_seqlens, columns.kv_seqlens, 0),
+            (self.kv_seqlens, columns.kv_seqlens, 1),
             (self.seats, columns.seats, idle_seat),
             (self.positions, columns.positions + position_offset, position_offset),
             (self.slots, columns.slot_mapping, -1),
@@ -58,6 +58,7 @@ class DecodeLayout:
             block[first + n : first + rows] = filler
         table = block[self.pages : self.num_ints].reshape(rows, self.num_pages)
         table[:n, : columns.page_table.shape[1]] = columns.page_table
+        table[n:, 0] = 0
 
     def read(self, block: torch.Tensor, *, page_size: int) -> tuple[PackedBatch, torch.Tensor]:
         """(the batch without its tokens, which are 0 here; seats), views of a device block."""
