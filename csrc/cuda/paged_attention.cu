@@ -30,7 +30,7 @@ using paged::PlanSizes;
 constexpr int64_t kAlignment = 16;
 
 int padded_dim(int head_dim) {
-    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : 128;
+    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : 128;
 }
 
 int64_t stats_bytes(const PagedPlanParams& p) {
@@ -73,8 +73,6 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;
     params.out = p.out;
-    params.cu_seqlens = p.plan.cu_seqlens;
-    params.kv_seqlens = p.plan.kv_seqlens;
     params.page_table = p.page_table;
     params.header = view.header;
     params.items = view.items;
@@ -102,7 +100,7 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     const int64_t most = paged::plan_sizes(p.plan).items * p.plan.num_kv_heads;
     const int64_t resident = int64_t{num_sms()} * C::kMinCtas;
-    const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), C::kThreads, kSmemBytes,
+    const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), paged::kDecodeThreads, kSmemBytes,
                             stream};
     launch_kernel(kernel, shape, decode_params(p));
 }
@@ -119,7 +117,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     if (p.plan.total_tokens == 0 || p.plan.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    dispatch_at_least<32, 64, 96, 128>(p.head_dim, [&]<int kHeadDim>() {
+    dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kHeadDim>() {
         if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
         launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
     });

@@ -72,22 +72,24 @@ __device__ Need exclusive_scan(const Need& own, Need& total) {
 
 // One sequence of the step.
 struct Piece {
-    int tokens, keys;
-    int first_key;  // that any row sees
+    int first_token, tokens, keys;
+    int first_visible;  // that any row sees
+    int first_key;
     int chunk_keys, num_chunks;
     bool is_tiled;
 
     __device__ Piece(const PlanKernelParams& p, int sequence) {
-        tokens = keys = first_key = chunk_keys = num_chunks = 0;
+        first_token = tokens = keys = first_visible = first_key = chunk_keys = num_chunks = 0;
         is_tiled = false;
         if (sequence >= p.batch_size) return;
-        tokens = p.cu_seqlens[sequence + 1] - p.cu_seqlens[sequence];
+        first_token = p.cu_seqlens[sequence];
+        tokens = p.cu_seqlens[sequence + 1] - first_token;
         keys = p.kv_seqlens[sequence];
         if (tokens <= 0 || keys < tokens) tokens = 0;
         if (tokens == 0) return;
         is_tiled = p.tile_tokens > 0 && tokens > 1;
-        if (p.window > 0) first_key = max(0, keys - tokens + 1 - p.window);
-        first_key = first_key / kStepKeys * kStepKeys;
+        if (p.window > 0) first_visible = max(0, keys - tokens + 1 - p.window);
+        first_key = first_visible / kStepKeys * kStepKeys;
         chunk_keys = p.chunking.length(keys - first_key);
         num_chunks = (keys - first_key + chunk_keys - 1) / chunk_keys;
     }
@@ -107,7 +109,11 @@ __device__ void write_items(const PlanKernelParams& p, const Piece& piece, int s
             const int first = piece.first_key + chunk * piece.chunk_keys;
             if (at.items >= p.sizes.items) return;  // only where a length exceeds its bound
             p.plan.items[at.items++] = {sequence,
+                                        piece.first_token,
                                         row,
+                                        min(rows - row, kUnitRows),
+                                        piece.keys - piece.tokens,
+                                        piece.first_visible,
                                         first,
                                         min(first + piece.chunk_keys, piece.keys),
                                         chunk,

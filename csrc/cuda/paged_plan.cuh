@@ -20,15 +20,18 @@ constexpr int kUnitRows = 16;  // rows of one mma
 constexpr int kStepKeys = 16;  // keys that a warp of the decode kernel takes at a time
 constexpr int kRoundKeys = 64;  // four warps take one step each
 
-// Rows of a piece: (token, query head of the group), the heads of a token next to one another.
+// A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
+// (token, query head of the group), the heads of a token next to one another.
 struct alignas(16) PagedItem {
     int sequence;
-    int row;        // first row of the unit in its piece
-    int first_key;  // a multiple of kStepKeys
+    int first_token;    // of the piece, in q
+    int row, num_rows;  // of the unit in its piece
+    int position;       // of the piece's first token among its keys
+    int first_visible;  // key that any row of the piece sees
+    int first_key;      // a multiple of kStepKeys
     int end_key;
-    int chunk;
-    int num_chunks;
-    int partial_row;  // of chunk 0, where there are several
+    int chunk, num_chunks;
+    int partial_row;  // of chunk 0, where there are several chunks
     int unit;         // its counters
 };
 
