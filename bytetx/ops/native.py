@@ -25,7 +25,10 @@ OPS = (
     "pool",
     "quantize_rows",
 )
-_CUDA_KERNELS = {"varlen_attention": "planned_attention"}  # where the kernel's name is another
+_CUDA_KERNELS = {  # where the kernel's name is another
+    "varlen_attention": "planned_attention",
+    "paged_attention": "planned_paged_attention",
+}
 
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
