@@ -126,6 +126,18 @@ void bind_quantize_rows(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_most_likely(py::module_& m) {
+    m.def(
+        "most_likely",
+        [](Address logits, Address seats, Address out, Address last_tokens, int64_t num_rows,
+           int64_t vocab_size, int dtype, int device, Address stream, int num_threads, int isa) {
+            most_likely({pointer(logits), pointer<int32_t>(seats), pointer<int32_t>(out),
+                         pointer<int32_t>(last_tokens), num_rows, vocab_size, to_dtype(dtype)},
+                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 void bind_planned_attention(py::module_& m) {
     m.def("attention_tile_rows", &attention_tile_rows);
     m.def("attention_plan_bytes", &attention_plan_bytes);
@@ -414,6 +426,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
     bytetx::bind_quantize_rows(m);
+    bytetx::bind_most_likely(m);
     bytetx::bind_planned_attention(m);
     bytetx::bind_planned_paged_attention(m);
     bytetx::bind_rotary_write_kv(m);

@@ -57,6 +57,19 @@ struct QuantizeRowsParams {
 
 void quantize_rows(const QuantizeRowsParams& p, const Launch& launch);
 
+// cuda only. The first largest logit of each row, -1 where it is not finite or the row has a NaN.
+struct MostLikelyParams {
+    const void* logits;    // [num_rows, vocab_size], dtype, contiguous
+    const int32_t* seats;  // [num_rows], places of last_tokens; or null
+    int32_t* out;          // [num_rows]
+    int32_t* last_tokens;  // [seats + 1]: takes max(out[i], 0) at seats[i]; null with seats
+    int64_t num_rows;
+    int64_t vocab_size;
+    DType dtype;
+};
+
+void most_likely(const MostLikelyParams& p, const Launch& launch);
+
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
 // f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
 // and table; on a GPU the nearest row is read.

@@ -17,7 +17,7 @@ from bytetx.sampling import SamplingParams
 pytestmark = pytest.mark.gpu
 
 FAMILIES = ["gpt2", "gptj", "gpt_neo", "gpt_neox", "llama3", "mistral", "opt", "qwen2", "qwen3"]
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def random_prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -32,31 +32,30 @@ def token_ids(model: Model, prompts: list[list[int]], params: SamplingParams, **
 @pytest.mark.parametrize("name", FAMILIES)
 def test_f32_gives_the_tokens_of_the_cpu(tmp_path: Path, name: str) -> None:
     assert name in DECODERS
-    folder, prompts = save_causal(tmp_path, name), random_prompts(12)
+    folder, prompts = save_causal(tmp_path, name), random_prompts(6)
     on_cpu = bytetx.load(folder, device="cpu", dtype="float32")
     on_gpu = bytetx.load(folder, device="cuda", dtype="float32")
     wanted = token_ids(on_cpu, prompts, GREEDY)
     assert token_ids(on_gpu, prompts, GREEDY) == wanted
-    assert token_ids(on_gpu, prompts, GREEDY, max_num_seqs=3) == wanted
     small = Model(on_gpu.checkpoint, token_budget=16)  # prompts in pieces, pages that run out
-    assert token_ids(small, prompts, GREEDY, max_num_seqs=8, kv_cache_tokens=160) == wanted
+    assert token_ids(small, prompts, GREEDY, max_num_seqs=4, kv_cache_tokens=100) == wanted
 
 
 @pytest.mark.parametrize(
     "params",
     [
-        SamplingParams(seed=1, max_tokens=20),
-        SamplingParams(seed=2, max_tokens=20, top_k=7, temperature=1.5),
-        SamplingParams(seed=3, max_tokens=20, top_p=0.8, min_p=0.02),
-        SamplingParams(seed=4, max_tokens=20, repetition_penalty=1.4, presence_penalty=0.3),
-        SamplingParams(temperature=0, max_tokens=20, frequency_penalty=0.7, logit_bias={9: 2.0}),
-        SamplingParams(temperature=0, max_tokens=20, min_tokens=9, stop_token_ids=[*range(5, 40)]),
+        SamplingParams(seed=1, max_tokens=10),
+        SamplingParams(seed=2, max_tokens=10, top_k=7, temperature=1.5),
+        SamplingParams(seed=3, max_tokens=10, top_p=0.8, min_p=0.02),
+        SamplingParams(seed=4, max_tokens=10, repetition_penalty=1.4, presence_penalty=0.3),
+        SamplingParams(temperature=0, max_tokens=10, frequency_penalty=0.7, logit_bias={9: 2.0}),
+        SamplingParams(temperature=0, max_tokens=10, min_tokens=9, stop_token_ids=[*range(5, 40)]),
         SamplingParams(seed=5, max_tokens=9, logits_processors=[lambda ids, x: x * (len(ids) % 2)]),
-        SamplingParams(seed=6, max_tokens=30, stop=("th", "e ", "a")),
+        SamplingParams(seed=6, max_tokens=15, stop=("th", "e ", "a")),
     ],
 )
 def test_sampling_draws_what_the_cpu_draws(tmp_path: Path, params: SamplingParams) -> None:
-    folder, prompts = save_causal(tmp_path, "qwen3"), random_prompts(9)
+    folder, prompts = save_causal(tmp_path, "qwen3"), random_prompts(5)
     on_cpu = bytetx.load(folder, device="cpu", dtype="float32")
     on_gpu = bytetx.load(folder, device="cuda", dtype="float32")
     assert token_ids(on_gpu, prompts, params) == token_ids(on_cpu, prompts, params)
@@ -98,9 +97,9 @@ def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
         for _ in range(2):
             assert token_ids(captured, prompts, params, max_num_seqs=16) == wanted
     (_, engine), (_, plain) = captured._idle_engines[0], eager._idle_engines[0]
-    assert plain._runner.num_graphs == 0
+    assert plain.num_graphs == 0
     if engine._runner.is_capturable:
-        assert engine._runner.num_graphs > 0
+        assert engine.num_graphs > 0
 
 
 def test_steps_in_flight_change_no_token(half: tuple[Path, str], monkeypatch) -> None:
@@ -120,7 +119,7 @@ def test_soak_on_the_gpu(half: tuple[Path, str]) -> None:
     model = bytetx.load(folder, device="cuda", dtype=dtype, token_budget=48)
     engine = model.engine(kv_cache_tokens=300, max_num_seqs=12)
     num_free, rng = num_free_pages(engine), np.random.default_rng(6)
-    waiting, place_of, reasons = list(enumerate(random_requests(200))), {}, {}
+    waiting, place_of, reasons = list(enumerate(random_requests(120))), {}, {}
     tokens = defaultdict(list)
     while waiting or engine.has_work:
         for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
@@ -133,7 +132,7 @@ def test_soak_on_the_gpu(half: tuple[Path, str]) -> None:
         if place_of and rng.random() < 0.1:
             engine.abort(int(rng.choice(list(place_of))))
     assert num_free_pages(engine) == num_free
-    assert reasons.keys() == set(range(200))
+    assert reasons.keys() == set(range(120))
     assert set(reasons.values()) == {"stop", "length", "abort"}
     assert engine._scheduler.num_preempted and engine._scheduler.num_found_tokens
 

@@ -30,7 +30,7 @@ class FakeRunner:
     bad_token: a prefix that ends in it has NaN logits.  breaks_at: the step that fails whole.
     """
 
-    vocab_size = VOCAB_SIZE
+    vocab_size, num_graphs = VOCAB_SIZE, 0
 
     def __init__(
         self, *, num_pages: int, page_size: int, max_num_seqs: int, runs_ahead: bool = False

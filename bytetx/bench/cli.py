@@ -130,6 +130,16 @@ def text(
     _run_gpu("text", make_suite, record=record, case=case, plot=plot, model=model)
 
 
+@app.command()
+def generate(
+    record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
+) -> None:
+    """Ragged prompts and answers on a GPU: bytetx, transformers, its continuous batching."""
+    from bytetx.bench.generate import generate_suite
+
+    _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)
+
+
 @app.command(name="plot")
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER

@@ -21,7 +21,6 @@ from bytetx.engine.block import PinnedRing
 from bytetx.engine.decode_block import DecodeLayout, decode_layout
 from bytetx.engine.graphs import GraphCache
 from bytetx.engine.last_tokens import LastTokens
-from bytetx.engine.sampler import most_likely
 from bytetx.engine.step_columns import StepColumns
 from bytetx.heads import LmHead
 from bytetx.ops import native
@@ -101,9 +100,7 @@ class CudaDecode:
         hidden_states = self._transformer.forward(batch, cache=self._cache)
         if not is_greedy:
             return (hidden_states,)
-        tokens = most_likely(self._head.forward(hidden_states))
-        self._last_tokens.remember(seats, tokens)
-        return (tokens,)
+        return (self._last_tokens.choose(self._head.forward(hidden_states), seats),)
 
     @property
     def is_capturable(self) -> bool:

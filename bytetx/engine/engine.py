@@ -38,6 +38,7 @@ class StepRunner(Protocol):
 
     vocab_size: int
     runs_ahead: bool
+    num_graphs: int  # that decode steps are replayed from
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Runs the step, or lets it run behind those before it. A StepError ends its rows alone.
@@ -81,6 +82,11 @@ class GenerationEngine:
     @property
     def has_work(self) -> bool:
         return bool(self._ended or self._answers or self._in_flight)
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that decode steps are replayed from."""
+        return self._runner.num_graphs
 
     def add_request(
         self,

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from bytetx.ops.most_likely import most_likely
+
 
 class LastTokens:
     """The token that each seat's sequence sampled last, on the device: int32 [seats + 1].
@@ -30,3 +32,7 @@ class LastTokens:
     def remember(self, seats: Tensor, tokens: Tensor) -> None:
         """tokens: int32 [n]; -1, where none could be chosen, leaves a token that is never used."""
         self._tokens.index_copy_(0, seats.long(), tokens.clamp(min=0))
+
+    def choose(self, logits: Tensor, seats: Tensor) -> Tensor:
+        """int32 [n]: the most likely tokens, which are remembered; -1 where there is none."""
+        return most_likely(logits, seats=seats, last_tokens=self._tokens)

@@ -13,6 +13,7 @@ from bytetx.engine.step_columns import StepColumns
 from bytetx.engine.stopping import forbidden_tokens
 from bytetx.engine.upload import Uploader
 from bytetx.errors import InputError
+from bytetx.ops.most_likely import most_likely
 from bytetx.ops.sampling import (
     Biases,
     Filters,
@@ -222,11 +223,6 @@ class Sampler:
             top = top_logprobs(logits[first : first + count], chosen, k=k)
             scored.append(Logprobs([number], [k] * count, chosen, top))
         return scored
-
-
-def most_likely(logits: Tensor) -> Tensor:
-    """int32 [n]: the most likely token of each row of [n, vocab_size], -1 for a bad row."""
-    return torch.where(is_bad_row(logits), -1, greedy(logits))
 
 
 _PENALTY_NAMES = ("repetition", "presence", "frequency")

@@ -24,6 +24,7 @@ OPS = (
     "rotary",
     "pool",
     "quantize_rows",
+    "most_likely",
 )
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",
