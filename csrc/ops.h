@@ -362,7 +362,6 @@ struct PlannedPagedAttentionParams {
     PagedPlanParams plan;       // as it was made
     void* workspace;            // planned_paged_attention_workspace_bytes(), any content
     int64_t workspace_bytes;
-    int64_t num_pages;
     int64_t max_pages;
     int32_t page_size;
     int32_t head_dim;

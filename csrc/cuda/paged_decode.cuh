@@ -98,6 +98,10 @@ __device__ __forceinline__ int64_t row_address(const DecodeParams& p, const Page
            int64_t{kv_head * p.group + row % p.group} * p.head_dim;
 }
 
+__device__ __forceinline__ int num_items(const DecodeParams& p) {
+    return p.header->num_items * p.num_kv_heads;
+}
+
 // ---- scout
 
 template <typename C>
@@ -118,18 +122,19 @@ __device__ __forceinline__ void stage_queries(const DecodeParams& p, const Paged
 }
 
 template <typename C>
-__device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, int total, int lane) {
+__device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, int lane) {
     constexpr int kInts = sizeof(PagedItem) / sizeof(int);
     const auto load = [&](int index) {  // an int a lane
         const auto* item = reinterpret_cast<const int*>(p.items + index / p.num_kv_heads);
-        return index < total && lane < kInts ? item[lane] : 0;
+        return lane < kInts ? item[lane] : 0;
     };
     RingIndex<kItemsAhead> at;
-    int next = load(blockIdx.x);
+    int next = load(blockIdx.x);  // the plan has room for it, whether or not it is an item
+    const int total = num_items(p);
     for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
         StagedItem& staged = s.staged[at.index];
         const int own = next;
-        next = load(index + gridDim.x);
+        if (index + gridDim.x < total) next = load(index + gridDim.x);
         Barrier::wait(&s.item_empty[at.index], at.phase ^ 1);
         if (lane < kInts) reinterpret_cast<int*>(&staged.item)[lane] = own;
         if (lane == 0) staged.kv_head = index % p.num_kv_heads;
@@ -468,29 +473,41 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // Joins the chunks of a unit, which are all in memory: a lane a chunk for the factors, then a lane
-// four features.
+// four features. Loads go out kBatch at a time, before anything waits for one: under load each takes
+// microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of keys.
 template <typename C>
 __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedItem& staged,
                                             int lane) {
     using T = typename C::T;
     static_assert(kChunking.max_chunks <= 32 && C::kDim <= 128);
+    constexpr int kBatch = 16;
     const PagedItem& item = staged.item;
-    const int64_t first = int64_t{item.partial_row} * p.num_kv_heads + staged.kv_head;
     const int64_t chunk_rows = int64_t{item.num_rows} * p.num_kv_heads;
-    const int column = lane * 4;
+    const int64_t first = int64_t{item.partial_row} * p.num_kv_heads + staged.kv_head;
+    const int column = lane * 4, num_chunks = item.num_chunks;
     for (int row = 0; row < item.num_rows; ++row) {
         const int64_t at = first + int64_t{row} * p.num_kv_heads;
-        float2 stat{kNoMax, 0.0f};
-        if (lane < item.num_chunks) stat = __ldcg(p.partial_stats + at + lane * chunk_rows);
-        const float own_factor = exp2_approx(stat.x - warp_max(stat.x));
-        const float weights = warp_sum(stat.y * own_factor);
         const float* from = p.partial_out + at * C::kDim + column % C::kDim;
+        float2 stat{kNoMax, 0.0f};
+        if (lane < num_chunks) stat = __ldcg(p.partial_stats + at + lane * chunk_rows);
         float4 sums{};
-#pragma unroll 8
-        for (int c = 0; c < item.num_chunks; ++c) {
-            const auto values =
-                __ldcg(reinterpret_cast<const float4*>(from + c * chunk_rows * C::kDim));
-            add_scaled(sums, values, __shfl_sync(kFullMask, own_factor, c));
+        float own_factor = 0.0f, weights = 0.0f;
+        for (int chunk = 0; chunk < num_chunks; chunk += kBatch) {
+            float4 values[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int of = min(chunk + i, num_chunks - 1);
+                values[i] = __ldcg(reinterpret_cast<const float4*>(from + of * chunk_rows * C::kDim));
+            }
+            if (chunk == 0) {
+                own_factor = exp2_approx(stat.x - warp_max(stat.x));
+                weights = warp_sum(stat.y * own_factor);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const float factor = __shfl_sync(kFullMask, own_factor, chunk + i);
+                if (chunk + i < num_chunks) add_scaled(sums, values[i], factor);
+            }
         }
         if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
@@ -543,13 +560,12 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     __syncthreads();
     wait_for_prior_kernel();
     release_next_kernel();
-    const int total = p.header->num_items * p.num_kv_heads;
     if (warp == kScoutWarp) {
-        scout(p, s, total, lane);
+        scout(p, s, lane);
     } else if (warp == kJoinWarp) {
-        join(p, s, total, lane);
+        join(p, s, num_items(p), lane);
     } else {
-        compute(p, s, total, warp, lane);
+        compute(p, s, num_items(p), warp, lane);
     }
 }
 

@@ -2,9 +2,12 @@
 // that no length travels to the host and a captured graph serves any lengths.
 //
 // One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA places it, and
-// the thread writes its items and tiles, the tiles from the last token back, for those have the
-// most keys. Bound by latency; made once a step and shared by all layers.
+// the thread writes its items. Tiles are sorted by their keys into buckets, longest first, for the
+// prefill kernel's CTAs take them one after another: who ends last ends with a short one. Their
+// order within a bucket is left to chance and changes no result.
+// Bound by latency; made once a step and shared by all layers.
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -20,6 +23,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBuckets = 256;  // of tiles, by number of keys
 
 struct PlanKernelParams {
     const int* cu_seqlens;
@@ -32,21 +36,21 @@ struct PlanKernelParams {
     int num_kv_heads;
     int window;
     int tile_tokens;
+    int max_keys;
 };
 
 // What one sequence needs, or all before it.
 struct Need {
-    int units, items, partial_rows, tiles;
+    int units, items, partial_rows;
 
     __device__ Need operator+(const Need& other) const {
-        return {units + other.units, items + other.items, partial_rows + other.partial_rows,
-                tiles + other.tiles};
+        return {units + other.units, items + other.items, partial_rows + other.partial_rows};
     }
 };
 
 __device__ Need shuffle_up(const Need& need, int by) {
     return {__shfl_up_sync(~0u, need.units, by), __shfl_up_sync(~0u, need.items, by),
-            __shfl_up_sync(~0u, need.partial_rows, by), __shfl_up_sync(~0u, need.tiles, by)};
+            __shfl_up_sync(~0u, need.partial_rows, by)};
 }
 
 // The sum of the needs of all threads before this one; `total` gains that of all threads.
@@ -67,7 +71,7 @@ __device__ Need exclusive_scan(const Need& own, Need& total) {
         total = total + warp_sums[i];
     }
     return before + Need{sum.units - own.units, sum.items - own.items,
-                         sum.partial_rows - own.partial_rows, sum.tiles - own.tiles};
+                         sum.partial_rows - own.partial_rows};
 }
 
 // One sequence of the step.
@@ -95,10 +99,9 @@ struct Piece {
     }
 
     __device__ Need need(const PlanKernelParams& p) const {
-        if (tokens == 0) return {};
-        if (is_tiled) return {0, 0, 0, (tokens + p.tile_tokens - 1) / p.tile_tokens};
+        if (tokens == 0 || is_tiled) return {};
         const int rows = tokens * p.group, units = (rows + kUnitRows - 1) / kUnitRows;
-        return {units, units * num_chunks, num_chunks > 1 ? rows * num_chunks : 0, 0};
+        return {units, units * num_chunks, num_chunks > 1 ? rows * num_chunks : 0};
     }
 };
 
@@ -126,16 +129,51 @@ __device__ void write_items(const PlanKernelParams& p, const Piece& piece, int s
     }
 }
 
-__device__ void write_tiles(const PlanKernelParams& p, const Piece& piece, int sequence, int at) {
+// Calls f(tile, bucket) for each tile of a piece; the bucket of the most keys is 0.
+template <typename F>
+__device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int sequence, F&& f) {
     const int past = piece.keys - piece.tokens;
-    const int num_tiles = (piece.tokens + p.tile_tokens - 1) / p.tile_tokens;
-    for (int i = num_tiles - 1; i >= 0; --i) {
-        const int token = i * p.tile_tokens;
-        const int end = past + min(token + p.tile_tokens, piece.tokens);
-        const int first = p.window > 0 ? max(0, past + token + 1 - p.window) : 0;
-        if (at >= p.sizes.tiles) return;
-        p.plan.tiles[at++] = {sequence, token, first / kRoundKeys * kRoundKeys, end};
+    for (int token = 0; token < piece.tokens; token += p.tile_tokens) {
+        const int tokens = min(p.tile_tokens, piece.tokens - token);
+        const int position = past + token, end = position + tokens;
+        const int first = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+        const float length = static_cast<float>(end - first) / static_cast<float>(p.max_keys);
+        const int bucket = kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
+        f(PagedTile{sequence, piece.first_token + token, tokens * p.group, position, first,
+                    first / kRoundKeys * kRoundKeys, end, 0},
+          bucket);
     }
+}
+
+// All tiles in the order of their buckets; returns how many there are.
+__device__ int sort_tiles(const PlanKernelParams& p) {
+    __shared__ int counts[kBuckets], starts[kBuckets];
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        if (!piece.is_tiled) continue;
+        for_each_tile(p, piece, i, [&](const PagedTile&, int bucket) {
+            atomicAdd(&counts[bucket], 1);
+        });
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
+        int sum = 0;
+        for (int j = 0; j < i; ++j) sum += counts[j];
+        starts[i] = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        if (!piece.is_tiled) continue;
+        for_each_tile(p, piece, i, [&](const PagedTile& tile, int bucket) {
+            const int at = atomicAdd(&starts[bucket], 1);
+            if (at < p.sizes.tiles) p.plan.tiles[at] = tile;
+        });
+    }
+    __syncthreads();
+    return starts[kBuckets - 1];  // one past the last bucket's tiles
 }
 
 __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanKernelParams p) {
@@ -146,19 +184,15 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
         const int sequence = first + static_cast<int>(threadIdx.x);
         const Piece piece(p, sequence);
         const Need at = exclusive_scan(piece.need(p), total);
-        if (piece.tokens == 0) continue;
-        if (piece.is_tiled) {
-            write_tiles(p, piece, sequence, at.tiles);
-        } else {
-            write_items(p, piece, sequence, at);
-        }
+        if (piece.tokens > 0 && !piece.is_tiled) write_items(p, piece, sequence, at);
     }
+    const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p) : 0;
     const int64_t num_counters = min(int64_t{total.units} * p.num_kv_heads, p.sizes.counters);
     for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
     if (threadIdx.x == 0) {
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
-                          static_cast<int>(min(int64_t{total.tiles}, p.sizes.tiles)),
-                          {0, 0}};
+                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)),
+                          0, 0};
     }
 }
 
@@ -188,7 +222,8 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.num_heads / p.num_kv_heads,
                                          p.num_kv_heads,
                                          p.window,
-                                         p.tile_tokens};
+                                         p.tile_tokens,
+                                         std::max(p.max_kv_seqlen, 1)};
     const LaunchShape shape{1, paged::kThreads, 0, static_cast<cudaStream_t>(launch.stream)};
     launch_kernel(paged::plan_kernel, shape, params);
 }

@@ -3,7 +3,7 @@
 //
 //   PagedHeader  counts
 //   PagedItem    items[max_items]     for the decode kernel, each times every key head
-//   PagedTile    tiles[max_tiles]     for the prefill kernel, each times every key head
+//   PagedTile    tiles[max_tiles]     for the prefill kernel, likewise; those with most keys first
 //   unsigned     counters[max_units * num_kv_heads]   0 between launches
 #pragma once
 
@@ -35,17 +35,23 @@ struct alignas(16) PagedItem {
     int unit;         // its counters
 };
 
+// A run of tokens of one piece, with all query heads of a key head.
 struct alignas(16) PagedTile {
     int sequence;
-    int token;      // first of the tile in its piece
+    int first_token;  // in q
+    int num_rows;     // tokens * group
+    int position;     // of the first token among its piece's keys
+    int first_visible;
     int first_key;  // a multiple of kRoundKeys
     int end_key;
+    int unused;
 };
 
 struct alignas(16) PagedHeader {
     int num_items;
     int num_tiles;
-    int unused[2];
+    unsigned next_tile;  // of the running prefill kernel; 0 between launches
+    unsigned done_ctas;
 };
 
 // A sequence's chunks are a function of its own keys alone: its result does not depend on its batch

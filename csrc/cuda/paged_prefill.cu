@@ -20,8 +20,6 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;
     params.out = p.out;
-    params.cu_seqlens = p.plan.cu_seqlens;
-    params.kv_seqlens = p.plan.kv_seqlens;
     params.page_table = p.page_table;
     params.header = view.header;
     params.tiles = view.tiles;
@@ -31,9 +29,9 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     params.num_heads = p.plan.num_heads;
     params.num_kv_heads = p.plan.num_kv_heads;
     params.group = p.plan.num_heads / p.plan.num_kv_heads;
+    params.group_inverse = (65536u + params.group - 1) / params.group;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
-    params.tile_tokens = p.plan.tile_tokens;
     const auto kernel = prefill_kernel<C, Tiling::kGatherRegisters>;
     constexpr int kSmemBytes = sizeof(PrefillSmem<C>);
     allow_smem(kernel, kSmemBytes);

@@ -24,12 +24,14 @@ using attention::kTileRows;
 using attention::RowTile;
 
 #ifndef PW
-#define PW 2
-#define PC 216
-#define PG 72
+#define PW 3
+#define PC 160
+#define PG 32
+#define PU 2
 #endif
 constexpr int kPrefillWarpgroups = PW;
 constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
+constexpr int kGatherBarrier = 1;  // named; 0 is __syncthreads()
 
 template <int kHeadDim>
 struct PrefillTiling {
@@ -48,10 +50,8 @@ struct PrefillParams {
     const void* k_cache;
     const void* v_cache;
     void* out;
-    const int* cu_seqlens;
-    const int* kv_seqlens;
     const int* page_table;
-    const PagedHeader* header;
+    PagedHeader* header;
     const PagedTile* tiles;
     int64_t max_pages;
     int64_t q_stride;
@@ -59,9 +59,18 @@ struct PrefillParams {
     int num_heads;
     int num_kv_heads;
     int group;
+    unsigned group_inverse;  // 2^16 / group, rounded up: divides rows of a tile exactly
     int head_dim;
     int window;
-    int tile_tokens;
+
+    __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
+    __device__ int head_of(int row) const { return row - token_of(row) * group; }
+};
+
+// One tile and key head.
+struct TileWork {
+    PagedTile tile;
+    int kv_head;  // -1: there is no more work
 };
 
 template <typename C>
@@ -69,32 +78,10 @@ struct PrefillSmem {
     alignas(1024) typename C::Element q[C::kQStages][C::kNumWarpgroups * C::kQElements];
     alignas(1024) typename C::Element k[C::kStages][C::kKvElements];
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
+    TileWork works[C::kQStages];
+    int next_item[2];
     uint64_t q_full[C::kQStages], q_empty[C::kQStages];
     uint64_t k_full[C::kStages], k_empty[C::kStages], v_full[C::kStages], v_empty[C::kStages];
-};
-
-// One tile and key head.
-struct TileWork {
-    int first_row;  // of q and out: the tile's first token
-    int num_rows;   // tokens * group
-    int position;   // of the first token
-    int first_visible, first_key, end_key;
-    int kv_head;
-    int64_t table;
-
-    __device__ TileWork(const PrefillParams& p, int index) {
-        const PagedTile tile = p.tiles[index / p.num_kv_heads];
-        kv_head = index % p.num_kv_heads;
-        const int begin = p.cu_seqlens[tile.sequence];
-        const int tokens = p.cu_seqlens[tile.sequence + 1] - begin;
-        first_row = begin + tile.token;
-        num_rows = min(p.tile_tokens, tokens - tile.token) * p.group;
-        position = p.kv_seqlens[tile.sequence] - tokens + tile.token;
-        first_visible = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-        first_key = tile.first_key;
-        end_key = tile.end_key;
-        table = tile.sequence * p.max_pages;
-    }
 };
 
 // When all copies of this thread so far have arrived, counts as one arrival.
@@ -116,12 +103,12 @@ struct Gatherer {
     // Rows of q: those the tile does not have are zeros.
     __device__ void load_q(const TileWork& work, T* q) {
         const auto to = cute::cast_smem_ptr_to_uint(q);
-#pragma unroll 4
+#pragma unroll 1
         for (int i = 0; i < C::kNumWarpgroups * kCopies; ++i) {
             const int row = (i * 128 + tid) / kPieces, column = (i * 128 + tid) % kPieces * 8;
-            const bool is_there = row < work.num_rows && column < p.head_dim;
-            const int head = work.kv_head * p.group + row % p.group;
-            const int64_t at = is_there ? (work.first_row + row / p.group) * p.q_stride +
+            const bool is_there = row < work.tile.num_rows && column < p.head_dim;
+            const int head = work.kv_head * p.group + p.head_of(row);
+            const int64_t at = is_there ? (work.tile.first_token + p.token_of(row)) * p.q_stride +
                                               int64_t{head} * p.head_dim + column
                                         : 0;
             copy_or_zero(to + row / kTileRows * C::kQElements * attention::kElementBytes +
@@ -131,14 +118,15 @@ struct Gatherer {
     }
 
     // Slots of the keys block + lane and block + 32 + lane; -1 where no row of the tile sees them.
-    __device__ int2 load_slots(const TileWork& work, int block) {
+    __device__ int2 load_slots(const PagedTile& tile, int block) {
+        const int64_t table = tile.sequence * p.max_pages;
         int slots[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int key = block + 32 * i + lane;
             slots[i] = -1;
-            if (key >= work.first_visible && key < work.end_key) {
-                const int page = p.page_table[work.table + (key >> p.page_shift)];
+            if (key >= tile.first_visible && key < tile.end_key) {
+                const int page = p.page_table[table + (key >> p.page_shift)];
                 slots[i] = (page << p.page_shift) | (key & ((1 << p.page_shift) - 1));
             }
         }
@@ -147,7 +135,7 @@ struct Gatherer {
 
     __device__ void load_rows(const void* cache, int2 slots, int kv_head, T* rows) {
         const auto to = cute::cast_smem_ptr_to_uint(rows);
-#pragma unroll
+#pragma unroll PU
         for (int i = 0; i < kCopies; ++i) {
             const int row = (i * 128 + tid) / kPieces, column = (i * 128 + tid) % kPieces * 8;
             const int low = __shfl_sync(kFullMask, slots.x, row % 32);
@@ -161,36 +149,60 @@ struct Gatherer {
         }
     }
 
+    // CTAs draw tiles, longest first, and the last to draw nothing puts the counters back to 0.
     __device__ void run(PrefillSmem<C>& s, int num_items) {
         RingIndex<C::kQStages> q;
         RingIndex<C::kStages> kv;
-        for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-            const TileWork work(p, item);
-            int2 next = load_slots(work, work.first_key);
-            EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
-            load_q(work, s.q[q.index]);
-            arrive_after_copies(&s.q_full[q.index]);
-            q.advance();
-            for (int block = work.first_key; block < work.end_key; block += C::kBlockN) {
-                const int2 slots = next;
-                next = load_slots(work, block + C::kBlockN);
-                EmptyBarrier::wait(&s.k_empty[kv.index], kv.phase ^ 1);
-                load_rows(p.k_cache, slots, work.kv_head, s.k[kv.index]);
-                arrive_after_copies(&s.k_full[kv.index]);
-                EmptyBarrier::wait(&s.v_empty[kv.index], kv.phase ^ 1);
-                load_rows(p.v_cache, slots, work.kv_head, s.v[kv.index]);
-                arrive_after_copies(&s.v_full[kv.index]);
-                kv.advance();
-            }
+        int item = blockIdx.x;
+        for (int turn = 0; item < num_items; turn ^= 1) {
+            unsigned drawn = 0;
+            if (tid == 0) drawn = atomicAdd(&p.header->next_tile, 1u);  // wanted at the end
+            const TileWork work{p.tiles[item / p.num_kv_heads], item % p.num_kv_heads};
+            gather(s, work, q, kv);
+            if (tid == 0) s.next_item[turn] = static_cast<int>(gridDim.x + drawn);
+            cutlass::arch::NamedBarrier::sync(128, kGatherBarrier);
+            item = s.next_item[turn];
         }
+        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
+        if (tid == 0) {
+            s.works[q.index].kv_head = -1;
+            FullBarrier::arrive(&s.q_full[q.index]);
+            const unsigned last = gridDim.x - 1;
+            if (atomicInc(&p.header->done_ctas, last) == last) p.header->next_tile = 0;
+        }
+        arrive_after_copies(&s.q_full[q.index]);
         wait_for_copies<0>();
+    }
+
+    __device__ void gather(PrefillSmem<C>& s, const TileWork& work, RingIndex<C::kQStages>& q,
+                           RingIndex<C::kStages>& kv) {
+        int2 next = load_slots(work.tile, work.tile.first_key);
+        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
+        if (tid == 0) {
+            s.works[q.index] = work;
+            FullBarrier::arrive(&s.q_full[q.index]);
+        }
+        load_q(work, s.q[q.index]);
+        arrive_after_copies(&s.q_full[q.index]);
+        q.advance();
+        for (int block = work.tile.first_key; block < work.tile.end_key; block += C::kBlockN) {
+            const int2 slots = next;
+            next = load_slots(work.tile, block + C::kBlockN);
+            EmptyBarrier::wait(&s.k_empty[kv.index], kv.phase ^ 1);
+            load_rows(p.k_cache, slots, work.kv_head, s.k[kv.index]);
+            arrive_after_copies(&s.k_full[kv.index]);
+            EmptyBarrier::wait(&s.v_empty[kv.index], kv.phase ^ 1);
+            load_rows(p.v_cache, slots, work.kv_head, s.v[kv.index]);
+            arrive_after_copies(&s.v_full[kv.index]);
+            kv.advance();
+        }
     }
 };
 
 // The keys that a row of the tile sees; a row that the tile does not have sees none, from the end.
 __device__ __forceinline__ int2 row_keys(const PrefillParams& p, const TileWork& work, int row) {
-    if (row >= work.num_rows) return {work.end_key, work.end_key};
-    const int position = work.position + row / p.group;
+    if (row >= work.tile.num_rows) return {work.tile.end_key, work.tile.end_key};
+    const int position = work.tile.position + p.token_of(row);
     return {p.window > 0 ? max(0, position + 1 - p.window) : 0, position + 1};
 }
 
@@ -200,7 +212,7 @@ template <typename C>
 __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWork& work,
                                            RowTile<C>& tile, int first_row) {
     tile.base = first_row;
-    tile.num_rows = work.num_rows - first_row;
+    tile.num_rows = work.tile.num_rows - first_row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         tile.bounds[half] = row_keys(p, work, tile.row(half));
@@ -252,21 +264,20 @@ __device__ __forceinline__ void store_rows(const PrefillParams& p, const TileWor
     for (int i = 0; i < 16 * kPieces / 32; ++i) {
         const int row = (i * 32 + tile.lane) / kPieces, column = (i * 32 + tile.lane) % kPieces * 8;
         const int in_tile = tile.base + warp_row + row;
-        if (column >= p.head_dim || in_tile >= work.num_rows) continue;
+        if (column >= p.head_dim || in_tile >= work.tile.num_rows) continue;
         uint4 bits;
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                      : "r"(base + attention::tile_offset<C>(warp_row + row, column)));
-        const int head = work.kv_head * p.group + in_tile % p.group;
-        const int64_t at = int64_t{work.first_row + in_tile / p.group} * p.num_heads + head;
+        const int head = work.kv_head * p.group + p.head_of(in_tile);
+        const int64_t at = int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
         *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * p.head_dim + column) = bits;
     }
     __syncwarp();  // before q is given back
 }
 
 template <typename C>
-__device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSmem<C>& s,
-                                              int num_items) {
+__device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSmem<C>& s) {
     constexpr int kN = C::kBlockN;
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
     RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) % 32};
@@ -281,13 +292,14 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
     };
     RingIndex<C::kQStages> q;
     RingIndex<C::kStages> kv;
-    for (int item = blockIdx.x; item < num_items; item += gridDim.x) {
-        const TileWork work(p, item);
+    while (true) {
+        wait_full(&s.q_full[q.index], q.phase);
+        const TileWork& work = s.works[q.index];  // stays until q is given back
+        if (work.kv_head < 0) break;
         const int2 own = start_rows(p, work, tile, warpgroup * kTileRows);
         auto* q_tile = s.q[q.index] + warpgroup * C::kQElements;
-        wait_full(&s.q_full[q.index], q.phase);
-        const int end = uniform(work.end_key);
-        for (int first = uniform(work.first_key); first < end; first += kN, kv.advance()) {
+        const int end = uniform(work.tile.end_key);
+        for (int first = uniform(work.tile.first_key); first < end; first += kN, kv.advance()) {
             const int stage = kv.index, phase = kv.phase;
             wait_full(&s.k_full[stage], phase);
             const auto wait_v = [&] { wait_full(&s.v_full[stage], phase); };
@@ -320,7 +332,7 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     constexpr int kConsumerWarps = 4 * C::kNumWarpgroups;
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kQStages; ++i) {
-            FullBarrier::init(&s.q_full[i], 128);
+            FullBarrier::init(&s.q_full[i], 128 + 1);  // copies, and the work
             EmptyBarrier::init(&s.q_empty[i], kConsumerWarps);
         }
         for (int i = 0; i < C::kStages; ++i) {
@@ -334,15 +346,14 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     __syncthreads();
     wait_for_prior_kernel();
     release_next_kernel();
-    const int num_items = p.header->num_tiles * p.num_kv_heads;
     if (uniform(static_cast<int>(threadIdx.x) / 128) == C::kNumWarpgroups) {
         cutlass::arch::warpgroup_reg_dealloc<kGatherRegisters>();
         Gatherer<C> gatherer{p, static_cast<int>(threadIdx.x) % 128,
                              static_cast<int>(threadIdx.x) % 32};
-        gatherer.run(s, num_items);
+        gatherer.run(s, p.header->num_tiles * p.num_kv_heads);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-        consume_tiles<C>(p, s, num_items);
+        consume_tiles<C>(p, s);
     }
 }
 

@@ -14,6 +14,7 @@
 // few rows by latency. Source: RoFormer (arXiv 2104.09864), section 3.2; the fusion is standard.
 
 #include <cstdint>
+#include <limits>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -33,9 +34,9 @@ constexpr int kWriteElements = 256;  // a "head" of write_kv, which knows rows o
 
 struct HeadParams {
     RotaryWriteKvParams own;
-    int64_t num_items;  // heads of all tokens
-    int heads;          // of q, k and v together
-    int group_threads;  // a head's, a power of two
+    unsigned num_items;  // heads of all tokens
+    unsigned heads;      // of q, k and v together
+    int group_shift;     // 2^this threads a head
 };
 
 // Where a head's features come from and go to; `to` is null where they go nowhere.
@@ -46,7 +47,7 @@ struct Head {
     const T* norm;
     bool is_rotated;
 
-    __device__ Head(const HeadParams& params, int token, int head) {
+    __device__ Head(const HeadParams& params, int64_t token, int head) {
         const RotaryWriteKvParams& p = params.own;
         const bool is_q = head < p.num_heads;
         const int kv_head = (head - p.num_heads) % max(p.num_kv_heads, 1);
@@ -105,12 +106,12 @@ __global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ 
     const RotaryWriteKvParams& p = params.own;
     wait_for_prior_kernel();
     release_next_kernel();
-    const int64_t thread = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-    const int64_t item = thread / params.group_threads;
-    const int own = static_cast<int>(thread % params.group_threads);
+    const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
+    const unsigned item = thread >> params.group_shift;
+    const int own = static_cast<int>(thread & ((1u << params.group_shift) - 1));
     const bool is_item = item < params.num_items;  // no early return: lanes join in the sums
-    const int token = is_item ? static_cast<int>(item / params.heads) : 0;
-    const Head<T> head(params, token, static_cast<int>(is_item ? item % params.heads : 0));
+    const unsigned token = is_item ? item / params.heads : 0;
+    const Head<T> head(params, token, is_item ? item - token * params.heads : 0);
     // Pieces of the pairs' two halves, in one thread; the features after them two by two.
     const int half = p.num_pairs / kPiece;
     const bool is_split = !p.is_interleaved && own < half;
@@ -129,7 +130,7 @@ __global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ 
             for (int j = 0; j < kPiece; ++j) sum += x[i][j] * x[i][j];
         }
         const float inverse =
-            rsqrtf(group_sum(sum, params.group_threads) / static_cast<float>(p.head_dim) + p.eps);
+            rsqrtf(group_sum(sum, 1 << params.group_shift) / static_cast<float>(p.head_dim) + p.eps);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (head.norm == nullptr || pieces[i] >= num_pieces) continue;
@@ -175,10 +176,10 @@ __global__ void __launch_bounds__(kThreads) any_head_kernel(const __grid_constan
     release_next_kernel();
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int64_t item = int64_t{blockIdx.x} * (kThreads / kWarpSize) + warp;
+    const unsigned item = blockIdx.x * (kThreads / kWarpSize) + warp;
     if (item >= params.num_items) return;
-    const int token = static_cast<int>(item / params.heads);
-    const Head<T> head(params, token, static_cast<int>(item % params.heads));
+    const unsigned token = item / params.heads;
+    const Head<T> head(params, token, item - token * params.heads);
     if (head.to == nullptr) return;
     float* x = rows + int64_t{warp} * p.head_dim;
     float sum = 0.0f;
@@ -217,20 +218,21 @@ bool is_aligned(const RotaryWriteKvParams& p) {
            fits(p.v_cache) && fits(p.cos) && fits(p.sin) && fits(p.q_norm) && fits(p.k_norm);
 }
 
-int power_of_two(int n) {
-    int power = 1;
-    while (power < n) power *= 2;
-    return power;
-}
-
 template <typename T>
 void launch_heads(const RotaryWriteKvParams& p, cudaStream_t stream) {
-    HeadParams params{p, 0, p.num_heads + 2 * p.num_kv_heads, 0};
-    params.num_items = p.total_tokens * params.heads;
-    params.group_threads = power_of_two((p.head_dim + 2 * kPiece - 1) / (2 * kPiece));
-    const bool is_fast = is_aligned(p) && params.group_threads <= kWarpSize;
-    const int64_t heads_at_once = kThreads / (is_fast ? params.group_threads : kWarpSize);
-    const auto grid = static_cast<unsigned>((params.num_items + heads_at_once - 1) / heads_at_once);
+    const int64_t heads = p.num_heads + 2 * int64_t{p.num_kv_heads};
+    int shift = 0;
+    while (2 * kPiece << shift < p.head_dim) ++shift;
+    const bool is_fast = is_aligned(p) && 1 << shift <= kWarpSize;
+    const int64_t heads_at_once = kThreads / (is_fast ? 1 << shift : kWarpSize);
+    if (p.total_tokens * heads * kWarpSize > std::numeric_limits<uint32_t>::max() - kThreads) {
+        throw std::invalid_argument("rotary_write_kv: " + std::to_string(p.total_tokens) +
+                                    " tokens are too many for one call");
+    }
+    const HeadParams params{p, static_cast<unsigned>(p.total_tokens * heads),
+                            static_cast<unsigned>(heads), shift};
+    const auto grid =
+        static_cast<unsigned>((params.num_items + heads_at_once - 1) / heads_at_once);
     if (is_fast) return launch_kernel(head_kernel<T>, {grid, kThreads, 0, stream}, params);
     const int smem_bytes = kThreads / kWarpSize * p.head_dim * static_cast<int>(sizeof(float));
     allow_smem(any_head_kernel<T>, smem_bytes);
@@ -243,7 +245,7 @@ void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch) {
     if ((p.q_norm == nullptr) != (p.k_norm == nullptr) && p.num_kv_heads > 0 && p.num_heads > 0) {
         throw std::invalid_argument("rotary_write_kv needs q_norm and k_norm, or neither");
     }
-    if (p.total_tokens == 0 || p.head_dim == 0) return;
+    if (p.total_tokens == 0 || p.head_dim == 0 || p.num_heads + p.num_kv_heads == 0) return;
     const DeviceGuard guard(launch.device);
     dispatch_dtype(p.dtype, [&]<typename T>() {
         launch_heads<T>(p, static_cast<cudaStream_t>(launch.stream));
