@@ -23,7 +23,7 @@ from bytetx.engine.graphs import GraphCache
 from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.step_columns import StepColumns
 from bytetx.heads import LmHead
-from bytetx.ops import native
+from bytetx.ops.paged_plan import takes_paged_plan
 from bytetx.transformer import Transformer
 
 
@@ -105,10 +105,9 @@ class CudaDecode:
     @property
     def is_capturable(self) -> bool:
         """The reference of the paged ops reads lengths on the host, which no graph can."""
-        decoder, dtype = self._transformer.decoder, self._cache.layers[0].k_cache.dtype
-        has_kernels = native.kernel("planned_paged_attention", self._device) is not None
-        is_half = dtype in (torch.float16, torch.bfloat16)
-        return decoder is not None and decoder.is_capturable and has_kernels and is_half
+        decoder, layer = self._transformer.decoder, self._cache.layers[0]
+        has_kernel = takes_paged_plan(layer.k_cache.flatten(0, 1), layer.k_cache, layer.v_cache)
+        return decoder is not None and decoder.is_capturable and has_kernel
 
     def _workspace_bytes(self, total_tokens: int) -> int:
         """Activations and logits."""
