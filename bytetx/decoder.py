@@ -11,9 +11,10 @@ from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
-from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.ops.paged_plan import PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
+from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
 from bytetx.packed import PackedBatch
 from bytetx.rotary import RotaryTables
 from bytetx.spec import ModelSpec
@@ -42,7 +43,7 @@ class _Pass:
     batch: PackedBatch
     rows: Rows
     rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # cos, sin, rows of them
-    plans: dict[int, AttentionPlan | None]  # by window
+    plans: dict[int, AttentionPlan | PagedPlan | None]  # by window; paged with a cache
     cache: KvCache | None
 
 
@@ -98,19 +99,25 @@ class Decoder:
             raise ValueError(
                 f"cache must have the model's {len(self.layers)} layers, got {len(cache.layers)}"
             )
-        plans = {}
-        if cache is None:
-            for window in {self.own.window_of(i) for i in range(len(self.layers))}:
-                plans[window] = plan_attention(
-                    batch.cu_seqlens,
-                    total_tokens=batch.total_tokens,
-                    head_dim=self.spec.head_dim,
-                    has_bias=False,
-                    causal=True,
-                    window=window,
-                )
+        windows = {self.own.window_of(i) for i in range(len(self.layers))}
+        plans = {window: self._plan(batch, window) for window in windows}
         rotation = None if self.tables is None else self.tables.of(batch)
         return _Pass(batch, rows, rotation, plans, cache)
+
+    def _plan(self, batch: PackedBatch, window: int) -> AttentionPlan | PagedPlan | None:
+        sizes = {"total_tokens": batch.total_tokens, "head_dim": self.spec.head_dim}
+        if batch.past is None:
+            return plan_attention(batch.cu_seqlens, causal=True, window=window, **sizes)
+        return plan_paged_attention(
+            batch.cu_seqlens,
+            batch.past.kv_seqlens,
+            max_seqlen=batch.max_seqlen,
+            max_kv_seqlen=batch.past.max_kv_seqlen,
+            num_heads=self.blocks.num_heads,
+            num_kv_heads=self.blocks.num_kv_heads,
+            window=window,
+            **sizes,
+        )
 
     def _run_pre(
         self, embed_tokens: Callable[[], torch.Tensor], step: _Pass, on_layer: OnLayer | None
@@ -163,12 +170,17 @@ class Decoder:
         self, normed: torch.Tensor, layer: DecoderLayer, i: int, step: _Pass
     ) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
-        q, k, v = self._heads(step.rows.column(normed, layer.qkv), layer, step)
-        batch, cache = step.batch, step.cache
+        batch, blocks = step.batch, self.blocks
+        heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
+        qkv = step.rows.column(normed, layer.qkv).unflatten(1, (-1, self.spec.head_dim))
+        q, k, v = qkv.split(heads, dim=1)  # views [total_tokens, heads, head_dim]
         scale, window = self.own.softmax_scale_of(i), self.own.window_of(i)
-        if cache is not None:
-            attended = _attend_paged(q, k, v, batch, cache.layers[i], scale=scale, window=window)
+        if step.cache is not None:
+            cache = step.cache.layers[i]
+            q = self._write(q, k, v, layer, step, cache)
+            attended = _attend_paged(q, step, cache, scale=scale, window=window)
         else:
+            q, k = self._turn(q, k, layer, step)
             attended = varlen_attention(
                 q,
                 k,
@@ -182,40 +194,53 @@ class Decoder:
             )
         return attended.flatten(1)
 
-    def _heads(
-        self, qkv: torch.Tensor, layer: DecoderLayer, step: _Pass
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v [total_tokens, heads, head_dim]: views of qkv, normed and rotated."""
-        num_heads, num_kv_heads = self.blocks.num_heads, self.blocks.num_kv_heads
-        heads = [num_heads, num_kv_heads, num_kv_heads]
-        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)
+    def _turn(
+        self, q: torch.Tensor, k: torch.Tensor, layer: DecoderLayer, step: _Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k, normed and turned."""
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
+            norms, eps = (layer.q_norm, layer.k_norm), self.spec.norm_eps
+            q, k = (norm_heads(x, n.weight, eps) for x, n in zip((q, k), norms, strict=True))
         if step.rotation is not None and self.own.rotary is not None:
-            cos, sin, rows = step.rotation
             for x in (q, k):
-                rotary(x, cos, sin, rows, is_interleaved=self.own.rotary.is_interleaved)
-        return q, k, v
+                rotary(x, *step.rotation, is_interleaved=self.own.rotary.is_interleaved)
+        return q, k
 
-    def _norm_heads(self, x: torch.Tensor, norm: NormWeight) -> torch.Tensor:
-        rows = x.reshape(-1, self.spec.head_dim).contiguous()  # of one head it is a view
-        return rms_norm(rows, norm.weight, eps=self.spec.norm_eps).view(x.shape)
+    def _write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: DecoderLayer,
+        step: _Pass,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """q, normed and turned; k, normed and turned, and v are in their pages then."""
+        assert step.batch.past is not None  # _prepare saw to it
+        places = (cache.k_cache, cache.v_cache, step.batch.past.slot_mapping)
+        if step.rotation is None or self.own.rotary is None:
+            q, k = self._turn(q, k, layer, step)
+            write_kv(k, v, *places)
+            return q
+        return rotary_write_kv(
+            q,
+            k,
+            v,
+            *step.rotation,
+            *places,
+            is_interleaved=self.own.rotary.is_interleaved,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=self.spec.norm_eps,
+        )
 
 
 def _attend_paged(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    batch: PackedBatch,
-    cache: LayerCache,
-    *,
-    scale: float,
-    window: int,
+    q: torch.Tensor, step: _Pass, cache: LayerCache, *, scale: float, window: int
 ) -> torch.Tensor:
-    """This step's keys and values into their pages, then attention over all that is there."""
-    past = batch.past
+    """Attention over all keys that lie in the pages, this step's among them."""
+    batch, past = step.batch, step.batch.past
     assert past is not None  # _prepare saw to it
-    write_kv(k, v, cache.k_cache, cache.v_cache, past.slot_mapping)
     return paged_attention(
         q,
         cache.k_cache,
@@ -227,4 +252,5 @@ def _attend_paged(
         max_kv_seqlen=past.max_kv_seqlen,
         softmax_scale=scale,
         window=window,
+        plan=step.plans[window],
     )

@@ -96,7 +96,7 @@ class Model(GeneratesText):
         if token_budget is None:
             token_budget = default_token_budget(checkpoint.device)
         self.checkpoint = checkpoint
-        self.token_budget = check_token_budget(token_budget)
+        self.token_budget, self.cuda_graphs = check_token_budget(token_budget), cuda_graphs
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self._runner = Runner(

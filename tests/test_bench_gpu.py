@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import attention, bert, encoder, gpu, latency, linear, norm, text
+from bytetx.bench import attention, bert, decode, encoder, gpu, latency, linear, norm, text
 from bytetx.bench.cli import app
 from bytetx.bench.gpu_rivals import cut_by_tokens
 from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
@@ -22,7 +22,7 @@ from bytetx.ops.attention import varlen_attention
 
 pytest.importorskip("transformers")
 
-SUITES = ("attention", "linear", "norm", "encoder", "latency", "text")
+SUITES = ("attention", "linear", "norm", "decode", "encoder", "latency", "text")
 TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -48,8 +48,8 @@ RECORD = Record(
 
 
 def test_case_names_are_unique() -> None:
-    for shapes in (attention.shapes(), linear.shapes(), norm.shapes(), encoder.shapes()):
-        names = [shape.name for shape in shapes]
+    for suite in (attention, linear, norm, decode, encoder):
+        names = [shape.name for shape in suite.shapes()]
         assert len(set(names)) == len(names)
     assert len({shape.name for shape in latency.shapes(None)}) == 9
 
