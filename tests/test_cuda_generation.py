@@ -113,6 +113,32 @@ def test_steps_in_flight_change_no_token(half: tuple[Path, str], monkeypatch) ->
     assert token_ids(model, prompts, params) == wanted
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(seed=1, max_tokens=12, top_p=0.9, top_k=30, min_p=0.01),
+        SamplingParams(seed=2, max_tokens=12, top_p=0.9, presence_penalty=0.5, logprobs=2),
+    ],
+)
+def test_no_step_waits_for_the_gpu(half: tuple[Path, str], params: SamplingParams) -> None:
+    """But for the event behind a step's results, and that only after the next step's start."""
+    folder, dtype = half
+    model = bytetx.load(folder, device="cuda", dtype=dtype)
+    engine = model.engine(max_num_seqs=8)
+    if not engine._runner.is_capturable:
+        pytest.skip("this GPU runs paged attention in plain torch")
+    for warm in (True, False):
+        for prompt in random_prompts(10):
+            engine.add_request(prompt, params)
+        torch.cuda.set_sync_debug_mode("default" if warm else "error")
+        try:
+            while engine.has_work:
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_soak_on_the_gpu(half: tuple[Path, str]) -> None:
     """Hundreds of requests that come, stop, are preempted and given up; every page free."""
     folder, dtype = half
