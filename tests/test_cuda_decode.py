@@ -133,6 +133,25 @@ def test_nan_ends_its_request_while_the_next_step_runs(folder: Path, like_a_gpu:
     assert tokens_of(model, GREEDY) == wanted
 
 
+def test_graphs_go_before_a_step_fails(
+    folder: Path, like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bytetx.load(folder, device="cpu")
+    wanted = tokens_of(model, GREEDY)
+    engine, forward = model._idle_engines[0][1], model.transformer.forward
+    assert engine.num_graphs > 0
+
+    def short_of_memory(batch: object, **options: object) -> torch.Tensor:
+        if engine.num_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch, **options)
+
+    monkeypatch.setattr(model.transformer, "forward", short_of_memory)
+    engine.add_request(prompts()[0], GREEDY)
+    pieces = [piece for _ in range(30) for piece in engine.step()]
+    assert [token for piece in pieces for token in piece.token_ids] == wanted[0]
+
+
 @given(st.integers(1, 5000), st.integers(1, 4096))
 def test_layouts_hold_their_steps(num_rows: int, num_pages: int) -> None:
     layout = decode_layout(num_rows, num_pages)

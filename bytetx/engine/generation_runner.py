@@ -85,11 +85,21 @@ class GenerationRunner:
         try:
             with self._on_stream():
                 columns = self._columns.columns_of(plan)
-                return self._run(columns, self._sampler.read(plan, columns)).to_host()
+                wanted = self._sampler.read(plan, columns)
+                try:
+                    return self._run(columns, wanted).to_host()
+                except RuntimeError as error:
+                    if not (is_out_of_memory(error) and self._give_memory_back()):
+                        raise
+                return self._run(columns, wanted).to_host()
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
             raise self._step_error(error, plan) from error
+
+    def _give_memory_back(self) -> bool:
+        """Lets go of what steps can do without; False where there was nothing."""
+        return self._decode is not None and self._decode.give_memory_back()
 
     def _on_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else OnStream(self._stream)
