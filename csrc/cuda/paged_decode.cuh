@@ -1,10 +1,10 @@
 // Attention of few rows over many paged keys: the kernel of decode rows.
 //
-// An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up to
-// 16 rows: the query heads that share the key head. Six warps, each with one duty, so that no wait
-// for memory stands in the way of the stream of keys. Under a saturated memory every dependent load
-// costs microseconds: with all duties in the four compute warps, items of 256 keys ran at 0.41 of the
-// copy rate, most of it waits at their ends (H200, 2026-11-21).
+// An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up
+// to 16 rows: the query heads that share the key head. Six warps, each with one duty, so that no
+// wait for memory stands in the way of the stream of keys. Under a saturated memory every dependent
+// load costs microseconds: with all duties in the four compute warps, items of 256 keys ran at 0.41
+// of the copy rate, most of it waits at their ends (H200, 2026-11-21).
 //
 //   scout      an item or two ahead: the item's record, its queries and pages, to shared memory
 //   compute    four warps take 16 keys in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each through a
@@ -28,9 +28,9 @@ __device__ __forceinline__ void stage_queries(const DecodeParams& p, const Paged
         const int row = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
         uint4 words{};
         if (row < item.num_rows && piece * 8 < p.head_dim) {
-            words = *reinterpret_cast<const uint4*>(
-                static_cast<const T*>(p.q) + row_address(p, item, kv_head, row, p.q_stride) +
-                piece * 8);
+            words = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) +
+                                                    row_address(p, item, kv_head, row, p.q_stride) +
+                                                    piece * 8);
         }
         *reinterpret_cast<uint4*>(to + piece_offset<C::kDim>(row, piece)) = words;
     }

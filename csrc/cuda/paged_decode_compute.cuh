@@ -1,4 +1,5 @@
-// The compute warps of the decode kernel: keys and values through the warp's ring, rows against them.
+// The compute warps of the decode kernel: keys and values through the warp's ring, rows against
+// them.
 #pragma once
 
 #include "cuda/paged_decode_rows.cuh"
@@ -12,9 +13,9 @@ struct Fetcher {
     const DecodeParams& p;
     DecodeSmem<C>& s;
     int warp, lane, total;
-    int index;                   // of the item
+    int index;                  // of the item
     RingIndex<kItemsAhead> at;  // where it is staged
-    int round = -1;  // first key of the warps' next step; -1: before an item
+    int round = -1;             // first key of the warps' next step; -1: before an item
     int first_key, first_visible, end_key, kv_head;
 
     __device__ Fetcher(const DecodeParams& params, DecodeSmem<C>& smem, int of_warp, int of_lane,
@@ -38,9 +39,9 @@ struct Fetcher {
         const int step = (key - first_key) / kStepKeys;
         const bool is_staged = 1 << p.page_shift >= kStepKeys && step < kStagedSteps;
         const StagedItem& staged = s.staged[at.index];
-        const int page = is_staged ? staged.pages[step]
-                                   : p.page_table[staged.item.sequence * p.max_pages +
-                                                  (own >> p.page_shift)];
+        const int page =
+            is_staged ? staged.pages[step]
+                      : p.page_table[staged.item.sequence * p.max_pages + (own >> p.page_shift)];
         return (page << p.page_shift) | (own & ((1 << p.page_shift) - 1));
     }
 
@@ -92,8 +93,8 @@ __device__ __forceinline__ void hand_over(DecodeSmem<C>& s, const RowUnit<C>& un
             float* row = s.join[at.index][warp][lane / 4];
 #pragma unroll
             for (int i = 0; i < C::kDim / 8; ++i) {
-                *reinterpret_cast<float2*>(row + 8 * i + lane % 4 * 2) = {unit.out[i][2 * half],
-                                                                          unit.out[i][2 * half + 1]};
+                *reinterpret_cast<float2*>(row + 8 * i + lane % 4 * 2) = {
+                    unit.out[i][2 * half], unit.out[i][2 * half + 1]};
             }
             if (lane % 4 == 0) s.stats[at.index][warp][lane / 4] = {unit.top[half], sum};
         }
@@ -104,8 +105,8 @@ __device__ __forceinline__ void hand_over(DecodeSmem<C>& s, const RowUnit<C>& un
 }
 
 template <typename C>
-__device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s, int total, int warp,
-                                        int lane) {
+__device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s, int total,
+                                        int warp, int lane) {
     const auto ring = static_cast<uint32_t>(__cvta_generic_to_shared(s.ring[warp]));
     constexpr uint32_t kStageBytes = 2 * C::kTileBytes;
     Fetcher<C> fetcher(p, s, warp, lane, total);

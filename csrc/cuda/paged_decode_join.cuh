@@ -50,9 +50,9 @@ __device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSm
             if (column == 0) p.partial_stats[at] = {top, weights};
         } else if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
-            store_four(static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) +
-                           column,
-                       sums, 1.0f / weights);
+            store_four(
+                static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
+                sums, 1.0f / weights);
         }
     }
 }
@@ -66,8 +66,8 @@ __device__ __forceinline__ bool is_last_chunk(const DecodeParams& p, const Stage
     const auto last = static_cast<unsigned>(staged.item.num_chunks - 1);
     if (lane == 0) {
         __threadfence();  // pairs with the fence below, of the CTA that is last
-        before = atomicInc(
-            p.counters + int64_t{staged.item.unit} * p.num_kv_heads + staged.kv_head, last);
+        before = atomicInc(p.counters + int64_t{staged.item.unit} * p.num_kv_heads + staged.kv_head,
+                           last);
         __threadfence();
     }
     return __shfl_sync(kFullMask, before, 0) == last;
@@ -84,8 +84,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // Joins the chunks of a unit, which are all in memory: a lane a chunk for the factors, then a lane
-// four features. Loads go out kBatch at a time, before anything waits for one: under load each takes
-// microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of keys.
+// four features. Loads go out kBatch at a time, before anything waits for one: under load each
+// takes microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of keys.
 template <typename C>
 __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedItem& staged,
                                             int lane) {
@@ -108,7 +108,8 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
                 const int of = min(chunk + i, num_chunks - 1);
-                values[i] = __ldcg(reinterpret_cast<const float4*>(from + of * chunk_rows * C::kDim));
+                values[i] =
+                    __ldcg(reinterpret_cast<const float4*>(from + of * chunk_rows * C::kDim));
             }
             if (chunk == 0) {
                 own_factor = exp2_approx(stat.x - warp_max(stat.x));
@@ -122,9 +123,9 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
         }
         if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
-            store_four(static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) +
-                           column,
-                       sums, 1.0f / weights);
+            store_four(
+                static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
+                sums, 1.0f / weights);
         }
     }
 }

@@ -18,7 +18,8 @@ struct RowUnit {
 
     __device__ void start(const DecodeParams& p, const PagedItem& item, uint32_t q_tile, int lane) {
         const auto bounds = [&](int local) {
-            const int position = item.position + (item.row + min(local, item.num_rows - 1)) / p.group;
+            const int position =
+                item.position + (item.row + min(local, item.num_rows - 1)) / p.group;
             const int low = p.window > 0 ? max(0, position + 1 - p.window) : 0;
             return make_int2(low, min(position + 1, item.end_key));
         };

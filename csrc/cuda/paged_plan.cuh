@@ -16,8 +16,8 @@
 
 namespace bytetx::paged {
 
-constexpr int kUnitRows = 16;  // rows of one mma
-constexpr int kStepKeys = 16;  // keys that a warp of the decode kernel takes at a time
+constexpr int kUnitRows = 16;   // rows of one mma
+constexpr int kStepKeys = 16;   // keys that a warp of the decode kernel takes at a time
 constexpr int kRoundKeys = 64;  // four warps take one step each
 
 // A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
@@ -86,13 +86,12 @@ struct PlanSizes {
 inline PlanSizes plan_sizes(const PagedPlanParams& p) {
     const int64_t group = p.num_heads / p.num_kv_heads;
     // Without tiles every piece is cut into units of kUnitRows rows.
-    const int64_t units = p.tile_tokens > 0
-                              ? std::min(p.batch_size, p.total_tokens)
-                              : p.total_tokens * group / kUnitRows + p.batch_size;
+    const int64_t units = p.tile_tokens > 0 ? std::min(p.batch_size, p.total_tokens)
+                                            : p.total_tokens * group / kUnitRows + p.batch_size;
     const int64_t rows = p.tile_tokens > 0 ? units * group : p.total_tokens * group;
     const int64_t keys = std::max<int64_t>(p.max_kv_seqlen, 1);
-    const int64_t chunks = std::min<int64_t>((keys + chunking().chunk_keys - 1) / chunking().chunk_keys,
-                                             chunking().max_chunks);
+    const int64_t chunks = std::min<int64_t>(
+        (keys + chunking().chunk_keys - 1) / chunking().chunk_keys, chunking().max_chunks);
     const int64_t tiles =
         p.tile_tokens > 0 && p.max_seqlen > 1 ? p.total_tokens / p.tile_tokens + p.batch_size : 0;
     return {units, units * chunks, tiles, units * p.num_kv_heads,
