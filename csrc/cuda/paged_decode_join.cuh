@@ -90,7 +90,7 @@ template <typename C>
 __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedItem& staged,
                                             int lane) {
     using T = typename C::T;
-    static_assert(kChunking.max_chunks <= 32 && C::kDim <= 128);
+    static_assert(kMaxChunks <= 32 && C::kDim <= 128);
     constexpr int kBatch = 16;
     const PagedItem& item = staged.item;
     const int64_t chunk_rows = int64_t{item.num_rows} * p.num_kv_heads;

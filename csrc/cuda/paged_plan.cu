@@ -200,8 +200,10 @@ __global__ void __launch_bounds__(kThreads)
 
 int64_t paged_plan_bytes(const PagedPlanParams& p) {
     const paged::PlanSizes sizes = paged::plan_sizes(p);
-    return sizeof(paged::PagedHeader) + sizes.items * sizeof(paged::PagedItem) +
-           sizes.tiles * sizeof(paged::PagedTile) + sizes.counters * sizeof(unsigned);
+    const int64_t bytes = sizeof(paged::PagedHeader) + sizes.items * sizeof(paged::PagedItem) +
+                          sizes.tiles * sizeof(paged::PagedTile) +
+                          sizes.counters * sizeof(unsigned);
+    return (bytes + paged::kAlignment - 1) / paged::kAlignment * paged::kAlignment;
 }
 
 void paged_plan(const PagedPlanParams& p, const Launch& launch) {
@@ -216,7 +218,7 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.kv_seqlens,
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
-                                         paged::chunking(),
+                                         paged::chunking(p),
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,
                                          p.num_kv_heads,
