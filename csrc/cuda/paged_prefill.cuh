@@ -150,7 +150,8 @@ struct Gatherer {
         int item = blockIdx.x;
         for (int turn = 0; item < num_items; turn ^= 1) {
             if (tid == 0) {
-                s.next_item[turn] = static_cast<int>(gridDim.x + atomicAdd(&p.header->next_tile, 1u));
+                s.next_item[turn] =
+                    static_cast<int>(gridDim.x + atomicAdd(&p.header->next_tile, 1u));
             }
             gather(s, p.tiles[item / p.num_kv_heads], item % p.num_kv_heads, q, kv);
             cutlass::arch::NamedBarrier::sync(128, kGatherBarrier);
@@ -265,7 +266,8 @@ __device__ __forceinline__ void store_rows(const PrefillParams& p, const TileWor
                      : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                      : "r"(base + attention::tile_offset<C>(warp_row + row, column)));
         const int head = work.kv_head * p.group + p.head_of(in_tile);
-        const int64_t at = int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
+        const int64_t at =
+            int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
         *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * p.head_dim + column) = bits;
     }
     __syncwarp();  // before q is given back
@@ -275,7 +277,8 @@ template <typename C>
 __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSmem<C>& s) {
     constexpr int kN = C::kBlockN;
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
-    RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) % 32};
+    RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128,
+                    static_cast<int>(threadIdx.x) % 32};
     const auto release = [&](uint64_t* barrier) {
         __syncwarp();
         if (tile.lane == 0) EmptyBarrier::arrive(barrier);
