@@ -1,6 +1,7 @@
 """Decode steps of a GPU on a CPU: fakes stand in for pinned memory, events and graphs."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,6 +132,43 @@ def test_nan_ends_its_request_while_the_next_step_runs(folder: Path, like_a_gpu:
         engine.step()
     assert num_free_pages(engine) == engine._scheduler.pages.num_pages
     assert tokens_of(model, GREEDY) == wanted
+
+
+def test_graphs_go_before_a_step_fails(
+    folder: Path, like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bytetx.load(folder, device="cpu")
+    wanted = tokens_of(model, GREEDY)
+    engine, forward = model._idle_engines[0][1], model.transformer.forward
+    assert engine.num_graphs > 0
+
+    def short_of_memory(batch: object, **options: object) -> torch.Tensor:
+        if engine.num_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch, **options)
+
+    monkeypatch.setattr(model.transformer, "forward", short_of_memory)
+    engine.add_request(prompts()[0], GREEDY)
+    pieces = [piece for _ in range(30) for piece in engine.step()]
+    assert [token for piece in pieces for token in piece.token_ids] == wanted[0]
+
+
+def test_no_cycle_holds_an_engine(folder: Path, like_a_gpu: None) -> None:
+    """Its cache is most of a GPU's memory, and the next engine wants it."""
+    model = bytetx.load(folder, device="cpu")
+    tokens_of(model, GREEDY)
+    ((_, engine),) = model._idle_engines
+    gone = [weakref.ref(engine), weakref.ref(engine._runner.cache.layers[0].k_cache)]
+    for captured in engine._runner._decode._graphs._graphs.values():
+        captured.graph.compute = None  # a real one does not hold what it was captured from
+    gc.collect()
+    gc.disable()
+    try:
+        model._idle_engines.clear()
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
 
 
 @given(st.integers(1, 5000), st.integers(1, 4096))

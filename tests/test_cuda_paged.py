@@ -137,6 +137,28 @@ def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
         assert torch.equal(alone, together[i])
 
 
+def test_batch_mates_change_no_bit_in_large_batches() -> None:
+    """Large batches cut their keys into longer chunks than small ones do, whoever is in them."""
+    lengths = [*MIXED, *DECODE, (1, 4000)] * 3
+    step, inputs = make(lengths, head_dim=128, num_heads=8)
+    together = inputs.attend().split(step.seqlens)
+    queries, chosen = inputs.q.split(step.seqlens), range(0, len(lengths), 2)
+    subset = torch.tensor(chosen).cuda()
+    seqlens = [step.seqlens[i] for i in chosen]
+    apart = paged_attention(
+        torch.cat([queries[i] for i in chosen]),
+        inputs.k_cache,
+        inputs.v_cache,
+        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).int().cuda(),
+        page_table=inputs.lengths["page_table"][subset],
+        kv_seqlens=inputs.lengths["kv_seqlens"][subset],
+        max_seqlen=max(seqlens),
+        max_kv_seqlen=4000,
+    )
+    for i, rows in zip(chosen, apart.split(seqlens), strict=True):
+        assert torch.equal(rows, together[i])
+
+
 def test_runs_give_the_same_bits() -> None:
     _, inputs = make([*MIXED, *DECODE, (1, 8000)], head_dim=128)
     first = inputs.attend()

@@ -201,7 +201,7 @@ def _sdpa(shape: Shape, q: Tensor) -> Callable[[Tensor, Tensor], object] | None:
     queries = q.view(batch, 1, *q.shape[1:]).transpose(1, 2)
 
     def attend(k: Tensor, v: Tensor) -> object:
-        k, v = (t.unflatten(0, (batch, keys)).transpose(1, 2) for t in (k, v))
+        k, v = (t[: batch * keys].unflatten(0, (batch, keys)).transpose(1, 2) for t in (k, v))
         return F.scaled_dot_product_attention(queries, k, v, enable_gqa=True)
 
     return attend

@@ -1,8 +1,7 @@
-"""Suite `generate`: ragged prompts and answers on a GPU, against transformers' two ways."""
+"""Suite `generate`: ragged prompts and answers on a GPU, against transformers."""
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from bytetx.engine.engine import GenerationEngine
 from bytetx.model import Model
 from bytetx.sampling import SamplingParams
 
-_ROUNDS = 3
+_ROUNDS = 2
 _PAGES_EACH = 16  # tokens of a sequence's last page
 _MIB = 2**20
 
@@ -74,7 +73,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     dtype, notes = DTYPES[shape.dtype], [shape.note] if shape.note else []
     with random_checkpoint(shape.model, dtype) as folder:
         ours = _measure_ours(shape, folder)
-        rivals = _measure_rivals(shape, folder, notes) if shape.has_rivals else {}
+        rivals = _measure_transformers(shape, folder, notes) if shape.has_rivals else {}
     spec, requests = ours.spec, shape.requests
     decode = Work(decode_bytes(spec, requests, dtype))
     prefill = prefill_work(spec, requests)
@@ -150,54 +149,36 @@ def _run(model: Model, engine: GenerationEngine, shape: Shape, *, seed: int) -> 
     return time.perf_counter() - began, num_steps
 
 
-def _measure_rivals(shape: Shape, folder: Path, notes: list[str]) -> dict[str, float]:
-    """Seconds of each of transformers' ways; all answers are of one length there."""
+def _measure_transformers(shape: Shape, folder: Path, notes: list[str]) -> dict[str, float]:
+    """Seconds of `generate` on one padded batch, whose answers are of one length."""
     from transformers import AutoModelForCausalLM
 
-    dtype, found = DTYPES[shape.dtype], {}
-    ways: dict[str, Callable[[Any, list[list[int]], int], int]] = {
-        "transformers": _generate_padded,
-        "transformers-continuous": _generate_continuously,
-    }
     (num_tokens,) = {r.output_tokens for r in shape.requests}
-    for name, way in ways.items():
-        try:
-            with quiet():
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
-                vocab_size = model.config.vocab_size
-                few = random_prompts(shape.requests[:4], vocab_size=vocab_size, seed=0)
-                way(model, few, 4)
-                prompts = random_prompts(shape.requests, vocab_size=vocab_size, seed=1)
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                given = way(model, prompts, num_tokens)
-                torch.cuda.synchronize()
-                seconds = time.perf_counter() - began
-            if given == num_tokens * len(prompts):
-                found[name] = seconds
-            else:
-                notes.append(f"{name} left out: it gave {given} tokens")
-        except Exception as error:  # a rival may raise anything, and costs no other number
-            notes.append(left_out(name, error))
-    return found
+    try:
+        with quiet():
+            dtype = DTYPES[shape.dtype]
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
+            prompts = random_prompts(shape.requests, vocab_size=model.config.vocab_size, seed=0)
+            _generate(model, prompts, num_tokens=4)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            _generate(model, prompts, num_tokens=num_tokens)
+            torch.cuda.synchronize()
+            return {"transformers": time.perf_counter() - began}
+    except Exception as error:  # a rival may raise anything, and costs no other number
+        notes.append(left_out("transformers", error))
+        return {}
 
 
 @torch.inference_mode()
-def _generate_padded(model: Any, prompts: list[list[int]], num_tokens: int) -> int:
-    """Tokens that `generate` gave for one batch, padded on the left."""
+def _generate(model: Any, prompts: list[list[int]], *, num_tokens: int) -> None:
+    """num_tokens each, for one batch padded on the left."""
     longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device="cuda")
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device="cuda")
+    device = model.device
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
     options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
     answers = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-    return answers[:, longest:].numel()
-
-
-@torch.inference_mode()
-def _generate_continuously(model: Any, prompts: list[list[int]], num_tokens: int) -> int:
-    """Tokens that transformers' continuous batching gave."""
-    from transformers import GenerationConfig
-
-    config = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1)
-    answers = model.generate_batch(prompts, generation_config=config)
-    return sum(len(answer.generated_tokens) for answer in answers.values())
+    given = answers.shape[1] - longest
+    if given != num_tokens:
+        raise RuntimeError(f"it gave {given} tokens of {num_tokens}")

@@ -24,6 +24,7 @@ from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.step_columns import StepColumns
 from bytetx.heads import LmHead
 from bytetx.ops.paged_plan import takes_paged_plan
+from bytetx.spec import ModelSpec
 from bytetx.transformer import Transformer
 
 
@@ -46,7 +47,8 @@ class CudaDecode:
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
         if has_graphs and self.is_capturable:
-            self._graphs = GraphCache(device=device, workspace_bytes=self._workspace_bytes)
+            workspace_bytes = partial(_workspace_bytes, transformer.spec, head.decoder.dtype)
+            self._graphs = GraphCache(device=device, workspace_bytes=workspace_bytes)
 
     @property
     def num_graphs(self) -> int:
@@ -109,14 +111,14 @@ class CudaDecode:
         has_kernel = takes_paged_plan(layer.k_cache.flatten(0, 1), layer.k_cache, layer.v_cache)
         return decoder is not None and decoder.is_capturable and has_kernel
 
-    def _workspace_bytes(self, total_tokens: int) -> int:
-        """Activations and logits."""
-        itemsize = self._transformer.embeddings.word.element_size()
-        logits = total_tokens * self._head.decoder.n * itemsize
-        return self._transformer.spec.workspace_bytes(total_tokens, itemsize) + logits
-
     def __del__(self) -> None:
         # A graph is not destroyed under its own run.
         if not sys.is_finalizing() and getattr(self, "_graphs", None) is not None:
             with suppress(RuntimeError):
                 self._graphs.clear()
+
+
+def _workspace_bytes(spec: ModelSpec, dtype: torch.dtype, total_tokens: int) -> int:
+    """Activations and logits."""
+    logits = total_tokens * spec.vocab_size * dtype.itemsize
+    return spec.workspace_bytes(total_tokens, dtype.itemsize) + logits

@@ -85,13 +85,26 @@ class GenerationRunner:
         try:
             with self._on_stream():
                 columns = self._columns.columns_of(plan)
-                sampled = self._run(columns, self._sampler.read(plan, columns)).to_host()
+                sampled = self._run_twice(columns, self._sampler.read(plan, columns)).to_host()
                 sampled.check = self._transformer.check
                 return sampled
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
             raise self._step_error(error, plan) from error
+
+    def _give_memory_back(self) -> bool:
+        """Lets go of what steps can do without; False where there was nothing."""
+        return self._decode is not None and self._decode.give_memory_back()
+
+    def _run_twice(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
+        """The second time without the memory of graphs, where that was missing."""
+        try:
+            return self._run(columns, wanted)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) and self._give_memory_back()):
+                raise
+        return self._run(columns, wanted)
 
     def _on_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else OnStream(self._stream)

@@ -11,7 +11,7 @@ from bytetx.engine.sampled import Logprobs, Sampled
 from bytetx.engine.sequence import SequenceState
 from bytetx.engine.step_columns import StepColumns
 from bytetx.engine.stopping import forbidden_tokens
-from bytetx.engine.upload import Uploader
+from bytetx.engine.upload import Upload, Uploader
 from bytetx.errors import InputError
 from bytetx.ops.most_likely import most_likely
 from bytetx.ops.sampling import (
@@ -142,7 +142,7 @@ class Sampler:
         if params.has_penalties and self._counts is None:
             self._counts = _TokenCounts.empty(len(self._seats), self.vocab_size, self.device)
         if params.has_penalties:
-            self._counts.reset(sequence)
+            self._counts.reset(sequence, self._upload)
 
     def _process(
         self, wanted: SamplingRows, logits: Tensor
@@ -259,13 +259,14 @@ class _TokenCounts:
             torch.zeros(shape, dtype=torch.bool, device=device),
         )
 
-    def reset(self, sequence: SequenceState) -> None:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        vocab_size, device = self.in_prompt.shape[1], self.in_prompt.device
-        counts = torch.bincount(torch.tensor(sequence.output_ids).long(), minlength=vocab_size)
-        self.in_output[sequence.seat] = counts.int().to(device)
-        self.in_prompt[sequence.seat] = False
-        self.in_prompt[sequence.seat, torch.tensor(prompt, device=device)] = True
+    def reset(self, sequence: SequenceState, upload: Upload) -> None:
+        """Counts what the sequence has had before it got its seat."""
+        vocab_size, num_prompt = self.in_prompt.shape[1], sequence.num_prompt_tokens
+        token_ids = np.array(sequence.token_ids)
+        counts = np.bincount(token_ids[num_prompt:], minlength=vocab_size).astype(np.int32)
+        in_output, prompt = upload(counts, token_ids[:num_prompt])
+        self.in_output[sequence.seat].copy_(in_output)
+        self.in_prompt[sequence.seat].zero_().index_fill_(0, prompt, True)
 
     def add(self, seats: Tensor, tokens: Tensor) -> None:
         one = torch.ones((), dtype=torch.int32, device=tokens.device)

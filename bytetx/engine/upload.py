@@ -1,6 +1,6 @@
 """Uploader: many small host arrays to the device in one copy, without a wait for it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,9 @@ _TORCH = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
 }
+
+
+Upload = Callable[..., list[torch.Tensor]]  # Uploader.upload
 
 
 class Uploader:

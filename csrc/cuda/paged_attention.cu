@@ -29,12 +29,11 @@ using paged::PlanSizes;
 
 constexpr int64_t kAlignment = 16;
 
-int padded_dim(int head_dim) {
-    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : 128;
-}
+int padded_dim(int head_dim) { return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : 128; }
 
 int64_t stats_bytes(const PagedPlanParams& p) {
-    const int64_t bytes = paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(float2)};
+    const int64_t bytes =
+        paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(float2)};
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
@@ -59,9 +58,9 @@ void check(const PlannedPagedAttentionParams& p) {
         fail(std::to_string(needed) + " bytes of workspace, got " +
              std::to_string(p.workspace_bytes));
     }
-    for (const void* address : {p.q, p.k_cache, p.v_cache, static_cast<const void*>(p.out),
-                                static_cast<const void*>(p.plan.plan),
-                                static_cast<const void*>(p.workspace)}) {
+    for (const void* address :
+         {p.q, p.k_cache, p.v_cache, static_cast<const void*>(p.out),
+          static_cast<const void*>(p.plan.plan), static_cast<const void*>(p.workspace)}) {
         if (reinterpret_cast<std::uintptr_t>(address) % kAlignment != 0) fail("aligned addresses");
     }
 }
@@ -100,8 +99,8 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     const int64_t most = paged::plan_sizes(p.plan).items * p.plan.num_kv_heads;
     const int64_t resident = int64_t{num_sms()} * C::kMinCtas;
-    const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), paged::kDecodeThreads, kSmemBytes,
-                            stream};
+    const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), paged::kDecodeThreads,
+                            kSmemBytes, stream};
     launch_kernel(kernel, shape, decode_params(p));
 }
 

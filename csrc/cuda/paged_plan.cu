@@ -1,5 +1,5 @@
-// The plan of a step over paged keys: decode items and prefill tiles, from lengths on the device, so
-// that no length travels to the host and a captured graph serves any lengths.
+// The plan of a step over paged keys: decode items and prefill tiles, from lengths on the device,
+// so that no length travels to the host and a captured graph serves any lengths.
 //
 // One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA places it, and
 // the thread writes its items. Tiles are sorted by their keys into buckets, longest first, for the
@@ -70,8 +70,8 @@ __device__ Need exclusive_scan(const Need& own, Need& total) {
         if (i < warp) before = before + warp_sums[i];
         total = total + warp_sums[i];
     }
-    return before + Need{sum.units - own.units, sum.items - own.items,
-                         sum.partial_rows - own.partial_rows};
+    return before +
+           Need{sum.units - own.units, sum.items - own.items, sum.partial_rows - own.partial_rows};
 }
 
 // One sequence of the step.
@@ -153,9 +153,8 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
         if (!piece.is_tiled) continue;
-        for_each_tile(p, piece, i, [&](const PagedTile&, int bucket) {
-            atomicAdd(&counts[bucket], 1);
-        });
+        for_each_tile(p, piece, i,
+                      [&](const PagedTile&, int bucket) { atomicAdd(&counts[bucket], 1); });
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
@@ -176,7 +175,8 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
     return starts[kBuckets - 1];  // one past the last bucket's tiles
 }
 
-__global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ PlanKernelParams p) {
+__global__ void __launch_bounds__(kThreads)
+    plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
     release_next_kernel();
     Need total{};
@@ -191,8 +191,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
     for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
     if (threadIdx.x == 0) {
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
-                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)),
-                          0, 0};
+                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), 0, 0};
     }
 }
 
@@ -201,8 +200,10 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
 
 int64_t paged_plan_bytes(const PagedPlanParams& p) {
     const paged::PlanSizes sizes = paged::plan_sizes(p);
-    return sizeof(paged::PagedHeader) + sizes.items * sizeof(paged::PagedItem) +
-           sizes.tiles * sizeof(paged::PagedTile) + sizes.counters * sizeof(unsigned);
+    const int64_t bytes = sizeof(paged::PagedHeader) + sizes.items * sizeof(paged::PagedItem) +
+                          sizes.tiles * sizeof(paged::PagedTile) +
+                          sizes.counters * sizeof(unsigned);
+    return (bytes + paged::kAlignment - 1) / paged::kAlignment * paged::kAlignment;
 }
 
 void paged_plan(const PagedPlanParams& p, const Launch& launch) {
@@ -217,7 +218,7 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.kv_seqlens,
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
-                                         paged::chunking(),
+                                         paged::chunking(p),
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,
                                          p.num_kv_heads,

@@ -16,9 +16,11 @@
 
 namespace bytetx::paged {
 
-constexpr int kUnitRows = 16;  // rows of one mma
-constexpr int kStepKeys = 16;  // keys that a warp of the decode kernel takes at a time
-constexpr int kRoundKeys = 64;  // four warps take one step each
+constexpr int kUnitRows = 16;        // rows of one mma
+constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel takes at a time
+constexpr int kRoundKeys = 64;       // four warps take one step each
+constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan
+constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they are joined
 
 // A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
 // (token, query head of the group), the heads of a token next to one another.
@@ -54,29 +56,28 @@ struct alignas(16) PagedHeader {
     unsigned done_ctas;
 };
 
-// A sequence's chunks are a function of its own keys alone: its result does not depend on its batch
-// mates. Chunks of about chunk_keys keys, up to max_chunks of them, then longer ones.
+// How one sequence's keys are cut: a function of its own keys, and of the batch's size in two
+// classes. Chunks of about chunk_keys keys, up to kMaxChunks of them, then longer ones.
 struct Chunking {
     int chunk_keys;
-    int max_chunks;
 
     __host__ __device__ int length(int keys) const {
-        const int count = min_of((keys + chunk_keys - 1) / chunk_keys, max_chunks);
+        const int wanted = (keys + chunk_keys - 1) / chunk_keys;
+        const int count = wanted < kMaxChunks ? wanted : kMaxChunks;
         const int even = (keys + count - 1) / count;
         return (even + kRoundKeys - 1) / kRoundKeys * kRoundKeys;
     }
-    static __host__ __device__ int min_of(int a, int b) { return a < b ? a : b; }
 };
 
-// 256 keys of 8 heads of 128 features are 1 MB, and a chunk's sums that are written and read again
-// 1/64 of it where two query heads share a key head.
-constexpr Chunking kChunking{256, 32};
-#ifdef BYTETX_TUNE
-extern Chunking tuned;
-inline Chunking chunking() { return tuned; }
-#else
-inline Chunking chunking() { return kChunking; }
-#endif
+// A chunk's end costs the joining warp some 6 us under a saturated memory, in which a CTA's share
+// of it streams 200 keys of 128 features: chunks of 512 keys hide it (0.93 to 0.98 of the copy rate
+// for 64 sequences of 4096 keys, 256 keys 0.71 to 0.95). Few sequences want all SMs at work at
+// once: one of 1024 keys takes 8.1 us in chunks of 128, 13 us in chunks of 512 (H200, 2026-11-21).
+inline Chunking chunking(const PagedPlanParams& p) {
+    constexpr int64_t kFewUnits = 64;  // half the SMs
+    const bool is_few = std::min(p.batch_size, p.total_tokens) * p.num_kv_heads <= kFewUnits;
+    return {is_few ? 128 : 512};
+}
 
 // Sizes that a batch cannot exceed, from host integers alone.
 struct PlanSizes {
@@ -86,17 +87,16 @@ struct PlanSizes {
 inline PlanSizes plan_sizes(const PagedPlanParams& p) {
     const int64_t group = p.num_heads / p.num_kv_heads;
     // Without tiles every piece is cut into units of kUnitRows rows.
-    const int64_t units = p.tile_tokens > 0
-                              ? std::min(p.batch_size, p.total_tokens)
-                              : p.total_tokens * group / kUnitRows + p.batch_size;
+    const int64_t units = p.tile_tokens > 0 ? std::min(p.batch_size, p.total_tokens)
+                                            : p.total_tokens * group / kUnitRows + p.batch_size;
     const int64_t rows = p.tile_tokens > 0 ? units * group : p.total_tokens * group;
+    const int64_t chunk_keys = chunking(p).chunk_keys;
     const int64_t keys = std::max<int64_t>(p.max_kv_seqlen, 1);
-    const int64_t chunks = std::min<int64_t>((keys + chunking().chunk_keys - 1) / chunking().chunk_keys,
-                                             chunking().max_chunks);
+    const int64_t chunks = std::min<int64_t>((keys + chunk_keys - 1) / chunk_keys, kMaxChunks);
     const int64_t tiles =
         p.tile_tokens > 0 && p.max_seqlen > 1 ? p.total_tokens / p.tile_tokens + p.batch_size : 0;
     return {units, units * chunks, tiles, units * p.num_kv_heads,
-            p.max_kv_seqlen > chunking().chunk_keys ? rows * chunks : 0};
+            p.max_kv_seqlen > chunk_keys ? rows * chunks : 0};
 }
 
 struct PlanView {

@@ -44,7 +44,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    dispatch_at_least<32, 64, 96, 128>(p.head_dim, [&]<int kHeadDim>() {
+    dispatch_at_least<64, 96, 128>(p.head_dim, [&]<int kHeadDim>() {
         if (p.dtype == DType::f16) return launch_typed<cutlass::half_t, kHeadDim>(p, stream);
         launch_typed<cutlass::bfloat16_t, kHeadDim>(p, stream);
     });

@@ -23,13 +23,7 @@ using attention::FullBarrier;
 using attention::kTileRows;
 using attention::RowTile;
 
-#ifndef PW
-#define PW 3
-#define PC 160
-#define PG 32
-#define PU 2
-#endif
-constexpr int kPrefillWarpgroups = PW;
+constexpr int kPrefillWarpgroups = 3;
 constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
 constexpr int kGatherBarrier = 1;  // named; 0 is __syncthreads()
 
@@ -39,8 +33,8 @@ struct PrefillTiling {
     static constexpr int kStages = kHeadDim <= 64 ? 4 : 3;
     static constexpr int kNumWarpgroups = kPrefillWarpgroups;
     static constexpr int kQStages = 2;
-    static constexpr int kConsumerRegisters = PC;
-    static constexpr int kGatherRegisters = PG;
+    static constexpr int kConsumerRegisters = 152;
+    static constexpr int kGatherRegisters = 56;  // 3 * 152 + 56 registers of 128 threads: 64k
     static constexpr bool kHasBias = false;
 };
 
@@ -97,18 +91,19 @@ struct Gatherer {
     using T = typename C::Element;
     static constexpr int kPieces = C::kDim / 8;
     static constexpr int kCopies = kTileRows * kPieces / 128;  // of one thread, a tile of 64 rows
+    static constexpr int kUnroll = 4;  // copies whose addresses fit its registers
     const PrefillParams& p;
     int tid, lane;
 
     // Rows of q: those the tile does not have are zeros.
-    __device__ void load_q(const TileWork& work, T* q) {
+    __device__ void load_q(const PagedTile& tile, int kv_head, T* q) {
         const auto to = cute::cast_smem_ptr_to_uint(q);
 #pragma unroll 1
         for (int i = 0; i < C::kNumWarpgroups * kCopies; ++i) {
             const int row = (i * 128 + tid) / kPieces, column = (i * 128 + tid) % kPieces * 8;
-            const bool is_there = row < work.tile.num_rows && column < p.head_dim;
-            const int head = work.kv_head * p.group + p.head_of(row);
-            const int64_t at = is_there ? (work.tile.first_token + p.token_of(row)) * p.q_stride +
+            const bool is_there = row < tile.num_rows && column < p.head_dim;
+            const int head = kv_head * p.group + p.head_of(row);
+            const int64_t at = is_there ? (tile.first_token + p.token_of(row)) * p.q_stride +
                                               int64_t{head} * p.head_dim + column
                                         : 0;
             copy_or_zero(to + row / kTileRows * C::kQElements * attention::kElementBytes +
@@ -118,15 +113,14 @@ struct Gatherer {
     }
 
     // Slots of the keys block + lane and block + 32 + lane; -1 where no row of the tile sees them.
-    __device__ int2 load_slots(const PagedTile& tile, int block) {
-        const int64_t table = tile.sequence * p.max_pages;
+    __device__ int2 load_slots(const int* pages, int block, int first_visible, int end_key) {
         int slots[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int key = block + 32 * i + lane;
             slots[i] = -1;
-            if (key >= tile.first_visible && key < tile.end_key) {
-                const int page = p.page_table[table + (key >> p.page_shift)];
+            if (key >= first_visible && key < end_key) {
+                const int page = pages[key >> p.page_shift];
                 slots[i] = (page << p.page_shift) | (key & ((1 << p.page_shift) - 1));
             }
         }
@@ -135,7 +129,7 @@ struct Gatherer {
 
     __device__ void load_rows(const void* cache, int2 slots, int kv_head, T* rows) {
         const auto to = cute::cast_smem_ptr_to_uint(rows);
-#pragma unroll PU
+#pragma unroll kUnroll
         for (int i = 0; i < kCopies; ++i) {
             const int row = (i * 128 + tid) / kPieces, column = (i * 128 + tid) % kPieces * 8;
             const int low = __shfl_sync(kFullMask, slots.x, row % 32);
@@ -155,11 +149,11 @@ struct Gatherer {
         RingIndex<C::kStages> kv;
         int item = blockIdx.x;
         for (int turn = 0; item < num_items; turn ^= 1) {
-            unsigned drawn = 0;
-            if (tid == 0) drawn = atomicAdd(&p.header->next_tile, 1u);  // wanted at the end
-            const TileWork work{p.tiles[item / p.num_kv_heads], item % p.num_kv_heads};
-            gather(s, work, q, kv);
-            if (tid == 0) s.next_item[turn] = static_cast<int>(gridDim.x + drawn);
+            if (tid == 0) {
+                s.next_item[turn] =
+                    static_cast<int>(gridDim.x + atomicAdd(&p.header->next_tile, 1u));
+            }
+            gather(s, p.tiles[item / p.num_kv_heads], item % p.num_kv_heads, q, kv);
             cutlass::arch::NamedBarrier::sync(128, kGatherBarrier);
             item = s.next_item[turn];
         }
@@ -174,27 +168,29 @@ struct Gatherer {
         wait_for_copies<0>();
     }
 
-    __device__ void gather(PrefillSmem<C>& s, const TileWork& work, RingIndex<C::kQStages>& q,
-                           RingIndex<C::kStages>& kv) {
-        int2 next = load_slots(work.tile, work.tile.first_key);
+    __device__ void gather(PrefillSmem<C>& s, const PagedTile& tile, int kv_head,
+                           RingIndex<C::kQStages>& q, RingIndex<C::kStages>& kv) {
+        const int first_visible = tile.first_visible, end_key = tile.end_key;
+        const int* pages = p.page_table + tile.sequence * p.max_pages;
         EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
         if (tid == 0) {
-            s.works[q.index] = work;
+            s.works[q.index] = {tile, kv_head};
             FullBarrier::arrive(&s.q_full[q.index]);
         }
-        load_q(work, s.q[q.index]);
+        load_q(tile, kv_head, s.q[q.index]);
         arrive_after_copies(&s.q_full[q.index]);
         q.advance();
-        for (int block = work.tile.first_key; block < work.tile.end_key; block += C::kBlockN) {
+        int2 next = load_slots(pages, tile.first_key, first_visible, end_key);
+        for (int block = tile.first_key; block < end_key; kv.advance()) {
             const int2 slots = next;
-            next = load_slots(work.tile, block + C::kBlockN);
+            block += C::kBlockN;
+            next = load_slots(pages, block, first_visible, end_key);
             EmptyBarrier::wait(&s.k_empty[kv.index], kv.phase ^ 1);
-            load_rows(p.k_cache, slots, work.kv_head, s.k[kv.index]);
+            load_rows(p.k_cache, slots, kv_head, s.k[kv.index]);
             arrive_after_copies(&s.k_full[kv.index]);
             EmptyBarrier::wait(&s.v_empty[kv.index], kv.phase ^ 1);
-            load_rows(p.v_cache, slots, work.kv_head, s.v[kv.index]);
+            load_rows(p.v_cache, slots, kv_head, s.v[kv.index]);
             arrive_after_copies(&s.v_full[kv.index]);
-            kv.advance();
         }
     }
 };
@@ -270,7 +266,8 @@ __device__ __forceinline__ void store_rows(const PrefillParams& p, const TileWor
                      : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
                      : "r"(base + attention::tile_offset<C>(warp_row + row, column)));
         const int head = work.kv_head * p.group + p.head_of(in_tile);
-        const int64_t at = int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
+        const int64_t at =
+            int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
         *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + at * p.head_dim + column) = bits;
     }
     __syncwarp();  // before q is given back
@@ -280,7 +277,8 @@ template <typename C>
 __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSmem<C>& s) {
     constexpr int kN = C::kBlockN;
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
-    RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) % 32};
+    RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128,
+                    static_cast<int>(threadIdx.x) % 32};
     const auto release = [&](uint64_t* barrier) {
         __syncwarp();
         if (tile.lane == 0) EmptyBarrier::arrive(barrier);

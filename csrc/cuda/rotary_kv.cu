@@ -6,12 +6,12 @@
 //   q in place; k and v to page rows slot_mapping[token], where it is not -1
 //
 // q, k, v [total_tokens, heads, head_dim], rows any stride apart; cos, sin f32 [positions,
-// num_pairs]; f32 inside. 16 features a thread, in two pieces of eight that hold whole pairs: pieces j
-// and j + num_pairs / 8 of halves, or two neighbours where pairs are neighbours. A head takes the
-// next power of two of head_dim / 16 threads. Shapes that do not go into such pieces (odd numbers
-// of pairs, unaligned rows) take a warp a head, a feature a lane.
-// Bytes: q read and written, k and v read and written once, cos and sin from L2. Bound by HBM, for
-// few rows by latency. Source: RoFormer (arXiv 2104.09864), section 3.2; the fusion is standard.
+// num_pairs]; f32 inside. 16 features a thread, in two pieces of eight that hold whole pairs:
+// pieces j and j + num_pairs / 8 of halves, or two neighbours where pairs are neighbours. A head
+// takes the next power of two of head_dim / 16 threads. Shapes that do not go into such pieces (odd
+// numbers of pairs, unaligned rows) take a warp a head, a feature a lane. Bytes: q read and
+// written, k and v read and written once, cos and sin from L2. Bound by HBM, for few rows by
+// latency. Source: RoFormer (arXiv 2104.09864), section 3.2; the fusion is standard.
 
 #include <cstdint>
 #include <limits>
@@ -29,7 +29,7 @@ namespace bytetx {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPiece = 8;  // elements that a thread moves at a time
+constexpr int kPiece = 8;            // elements that a thread moves at a time
 constexpr int kWriteElements = 256;  // a "head" of write_kv, which knows rows only
 
 struct HeadParams {
@@ -64,8 +64,7 @@ struct Head {
                int64_t{kv_head} * p.head_dim;
         const int slot = p.slot_mapping[token];
         auto* cache = static_cast<T*>(is_k ? p.k_cache : p.v_cache);
-        to = slot < 0 ? nullptr
-                      : cache + (int64_t{slot} * p.num_kv_heads + kv_head) * p.head_dim;
+        to = slot < 0 ? nullptr : cache + (int64_t{slot} * p.num_kv_heads + kv_head) * p.head_dim;
     }
 };
 
@@ -129,8 +128,8 @@ __global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ 
 #pragma unroll
             for (int j = 0; j < kPiece; ++j) sum += x[i][j] * x[i][j];
         }
-        const float inverse =
-            rsqrtf(group_sum(sum, 1 << params.group_shift) / static_cast<float>(p.head_dim) + p.eps);
+        const float inverse = rsqrtf(
+            group_sum(sum, 1 << params.group_shift) / static_cast<float>(p.head_dim) + p.eps);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             if (head.norm == nullptr || pieces[i] >= num_pieces) continue;
@@ -169,7 +168,8 @@ __global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ 
 
 // A warp a head, any sizes: in shared memory, for a pair's features are far apart.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) any_head_kernel(const __grid_constant__ HeadParams params) {
+__global__ void __launch_bounds__(kThreads)
+    any_head_kernel(const __grid_constant__ HeadParams params) {
     extern __shared__ float rows[];  // [warps][head_dim]
     const RotaryWriteKvParams& p = params.own;
     wait_for_prior_kernel();
@@ -210,9 +210,9 @@ bool is_aligned(const RotaryWriteKvParams& p) {
     const auto fits = [](const void* address) {
         return reinterpret_cast<std::uintptr_t>(address) % 16 == 0;
     };
-    const bool has_pieces = p.head_dim % kPiece == 0 &&
-                            (p.num_pairs % kPiece == 0 ||
-                             (p.is_interleaved && 2 * p.num_pairs % kPiece == 0));
+    const bool has_pieces =
+        p.head_dim % kPiece == 0 &&
+        (p.num_pairs % kPiece == 0 || (p.is_interleaved && 2 * p.num_pairs % kPiece == 0));
     return has_pieces && p.q_stride % kPiece == 0 && p.k_stride % kPiece == 0 &&
            p.v_stride % kPiece == 0 && fits(p.q) && fits(p.k) && fits(p.v) && fits(p.k_cache) &&
            fits(p.v_cache) && fits(p.cos) && fits(p.sin) && fits(p.q_norm) && fits(p.k_norm);
@@ -231,8 +231,7 @@ void launch_heads(const RotaryWriteKvParams& p, cudaStream_t stream) {
     }
     const HeadParams params{p, static_cast<unsigned>(p.total_tokens * heads),
                             static_cast<unsigned>(heads), shift};
-    const auto grid =
-        static_cast<unsigned>((params.num_items + heads_at_once - 1) / heads_at_once);
+    const auto grid = static_cast<unsigned>((params.num_items + heads_at_once - 1) / heads_at_once);
     if (is_fast) return launch_kernel(head_kernel<T>, {grid, kThreads, 0, stream}, params);
     const int smem_bytes = kThreads / kWarpSize * p.head_dim * static_cast<int>(sizeof(float));
     allow_smem(any_head_kernel<T>, smem_bytes);
