@@ -21,6 +21,7 @@ class GeneratesText:
 
     checkpoint: LoadedCheckpoint
     token_budget: int
+    cuda_graphs: bool
 
     def __init__(self) -> None:
         # One engine waits for the next call with the same sizes, its cache full of prefixes.
@@ -83,7 +84,7 @@ class GeneratesText:
         than the token budget.  seed: of the seeds of requests that bring none.
         """
         sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
-        return build_engine(self.checkpoint, self._lm_head(), sizes, seed=seed)
+        return self._build_engine(sizes, seed=seed)
 
     def generation_sizes(
         self, *, kv_cache_tokens: int | None = None, max_num_seqs: int | None = None
@@ -137,7 +138,12 @@ class GeneratesText:
                 if idle_sizes == sizes:
                     return engine
                 del engine
-        return build_engine(self.checkpoint, self._lm_head(), sizes)
+        return self._build_engine(sizes)
+
+    def _build_engine(self, sizes: GenerationSizes, *, seed: int | None = None) -> GenerationEngine:
+        return build_engine(
+            self.checkpoint, self._lm_head(), sizes, seed=seed, cuda_graphs=self.cuda_graphs
+        )
 
     def _run_blocks(
         self,

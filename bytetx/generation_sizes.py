@@ -25,6 +25,7 @@ class GenerationSizes:
 
     max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages, of
     page_size tokens each: the cache, of cache_bytes; weights_bytes: the model beside it.
+    workspace_bytes: the most that a step holds while it runs, on a GPU with what graphs hold.
     """
 
     max_num_seqs: int
@@ -33,6 +34,12 @@ class GenerationSizes:
     num_pages: int
     cache_bytes: int
     weights_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Weights, cache and workspace: the most memory that generation takes of the device."""
+        return self.weights_bytes + self.cache_bytes + self.workspace_bytes
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -42,8 +49,9 @@ class GenerationSizes:
     def __str__(self) -> str:
         return (
             f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
-            f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), at most "
-            f"{self.max_num_seqs} sequences and {self.token_budget:,} tokens a step"
+            f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), workspace "
+            f"{self.workspace_bytes / 2**20:,.1f} MiB, at most {self.max_num_seqs} sequences and "
+            f"{self.token_budget:,} tokens a step"
         )
 
 
@@ -68,7 +76,7 @@ def generation_sizes(
     bytes_each = page_bytes(
         num_layers=spec.num_layers,
         page_size=PAGE_SIZE,
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=checkpoint.dtype,
     )
@@ -85,6 +93,7 @@ def generation_sizes(
         num_pages=num_pages,
         cache_bytes=num_pages * bytes_each,
         weights_bytes=_weights_bytes(checkpoint),
+        workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_num_seqs),
     )
 
 
@@ -96,7 +105,7 @@ def allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
             num_layers=spec.num_layers,
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
-            num_kv_heads=spec.num_kv_heads,
+            num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=checkpoint.dtype,
             device=checkpoint.device,
@@ -115,6 +124,19 @@ def _cache_limit_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _CUDA_SHARE)
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
+
+
+def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_seqs: int) -> int:
+    """Activations of a full step, and logits of all sequences with two f32 copies of them.
+
+    On a GPU the graphs of decode steps hold activations and logits of their own.
+    """
+    spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
+    logits = max_num_seqs * spec.vocab_size
+    step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
+    if checkpoint.device.type == "cuda":
+        step += spec.workspace_bytes(max_num_seqs, itemsize) + logits * itemsize
+    return step
 
 
 def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:

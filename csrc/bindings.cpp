@@ -87,6 +87,31 @@ void bind_pool(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_cache_rows(py::module_& m) {
+    m.def(
+        "rotary",
+        [](Address x, Address cos, Address sin, Address position_ids, int64_t total_tokens,
+           int64_t num_positions, int num_heads, int head_dim, int num_pairs, bool is_interleaved,
+           int64_t x_stride, int dtype, int device, Address stream, int num_threads, int isa) {
+            rotary({pointer(x), pointer<float>(cos), pointer<float>(sin),
+                    pointer<int32_t>(position_ids), total_tokens, num_positions, num_heads,
+                    head_dim, num_pairs, is_interleaved, x_stride, to_dtype(dtype)},
+                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "write_kv",
+        [](Address k, Address v, Address k_cache, Address v_cache, Address slot_mapping,
+           int64_t total_tokens, int64_t num_slots, int64_t row_elements, int64_t k_stride,
+           int64_t v_stride, int dtype, int device, Address stream, int num_threads, int isa) {
+            write_kv({pointer(k), pointer(v), pointer(k_cache), pointer(v_cache),
+                      pointer<int32_t>(slot_mapping), total_tokens, num_slots, row_elements,
+                      k_stride, v_stride, to_dtype(dtype)},
+                     {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #ifdef BYTETX_CUDA
 
 void bind_quantize_rows(py::module_& m) {
@@ -97,6 +122,18 @@ void bind_quantize_rows(py::module_& m) {
             quantize_rows({pointer(x), pointer<uint8_t>(out_fp8), pointer<float>(out_scale),
                            total_tokens, hidden_size, to_dtype(dtype)},
                           {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_most_likely(py::module_& m) {
+    m.def(
+        "most_likely",
+        [](Address logits, Address seats, Address out, Address last_tokens, int64_t num_rows,
+           int64_t vocab_size, int dtype, int device, Address stream, int num_threads, int isa) {
+            most_likely({pointer(logits), pointer<int32_t>(seats), pointer<int32_t>(out),
+                         pointer<int32_t>(last_tokens), num_rows, vocab_size, to_dtype(dtype)},
+                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -165,6 +202,102 @@ void bind_linear(py::module_& m) {
             linear({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d), rows, n,
                     k, static_cast<Activation>(activation), gated, tiling, splits, to_dtype(dtype)},
                    {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+PagedPlanParams paged_plan_params(Address cu_seqlens, Address kv_seqlens, Address plan,
+                                  int64_t plan_bytes, int64_t batch_size, int64_t total_tokens,
+                                  int max_seqlen, int max_kv_seqlen, int num_heads,
+                                  int num_kv_heads, int window) {
+    return {pointer<int32_t>(cu_seqlens),
+            pointer<int32_t>(kv_seqlens),
+            pointer<int32_t>(plan),
+            plan_bytes,
+            batch_size,
+            total_tokens,
+            max_seqlen,
+            max_kv_seqlen,
+            num_heads,
+            num_kv_heads,
+            window,
+            paged_tile_tokens(num_heads, num_kv_heads)};
+}
+
+void bind_planned_paged_attention(py::module_& m) {
+    m.def("paged_plan_bytes",  // of the plan, and of the workspace of calls with it
+          [](int64_t batch_size, int64_t total_tokens, int max_seqlen, int max_kv_seqlen,
+             int num_heads, int num_kv_heads, int window, int head_dim) {
+              const PagedPlanParams p =
+                  paged_plan_params(0, 0, 0, 0, batch_size, total_tokens, max_seqlen, max_kv_seqlen,
+                                    num_heads, num_kv_heads, window);
+              return py::make_tuple(paged_plan_bytes(p),
+                                    planned_paged_attention_workspace_bytes(p, head_dim));
+          });
+    m.def(
+        "paged_plan",
+        [](Address cu_seqlens, Address kv_seqlens, Address plan, int64_t plan_bytes,
+           int64_t batch_size, int64_t total_tokens, int max_seqlen, int max_kv_seqlen,
+           int num_heads, int num_kv_heads, int window, int device, Address stream, int num_threads,
+           int isa) {
+            paged_plan(paged_plan_params(cu_seqlens, kv_seqlens, plan, plan_bytes, batch_size,
+                                         total_tokens, max_seqlen, max_kv_seqlen, num_heads,
+                                         num_kv_heads, window),
+                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "planned_paged_attention",
+        [](Address q, Address k_cache, Address v_cache, Address out, Address page_table,
+           Address cu_seqlens, Address kv_seqlens, Address plan, int64_t plan_bytes,
+           Address workspace, int64_t workspace_bytes, int64_t batch_size, int64_t total_tokens,
+           int max_seqlen, int max_kv_seqlen, int num_heads, int num_kv_heads, int window,
+           int head_dim, int64_t max_pages, int page_size, int64_t q_stride, float softmax_scale,
+           int dtype, int device, Address stream, int num_threads, int isa) {
+            planned_paged_attention(
+                {pointer(q), pointer(k_cache), pointer(v_cache), pointer(out),
+                 pointer<int32_t>(page_table),
+                 paged_plan_params(cu_seqlens, kv_seqlens, plan, plan_bytes, batch_size,
+                                   total_tokens, max_seqlen, max_kv_seqlen, num_heads, num_kv_heads,
+                                   window),
+                 pointer(workspace), workspace_bytes, max_pages, page_size, head_dim, q_stride,
+                 softmax_scale, to_dtype(dtype)},
+                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_rotary_write_kv(py::module_& m) {
+    m.def(
+        "rotary_write_kv",
+        [](Address q, Address k, Address v, Address k_cache, Address v_cache, Address cos,
+           Address sin, Address q_norm, Address k_norm, Address position_ids, Address slot_mapping,
+           int64_t total_tokens, int num_heads, int num_kv_heads, int head_dim, int num_pairs,
+           bool is_interleaved, int64_t q_stride, int64_t k_stride, int64_t v_stride, float eps,
+           int dtype, int device, Address stream, int num_threads, int isa) {
+            rotary_write_kv({pointer(q),
+                             pointer(k),
+                             pointer(v),
+                             pointer(k_cache),
+                             pointer(v_cache),
+                             pointer<float>(cos),
+                             pointer<float>(sin),
+                             pointer(q_norm),
+                             pointer(k_norm),
+                             pointer<int32_t>(position_ids),
+                             pointer<int32_t>(slot_mapping),
+                             total_tokens,
+                             num_heads,
+                             num_kv_heads,
+                             head_dim,
+                             num_pairs,
+                             is_interleaved,
+                             q_stride,
+                             k_stride,
+                             v_stride,
+                             eps,
+                             to_dtype(dtype)},
+                            {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -258,31 +391,6 @@ void bind_paged_attention(py::module_& m) {
         ReleaseGil());
 }
 
-void bind_cache_rows(py::module_& m) {
-    m.def(
-        "rotary",
-        [](Address x, Address cos, Address sin, Address position_ids, int64_t total_tokens,
-           int64_t num_positions, int num_heads, int head_dim, int num_pairs, bool is_interleaved,
-           int64_t x_stride, int dtype, int device, Address stream, int num_threads, int isa) {
-            rotary({pointer(x), pointer<float>(cos), pointer<float>(sin),
-                    pointer<int32_t>(position_ids), total_tokens, num_positions, num_heads,
-                    head_dim, num_pairs, is_interleaved, x_stride, to_dtype(dtype)},
-                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
-        },
-        ReleaseGil());
-    m.def(
-        "write_kv",
-        [](Address k, Address v, Address k_cache, Address v_cache, Address slot_mapping,
-           int64_t total_tokens, int64_t num_slots, int64_t row_elements, int64_t k_stride,
-           int64_t v_stride, int dtype, int device, Address stream, int num_threads, int isa) {
-            write_kv({pointer(k), pointer(v), pointer(k_cache), pointer(v_cache),
-                      pointer<int32_t>(slot_mapping), total_tokens, num_slots, row_elements,
-                      k_stride, v_stride, to_dtype(dtype)},
-                     {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
-        },
-        ReleaseGil());
-}
-
 // Numbers of lists of int behind one another; false where something else is among them, a number
 // does not fit int32, or there are not `total` of them. About 3 ns a number.
 bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
@@ -313,16 +421,19 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     bytetx::bind_norm(m, "rms_norm", &bytetx::rms_norm);
     bytetx::bind_embed(m);
     bytetx::bind_pool(m);
+    bytetx::bind_cache_rows(m);
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
     bytetx::bind_quantize_rows(m);
+    bytetx::bind_most_likely(m);
     bytetx::bind_planned_attention(m);
+    bytetx::bind_planned_paged_attention(m);
+    bytetx::bind_rotary_write_kv(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_varlen_attention(m);
     bytetx::bind_paged_attention(m);
-    bytetx::bind_cache_rows(m);
     m.def("flatten_int_lists", &bytetx::flatten_int_lists);
 #endif
 }

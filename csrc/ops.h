@@ -57,6 +57,19 @@ struct QuantizeRowsParams {
 
 void quantize_rows(const QuantizeRowsParams& p, const Launch& launch);
 
+// cuda only. The first largest logit of each row, -1 where it is not finite or the row has a NaN.
+struct MostLikelyParams {
+    const void* logits;    // [num_rows, vocab_size], dtype, contiguous
+    const int32_t* seats;  // [num_rows], places of last_tokens; or null
+    int32_t* out;          // [num_rows]
+    int32_t* last_tokens;  // [seats + 1]: takes max(out[i], 0) at seats[i]; null with seats
+    int64_t num_rows;
+    int64_t vocab_size;
+    DType dtype;
+};
+
+void most_likely(const MostLikelyParams& p, const Launch& launch);
+
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
 // f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
 // and table; on a GPU the nearest row is read.
@@ -224,7 +237,7 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch);
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads);
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch);
 
-// cpu only so far. Turns pairs of features by their token's angles, in place and in f32:
+// Turns pairs of features by their token's angles, in place and in f32:
 // (a, b) = (a cos - b sin, b cos + a sin).
 struct RotaryParams {
     void* x;                      // [total_tokens, num_heads, head_dim], dtype
@@ -243,7 +256,7 @@ struct RotaryParams {
 
 void rotary(const RotaryParams& p, const Launch& launch);
 
-// cpu only so far. Rows of k and v into slots of the cache; no slot may be written twice.
+// Rows of k and v into slots of the cache; no slot may be written twice.
 struct WriteKvParams {
     const void* k;                // [total_tokens, row_elements], dtype
     const void* v;                // as k
@@ -259,6 +272,35 @@ struct WriteKvParams {
 };
 
 void write_kv(const WriteKvParams& p, const Launch& launch);
+
+// cuda only. Heads of q and k normed as by rms_norm, where weights are given, and turned as by
+// rotary; q in place, k and v to their slots, as by write_kv. Keeps f32 between these steps.
+struct RotaryWriteKvParams {
+    void* q;                      // [total_tokens, num_heads, head_dim], dtype
+    const void* k;                // [total_tokens, num_kv_heads, head_dim]
+    const void* v;                // as k
+    void* k_cache;                // [num_slots, num_kv_heads, head_dim], contiguous
+    void* v_cache;                // as k_cache
+    const float* cos;             // [positions, num_pairs]
+    const float* sin;             // as cos
+    const void* q_norm;           // [head_dim], dtype, or null for none
+    const void* k_norm;           // as q_norm; both or neither
+    const int32_t* position_ids;  // [total_tokens]
+    const int32_t* slot_mapping;  // [total_tokens]; -1: nowhere
+    int64_t total_tokens;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t head_dim;
+    int32_t num_pairs;  // at most head_dim / 2; 0: nothing turns
+    bool is_interleaved;
+    int64_t q_stride;  // elements from row to row
+    int64_t k_stride;
+    int64_t v_stride;
+    float eps;
+    DType dtype;
+};
+
+void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch);
 
 // cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row
 // r of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
@@ -286,6 +328,50 @@ struct PagedAttentionParams {
     float softmax_scale;
     DType dtype;  // f32 or bf16 on a CPU
 };
+
+// cuda only. What each CTA of planned_paged_attention does, from lengths on the device: made once a
+// step, shared by all layers of one window. Host integers may be bounds, so that a captured step
+// serves any lengths below them.
+struct PagedPlanParams {
+    const int32_t* cu_seqlens;  // [batch_size + 1]; a sequence may have no rows
+    const int32_t* kv_seqlens;  // [batch_size]
+    int32_t* plan;              // paged_plan_bytes(), any content
+    int64_t plan_bytes;
+    int64_t batch_size;
+    int64_t total_tokens;
+    int32_t max_seqlen;
+    int32_t max_kv_seqlen;
+    int32_t num_heads;
+    int32_t num_kv_heads;
+    int32_t window;
+    int32_t tile_tokens;  // paged_tile_tokens()
+};
+
+// Tokens of a prefill tile; 0 where the heads are too many, and decode items serve all pieces.
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads);
+int64_t paged_plan_bytes(const PagedPlanParams& p);
+void paged_plan(const PagedPlanParams& p, const Launch& launch);
+
+// cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 128.
+struct PlannedPagedAttentionParams {
+    const void* q;
+    const void* k_cache;
+    const void* v_cache;
+    void* out;
+    const int32_t* page_table;  // [batch_size, max_pages]
+    PagedPlanParams plan;       // as it was made
+    void* workspace;            // planned_paged_attention_workspace_bytes(), any content
+    int64_t workspace_bytes;
+    int64_t max_pages;
+    int32_t page_size;
+    int32_t head_dim;
+    int64_t q_stride;
+    float softmax_scale;
+    DType dtype;
+};
+
+int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim);
+void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);
 
 // Reads the lengths, as only a CPU can: decode rows need room by the keys that they have.
 int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads);

@@ -5,9 +5,10 @@ from zlib import crc32
 import numpy as np
 
 from bytetx.engine.generation import StepPlan
-from bytetx.engine.step_columns import StepColumns, columns_of
+from bytetx.engine.step_columns import ColumnWriter, StepColumns
 
 EMPTY = -1  # what a slot holds that nobody wrote
+_MAX_NUM_SEQS = 256
 
 
 class FakeModel:
@@ -19,17 +20,32 @@ class FakeModel:
     def __init__(self, *, num_pages: int, page_size: int, vocab_size: int = 97):
         self.cache = np.full(num_pages * page_size, EMPTY, dtype=np.int32)
         self.page_size, self.vocab_size = page_size, vocab_size
+        self._columns = ColumnWriter(page_size=page_size, max_num_seqs=_MAX_NUM_SEQS)
+        self.last_tokens = np.full(_MAX_NUM_SEQS, EMPTY, dtype=np.int32)  # by seat
+
+    def compute(self, plan: StepPlan) -> StepColumns:
+        """The columns of a step, whose tokens the cache now holds."""
+        columns = self._columns.columns_of(plan)
+        ids = columns.input_ids
+        ids = np.where(ids < 0, self.last_tokens[np.where(ids < 0, ~ids, 0)], ids)
+        self.cache[columns.slot_mapping] = ids
+        return columns
 
     def next_tokens(self, plan: StepPlan) -> list[int | None]:
         """One entry a row of the plan: its next token, None where it samples none."""
-        columns = columns_of(plan, page_size=self.page_size)
-        self.cache[columns.slot_mapping] = columns.input_ids
-        return [
+        if not plan.rows:
+            return []
+        columns = self.compute(plan)
+        tokens = [
             self.hash(self.prefix(columns, number, columns.kv_seqlens[number]))
             if row.samples
             else None
             for number, row in enumerate(plan.rows)
         ]
+        for row, token in zip(plan.rows, tokens, strict=True):
+            if token is not None:
+                self.last_tokens[row.sequence.seat] = token
+        return tokens
 
     def alone(self, prompt: list[int], num_tokens: int) -> list[int]:
         """The answer to a prompt without any cache."""

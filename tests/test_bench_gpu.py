@@ -9,7 +9,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bytetx.bench import attention, bert, encoder, gpu, latency, linear, norm, text
+from bytetx.bench import (
+    attention,
+    bert,
+    causal,
+    decode,
+    encoder,
+    generate,
+    gpu,
+    latency,
+    linear,
+    norm,
+    text,
+)
 from bytetx.bench.cli import app
 from bytetx.bench.gpu_rivals import cut_by_tokens
 from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
@@ -19,10 +31,11 @@ from bytetx.bench.suite import Measurement
 from bytetx.bench.table import summary_line
 from bytetx.errors import BytetxError
 from bytetx.ops.attention import varlen_attention
+from bytetx.spec import build_spec
 
 pytest.importorskip("transformers")
 
-SUITES = ("attention", "linear", "norm", "encoder", "latency", "text")
+SUITES = ("attention", "linear", "norm", "decode", "encoder", "latency", "text", "generate")
 TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -48,8 +61,8 @@ RECORD = Record(
 
 
 def test_case_names_are_unique() -> None:
-    for shapes in (attention.shapes(), linear.shapes(), norm.shapes(), encoder.shapes()):
-        names = [shape.name for shape in shapes]
+    for suite in (attention, linear, norm, decode, encoder, generate):
+        names = [shape.name for shape in suite.shapes()]
         assert len(set(names)) == len(names)
     assert len({shape.name for shape in latency.shapes(None)}) == 9
 
@@ -162,6 +175,24 @@ def test_rates_follow_the_unit(unit: str, shape: dict[str, float], rate: str) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
+def test_work_of_generation_is_counted_by_hand() -> None:
+    config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
+    sizes = {"num_key_value_heads": 1, "intermediate_size": 16, "num_hidden_layers": 3}
+    spec = build_spec(config | sizes | {"max_position_embeddings": 32})
+    requests = [causal.Request(3, 2), causal.Request(1, 4)]
+    layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 16
+    flop = 2 * 3 * layer * 4 + 4 * 3 * 8 * (3 * 4 // 2 + 1)
+    assert causal.prefill_work(spec, requests).flop == flop
+    keys = (3 + 1) + (1 + 1) + (1 + 2) + (1 + 3)  # that each token after the first reads
+    read = 2 * (keys * 3 * 2 * 4 + 3 * (3 * layer + 80))
+    assert causal.decode_bytes(spec, requests, torch.bfloat16) == read
+    drawn = causal.uniform_requests(500, (100, 1024), (7, 7))
+    assert {r.output_tokens for r in drawn} == {7} and drawn[0] == causal.uniform_requests(
+        1, (100, 1024), (7, 7)
+    )[0]
+    assert 100 <= min(r.prompt_tokens for r in drawn) < max(r.prompt_tokens for r in drawn) <= 1024
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_suites_ask_for_a_gpu(suite: str) -> None:
     assert f"the {suite} suite needs a CUDA GPU" in failure([suite])

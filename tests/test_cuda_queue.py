@@ -4,6 +4,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,9 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.engine import cuda_queue, graphs
-from bytetx.engine.block import BlockLayout
-from bytetx.engine.cuda_queue import CudaQueue, _copy, _OnStream
+from bytetx.engine.cuda_queue import CudaQueue, _copy
 from bytetx.engine.graphs import CapturedStep
-from bytetx.engine.step import Step, Task
+from bytetx.engine.on_stream import OnStream
 from bytetx.model import Model
 from bytetx.transformer import Transformer
 
@@ -42,22 +42,21 @@ class FakeGraph:
     """What a captured graph does: the same work again, into the same outputs."""
 
     def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]):
-        self.compute, self.outputs, self.num_replays = compute, compute(), 0
+        self.compute, self.outputs, self.num_replays = compute, [], 0
 
     def replay(self) -> None:
         self.num_replays += 1
-        for output, value in zip(self.outputs, self.compute(), strict=True):
+        computed = self.compute()
+        self.outputs += computed[len(self.outputs) :]  # all of them at the first time
+        for output, value in zip(self.outputs, computed, strict=True):
             output.copy_(value)
 
 
 def fake_capture(
-    cache: graphs.GraphCache, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
+    cache: graphs.GraphCache, block: torch.Tensor, compute: graphs.Compute, keep: object
 ) -> CapturedStep:
-    block = torch.zeros(layout.num_ints, dtype=torch.int32)
-    layout.write(block.numpy(), step)  # computing is checked here; capturing is not
-    padded, transformer = layout.read(block, step, max_seqlen=max_seqlen), cache._transformer
-    graph = FakeGraph(lambda: task.compute(transformer, padded))
-    return CapturedStep(graph, block, graph.outputs, task)
+    graph = FakeGraph(partial(compute, block))
+    return CapturedStep(graph, block, graph.outputs, keep)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(cuda_queue, "_OnStream", nullcontext)
+    monkeypatch.setattr(cuda_queue, "OnStream", nullcontext)
     monkeypatch.setattr(graphs.GraphCache, "_capture", fake_capture)
     monkeypatch.setattr(graphs.GraphCache, "_reserve", lambda cache, total_tokens: None)
     monkeypatch.setattr(Transformer, "is_capturable", True)
@@ -243,6 +242,6 @@ def test_the_streams_and_the_device_of_the_caller_come_back(
         monkeypatch.setattr(torch._C, name, fake, raising=False)
     stream = FakeStream()
     stream.device_index = 1
-    with _OnStream(stream):
+    with OnStream(stream):
         assert state == {"device": 1, "streams": [(10, 0, 1), (stream.stream_id, 1, 1)]}
     assert state == {"device": 0, "streams": [(10, 0, 1), (11, 1, 1)]}

@@ -17,14 +17,19 @@ from bytetx.sampling import SamplingParams
 
 @dataclass(slots=True)
 class Run:
-    """A scheduler and the model that its steps run on, checked at every step."""
+    """A scheduler and the model that its steps run on, checked at every step.
+
+    runs_ahead: what a step gave is known once the next one is planned.
+    """
 
     scheduler: GenerationScheduler
     model: FakeModel
+    runs_ahead: bool = False
     num_steps: int = 0
     num_preempted: int = 0
     num_computed: int = 0
     started: dict[SequenceState, None] = field(default_factory=dict)  # in order
+    in_flight: list[tuple[StepPlan, list[int | None]]] = field(default_factory=list)
 
     def step(self) -> StepPlan:
         """Plans, checks and runs a step; sequences that have their last token end."""
@@ -34,15 +39,23 @@ class Run:
         self.num_steps += 1
         self.num_preempted += plan.num_preempted
         self.num_computed += plan.total_tokens
-        for row, token in zip(plan.rows, self.model.next_tokens(plan), strict=True):
-            if token is not None:
-                self.scheduler.append(row.sequence, token)
-                if row.sequence.num_output_tokens == row.sequence.max_tokens:
-                    self.scheduler.finish(row.sequence)
+        self.in_flight.append((plan, self.model.next_tokens(plan)))
+        while len(self.in_flight) > bool(self.runs_ahead and plan.rows):
+            self.collect(*self.in_flight.pop(0))
         return plan
 
+    def collect(self, plan: StepPlan, tokens: list[int | None]) -> None:
+        for row, token in zip(plan.rows, tokens, strict=True):
+            sequence = row.sequence
+            if token is None or row.is_stale or sequence.status is Status.FINISHED:
+                continue
+            self.scheduler.append(sequence, token)
+            is_stop = sequence.stop_token_ids and token in sequence.stop_token_ids
+            if is_stop or sequence.num_output_tokens == sequence.max_tokens:
+                self.scheduler.finish(sequence)
+
     def finish(self) -> "Run":
-        while self.scheduler.has_work:
+        while self.scheduler.has_work or self.in_flight:
             self.step()
         assert self.scheduler.pages.num_available == self.scheduler.pages.num_pages
         assert (self.scheduler.num_waiting, self.scheduler.num_running) == (0, 0)
@@ -56,6 +69,7 @@ def run_of(
     token_budget: int = 16,
     max_num_seqs: int = 4,
     caches_prefixes: bool = True,
+    runs_ahead: bool = False,
 ) -> Run:
     scheduler = GenerationScheduler(
         num_pages=num_pages,
@@ -65,7 +79,7 @@ def run_of(
         max_positions=1 << 20,
         caches_prefixes=caches_prefixes,
     )
-    return Run(scheduler, FakeModel(num_pages=num_pages, page_size=page_size))
+    return Run(scheduler, FakeModel(num_pages=num_pages, page_size=page_size), runs_ahead)
 
 
 def check_plan(plan: StepPlan, scheduler: GenerationScheduler) -> None:
@@ -80,8 +94,10 @@ def check_plan(plan: StepPlan, scheduler: GenerationScheduler) -> None:
     for row in rows:
         sequence, end = row.sequence, row.start + row.num_tokens
         assert row.num_tokens > 0 and sequence.status is Status.RUNNING
-        assert end == sequence.num_computed <= len(sequence.token_ids)
-        assert row.samples == (end == len(sequence.token_ids))
+        assert end == sequence.num_computed
+        assert (
+            row.samples == (sequence.num_tokens > len(sequence.token_ids)) and sequence.num_left > 0
+        )
         assert len(sequence.pages) == scheduler.pages.pages_for(end)
         assert len(set(sequence.pages)) == len(sequence.pages)
         writers.update(sequence.pages[row.start // page_size :])
@@ -102,6 +118,7 @@ sizes = st.fixed_dictionaries(
         "token_budget": st.integers(4, 20),
         "max_num_seqs": st.integers(1, 4),
         "caches_prefixes": st.booleans(),
+        "runs_ahead": st.booleans(),
     }
 )
 
@@ -290,15 +307,20 @@ def test_more_sequences_than_the_budget_are_refused() -> None:
         run_of(token_budget=4, max_num_seqs=5)
 
 
-def test_soak() -> None:
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
+def test_soak(runs_ahead: bool) -> None:
     """5 000 requests with stops, aborts and preemptions: every page free, every answer as alone."""
     rng = random.Random(4)
-    run = run_of(num_pages=100, page_size=4, token_budget=128, max_num_seqs=32)
+    run = run_of(
+        num_pages=100, page_size=4, token_budget=128, max_num_seqs=32, runs_ahead=runs_ahead
+    )
     scheduler, open_sequences, num_checked, num_aborted = run.scheduler, [], 0, 0
     heads = [[rng.randrange(97) for _ in range(rng.randrange(60))] for _ in range(20)]
     for _ in range(5000):
         prompt = rng.choice(heads) + [rng.randrange(97) for _ in range(rng.randrange(1, 30))]
         sequence = SequenceState(prompt, rng.randrange(1, 60), priority=rng.randrange(3))
+        if rng.random() < 0.2:
+            sequence.stop_token_ids = frozenset(rng.sample(range(97), 4))
         scheduler.add(sequence)
         open_sequences.append(sequence)
         if rng.random() < 0.15:

@@ -13,14 +13,15 @@ from bytetx.engine.async_engine import AsyncEngine
 from bytetx.engine.detokenizer import DecodedStream
 from bytetx.engine.engine import GenerationEngine
 from bytetx.engine.generation import GenerationScheduler, StepPlan
-from bytetx.engine.outputs import AnswerPiece, RowResult
+from bytetx.engine.outputs import AnswerPiece
+from bytetx.engine.sampled import Sampled
 from bytetx.engine.sampler import Sampler
-from bytetx.engine.step_columns import columns_of
 from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.sampling import SamplingParams
 
 VOCAB_SIZE = 97
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
+AHEAD = pytest.mark.parametrize("runs_ahead", [False, True], ids=["waits", "ahead"])
 
 
 class FakeRunner:
@@ -29,26 +30,32 @@ class FakeRunner:
     bad_token: a prefix that ends in it has NaN logits.  breaks_at: the step that fails whole.
     """
 
-    vocab_size = VOCAB_SIZE
+    vocab_size, num_graphs = VOCAB_SIZE, 0
 
-    def __init__(self, *, num_pages: int, page_size: int, max_num_seqs: int):
+    def __init__(
+        self, *, num_pages: int, page_size: int, max_num_seqs: int, runs_ahead: bool = False
+    ):
         self.model = FakeModel(num_pages=num_pages, page_size=page_size, vocab_size=2**31)
         self.sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=VOCAB_SIZE)
         self.bad_token, self.breaks_at, self.num_steps = None, None, 0
+        self.runs_ahead = runs_ahead
 
-    def run(self, plan: StepPlan) -> list[RowResult]:
+    def start(self, plan: StepPlan) -> Sampled:
         self.num_steps += 1
         if self.num_steps == self.breaks_at:
             raise StepError("a kernel failed")
-        columns = columns_of(plan, page_size=self.model.page_size)
-        self.model.cache[columns.slot_mapping] = columns.input_ids
+        columns = self.model.compute(plan)
+        wanted = self.sampler.read(plan, columns)
         owners = np.searchsorted(columns.cu_seqlens, columns.logits_rows, side="right") - 1
         prefixes = [
             self.model.prefix(columns, owner, columns.positions[row] + 1)
             for owner, row in zip(owners, columns.logits_rows, strict=True)
         ]
         logits = [torch.empty(0, VOCAB_SIZE), *(self.logits(p)[None] for p in prefixes)]
-        return self.sampler.sample(plan, torch.cat(logits))
+        sampled = self.sampler.sample(wanted, torch.cat(logits))
+        if sampled.tokens is not None:
+            self.model.last_tokens[wanted.seat_ids] = sampled.tokens
+        return sampled
 
     def logits(self, prefix: list[int] | np.ndarray) -> torch.Tensor:
         if prefix[-1] == self.bad_token:
@@ -66,10 +73,11 @@ def engine_of(
     num_pages: int = 64,
     max_positions: int = 200,
     eos_token_ids: tuple[int, ...] = (),
+    runs_ahead: bool = False,
     **options,
 ) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
-    runner = FakeRunner(**sizes, max_num_seqs=8)
+    runner = FakeRunner(**sizes, max_num_seqs=8, runs_ahead=runs_ahead)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": max_positions}
     scheduler = GenerationScheduler(**sizes, **limits)
     settings = {
@@ -128,10 +136,13 @@ MIXED = [
 ]
 
 
+@AHEAD
 @pytest.mark.parametrize("num_pages", [60, 16])
-def test_an_answer_is_the_same_among_others(num_pages: int) -> None:
+def test_an_answer_is_the_same_among_others(num_pages: int, runs_ahead: bool) -> None:
     """16 pages of 4 tokens preempt; penalties, seeds and stops must survive that."""
-    engine, _, scheduler = engine_of(num_pages=num_pages, eos_token_ids=(96,))
+    engine, _, scheduler = engine_of(
+        num_pages=num_pages, eos_token_ids=(96,), runs_ahead=runs_ahead
+    )
     prompts = [[3, 1, 4, 1, 5, 9][: 1 + number % 6] for number in range(2 * len(MIXED))]
     expected = []
     for number, prompt in enumerate(prompts):
@@ -155,12 +166,13 @@ def test_limits_hold() -> None:
         assert (len(tokens), reason) == (198, "length")
 
 
-def test_stop_strings_end_the_text_before_them() -> None:
+@AHEAD
+def test_stop_strings_end_the_text_before_them(runs_ahead: bool) -> None:
     free = alone([7], GREEDY)[0]
     params = SamplingParams(temperature=0, max_tokens=8, stop=[free[3:5], "~~"])
     text, tokens, reason, stop = alone([7], params)
     assert (text, reason, stop, len(tokens)) == (free[:3], "stop", free[3:5], 5)
-    engine, _, _ = engine_of()
+    engine, _, _ = engine_of(runs_ahead=runs_ahead)
     engine.add_request([7], params)
     shown = [piece.text for piece in run(engine)[0, 0]]
     assert shown == [*free[:3], "", ""]  # held back, then cut
@@ -172,8 +184,9 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     assert alone([7], params)[0] == free[:5]
 
 
-def test_n_answers_differ_and_come_again_with_their_seed() -> None:
-    engine, _, _ = engine_of()
+@AHEAD
+def test_n_answers_differ_and_come_again_with_their_seed(runs_ahead: bool) -> None:
+    engine, _, _ = engine_of(runs_ahead=runs_ahead)
     engine.add_request([1, 2], SamplingParams(n=4, seed=11, max_tokens=10))
     engine.add_request([1, 2], SamplingParams(n=4, max_tokens=10))
     pieces = run(engine)
@@ -183,8 +196,9 @@ def test_n_answers_differ_and_come_again_with_their_seed() -> None:
     assert first[0] == alone([1, 2], SamplingParams(seed=11, max_tokens=10))[0]
 
 
-def test_logprobs_are_the_models_own() -> None:
-    engine, runner, _ = engine_of()
+@AHEAD
+def test_logprobs_are_the_models_own(runs_ahead: bool) -> None:
+    engine, runner, _ = engine_of(runs_ahead=runs_ahead)
     prompt = list(range(30))  # over the budget: scored in pieces
     params = SamplingParams(seed=1, max_tokens=3, temperature=3.0, logprobs=2, prompt_logprobs=1)
     engine.add_request(prompt, params)
@@ -200,8 +214,9 @@ def test_logprobs_are_the_models_own() -> None:
         assert list(entry.top) == exact.topk(1 if place < 30 else 2).indices.tolist()
 
 
-def test_nan_logits_end_their_request_alone() -> None:
-    engine, runner, scheduler = engine_of()
+@AHEAD
+def test_nan_logits_end_their_request_alone(runs_ahead: bool) -> None:
+    engine, runner, scheduler = engine_of(runs_ahead=runs_ahead)
     runner.bad_token = 96
     engine.add_request([96] * 9, GREEDY)
     engine.add_request([1, 2, 3], GREEDY)
@@ -215,8 +230,9 @@ def test_nan_logits_end_their_request_alone() -> None:
     assert whole(run(engine)[2, 0]) == alone([96] * 9, GREEDY)
 
 
-def test_a_bad_request_takes_no_other_of_its_prefix_with_it() -> None:
-    engine, runner, scheduler = engine_of()
+@AHEAD
+def test_a_bad_request_takes_no_other_of_its_prefix_with_it(runs_ahead: bool) -> None:
+    engine, runner, scheduler = engine_of(runs_ahead=runs_ahead)
     runner.bad_token = 96
     options = {"repetition_penalty": 1.5, "logit_bias": {96: -np.inf}, "max_tokens": 12}
     params = [SamplingParams(seed=seed, **options) for seed in range(3)]
@@ -229,11 +245,12 @@ def test_a_bad_request_takes_no_other_of_its_prefix_with_it() -> None:
     assert scheduler.num_preempted == 2  # both found pages of the bad one, and started again
 
 
-def test_a_processor_that_raises_ends_its_request_alone() -> None:
+@AHEAD
+def test_a_processor_that_raises_ends_its_request_alone(runs_ahead: bool) -> None:
     def broken(token_ids: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
         return logits[:5] if len(token_ids) > 4 else logits
 
-    engine, _, _ = engine_of()
+    engine, _, _ = engine_of(runs_ahead=runs_ahead)
     engine.add_request([1, 2, 3], SamplingParams(logits_processors=[broken]))
     engine.add_request([1, 2, 3], GREEDY)
     pieces = run(engine)
@@ -242,8 +259,9 @@ def test_a_processor_that_raises_ends_its_request_alone() -> None:
     assert whole(pieces[1, 0]) == alone([1, 2, 3], GREEDY)
 
 
-def test_a_failed_step_ends_its_rows_and_the_others_go_on() -> None:
-    engine, runner, scheduler = engine_of()
+@AHEAD
+def test_a_failed_step_ends_its_rows_and_the_others_go_on(runs_ahead: bool) -> None:
+    engine, runner, scheduler = engine_of(runs_ahead=runs_ahead)
     for first in range(10):  # two more than run at a time
         engine.add_request([first, 2, 3], GREEDY)
     runner.breaks_at = 3
@@ -252,8 +270,9 @@ def test_a_failed_step_ends_its_rows_and_the_others_go_on() -> None:
     assert scheduler.pages.num_available == 64
 
 
-def test_an_abort_ends_a_request_in_the_middle() -> None:
-    engine, _, scheduler = engine_of()
+@AHEAD
+def test_an_abort_ends_a_request_in_the_middle(runs_ahead: bool) -> None:
+    engine, _, scheduler = engine_of(runs_ahead=runs_ahead)
     request_id = engine.add_request([1], SamplingParams(n=2, seed=0, max_tokens=50))
     engine.add_request([1, 2, 3], GREEDY)
     for _ in range(3):
@@ -299,8 +318,9 @@ async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams
     return whole([piece async for piece in engine.generate(prompt, params)])
 
 
-def test_async_callers_get_their_own_answers() -> None:
-    inner, _, scheduler = engine_of()
+@AHEAD
+def test_async_callers_get_their_own_answers(runs_ahead: bool) -> None:
+    inner, _, scheduler = engine_of(runs_ahead=runs_ahead)
     params = [SamplingParams(seed=seed, max_tokens=15) for seed in range(20)]
 
     async def main() -> list[tuple]:
@@ -318,8 +338,9 @@ def test_async_callers_get_their_own_answers() -> None:
     assert scheduler.pages.num_available == 64
 
 
-def test_closing_ends_open_requests() -> None:
-    inner, _, scheduler = engine_of(num_pages=1 << 18, max_positions=1 << 20)
+@AHEAD
+def test_closing_ends_open_requests(runs_ahead: bool) -> None:
+    inner, _, scheduler = engine_of(runs_ahead=runs_ahead, num_pages=1 << 18, max_positions=1 << 20)
 
     async def main() -> None:
         engine = AsyncEngine(inner)
@@ -334,9 +355,10 @@ def test_closing_ends_open_requests() -> None:
     assert scheduler.pages.num_available == 1 << 18
 
 
-def test_an_error_that_is_nobodys_fault_reaches_every_async_caller() -> None:
-    inner, runner, scheduler = engine_of()
-    runner.run = lambda plan: 1 // 0
+@AHEAD
+def test_an_error_that_is_nobodys_fault_reaches_every_async_caller(runs_ahead: bool) -> None:
+    inner, runner, scheduler = engine_of(runs_ahead=runs_ahead)
+    runner.start = lambda plan: 1 // 0
 
     async def main() -> None:
         engine = AsyncEngine(inner)

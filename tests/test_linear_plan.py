@@ -51,7 +51,7 @@ def test_the_shipped_table_is_well_formed() -> None:
         assert key not in seen
         seen.add(key)
         assert line["dtype"] in ("fp16", "bf16")
-        assert line["epilogue"] in ("bias", "gelu", "residual")
+        assert line["epilogue"] in ("bias", "gelu", "residual", "gated")
         rows = [plan[0] for plan in line["plans"]]
         assert rows == sorted(set(rows)) and rows
         assert all(1 <= splits <= 8 for _, _, splits in line["plans"])

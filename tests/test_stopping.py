@@ -61,7 +61,7 @@ def test_finish_reasons() -> None:
     sequence = SequenceState([5], 4, params=params, stop_token_ids=stop_token_ids(params, [0]))
     reasons, forbidden = [], []
     for token in (7, 7, 7, 0, 3):
-        forbidden.append(forbidden_tokens(sequence))
+        forbidden.append(forbidden_tokens(sequence, sequence.num_output_tokens))
         sequence.token_ids.append(token)
         reasons.append(finish_reason(sequence))
     assert reasons == [None, None, "stop", "stop", "length"]

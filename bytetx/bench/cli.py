@@ -103,6 +103,14 @@ def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOpti
 
 
 @app.command()
+def decode(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+    """Attention over paged keys, and writing them, on a Hopper GPU: bytetx and torch."""
+    from bytetx.bench.decode import decode_suite
+
+    _run_gpu("decode", decode_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
 def latency(
     record: RecordOption = None,
     case: CaseOption = None,
@@ -128,6 +136,16 @@ def text(
 
     make_suite = partial(text_suite, checkpoint=model)
     _run_gpu("text", make_suite, record=record, case=case, plot=plot, model=model)
+
+
+@app.command()
+def generate(
+    record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
+) -> None:
+    """Ragged prompts and answers on a GPU: bytetx, transformers."""
+    from bytetx.bench.generate import generate_suite
+
+    _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)
 
 
 @app.command(name="plot")

@@ -1,10 +1,10 @@
 """`bytetx bench linear --tune`: measures every way to cut a GEMM, and writes the table of the best.
 
-bytetx/ops/linear_plan.py reads it. Each line is one layer of an encoder with what follows it there.
+bytetx/ops/linear_plan.py reads it. Each line is one layer of a model with what follows it there.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,17 +16,35 @@ from bytetx.bench.gpu import DTYPES, graph_us, num_rotated
 from bytetx.bench.linear import Operands, Shape, make_operands, work_of
 from bytetx.errors import BytetxError
 from bytetx.ops.linear import run_kernel
-from bytetx.ops.linear_plan import CUBLAS, LinearPlan, Tiling, tilings
+from bytetx.ops.linear_plan import (
+    CUBLAS,
+    GATED,
+    RESIDUAL,
+    LinearPlan,
+    Tiling,
+    gating_tilings,
+    tilings,
+)
 
-# (n, k, what follows): the layers of MiniLM, BERT base and BERT large.
+# (n, k, what follows, dtype): MiniLM, BERT base (GPT-2's, too) and BERT large; Qwen3-0.6B and Llama
+# 8B, whose gates and values are the columns of one product.
 _LAYERS = [
     layer
     for hidden in (384, 768, 1024)
     for layer in (
-        (3 * hidden, hidden, "bias"),
-        (hidden, hidden, "residual"),
-        (4 * hidden, hidden, "gelu"),
-        (hidden, 4 * hidden, "residual"),
+        (3 * hidden, hidden, "bias", "fp16"),
+        (hidden, hidden, "residual", "fp16"),
+        (4 * hidden, hidden, "gelu", "fp16"),
+        (hidden, 4 * hidden, "residual", "fp16"),
+    )
+] + [
+    layer
+    for hidden, attended, qkv, inner in ((1024, 2048, 4096, 3072), (4096, 4096, 6144, 14336))
+    for layer in (
+        (qkv, hidden, "bias", "bf16"),
+        (hidden, attended, "residual", "bf16"),
+        (2 * inner, hidden, "gated", "bf16"),
+        (hidden, inner, "residual", "bf16"),
     )
 ]
 _ROWS = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
@@ -36,6 +54,8 @@ _SPLIT_FEATURES = 128  # k that one CTA has at least
 _SAMPLE_US = 1_000
 _SAMPLES = 3
 _COPY_BYTES_PER_US = 4.0e6
+
+_ACTIVATIONS = {"gelu": "gelu", GATED: "silu"}
 
 Candidate = tuple[str, int]  # tiling or CUBLAS, splits
 
@@ -48,7 +68,7 @@ class Found:
     candidate: Candidate
 
 
-def tune(path: Path, *, dtypes: Sequence[str] = ("fp16",)) -> Iterator[str]:
+def tune(path: Path) -> Iterator[str]:
     """Measures and yields a text a line; writes the table at the end.
 
     Raises BytetxError where there is no GPU that the kernels run on.
@@ -56,21 +76,25 @@ def tune(path: Path, *, dtypes: Sequence[str] = ("fp16",)) -> Iterator[str]:
     if not torch.cuda.is_available() or not tilings():
         raise BytetxError("--tune needs a Hopper GPU and bytetx._cuda: see `bytetx info`")
     lines = []
-    for dtype in dtypes:
-        for n, k, epilogue in _LAYERS:
-            for line in _lines(n, k, epilogue, dtype):
-                lines.append(json.dumps(line))
-                yield lines[-1]
+    for layer in _LAYERS:
+        for line in tune_layer(*layer):
+            lines.append(json.dumps(line))
+            yield lines[-1]
     device = json.dumps(torch.cuda.get_device_name())
     body = ",\n  ".join(lines)
     path.write_text(f'{{"device": {device}, "lines": [\n  {body}\n]}}\n', encoding="utf-8")
 
 
-def _lines(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, object]]:
+def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, object]]:
     """The layer's line, and the one of its product with the bias alone."""
+    head = {"n": n, "k": k, "dtype": dtype}
+    if epilogue == GATED:
+        gated = [_best(Shape("", m, n, k, GATED, dtype)) for m in _ROWS]
+        plans = [_plan(*pair) for pair in zip(_ROWS, gated, strict=True)]
+        yield {**head, "epilogue": GATED, "plans": plans}
+        return
     shapes = [Shape("", m, n, k, "bias", dtype) for m in _ROWS]
     plain = [_best(shape) for shape in shapes]
-    head = {"n": n, "k": k, "dtype": dtype}
     yield {
         **head,
         "epilogue": "bias",
@@ -84,7 +108,7 @@ def _lines(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, obje
         "epilogue": epilogue,
         "plans": [_plan(*pair) for pair in zip(_ROWS, best, strict=True)],
     }
-    if epilogue == "residual":
+    if epilogue == RESIDUAL:
         line["left_to_norm"] = [
             shape.m
             for shape, alone, fused in zip(shapes, plain, best, strict=True)
@@ -112,8 +136,8 @@ def _best(shape: Shape) -> Found:
 
 
 def _candidates(shape: Shape) -> list[Candidate]:
-    found = [] if shape.epilogue == "residual" else [(CUBLAS, 1)]
-    for tiling in tilings():
+    found = [] if shape.epilogue in (RESIDUAL, GATED) else [(CUBLAS, 1)]
+    for tiling in gating_tilings() if shape.epilogue == GATED else tilings():
         if tiling.is_for_few_rows and shape.m <= _FEW_ROWS_END:
             most = min(8, shape.k // _SPLIT_FEATURES)
             found += [(tiling.name, splits) for splits in _SPLITS if splits <= most]
@@ -138,9 +162,9 @@ def _named(name: str) -> Tiling:
 
 
 def _kernel(o: Operands, *, plan: LinearPlan, epilogue: str) -> None:
-    residual = o.residual if epilogue == "residual" else None
-    activation = "gelu" if epilogue == "gelu" else "none"
-    run_kernel(o.x, o.prepared, plan=plan, activation=activation, residual=residual)
+    residual = o.residual if epilogue == RESIDUAL else None
+    options = {"activation": _ACTIVATIONS.get(epilogue, "none"), "is_gated": epilogue == GATED}
+    run_kernel(o.x, o.prepared, plan=plan, residual=residual, **options)
 
 
 def _cublas(o: Operands, *, epilogue: str) -> None:

@@ -20,7 +20,8 @@ _CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for 
 class Answer:
     """A sequence and what of it was given out.
 
-    streams: pieces are given as they come; else there is one, at the end.
+    streams: pieces are given as they come; else there is one, at the end.  is_quiet: nothing has to
+    be done for a token that does not end it.
     open_text: None where only token ids are wanted.
     """
 
@@ -34,34 +35,37 @@ class Answer:
     error: InputError | None = None
     _stream: TextStream | None = None
     _stops: StopStrings = field(init=False)
+    is_quiet: bool = field(init=False)
     _text: str = ""
-    _token_ids: list[int] = field(default_factory=list)
-    _undecoded: list[int] = field(default_factory=list)
+    _num_given: int = 0  # tokens of the answer
+    _num_decoded: int = 0
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     _has_given: bool = False
 
     def __post_init__(self) -> None:
         self._stops = StopStrings(self.sequence.params.stop)
+        self.is_quiet = not (self.streams or self._stops.stops)
         if self.open_text is not None:
             self._stream = self.open_text(self.sequence.token_ids[-_CONTEXT_TOKENS:])
 
     def add(self, result: RowResult) -> None:
-        """What a step gave; `reason` says whether the answer has ended."""
+        """What a step gave; `reason` says whether the answer has ended.
+
+        The token is the sequence's last one by now; those before it may have been left out here,
+        where the answer is quiet and they brought nothing else.
+        """
         self._prompt_logprobs += result.prompt_logprobs
         if result.error is not None:
             self.end("error", error=result.error)
         if result.token_id is None:
             return
-        self._token_ids.append(result.token_id)
         if result.logprob is not None:
             self._logprobs.append(result.logprob)
         reason = finish_reason(self.sequence)
         if reason == "stop":
             self.stop = result.token_id
-        else:
-            self._undecoded.append(result.token_id)
-        if self.streams or self._stops.stops:
+        if not self.is_quiet:
             self._decode_pending()
         if self._stops.matched is not None:
             self.reason, self.stop = "stop", self._stops.matched
@@ -81,28 +85,37 @@ class Answer:
 
     def take_piece(self) -> AnswerPiece | None:
         """What was not given out yet; None where that is nothing, or has to wait for the end."""
-        if self.reason is None and not (self.streams and self._token_ids):
+        first = self.sequence.num_prompt_tokens + self._num_given
+        token_ids = self.sequence.token_ids[first:]
+        if self.reason is None and not (self.streams and token_ids):
             return None
         params, is_first = self.sequence.params, not self._has_given
         piece = AnswerPiece(
             self.request_id,
             self.index,
             self._text,
-            self._token_ids,
+            token_ids,
             None if params.logprobs is None else self._logprobs,
             self._prompt_logprobs if params.prompt_logprobs is not None and is_first else None,
             self.reason,
             self.stop,
             self.error,
         )
-        self._text, self._token_ids, self._logprobs, self._has_given = "", [], [], True
+        self._num_given += len(token_ids)
+        self._text, self._logprobs, self._has_given = "", [], True
         return piece
 
     def _decode_pending(self) -> None:
-        if self._stream is not None and self._undecoded:
-            text = self._stream.feed(self._undecoded)
-            self._undecoded = []
-            self._show(text)
+        """The text of the tokens since the last time, without a stop token."""
+        if self._stream is None:
+            return
+        first = self.sequence.num_prompt_tokens + self._num_decoded
+        tokens = self.sequence.token_ids[first:]
+        if tokens and self.stop is not None and self._stops.matched is None:
+            tokens.pop()
+        if tokens:
+            self._num_decoded += len(tokens)
+            self._show(self._stream.feed(tokens))
 
     def _show(self, text: str) -> None:
         is_early = self.sequence.num_output_tokens < self.sequence.params.min_tokens

@@ -16,12 +16,14 @@ runs at its own size. The outputs of padding are cut off.
 import sys
 import threading
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from bytetx.engine.block import BlockLayout, PinnedRing, block_layout
 from bytetx.engine.buckets import Bucket, bucket_of
 from bytetx.engine.graphs import CapturedStep, GraphCache
+from bytetx.engine.on_stream import OnStream
 from bytetx.engine.step import Capture, Step, Task
 from bytetx.transformer import Transformer
 
@@ -37,7 +39,11 @@ class CudaQueue:
     ):
         self._transformer, self._device, self._max_tokens = transformer, device, max_tokens
         self._is_capturable = transformer.is_capturable
-        self._graphs = GraphCache(transformer, device=device) if has_graphs else None
+        itemsize = transformer.embeddings.word.element_size()
+        workspace_bytes = partial(transformer.spec.workspace_bytes, itemsize=itemsize)
+        self._graphs = (
+            GraphCache(device=device, workspace_bytes=workspace_bytes) if has_graphs else None
+        )
         self._ring = PinnedRing()
         self._lock = threading.Lock()
         self._stream, self._copy_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -56,7 +62,7 @@ class CudaQueue:
         has_types = step.batch.token_type_ids is not None
         exact = Bucket(step.batch.total_tokens, step.batch.batch_size, num_fillers=0)
         layout = block_layout(bucket or exact, has_token_types=has_types)
-        with self._lock, _OnStream(self._stream):
+        with self._lock, OnStream(self._stream):
             pinned = self._ring.take(layout.num_ints)
             layout.write(pinned.array, step)
             source = pinned.tensor[: layout.num_ints]
@@ -113,7 +119,13 @@ class CudaQueue:
         captured = self._graphs.find(key)
         if captured is None and self._graphs.is_due(key):
             max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
-            captured = self._graphs.capture(key, task, step, max_seqlen=max_seqlen)
+            captured = self._graphs.capture(
+                key,
+                partial(_compute, self._transformer, layout, step, task, max_seqlen),
+                num_ints=layout.num_ints,
+                total_tokens=layout.bucket.total_tokens,
+                keep=task,
+            )
         return captured
 
     def _copy_out(
@@ -125,7 +137,7 @@ class CudaQueue:
         self._copy_stream.wait_stream(self._stream)
         for output in outputs:
             output.record_stream(self._copy_stream)
-        with _OnStream(self._copy_stream):
+        with OnStream(self._copy_stream):
             return _copy(outputs, self._copy_stream)
 
     def __del__(self) -> None:
@@ -135,30 +147,16 @@ class CudaQueue:
                 self._graphs.clear()
 
 
-class _OnStream:
-    """torch.cuda.stream without its checks, which cost 7 us a step."""
-
-    __slots__ = ("_device_index", "_previous", "_stream")
-
-    def __init__(self, stream: torch.cuda.Stream):
-        self._stream = (stream.stream_id, stream.device_index, stream.device_type)
-
-    def __enter__(self) -> None:
-        self._device_index = torch._C._cuda_getDevice()
-        self._previous = torch._C._cuda_getCurrentStream(self._stream[1])
-        _set_stream(*self._stream)
-
-    def __exit__(self, *error: object) -> None:
-        _set_stream(*self._previous)
-        if self._device_index != self._stream[1]:
-            torch._C._cuda_setDevice(self._device_index)
-
-
-def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-    """Makes the stream current on its device, and that device current, too."""
-    torch._C._cuda_setStream(
-        stream_id=stream_id, device_index=device_index, device_type=device_type
-    )
+def _compute(
+    transformer: Transformer,
+    layout: BlockLayout,
+    step: Step,
+    task: Task,
+    max_seqlen: int,
+    block: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of a padded step, from its block on the device."""
+    return task.compute(transformer, layout.read(block, step, max_seqlen=max_seqlen))
 
 
 def _copy(

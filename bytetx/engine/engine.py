@@ -2,7 +2,9 @@
 
 import random
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from bytetx.engine.answer import Answer, OpenText
@@ -16,20 +18,43 @@ from bytetx.sampling import SamplingParams
 _MASK = 2**64 - 1
 
 
+class StartedStep(Protocol):
+    """A step that may still run."""
+
+    def results(self) -> Sequence[int | RowResult]:
+        """One a row, in the plan's order: its token, or what there is besides; waits for them.
+
+        A StepError ends these rows alone.
+        """
+        ...
+
+
 class StepRunner(Protocol):
-    """What runs a planned step: the forward pass over the paged cache, and the sampling."""
+    """What runs a planned step: the forward pass over the paged cache, and the sampling.
+
+    runs_ahead: steps take no time of the caller's, so that the next one should be started before
+    the last one's results are asked for.
+    """
 
     vocab_size: int
+    runs_ahead: bool
+    num_graphs: int  # that decode steps are replayed from
 
-    def run(self, plan: StepPlan) -> Sequence[RowResult]:
-        """One result a row, in the plan's order. A StepError ends the rows of this step alone."""
+    def start(self, plan: StepPlan) -> StartedStep:
+        """Runs the step, or lets it run behind those before it. A StepError ends its rows alone.
+
+        What it needs of the plan's sequences is read before it returns.
+        """
         ...
 
 
 class GenerationEngine:
     """Continuous batching over a runner; not thread-safe (AsyncEngine is the way from threads).
 
-    Whatever happens to a request, its pages are free once its last piece is out.
+    Where the runner runs ahead, each step is planned and started while the one before it runs, and
+    reads the tokens that this one samples on the device.  The host learns them one step late: an
+    answer that a token ends has a row in one more step, whose result nobody looks at.  Whatever
+    happens to a request, its pages are free once its last piece is out.
     """
 
     def __init__(
@@ -51,11 +76,17 @@ class GenerationEngine:
         self._answers: dict[int, list[Answer]] = {}  # the unfinished ones, by request
         self._answer_of: dict[SequenceState, Answer] = {}
         self._ended: list[AnswerPiece] = []
-        self._num_requests = 0
+        self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
+        self._num_requests = self._num_processed = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended or self._answers)
+        return bool(self._ended or self._answers or self._in_flight)
+
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs that decode steps are replayed from."""
+        return self._runner.num_graphs
 
     def add_request(
         self,
@@ -85,6 +116,7 @@ class GenerationEngine:
             self._scheduler.add(sequence)  # refuses all n or none: they are equally long
             answers.append(Answer(request_id, index, sequence, streams, self._open_text))
         self._num_requests += 1
+        self._num_processed += bool(params.logits_processors) * len(answers)
         self._answers[request_id] = answers
         self._answer_of |= {answer.sequence: answer for answer in answers}
         return request_id
@@ -96,35 +128,69 @@ class GenerationEngine:
             self._give(answer, self._ended)
 
     def step(self) -> list[AnswerPiece]:
-        """Runs one forward pass, and returns what it added to the answers."""
+        """Starts a forward pass, and returns what one before it, or this one, added to answers."""
         pieces, self._ended = self._ended, []
-        plan = self._scheduler.step()
-        if not plan.rows:
-            return pieces
-        results = self._run(plan)
-        for row, result in zip(plan.rows, results, strict=True):
-            answer = self._answer_of[row.sequence]
-            if result.token_id is not None:
-                self._scheduler.append(row.sequence, result.token_id)
-            answer.add(result)
-            self._give(answer, pieces)
-        # Last, for it may send other rows of this step back to start again.
-        self._scheduler.discard(
-            row.sequence for row, result in zip(plan.rows, results, strict=True) if result.error
-        )
+        try:
+            plan = self._scheduler.step()
+            runs_ahead = plan.rows and self._start(plan)
+            while len(self._in_flight) > bool(runs_ahead):
+                self._collect(pieces)
+        except BaseException:
+            self._give_up()
+            raise
         return pieces
 
-    def _run(self, plan: StepPlan) -> Sequence[RowResult]:
-        """The runner's results; where it raises, no sequence of the step keeps a page."""
+    def _start(self, plan: StepPlan) -> bool:
+        """Whether the step may go on while the next one is planned."""
+        self._in_flight.append((plan, _FailedStep(len(plan.rows), None)))
         try:
-            return self._runner.run(plan)
+            started = self._runner.start(plan)
         except StepError as error:
-            return [RowResult(error=error)] * len(plan.rows)
-        except BaseException:
-            self._scheduler.discard(row.sequence for row in plan.rows)
-            for row in plan.rows:
-                self._forget(self._answer_of[row.sequence])
-            raise
+            self._in_flight[-1] = (plan, _FailedStep(len(plan.rows), error))
+            return False
+        self._in_flight[-1] = (plan, started)
+        # Processors want to see every token before the next one is chosen.
+        return self._runner.runs_ahead and not self._num_processed
+
+    def _collect(self, pieces: list[AnswerPiece]) -> None:
+        """Waits for the oldest step in flight and hands out what it gave."""
+        plan, started = self._in_flight[0]
+        try:
+            results = started.results()
+        except StepError as error:
+            results = _FailedStep(len(plan.rows), error).results()
+        self._in_flight.popleft()
+        failed = []
+        for row, result in zip(plan.rows, results, strict=True):
+            sequence = row.sequence
+            answer = self._answer_of.get(sequence)
+            if answer is None:  # it ended after this step was planned
+                continue
+            if type(result) is int:
+                if row.is_stale:
+                    continue
+                self._scheduler.append(sequence, result)
+                if answer.is_quiet and not sequence.may_end:  # most tokens of long answers
+                    continue
+                result = RowResult(result)
+            elif row.is_stale:
+                result = RowResult(prompt_logprobs=result.prompt_logprobs)
+            elif result.token_id is not None:
+                self._scheduler.append(sequence, result.token_id)
+            answer.add(result)
+            if result.error is not None:
+                failed.append(sequence)
+            self._give(answer, pieces)
+        if failed:  # last, for it may send other rows of this step back to start again
+            self._scheduler.discard(failed)
+
+    def _give_up(self) -> None:
+        """No sequence of a step in flight keeps a page, after an error that is nobody's fault."""
+        sequences = {row.sequence for plan, _ in self._in_flight for row in plan.rows}
+        self._in_flight.clear()
+        self._scheduler.discard(sequences)
+        for sequence in sequences & self._answer_of.keys():
+            self._forget(self._answer_of[sequence])
 
     def _give(self, answer: Answer, pieces: list[AnswerPiece]) -> None:
         """Appends the answer's next piece, and lets go of an answer that has ended."""
@@ -139,6 +205,7 @@ class GenerationEngine:
 
     def _forget(self, answer: Answer) -> None:
         del self._answer_of[answer.sequence]
+        self._num_processed -= bool(answer.sequence.params.logits_processors)
         answers = self._answers[answer.request_id]
         answers.remove(answer)
         if not answers:
@@ -167,6 +234,17 @@ class GenerationEngine:
                 "cache more memory"
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedStep:
+    """A step none of whose rows has a result; error: None while it is being started."""
+
+    num_rows: int
+    error: StepError | None
+
+    def results(self) -> Sequence[int | RowResult]:
+        return [RowResult(error=self.error)] * self.num_rows
 
 
 def _integers(prompt_ids: Sequence[int]) -> list[int]:

@@ -11,13 +11,16 @@ from bytetx.ops.check import describe
 from bytetx.ops.linear import LinearWeight
 
 _OPS = "bytetx.ops."
-_NOT_THE_DEVICE = (NotImplementedError, RecursionError)  # Python's own kinds of RuntimeError
+# Python's own kinds of RuntimeError, and what is lost for good already.
+_NOT_THE_DEVICE = (NotImplementedError, RecursionError, DeviceLostError)
 
 
 def is_out_of_memory(error: Exception) -> bool:
     """torch's CPU allocator and cuBLAS raise a plain RuntimeError; its text is all there is."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, DeviceLostError):  # whose text may say why
+        return False
     text = str(error).lower()
     signs = ("can't allocate memory", "out of memory", "alloc_failed")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

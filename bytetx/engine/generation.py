@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
+from typing import NamedTuple
 
 from bytetx.engine.kv_cache import PageAllocator
 from bytetx.engine.scheduler import check_token_budget
@@ -14,12 +15,12 @@ from bytetx.errors import InputError, TooLongError
 _RANK = attrgetter("rank")
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(NamedTuple):
     """One sequence's part of a step: its tokens start ... start + num_tokens - 1.
 
     num_logits: how many of these tokens, at the end, need logits.  samples: the last of them is
-    the last one known, and the step gives the sequence its next token.
+    the sequence's last one, and the step gives the next.  epoch: the preemptions of the sequence
+    before this step; after one more, the token that the step gives counts no longer.
     """
 
     sequence: SequenceState
@@ -27,6 +28,12 @@ class StepRow:
     num_tokens: int
     num_logits: int
     samples: bool
+    epoch: int
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the sequence was sent back to start again since."""
+        return self.epoch != self.sequence.num_preemptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +41,14 @@ class StepPlan:
     """One forward pass: pieces of prompts and decode rows, behind one another.
 
     num_preempted: sequences that lost their pages for this step, and start again later.
+    seated: those that got their seat for this step.  grown: those that may have got pages.
     """
 
     rows: tuple[StepRow, ...]
     total_tokens: int
     num_preempted: int
+    seated: tuple[SequenceState, ...]
+    grown: tuple[SequenceState, ...]
 
 
 class GenerationScheduler:
@@ -52,6 +62,10 @@ class GenerationScheduler:
     A step is taken for run once it is planned: its full pages can be found by other sequences,
     in the same step even, for every layer writes the keys and values of all rows before any row
     reads them, and steps run in order.  `discard` takes that back where a step failed.
+
+    The next step may be planned before `append` has said what the last one sampled: a decode row
+    then stands for a token that only the device knows.  Steps run in order, so that pages may be
+    given away while a planned step still uses them.
     """
 
     def __init__(
@@ -122,17 +136,43 @@ class GenerationScheduler:
 
     def step(self) -> StepPlan:
         """Plans the next forward pass; without rows where there is no work."""
-        step = _OpenStep(self.token_budget, num_decodes=sum(s.num_left == 1 for s in self._running))
-        place = 0
-        while place < len(self._running):
-            self._continue(self._running[place], step)
-            place += 1
-        self._admit(step)
-        return StepPlan(tuple(step.rows), self.token_budget - step.left, step.num_preempted)
+        step = self._open_step()
+        rows, last = step.rows, self.pages.page_size - 1
+        for sequence in self._running:  # only the last ones may yield to others meanwhile
+            start, num_tokens = sequence.num_computed, sequence.num_tokens
+            offset = start & last
+            is_within_page = offset and (offset != last or num_tokens > len(sequence.token_ids))
+            if not is_within_page or num_tokens - start != 1:
+                self._continue(sequence, step)
+                continue
+            # A decode row without a new page, and none to publish: most rows of most steps.
+            rows.append(_new_row(StepRow, (sequence, start, 1, 1, True, sequence.num_preemptions)))
+            sequence.num_computed = num_tokens
+            sequence.num_tokens = num_tokens + 1
+            step.num_decodes -= 1
+            step.left -= 1
+        if self._num_waiting:
+            self._admit(step)
+        num_tokens = self.token_budget - step.left
+        seated, grown = tuple(step.seated), tuple(step.grown)
+        return StepPlan(tuple(rows), num_tokens, step.num_preempted, seated, grown)
+
+    def _open_step(self) -> "_OpenStep":
+        """Lets go of sequences whose last token is on its way."""
+        ending, num_decodes = [], 0
+        for sequence in self._running:
+            if sequence.num_tokens >= sequence.max_num_tokens:
+                if sequence.num_tokens > len(sequence.token_ids):
+                    ending.append(sequence)
+            elif sequence.num_tokens - sequence.num_computed == 1:
+                num_decodes += 1
+        for sequence in ending:
+            self._let_end(sequence)
+        return _OpenStep(self.token_budget, num_decodes)
 
     def append(self, sequence: SequenceState, token_id: int) -> None:
-        """The token that a step gave a sequence; it is in decode now."""
-        assert sequence.status is Status.RUNNING and not sequence.num_left
+        """The token that a step gave a sequence; the step's row must not be stale."""
+        assert len(sequence.token_ids) < sequence.num_tokens
         sequence.token_ids.append(token_id)
 
     def finish(self, sequence: SequenceState) -> None:
@@ -143,8 +183,9 @@ class GenerationScheduler:
             if 2 * self._num_waiting + 64 < len(self._waiting):
                 self._waiting = [w for w in self._waiting if w[2].status is Status.WAITING]
                 heapify(self._waiting)
-        elif sequence.status is Status.RUNNING:
-            self._stop_running(sequence)
+        else:
+            if sequence.status is Status.RUNNING:
+                self._stop_running(sequence)
             sequence.status = Status.FINISHED
 
     def discard(self, sequences: Iterable[SequenceState]) -> None:
@@ -193,7 +234,7 @@ class GenerationScheduler:
         """
         pages = self.pages
         promised = sum(self._pages_missing(s) for s in self._running)
-        while step.left and len(self._running) < self.max_num_seqs:
+        while step.left and self._seats:
             sequence = self._first_waiting()
             if sequence is None:
                 return
@@ -208,6 +249,7 @@ class GenerationScheduler:
             self._num_waiting -= 1
             sequence.status = Status.RUNNING
             sequence.seat = self._seats.pop()
+            step.seated.append(sequence)
             insort(self._running, sequence, key=_RANK)
             self._schedule(sequence, min(sequence.num_left, step.left), step)
             promised += self._pages_missing(sequence)
@@ -235,20 +277,23 @@ class GenerationScheduler:
             taken = pages.take(missing)
             sequence.pages += taken
             sequence.own_pages += taken
+        step.grown.append(sequence)
         if self._caches_prefixes:
             self._publish(sequence)
-        samples = end == len(sequence.token_ids)
+        samples = end == sequence.num_tokens
         num_logits = int(samples)
         last_scored = min(end, sequence.num_prompt_tokens - 1)
         if sequence.scores_prompt and last_scored > sequence.num_scored:
             num_logits += last_scored - max(start, sequence.num_scored)
             sequence.num_scored = last_scored
-        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples))
+        epoch = sequence.num_preemptions
+        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples, epoch))
+        sequence.num_tokens += samples
         step.left -= num_tokens
 
     def _publish(self, sequence: SequenceState) -> None:
         page_size = self.pages.page_size
-        num_full = sequence.num_computed // page_size
+        num_full = min(sequence.num_computed, len(sequence.token_ids)) // page_size
         fresh = sequence.take_unpublished(num_full)
         if fresh:
             keys = sequence.page_keys(fresh.start, fresh.stop, page_size=page_size)
@@ -256,7 +301,8 @@ class GenerationScheduler:
                 self.pages.publish(page, key)
 
     def _pages_missing(self, sequence: SequenceState) -> int:
-        return self.pages.pages_for(len(sequence.token_ids)) - len(sequence.pages)
+        num_tokens = max(len(sequence.token_ids), sequence.num_computed)
+        return self.pages.pages_for(num_tokens) - len(sequence.pages)
 
     def _wait(self, sequence: SequenceState) -> None:
         sequence.status = Status.WAITING
@@ -275,10 +321,18 @@ class GenerationScheduler:
         self._wait(sequence)
 
     def _stop_running(self, sequence: SequenceState) -> None:
+        self._leave(sequence)
+        sequence.forget_pages()
+
+    def _let_end(self, sequence: SequenceState) -> None:
+        """Its pages are for the steps after those that are planned; `discard` may yet want them."""
+        self._leave(sequence)
+        sequence.pages, sequence.seat, sequence.status = [], -1, Status.ENDING
+
+    def _leave(self, sequence: SequenceState) -> None:
         del self._running[bisect_left(self._running, sequence.rank, key=_RANK)]
         self._seats.append(sequence.seat)
         self.pages.release(sequence.pages)
-        sequence.forget_pages()
 
     def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> str:
         pages = self.pages
@@ -302,3 +356,8 @@ class _OpenStep:
     num_decodes: int
     num_preempted: int = 0
     rows: list[StepRow] = field(default_factory=list)
+    seated: list[SequenceState] = field(default_factory=list)
+    grown: list[SequenceState] = field(default_factory=list)
+
+
+_new_row = tuple.__new__  # StepRow's own takes three times as long

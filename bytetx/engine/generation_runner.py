@@ -1,16 +1,20 @@
 """GenerationRunner: planned steps through the real model, from host columns to chosen tokens."""
 
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 
 from bytetx.cache import KvCache
+from bytetx.engine.cuda_decode import CudaDecode
 from bytetx.engine.faults import blame, is_of_device, is_out_of_memory
 from bytetx.engine.generation import StepPlan
-from bytetx.engine.outputs import RowResult
-from bytetx.engine.sampler import Sampler
-from bytetx.engine.step_columns import StepColumns, columns_of
+from bytetx.engine.last_tokens import LastTokens
+from bytetx.engine.on_stream import OnStream
+from bytetx.engine.sampled import Sampled
+from bytetx.engine.sampler import Sampler, SamplingRows
+from bytetx.engine.step_columns import ColumnWriter, StepColumns
+from bytetx.engine.upload import Uploader
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.heads import LmHead
 from bytetx.packed import PackedBatch, Past
@@ -21,6 +25,8 @@ class GenerationRunner:
     """A causal model with its LM head, a paged cache and a sampler; see engine.StepRunner.
 
     Steps run one at a time, in the order of their plans, for each reads what the last ones wrote.
+    On a GPU they queue up behind one another on a stream of their own, and decode rows read the
+    tokens they stand for from the device.
     """
 
     def __init__(
@@ -31,36 +37,130 @@ class GenerationRunner:
         cache: KvCache,
         max_num_seqs: int,
         device: torch.device | str = "cpu",
+        cuda_graphs: bool = True,
     ):
-        """max_num_seqs: the scheduler's.  device: of the weights and the cache."""
+        """max_num_seqs: the scheduler's.  device: of the weights and the cache.
+
+        cuda_graphs: whether decode steps are captured where the device's kernels allow it.
+        """
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
         self.cache = cache
         self._transformer, self._head = transformer, head
+        self._columns = ColumnWriter(page_size=cache.page_size, max_num_seqs=max_num_seqs)
         self._sampler = Sampler(
             max_num_seqs=max_num_seqs, vocab_size=self.vocab_size, device=self.device
         )
+        self._last_tokens = LastTokens(max_num_seqs, device=self.device)
+        self._upload = Uploader(self.device).upload
+        self._stream: torch.cuda.Stream | None = None
+        self._decode: CudaDecode | None = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device)
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self._decode = CudaDecode(
+                transformer,
+                head,
+                cache=cache,
+                last_tokens=self._last_tokens,
+                device=self.device,
+                has_graphs=cuda_graphs,
+            )
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self._decode is not None
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether this device's kernels let decode steps be captured."""
+        return self._decode is not None and self._decode.is_capturable
+
+    @property
+    def num_graphs(self) -> int:
+        return 0 if self._decode is None else self._decode.num_graphs
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> Sequence[RowResult]:
-        """One result a row; StepError where the device could not run the step."""
+    def start(self, plan: StepPlan) -> Sampled:
+        """Runs the step, or queues it; StepError where the device could not run it."""
         try:
-            return self._sampler.sample(plan, self._logits(plan))
+            with self._on_stream():
+                columns = self._columns.columns_of(plan)
+                sampled = self._run_twice(columns, self._sampler.read(plan, columns)).to_host()
+                sampled.check = self._transformer.check
+                return sampled
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
             raise self._step_error(error, plan) from error
 
-    def _logits(self, plan: StepPlan) -> torch.Tensor:
+    def _give_memory_back(self) -> bool:
+        """Lets go of what steps can do without; False where there was nothing."""
+        return self._decode is not None and self._decode.give_memory_back()
+
+    def _run_twice(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
+        """The second time without the memory of graphs, where that was missing."""
+        try:
+            return self._run(columns, wanted)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) and self._give_memory_back()):
+                raise
+        return self._run(columns, wanted)
+
+    def _on_stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._stream is None else OnStream(self._stream)
+
+    def _run(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
+        if self._decode is None or not columns.is_decode:
+            sampled = self._sampler.sample(wanted, self._logits(columns))
+        elif wanted.is_greedy:
+            return Sampled(wanted.rows, wanted.numbers, self._decode.tokens(columns))
+        else:
+            hidden_states = self._decode.hidden_states(columns)
+            sampled = self._sampler.sample(wanted, self._head.forward(hidden_states))
+        if sampled.tokens is not None:
+            (seats,) = self._upload(wanted.seat_ids)
+            self._last_tokens.remember(seats, sampled.tokens)
+        return sampled
+
+    def _logits(self, columns: StepColumns) -> torch.Tensor:
         """Of the rows that the plan wants them of: [num_logits, vocab_size]."""
-        columns = columns_of(plan, page_size=self.cache.page_size)
         offset = self._transformer.spec.position_offset
-        batch, rows = batch_of(columns, position_offset=offset, device=self.device)
+        batch, rows = self._batch_of(columns, position_offset=offset)
         hidden_states = self._transformer.forward(batch, cache=self.cache)
         if not len(rows):
             return hidden_states.new_empty((0, self.vocab_size))
         if len(rows) < batch.total_tokens:
             hidden_states = hidden_states[rows]
         return self._head.forward(hidden_states)
+
+    def _batch_of(
+        self, columns: StepColumns, *, position_offset: int
+    ) -> tuple[PackedBatch, torch.Tensor]:
+        """(the batch with its past, int32 rows whose logits are wanted), in one copy.
+
+        position_offset: position id of a sequence's first token.
+        """
+        ids, positions, slots, cu_seqlens, kv_seqlens, table, rows = self._upload(
+            columns.input_ids,
+            columns.positions + np.int32(position_offset),
+            columns.slot_mapping,
+            columns.cu_seqlens,
+            columns.kv_seqlens,
+            columns.page_table,
+            columns.logits_rows,
+        )
+        ids = self._last_tokens.fill_in(ids)
+        max_kv_seqlen = int(columns.kv_seqlens.max())
+        batch = PackedBatch(
+            input_ids=ids,
+            position_ids=positions,
+            token_type_ids=None,
+            cu_seqlens=cu_seqlens,
+            seqlens=torch.from_numpy(columns.seqlens),
+            max_seqlen=int(columns.seqlens.max()),
+            past=Past(table, kv_seqlens, slots, columns.page_size, max_kv_seqlen),
+        )
+        return batch, rows
 
     def _step_error(self, error: Exception, plan: StepPlan) -> StepError:
         is_memory = is_out_of_memory(error)
@@ -74,42 +174,3 @@ class GenerationRunner:
                 "tokens (kv_cache_tokens), or load the model with a smaller token_budget"
             )
         return StepError(f"a kernel failed on {self.device} in {step}, {where}: {reason}")
-
-
-def batch_of(
-    columns: StepColumns, *, position_offset: int, device: torch.device
-) -> tuple[PackedBatch, torch.Tensor]:
-    """(the batch with its past, int32 rows whose logits are wanted), in one copy to the device.
-
-    position_offset: position id of a sequence's first token.
-    """
-    arrays = (
-        columns.input_ids,
-        columns.positions + np.int32(position_offset),
-        columns.slot_mapping,
-        columns.cu_seqlens,
-        columns.kv_seqlens,
-        columns.page_table.ravel(),
-        columns.logits_rows,
-    )
-    flat = torch.from_numpy(np.concatenate(arrays, dtype=np.int32))
-    if device.type == "cuda":  # pinned, or the copy would wait for the device
-        flat = flat.pin_memory().to(device, non_blocking=True)
-    ids, positions, slots, cu_seqlens, kv_seqlens, pages, rows = flat.split(list(map(len, arrays)))
-    past = Past(
-        pages.view(columns.page_table.shape),
-        kv_seqlens,
-        slots,
-        columns.page_size,
-        int(columns.kv_seqlens.max()),
-    )
-    batch = PackedBatch(
-        input_ids=ids,
-        position_ids=positions,
-        token_type_ids=None,
-        cu_seqlens=cu_seqlens,
-        seqlens=torch.from_numpy(columns.seqlens),
-        max_seqlen=int(columns.seqlens.max()),
-        past=past,
-    )
-    return batch, rows

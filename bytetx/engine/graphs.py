@@ -1,12 +1,11 @@
 """CUDA graphs of whole steps, from the block of integers to the outputs, captured by need.
 
-A step of a bucket's sizes and a task's work runs eagerly the first time, which also loads kernels
-and fills what libraries set up on first use; the second time it is captured; from then on it is
-one launch. What differs between two steps of a bucket are the integers in its block: kernels read
-the true lengths from cu_seqlens on the device. Nothing else may differ, so a task says by
-`Task.capture` what makes two of its steps the same.
+A step of some sizes and some work runs eagerly the first time, which also loads kernels and fills
+what libraries set up on first use; the second time it is captured; from then on it is one launch.
+What differs between two such steps are the integers in their block: kernels read the true lengths
+from there, on the device. Nothing else may differ: the caller's key says what makes two the same.
 
-All graphs of a model share one pool of memory for what lies between input and output: they run one
+All graphs of a cache share one pool of memory for what lies between input and output: they run one
 behind the other on one stream, so that each may use all of it. The pool is laid out for a power of
 two of tokens at a time; else every new bucket, a little larger than the last, would leave blocks
 behind that are a little too small. Each graph owns its input block and its outputs.
@@ -18,14 +17,10 @@ again, and its steps run eagerly.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
-
-from bytetx.engine.block import BlockLayout
-from bytetx.engine.step import Step, Task
-from bytetx.transformer import Transformer
 
 logger = logging.getLogger("bytetx")
 
@@ -36,17 +31,18 @@ _MAX_SEEN = 4096
 # torch allows one capture at a time in a process; models in several threads take turns.
 _CAPTURING = threading.Lock()
 
-Key = tuple[BlockLayout, Hashable]
+# Block of integers on the device -> outputs; reads nothing else that a later step may change.
+Compute = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph with the memory that it reads and writes; task: keeps the ids in its key valid."""
+    """A graph with the memory that it reads and writes; keep: keeps the ids in its key valid."""
 
     graph: torch.cuda.CUDAGraph
     block: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
-    task: Task
+    keep: object
 
     @property
     def output_bytes(self) -> int:
@@ -54,13 +50,14 @@ class CapturedStep:
 
 
 class GraphCache:
-    """The graphs of one model on one device and stream. Not thread-safe: its owner has a lock."""
+    """The graphs of one device and stream. Not thread-safe: its owner has a lock."""
 
-    def __init__(self, transformer: Transformer, *, device: torch.device):
-        self._transformer, self._device = transformer, device
-        self._graphs: OrderedDict[Key, CapturedStep] = OrderedDict()
-        self._seen: set[Key] = set()
-        self._refused: set[Key] = set()
+    def __init__(self, *, device: torch.device, workspace_bytes: Callable[[int], int]):
+        """workspace_bytes: what a step of so many tokens holds between input and output."""
+        self._device, self._workspace_bytes = device, workspace_bytes
+        self._graphs: OrderedDict[Hashable, CapturedStep] = OrderedDict()
+        self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
         self._pool: tuple[int, int] | None = None
         self._reserved: list[torch.cuda.CUDAGraph] = []
         self._reserved_tokens = 0
@@ -68,14 +65,14 @@ class GraphCache:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Key) -> CapturedStep | None:
+    def find(self, key: Hashable) -> CapturedStep | None:
         """The graph to replay, if it was captured."""
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
         return captured
 
-    def is_due(self, key: Key) -> bool:
+    def is_due(self, key: Hashable) -> bool:
         """Whether this is the second time that a graph was looked for in vain."""
         if key in self._seen:
             return key not in self._refused
@@ -84,21 +81,28 @@ class GraphCache:
         self._seen.add(key)
         return False
 
-    def capture(self, key: Key, task: Task, step: Step, *, max_seqlen: int) -> CapturedStep | None:
-        """A new graph, or None where it cannot be made. The current stream is the cache's."""
-        layout = key[0]
+    def capture(
+        self,
+        key: Hashable,
+        compute: Compute,
+        *,
+        num_ints: int,
+        total_tokens: int,
+        keep: object = None,
+    ) -> CapturedStep | None:
+        """A new graph, or None where it cannot be made. The current stream is the cache's.
+
+        num_ints: int32s of the block.  total_tokens: rows of the step.
+        """
         try:
             with _CAPTURING:
-                self._reserve(layout.bucket.total_tokens)
-                captured = self._capture(layout, task, step, max_seqlen)
+                self._reserve(total_tokens)
+                block = torch.zeros(num_ints, dtype=torch.int32, device=self._device)
+                captured = self._capture(block, compute, keep)
         except RuntimeError as error:  # of torch, of a kernel, out of memory
             self._refused.add(key)
             text = str(error).partition("\n")[0]
-            logger.warning(
-                "no CUDA graph for %s tokens: %s; they run eagerly",
-                layout.bucket.total_tokens,
-                text,
-            )
+            logger.warning("no CUDA graph for %s tokens: %s; they run eagerly", total_tokens, text)
             return None
         self._graphs[key] = captured
         self._evict()
@@ -115,11 +119,7 @@ class GraphCache:
         self._pool, self._reserved_tokens = None, 0
         return True
 
-    def _capture(
-        self, layout: BlockLayout, task: Task, step: Step, max_seqlen: int
-    ) -> CapturedStep:
-        block = torch.zeros(layout.num_ints, dtype=torch.int32, device=self._device)
-        step = layout.read(block, step, max_seqlen=max_seqlen)
+    def _capture(self, block: torch.Tensor, compute: Compute, keep: object) -> CapturedStep:
         graph = torch.cuda.CUDAGraph()
         # cuBLAS workspaces of the process: a graph must not hold one that others may free.
         torch._C._cuda_clearCublasWorkspaces()
@@ -127,12 +127,12 @@ class GraphCache:
             # Other threads may allocate and wait meanwhile, as they always do.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                outputs = task.compute(self._transformer, step)
+                outputs = compute(block)
             finally:
                 graph.capture_end()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
-        return CapturedStep(graph, block, outputs, task)
+        return CapturedStep(graph, block, outputs, keep)
 
     def _reserve(self, total_tokens: int) -> None:
         """Puts memory for steps of this size into the pool, by a graph that frees it at its end."""
@@ -141,8 +141,7 @@ class GraphCache:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         tokens = 1 << (total_tokens - 1).bit_length()
-        itemsize = self._transformer.embeddings.word.element_size()
-        num_bytes = self._transformer.spec.workspace_bytes(tokens, itemsize)
+        num_bytes = self._workspace_bytes(tokens)
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bytetx.errors import InputError
 
@@ -22,8 +22,7 @@ class TokenLogprob:
     top: Mapping[int, float]
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a step gave one of its rows.
 
     token_id: the next token, None where the row sampled none or failed.  logprob: of that token,

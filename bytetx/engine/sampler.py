@@ -1,6 +1,5 @@
 """Sampler: a step's logits -> its rows' tokens, with each sequence's own parameters."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,15 +7,17 @@ import torch
 from torch import Tensor
 
 from bytetx.engine.generation import StepPlan, StepRow
-from bytetx.engine.outputs import RowResult, TokenLogprob
+from bytetx.engine.sampled import Logprobs, Sampled
 from bytetx.engine.sequence import SequenceState
+from bytetx.engine.step_columns import StepColumns
 from bytetx.engine.stopping import forbidden_tokens
-from bytetx.errors import InputError, StepError
+from bytetx.engine.upload import Upload, Uploader
+from bytetx.errors import InputError
+from bytetx.ops.most_likely import most_likely
 from bytetx.ops.sampling import (
     Biases,
     Filters,
     Penalties,
-    TopLogprobs,
     adjust_logits,
     greedy,
     is_bad_row,
@@ -25,67 +26,103 @@ from bytetx.ops.sampling import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What a step has to sample, read from its plan.
+
+    rows: all of the plan.  numbers: of those of them that sample.  seat_ids, seats: whose, and
+    their parameters.  positions: int64, which token of the answer.  sampling: int64, their rows of
+    the step's logits.  scoring: (number of a row of the plan, its first row of prompt logits, how
+    many).  is_greedy: the most likely token of each row is all that is wanted of the logits.
+    """
+
+    rows: tuple[StepRow, ...]
+    numbers: list[int]
+    seat_ids: np.ndarray
+    seats: np.ndarray
+    positions: np.ndarray
+    sampling: np.ndarray
+    scoring: list[tuple[int, int, int]]
+    is_greedy: bool
+
+    def sequence(self, number: int) -> SequenceState:
+        """Of the sampling row with this number among those that sample."""
+        return self.rows[self.numbers[number]].sequence
+
+
 class Sampler:
     """Keeps the parameters of running sequences by their seats, so that a step only looks them up.
 
     The tokens that a sequence has had are counted on the device, [max_num_seqs, vocab_size] of
-    5 bytes, from the first sequence on that pays for them.
+    5 bytes, from the first sequence on that pays for them.  Nothing here waits for a GPU.
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._owners: list[SequenceState | None] = [None] * max_num_seqs
         self._seats = np.zeros(max_num_seqs, dtype=_SEAT)
         self._counts: _TokenCounts | None = None
+        self._upload = Uploader(self.device).upload
 
-    def sample(self, plan: StepPlan, logits: Tensor) -> list[RowResult]:
-        """One result a row of the plan.
-
-        logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns.logits_rows).
-        """
-        places = _places(plan)
-        rows = [row.sequence for row in plan.rows if row.samples]
-        results = [RowResult() for _ in plan.rows]
-        if rows:
-            own = (
-                logits if len(places.sampling) == len(logits) else logits[self._to(places.sampling)]
-            )
-            for number, result in zip(places.rows, self._sample(rows, own), strict=True):
-                results[number] = result
-        for number, logprobs in self._score_prompts(plan, places, logits):
-            sampled = results[number]
-            results[number] = RowResult(sampled.token_id, sampled.logprob, logprobs, sampled.error)
-        return results
-
-    def _sample(self, rows: list[SequenceState], logits: Tensor) -> list[RowResult]:
-        for sequence in rows:
-            if self._owners[sequence.seat] is not sequence:
-                self._seat(sequence)
-        seat_ids = np.array([sequence.seat for sequence in rows])
-        seats = self._seats[seat_ids]
-        adjusted, errors = self._process(rows, seats, logits)
-        adjusted = self._adjust(rows, seats, adjusted)
-        tokens = self._choose(rows, seats, adjusted)
-        if self._counts is not None:
-            self._counts.add(self._to(seat_ids), tokens)
-        logprobs = self._logprobs(seats, logits, tokens)
-        # The first thing that waits for the device.
-        token_ids = torch.where(is_bad_row(adjusted), -1, tokens).tolist()
-        for number, token_id in enumerate(token_ids):
-            if token_id < 0:
-                errors.setdefault(number, _bad_row_error(rows[number]))
-        entries = logprobs.host()
-        return [
-            RowResult(error=errors[number])
-            if number in errors
-            else RowResult(token_id, entries.get(number))
-            for number, token_id in enumerate(token_ids)
+    def read(self, plan: StepPlan, columns: StepColumns) -> SamplingRows:
+        """What the step of this plan has to sample; call it once a plan, in their order."""
+        for sequence in plan.seated:
+            self._seat(sequence)
+        ends, is_sampling = np.cumsum(columns.num_logits, dtype=np.int64), columns.samples
+        numbers = np.flatnonzero(is_sampling)
+        num_scored = columns.num_logits - is_sampling
+        scoring = [
+            (number, int(ends[number]) - plan.rows[number].num_logits, int(num_scored[number]))
+            for number in np.flatnonzero(num_scored).tolist()
         ]
+        seat_ids = columns.seats[numbers].astype(np.int64)
+        seats = self._seats[seat_ids]
+        return SamplingRows(
+            plan.rows,
+            numbers.tolist(),
+            seat_ids,
+            seats,
+            columns.kv_seqlens[numbers] - seats["num_prompt_tokens"],
+            ends[numbers] - 1,
+            scoring,
+            is_greedy=not scoring and bool(seats["is_plain"].all()),
+        )
+
+    def sample(self, wanted: SamplingRows, logits: Tensor) -> Sampled:
+        """logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns)."""
+        sampled = Sampled(wanted.rows, wanted.numbers, None)
+        if wanted.numbers:
+            is_all = len(wanted.sampling) == len(logits)
+            own = logits if is_all else logits[self._upload(wanted.sampling)[0]]
+            self._sample(wanted, own, sampled)
+        sampled.scored = self._score_prompts(wanted, logits)
+        return sampled
+
+    def _sample(self, wanted: SamplingRows, logits: Tensor, sampled: Sampled) -> None:
+        seats = wanted.seats
+        if wanted.is_greedy:
+            sampled.tokens = most_likely(logits)
+            return
+        adjusted, errors = self._process(wanted, logits)
+        adjusted = self._adjust(wanted, adjusted)
+        tokens = self._choose(wanted, adjusted)
+        if self._counts is not None:
+            self._counts.add(self._upload(wanted.seat_ids)[0], tokens)
+        numbers = np.flatnonzero(seats["logprobs"] >= 0)
+        if len(numbers):
+            (where,), counts = self._upload(numbers), seats["logprobs"][numbers]
+            chosen = tokens[where]
+            top = top_logprobs(logits[where], chosen, k=int(counts.max()))
+            rows = [wanted.numbers[number] for number in numbers]
+            sampled.logprobs = Logprobs(rows, counts.tolist(), chosen, top)
+        sampled.errors = {wanted.numbers[number]: error for number, error in errors.items()}
+        sampled.tokens = torch.where(is_bad_row(adjusted), -1, tokens)
 
     def _seat(self, sequence: SequenceState) -> None:
         """Writes down the parameters of a sequence that has this seat from now on."""
         params = sequence.params
-        self._owners[sequence.seat] = sequence
+        has_biases = bool(params.logit_bias) or params.min_tokens > 0
+        has_processors = bool(params.logits_processors)
+        changes = params.has_penalties or has_biases or has_processors
         self._seats[sequence.seat] = (
             params.temperature,
             params.top_p,
@@ -95,27 +132,29 @@ class Sampler:
             params.frequency_penalty,
             min(params.top_k, self.vocab_size),
             (sequence.seed + 2**63) % 2**64 - 2**63,
+            sequence.num_prompt_tokens,
             -1 if params.logprobs is None else params.logprobs,
             params.has_penalties,
-            bool(params.logit_bias) or params.min_tokens > 0,
-            bool(params.logits_processors),
+            has_biases,
+            has_processors,
+            params.is_greedy and params.logprobs is None and not changes,
         )
         if params.has_penalties and self._counts is None:
-            self._counts = _TokenCounts.empty(len(self._owners), self.vocab_size, self.device)
+            self._counts = _TokenCounts.empty(len(self._seats), self.vocab_size, self.device)
         if params.has_penalties:
-            self._counts.reset(sequence)
+            self._counts.reset(sequence, self._upload)
 
     def _process(
-        self, rows: list[SequenceState], seats: np.ndarray, logits: Tensor
+        self, wanted: SamplingRows, logits: Tensor
     ) -> tuple[Tensor, dict[int, InputError]]:
         """Logits after the requests' own functions; one that raises ends its request alone."""
         errors: dict[int, InputError] = {}
-        numbers = np.flatnonzero(seats["has_processors"]).tolist()
+        numbers = np.flatnonzero(wanted.seats["has_processors"]).tolist()
         if not numbers:
             return logits, errors
         processed = logits.float().clone()
         for number in numbers:
-            sequence, row = rows[number], processed[number].clone()
+            sequence, row = wanted.sequence(number), processed[number].clone()
             for processor in sequence.params.logits_processors:
                 try:
                     row = _checked(
@@ -128,77 +167,62 @@ class Sampler:
                 processed[number] = row
         return processed, errors
 
-    def _adjust(self, rows: list[SequenceState], seats: np.ndarray, logits: Tensor) -> Tensor:
+    def _adjust(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
         """Logits after penalties and biases of the rows that have them."""
+        seats = wanted.seats
         paying = np.flatnonzero(seats["has_penalties"])
         if len(paying):
-            seat_ids = self._to(np.array([rows[number].seat for number in paying]))
-            penalties = self._counts.penalties(
-                seat_ids, *(self._to(seats[name][paying]) for name in _PENALTY_NAMES)
-            )
-            where = self._to(paying)
+            columns = (seats[name][paying] for name in _PENALTY_NAMES)
+            where, seat_ids, *amounts = self._upload(paying, wanted.seat_ids[paying], *columns)
+            penalties = self._counts.penalties(seat_ids, *amounts)
             adjusted = adjust_logits(logits[where], penalties=penalties)
             logits = logits.float().index_copy(0, where, adjusted)
         pairs = [
             (number, token, bias)
             for number in np.flatnonzero(seats["has_biases"]).tolist()
-            for token, bias in _biases(rows[number])
+            for token, bias in _biases(wanted.sequence(number), wanted.positions[number])
         ]
         if pairs:
-            columns = zip(*pairs, strict=True)
-            numbers, tokens, values = (torch.tensor(c, device=self.device) for c in columns)
-            logits = adjust_logits(logits, biases=Biases(numbers, tokens, values.float()))
+            numbers, tokens, values = zip(*pairs, strict=True)
+            columns = (np.array(numbers), np.array(tokens), np.array(values, dtype=np.float32))
+            logits = adjust_logits(logits, biases=Biases(*self._upload(*columns)))
         return logits
 
-    def _choose(self, rows: list[SequenceState], seats: np.ndarray, logits: Tensor) -> Tensor:
+    def _choose(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
+        seats = wanted.seats
         is_greedy = seats["temperature"] == 0
         if is_greedy.all():
             return greedy(logits)
-        top_k, top_p = seats["top_k"], seats["top_p"]
+        top_k, top_p, min_p = (seats[name] for name in ("top_k", "top_p", "min_p"))
+        columns = (seats["temperature"], seats["seed"], wanted.positions, top_k, top_p, min_p)
+        temperature, seeds, positions, *limits = self._upload(*columns)
+        has_limit = (top_k.any(), (top_p < 1).any(), min_p.any())
         filters = Filters(
-            top_k=self._to(top_k) if top_k.any() else None,
-            top_p=self._to(top_p) if (top_p < 1).any() else None,
-            min_p=self._to(seats["min_p"]) if seats["min_p"].any() else None,
+            *(limit if has else None for limit, has in zip(limits, has_limit, strict=True)),
             max_top_k=int(top_k.max()),
             has_open_nucleus=bool(((top_p < 1) & (top_k == 0)).any()),
         )
-        positions = np.array([sequence.num_output_tokens for sequence in rows])
         return sample(
             logits,
-            self._to(seats["temperature"]),
+            temperature,
             filters,
-            seeds=self._to(seats["seed"]),
-            positions=self._to(positions),
+            seeds=seeds,
+            positions=positions,
             has_greedy=bool(is_greedy.any()),
         )
 
-    def _logprobs(self, seats: np.ndarray, logits: Tensor, tokens: Tensor) -> "_Logprobs":
-        """Of the rows that asked."""
-        numbers = np.flatnonzero(seats["logprobs"] >= 0)
-        if not len(numbers):
-            return _Logprobs([], [])
-        where, counts = self._to(numbers), seats["logprobs"][numbers]
-        chosen = tokens[where]
-        top = top_logprobs(logits[where], chosen, k=int(counts.max()))
-        return _Logprobs(numbers.tolist(), counts.tolist(), chosen, top)
-
-    def _score_prompts(
-        self, plan: StepPlan, places: "_Places", logits: Tensor
-    ) -> list[tuple[int, list[TokenLogprob]]]:
-        """(number of the row, log-probabilities of prompt tokens), for rows that have any."""
+    def _score_prompts(self, wanted: SamplingRows, logits: Tensor) -> list[Logprobs]:
+        """Of the rows that have any, their prompts' tokens behind those of this step."""
         scored = []
-        for number, first, count in places.scoring:
-            row = plan.rows[number]
+        for number, first, count in wanted.scoring:
+            row = wanted.rows[number]
             start = row.start + row.num_tokens - row.num_logits + 1
-            token_ids = row.sequence.token_ids[start : start + count]
+            token_ids = np.array(row.sequence.token_ids[start : start + count], dtype=np.int32)
             k = row.sequence.params.prompt_logprobs
-            chosen = torch.tensor(token_ids, device=self.device)
+            (chosen,) = self._upload(token_ids)
             top = top_logprobs(logits[first : first + count], chosen, k=k)
-            scored.append((number, _entries(top, token_ids, [k] * count)))
+            scored.append(Logprobs([number], [k] * count, chosen, top))
         return scored
-
-    def _to(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array.copy()).to(self.device, non_blocking=True)
 
 
 _PENALTY_NAMES = ("repetition", "presence", "frequency")
@@ -210,10 +234,12 @@ _SEAT = np.dtype(
         *((name, np.float32) for name in _PENALTY_NAMES),
         ("top_k", np.int64),
         ("seed", np.int64),
+        ("num_prompt_tokens", np.int64),
         ("logprobs", np.int64),
         ("has_penalties", np.bool_),
         ("has_biases", np.bool_),
         ("has_processors", np.bool_),
+        ("is_plain", np.bool_),
     ]
 )
 
@@ -233,13 +259,14 @@ class _TokenCounts:
             torch.zeros(shape, dtype=torch.bool, device=device),
         )
 
-    def reset(self, sequence: SequenceState) -> None:
-        prompt = sequence.token_ids[: sequence.num_prompt_tokens]
-        vocab_size, device = self.in_prompt.shape[1], self.in_prompt.device
-        counts = torch.bincount(torch.tensor(sequence.output_ids).long(), minlength=vocab_size)
-        self.in_output[sequence.seat] = counts.int().to(device)
-        self.in_prompt[sequence.seat] = False
-        self.in_prompt[sequence.seat, torch.tensor(prompt, device=device)] = True
+    def reset(self, sequence: SequenceState, upload: Upload) -> None:
+        """Counts what the sequence has had before it got its seat."""
+        vocab_size, num_prompt = self.in_prompt.shape[1], sequence.num_prompt_tokens
+        token_ids = np.array(sequence.token_ids)
+        counts = np.bincount(token_ids[num_prompt:], minlength=vocab_size).astype(np.int32)
+        in_output, prompt = upload(counts, token_ids[:num_prompt])
+        self.in_output[sequence.seat].copy_(in_output)
+        self.in_prompt[sequence.seat].zero_().index_fill_(0, prompt, True)
 
     def add(self, seats: Tensor, tokens: Tensor) -> None:
         one = torch.ones((), dtype=torch.int32, device=tokens.device)
@@ -253,65 +280,11 @@ class _TokenCounts:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Logprobs:
-    """Log-probabilities on the device: rows by number, and how many of the top each wants."""
-
-    numbers: list[int]
-    counts: list[int]
-    chosen: Tensor | None = None
-    top: TopLogprobs | None = None
-
-    def host(self) -> dict[int, TokenLogprob]:
-        """By number of the row; waits for the device."""
-        if self.top is None:
-            return {}
-        entries = _entries(self.top, self.chosen.tolist(), self.counts)
-        return dict(zip(self.numbers, entries, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where in a step's logits what stands.
-
-    rows: numbers of the plan's rows that sample; sampling: int64, their rows of the logits.
-    scoring: (number of a row of the plan, its first row of prompt logits, how many).
-    """
-
-    rows: list[int]
-    sampling: np.ndarray
-    scoring: list[tuple[int, int, int]]
-
-
-def _places(plan: StepPlan) -> _Places:
-    ends = np.cumsum([row.num_logits for row in plan.rows], dtype=np.int64)
-    rows = [number for number, row in enumerate(plan.rows) if row.samples]
-    scoring = [
-        (number, int(ends[number]) - row.num_logits, count)
-        for number, row in enumerate(plan.rows)
-        if (count := _num_scored(row))
-    ]
-    return _Places(rows, ends[rows] - 1, scoring)
-
-
-def _num_scored(row: StepRow) -> int:
-    return row.num_logits - row.samples
-
-
-def _biases(sequence: SequenceState) -> list[tuple[int, float]]:
+def _biases(sequence: SequenceState, position: int) -> list[tuple[int, float]]:
     """(token, what is added to its logit), tokens that would end the answer too early included."""
     bias = sequence.params.logit_bias or {}
-    return [*bias.items(), *((token, -np.inf) for token in forbidden_tokens(sequence))]
-
-
-def _entries(top: TopLogprobs, token_ids: list[int], counts: Sequence[int]) -> list[TokenLogprob]:
-    """One entry a token; counts: how many of the most likely tokens each of them gets."""
-    columns = (top.chosen, top.ranks, top.values, top.token_ids)
-    rows = zip(token_ids, *(column.tolist() for column in columns), counts, strict=True)
-    return [
-        TokenLogprob(token, logprob, rank, dict(zip(ids[:count], values[:count], strict=True)))
-        for token, logprob, rank, values, ids, count in rows
-    ]
+    forbidden = forbidden_tokens(sequence, position)
+    return [*bias.items(), *((token, -np.inf) for token in forbidden)]
 
 
 def _checked(logits: object, *, like: Tensor) -> Tensor:
@@ -324,11 +297,3 @@ def _checked(logits: object, *, like: Tensor) -> Tensor:
 def _processor_error(processor: object, error: Exception) -> InputError:
     name = getattr(processor, "__name__", type(processor).__name__)
     return InputError(f"the logits processor {name} failed: {type(error).__name__}: {error}")
-
-
-def _bad_row_error(sequence: SequenceState) -> InputError:
-    return StepError(
-        f"no token can be chosen after {sequence.num_output_tokens} tokens: the logits are NaN or "
-        "infinite, or logit_bias, min_tokens and logits_processors left none; the model may "
-        "overflow in this dtype (bfloat16 has a wider range than float16)"
-    )

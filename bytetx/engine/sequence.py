@@ -8,10 +8,14 @@ from bytetx.sampling import SamplingParams
 
 
 class Status(Enum):
-    """Where a sequence is; preemption sends it from RUNNING back to WAITING."""
+    """Where a sequence is; preemption sends it from RUNNING back to WAITING.
+
+    ENDING: its last token is being computed, and it holds no pages any more.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
+    ENDING = "ending"
     FINISHED = "finished"
 
 
@@ -19,9 +23,10 @@ class Status(Enum):
 class SequenceState:
     """Tokens, pages and progress of one sequence; the scheduler alone changes it.
 
-    token_ids: the prompt, then what was generated; it only grows.  max_tokens: the most tokens
-    that are generated.  priority: lower ones run first.  scores_prompt: whether logits of the
-    prompt's tokens are wanted, too.
+    token_ids: the prompt, then what was generated; it only grows.  num_tokens: with those behind
+    them that planned steps will give, and nobody knows yet.  max_tokens: the most tokens that are
+    generated, max_num_tokens with the prompt's.  priority: lower ones run first.  scores_prompt:
+    whether logits of the prompt's tokens are wanted, too.
     num_computed: tokens whose keys and values are in the pages once the planned steps have run.
     own_pages: those of its pages that it wrote, and did not find written.
     seat: a number below max_num_seqs that is this sequence's while it is running, for what a
@@ -36,6 +41,8 @@ class SequenceState:
     stop_token_ids: frozenset[int] = frozenset()
     arrival: int = -1
     num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
     num_computed: int = 0
     num_scored: int = 0
     num_preemptions: int = 0
@@ -47,7 +54,8 @@ class SequenceState:
     _num_published: int = 0
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
 
     @property
     def scores_prompt(self) -> bool:
@@ -61,8 +69,14 @@ class SequenceState:
 
     @property
     def num_left(self) -> int:
-        """Known tokens that are not computed: 1 in decode."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens that are not computed: 1 in decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the last token may be the last of all."""
+        token_ids = self.token_ids
+        return len(token_ids) >= self.max_num_tokens or token_ids[-1] in self.stop_token_ids
 
     @property
     def output_ids(self) -> list[int]:
@@ -92,7 +106,8 @@ class SequenceState:
         self._num_published = num_pages
 
     def forget_pages(self) -> None:
-        """What was computed is gone; the tokens and their keys stay."""
+        """What was computed is gone, and what comes of it; the tokens and their keys stay."""
         self.pages, self.own_pages = [], []
         self.num_computed = self._num_published = 0
+        self.num_tokens = len(self.token_ids)
         self.seat = -1

@@ -64,7 +64,6 @@ def finish_reason(sequence: SequenceState) -> FinishReason | None:
     return "length" if num_tokens >= sequence.max_tokens else None
 
 
-def forbidden_tokens(sequence: SequenceState) -> frozenset[int]:
-    """Tokens that must not come next, for the answer is below its min_tokens."""
-    is_below = sequence.num_output_tokens < sequence.params.min_tokens
-    return sequence.stop_token_ids if is_below else frozenset()
+def forbidden_tokens(sequence: SequenceState, position: int) -> frozenset[int]:
+    """Tokens that must not be number `position` of the answer, which is below its min_tokens."""
+    return sequence.stop_token_ids if position < sequence.params.min_tokens else frozenset()

@@ -22,6 +22,7 @@ EPILOGUES = {
     "tanh": "gelu",
 }
 RESIDUAL = "residual"
+GATED = "gated"
 
 _MAX_PLANS = 4096  # kept; batches come in few sizes
 _NUM_SMS = 132  # of an H200, on which the table was measured
@@ -69,7 +70,7 @@ class Tiling:
 def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearPlan:
     """The plan of the product [m, k] x [k, n].
 
-    dtype: "fp16" or "bf16".  epilogue: "bias", "gelu" or "residual".
+    dtype: "fp16" or "bf16".  epilogue: "bias", "gelu", "residual" or "gated".
     Rows fall into the table's buckets, so that a row's bits change with m at few places.
     """
     line = _line(n, k, dtype, epilogue) or _line(n, k, dtype, "bias")
@@ -96,14 +97,19 @@ def leaves_residual(m: int, n: int, k: int, *, dtype: str) -> bool:
 @lru_cache(_MAX_PLANS)
 def plan_gated(m: int, n: int, k: int, *, dtype: str) -> LinearPlan:
     """The plan of a gated product of n columns, gates and values; `dtype` as plan_linear's."""
-    able = [tiling for tiling in tilings() if tiling.columns in _GATED_COLUMNS]
-    plan = plan_linear(m, n, k, dtype=dtype, epilogue="gelu")
+    able = gating_tilings()
+    plan = plan_linear(m, n, k, dtype=dtype, epilogue=GATED)
     if any(tiling.index == plan.tiling for tiling in able):
         return plan
     few = [tiling for tiling in able if tiling.is_for_few_rows == (m <= _FEW_ROWS)]
     if not few:
         return LinearPlan(None)
     return LinearPlan(min(few, key=lambda tiling: _waves(tiling, m, n)).index)
+
+
+def gating_tilings() -> list[Tiling]:
+    """Those whose tiles hold a block of gates and the values beside it."""
+    return [tiling for tiling in tilings() if tiling.columns in _GATED_COLUMNS]
 
 
 @cache

@@ -24,8 +24,12 @@ OPS = (
     "rotary",
     "pool",
     "quantize_rows",
+    "most_likely",
 )
-_CUDA_KERNELS = {"varlen_attention": "planned_attention"}  # where the kernel's name is another
+_CUDA_KERNELS = {  # where the kernel's name is another
+    "varlen_attention": "planned_attention",
+    "paged_attention": "planned_paged_attention",
+}
 
 _library = torch.library.Library("bytetx", "FRAGMENT")
 

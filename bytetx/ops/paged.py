@@ -9,6 +9,12 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
+from bytetx.ops.paged_plan import (
+    PagedPlan,
+    plan_paged_attention,
+    run_planned,
+    takes_paged_plan,
+)
 from bytetx.ops.rows import empty_rows
 
 _INT32 = (torch.int32,)
@@ -27,6 +33,7 @@ def paged_attention(
     max_kv_seqlen: int,
     softmax_scale: float | None = None,
     window: int = 0,
+    plan: PagedPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over all its keys: prefill pieces and decode.
@@ -39,6 +46,10 @@ def paged_attention(
     row sees the keys up to its own.  max_seqlen, max_kv_seqlen: the longest, tokens, host ints.
     softmax_scale: 1 / sqrt(head_dim) where None.  window: a row sees itself and the window - 1
     keys before it; 0: all before it.  Keys that no row sees are not read.
+    plan: plan_paged_attention's for this step, made once for all layers; where None and a kernel
+    wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
+    rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
+    than the longest there.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
@@ -69,7 +80,7 @@ def paged_attention(
     if torch.compiler.is_compiling():
         attended = torch.ops.bytetx.paged_attention(*operands, **lengths, **options)
         return attended if out is None else out.copy_(attended)
-    return _attend(*operands, **lengths, **options, out=out)
+    return _attend(*operands, **lengths, **options, plan=plan, out=out)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -124,14 +135,58 @@ def _attend(
     max_kv_seqlen: int,
     softmax_scale: float,
     window: int,
+    plan: PagedPlan | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     lengths = {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
     options = {"softmax_scale": softmax_scale, "window": window}
+    if takes_paged_plan(q, k_cache, v_cache) and q.shape[0] > 0 and kv_seqlens.shape[0] > 0:
+        made_for = {"max_seqlen": max_seqlen, "max_kv_seqlen": max_kv_seqlen, "window": window}
+        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, **made_for)
+        operands = (q, k_cache, v_cache, page_table)
+        return run_planned(*operands, plan, softmax_scale=softmax_scale, out=out)
     if _has_kernel(q, k_cache):
         return run_kernel(q, k_cache, v_cache, **lengths, **options, out=out)
     attended = reference.paged_attention(q, k_cache, v_cache, **lengths, **options)
     return attended if out is None else out.copy_(attended)
+
+
+def _plan_for(
+    plan: PagedPlan | None,
+    q: Tensor,
+    k_cache: Tensor,
+    cu_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    max_kv_seqlen: int,
+    window: int,
+) -> PagedPlan:
+    total_tokens, num_heads, head_dim = q.shape
+    if plan is None:
+        plan = plan_paged_attention(
+            cu_seqlens,
+            kv_seqlens,
+            total_tokens=total_tokens,
+            max_seqlen=max_seqlen,
+            max_kv_seqlen=max_kv_seqlen,
+            num_heads=num_heads,
+            num_kv_heads=k_cache.shape[2],
+            head_dim=head_dim,
+            window=window,
+        )
+        assert plan is not None  # takes_paged_plan said that there is a kernel
+        return plan
+    heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim)
+    made_for = (plan.batch_size, plan.total_tokens, *heads, plan.window)
+    wanted = (len(kv_seqlens), total_tokens, num_heads, k_cache.shape[2], head_dim, window)
+    if made_for != wanted:
+        raise ValueError(
+            "plan must be of this step: (batch_size, total_tokens, num_heads, num_kv_heads, "
+            f"head_dim, window) is {wanted}, the plan's {made_for}; make it with "
+            "plan_paged_attention"
+        )
+    return plan
 
 
 def _has_kernel(q: Tensor, k_cache: Tensor) -> bool:

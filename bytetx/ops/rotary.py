@@ -32,7 +32,7 @@ def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
 ) -> None:
     kernel = native.kernel("rotary", x.device)
-    if kernel is not None and x.dtype in (torch.float32, torch.bfloat16):
+    if kernel is not None and (x.is_cuda or x.dtype in (torch.float32, torch.bfloat16)):
         operands = (x, cos, sin, position_ids)
         sizes = (x.shape[0], cos.shape[0], *x.shape[1:], cos.shape[1], is_interleaved, x.stride(0))
         launch = native.launch_args(x.device)

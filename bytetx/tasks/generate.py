@@ -25,9 +25,17 @@ from bytetx.sampling import SamplingParams
 
 
 def build_engine(
-    checkpoint: LoadedCheckpoint, head: LmHead, sizes: GenerationSizes, *, seed: int | None = None
+    checkpoint: LoadedCheckpoint,
+    head: LmHead,
+    sizes: GenerationSizes,
+    *,
+    seed: int | None = None,
+    cuda_graphs: bool = True,
 ) -> GenerationEngine:
-    """An engine with a cache of its own. seed: of the seeds of requests that bring none."""
+    """An engine with a cache of its own.
+
+    seed: of the seeds of requests that bring none.  cuda_graphs: as `load` knows it.
+    """
     cache = allocate(sizes, checkpoint)
     scheduler = GenerationScheduler(
         num_pages=sizes.num_pages,
@@ -42,6 +50,7 @@ def build_engine(
         cache=cache,
         max_num_seqs=sizes.max_num_seqs,
         device=checkpoint.device,
+        cuda_graphs=cuda_graphs,
     )
     return GenerationEngine(
         runner,

@@ -1,0 +1,118 @@
+"""From a layer's q, k, v rows to turned queries and pages: head norms, rotary, KV write in one."""
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.check import require_contiguous, require_heads, require_tensor
+from bytetx.ops.norm import rms_norm
+from bytetx.ops.paged import write_kv
+from bytetx.ops.rotary import rotary
+
+_FLOAT32, _INT32 = (torch.float32,), (torch.int32,)
+
+
+def rotary_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    position_ids: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    is_interleaved: bool = False,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norms and turns the heads of q and k, writes k and v into the cache; returns the new q.
+
+    q: [total_tokens, num_heads, head_dim], k, v: [total_tokens, num_kv_heads, head_dim], f32, bf16
+    or f16, heads and features contiguous in each row (views of fused rows are normal).  cos, sin,
+    position_ids, is_interleaved: as rotary's.  k_cache, v_cache, slot_mapping: as write_kv's.
+    q_norm, k_norm: [head_dim] in q's dtype, weights of an RMS norm of each head that comes first,
+    or None for none.  eps: the norm's.
+    Returns [total_tokens, num_heads, head_dim]: q itself where one kernel does it all, with f32
+    between the steps.  q and k hold anything after the call.
+    Raises ValueError on shape, dtype or device mismatch, and on a CPU where a position or a slot
+    is outside its table.
+    """
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("q_norm and k_norm must be given both, or neither")
+    kernel = None
+    if q.is_cuda and not torch.compiler.is_compiling():
+        kernel = native.kernel("rotary_write_kv", q.device)
+    if kernel is None:
+        if q_norm is not None and k_norm is not None:
+            q, k = norm_heads(q, q_norm, eps), norm_heads(k, k_norm, eps)
+        rotary(q, cos, sin, position_ids, is_interleaved=is_interleaved)
+        rotary(k, cos, sin, position_ids, is_interleaved=is_interleaved)
+        write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return q
+    _check(q, k, v, cos, sin, position_ids)
+    _check_cache(k, k_cache, v_cache, slot_mapping)
+    _check_norms(q, q_norm, k_norm)
+    tables = (q_norm, k_norm, position_ids, slot_mapping)
+    kernel(
+        *map(Tensor.data_ptr, (q, k, v, k_cache, v_cache, cos, sin)),
+        *(0 if t is None else t.data_ptr() for t in tables),
+        q.shape[0],
+        q.shape[1],
+        k.shape[1],
+        q.shape[2],
+        cos.shape[1],
+        is_interleaved,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        eps,
+        native.DTYPE_CODES[q.dtype],
+        *native.launch_args(q.device),
+    )
+    return q
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm of each head of x [total_tokens, heads, head_dim]; a new tensor."""
+    rows = x.reshape(-1, x.shape[2]).contiguous()  # of one head it is a view
+    return rms_norm(rows, weight, eps=eps).view(x.shape)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        require_heads(name, t)
+    head_dim, device = q.shape[2], q.device
+    shape = (q.shape[0], None, head_dim)
+    require_tensor("k", k, shape=shape, dtypes=(q.dtype,), device=device)
+    require_tensor("v", v, shape=k.shape, dtypes=(q.dtype,), device=device)
+    require_tensor("cos", cos, shape=(None, None), dtypes=_FLOAT32, device=device)
+    require_tensor("sin", sin, shape=cos.shape, dtypes=_FLOAT32, device=device)
+    require_tensor("position_ids", position_ids, shape=q.shape[:1], dtypes=_INT32, device=device)
+    for name, t in (("cos", cos), ("sin", sin), ("position_ids", position_ids)):
+        require_contiguous(name, t)
+    if 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"cos must have at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[1]}"
+        )
+
+
+def _check_cache(k: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    options = {"dtypes": (k.dtype,), "device": k.device}
+    require_tensor("k_cache", k_cache, shape=(None, None, *k.shape[1:]), **options)
+    require_tensor("v_cache", v_cache, shape=k_cache.shape, **options)
+    shape = k.shape[:1]
+    require_tensor("slot_mapping", slot_mapping, shape=shape, dtypes=_INT32, device=k.device)
+    caches = (("k_cache", k_cache), ("v_cache", v_cache), ("slot_mapping", slot_mapping))
+    for name, t in caches:
+        require_contiguous(name, t)
+
+
+def _check_norms(q: Tensor, q_norm: Tensor | None, k_norm: Tensor | None) -> None:
+    for name, t in (("q_norm", q_norm), ("k_norm", k_norm)):
+        if t is not None:
+            shape = q.shape[2:]
+            require_tensor(name, t, shape=shape, dtypes=(q.dtype,), device=q.device)
+            require_contiguous(name, t)

@@ -1,0 +1,127 @@
+// Attention over paged keys on Hopper, by a plan made once a step (paged_plan.cu).
+//
+//   out[i] = sum_j softmax_j(q[i] . k[j] * softmax_scale) v[j],  j <= i, j > i - window
+//
+// q [total, num_heads, head_dim] f16 or bf16; k and v in pages [num_pages, page_size, num_kv_heads,
+// head_dim]; scores, softmax and sums in f32, weights rounded to the element type for the second
+// product. Sequences of one row go to the decode kernel (paged_decode.cuh), longer pieces to the
+// prefill kernel. A sequence's result depends on its own rows, keys and lengths alone.
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/check.cuh"
+#include "common/dispatch.cuh"
+#include "cuda/paged_decode.cuh"
+#include "ops.h"
+
+namespace bytetx {
+namespace paged {
+
+void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);  // paged_prefill.cu
+
+}  // namespace paged
+
+namespace {
+
+using paged::PlanSizes;
+
+constexpr int64_t kAlignment = 16;
+
+int padded_dim(int head_dim) { return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : 128; }
+
+int64_t stats_bytes(const PagedPlanParams& p) {
+    const int64_t bytes =
+        paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(float2)};
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+void check(const PlannedPagedAttentionParams& p) {
+    const auto fail = [](const std::string& what) {
+        throw std::invalid_argument("planned_paged_attention needs " + what);
+    };
+    if (p.dtype != DType::f16 && p.dtype != DType::bf16) fail("f16 or bf16");
+    if (p.head_dim <= 0 || p.head_dim > 128 || p.head_dim % 8 != 0) {
+        fail("head_dim a multiple of 8 up to 128, got " + std::to_string(p.head_dim));
+    }
+    if (p.plan.num_kv_heads <= 0 || p.plan.num_heads % p.plan.num_kv_heads != 0) {
+        fail("num_kv_heads to divide num_heads, got " + std::to_string(p.plan.num_kv_heads) +
+             " and " + std::to_string(p.plan.num_heads));
+    }
+    if (p.page_size <= 0 || (p.page_size & (p.page_size - 1)) != 0) {
+        fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
+    }
+    if (p.q_stride % 8 != 0) fail("rows of q a multiple of 8 apart");
+    const int64_t needed = planned_paged_attention_workspace_bytes(p.plan, p.head_dim);
+    if (p.workspace_bytes < needed) {
+        fail(std::to_string(needed) + " bytes of workspace, got " +
+             std::to_string(p.workspace_bytes));
+    }
+    for (const void* address :
+         {p.q, p.k_cache, p.v_cache, static_cast<const void*>(p.out),
+          static_cast<const void*>(p.plan.plan), static_cast<const void*>(p.workspace)}) {
+        if (reinterpret_cast<std::uintptr_t>(address) % kAlignment != 0) fail("aligned addresses");
+    }
+}
+
+paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
+    const paged::PlanView view = paged::view_plan(p.plan.plan, paged::plan_sizes(p.plan));
+    paged::DecodeParams params{};
+    params.q = p.q;
+    params.k_cache = p.k_cache;
+    params.v_cache = p.v_cache;
+    params.out = p.out;
+    params.page_table = p.page_table;
+    params.header = view.header;
+    params.items = view.items;
+    params.counters = view.counters;
+    params.partial_stats = static_cast<float2*>(p.workspace);
+    params.partial_out =
+        reinterpret_cast<float*>(static_cast<uint8_t*>(p.workspace) + stats_bytes(p.plan));
+    params.max_pages = p.max_pages;
+    params.q_stride = p.q_stride;
+    while (1 << params.page_shift < p.page_size) ++params.page_shift;
+    params.num_heads = p.plan.num_heads;
+    params.num_kv_heads = p.plan.num_kv_heads;
+    params.group = p.plan.num_heads / p.plan.num_kv_heads;
+    params.head_dim = p.head_dim;
+    params.window = p.plan.window;
+    params.scale = p.softmax_scale * paged::kLog2e;
+    return params;
+}
+
+template <typename T, int kHeadDim>
+void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
+    using C = paged::DecodeTypes<T, kHeadDim>;
+    constexpr int kSmemBytes = sizeof(paged::DecodeSmem<C>);
+    const auto kernel = paged::decode_kernel<C>;
+    allow_smem(kernel, kSmemBytes);
+    const int64_t most = paged::plan_sizes(p.plan).items * p.plan.num_kv_heads;
+    const int64_t resident = int64_t{num_sms()} * C::kMinCtas;
+    const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), paged::kDecodeThreads,
+                            kSmemBytes, stream};
+    launch_kernel(kernel, shape, decode_params(p));
+}
+
+}  // namespace
+
+int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim) {
+    const int64_t rows = paged::plan_sizes(p).partial_rows;
+    return stats_bytes(p) + rows * p.num_kv_heads * padded_dim(head_dim) * int64_t{sizeof(float)};
+}
+
+void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch) {
+    check(p);
+    if (p.plan.total_tokens == 0 || p.plan.batch_size == 0) return;
+    const DeviceGuard guard(launch.device);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kHeadDim>() {
+        if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
+        launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
+    });
+    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) paged::launch_prefill(p, stream);
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace bytetx

@@ -1,0 +1,232 @@
+// The plan of a step over paged keys: decode items and prefill tiles, from lengths on the device,
+// so that no length travels to the host and a captured graph serves any lengths.
+//
+// One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA places it, and
+// the thread writes its items. Tiles are sorted by their keys into buckets, longest first, for the
+// prefill kernel's CTAs take them one after another: who ends last ends with a short one. Their
+// order within a bucket is left to chance and changes no result.
+// Bound by latency; made once a step and shared by all layers.
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/check.cuh"
+#include "common/launch.cuh"
+#include "cuda/paged_plan.cuh"
+#include "ops.h"
+
+namespace bytetx {
+namespace paged {
+namespace {
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;
+constexpr int kBuckets = 256;  // of tiles, by number of keys
+
+struct PlanKernelParams {
+    const int* cu_seqlens;
+    const int* kv_seqlens;
+    PlanView plan;
+    PlanSizes sizes;
+    Chunking chunking;
+    int batch_size;
+    int group;
+    int num_kv_heads;
+    int window;
+    int tile_tokens;
+    int max_keys;
+};
+
+// What one sequence needs, or all before it.
+struct Need {
+    int units, items, partial_rows;
+
+    __device__ Need operator+(const Need& other) const {
+        return {units + other.units, items + other.items, partial_rows + other.partial_rows};
+    }
+};
+
+__device__ Need shuffle_up(const Need& need, int by) {
+    return {__shfl_up_sync(~0u, need.units, by), __shfl_up_sync(~0u, need.items, by),
+            __shfl_up_sync(~0u, need.partial_rows, by)};
+}
+
+// The sum of the needs of all threads before this one; `total` gains that of all threads.
+__device__ Need exclusive_scan(const Need& own, Need& total) {
+    __shared__ Need warp_sums[kWarps];
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    Need sum = own;
+    for (int by = 1; by < 32; by *= 2) {
+        const Need below = shuffle_up(sum, by);
+        if (lane >= by) sum = sum + below;
+    }
+    __syncthreads();  // pairs with the reads of the scan before
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    Need before = total;
+    for (int i = 0; i < kWarps; ++i) {
+        if (i < warp) before = before + warp_sums[i];
+        total = total + warp_sums[i];
+    }
+    return before +
+           Need{sum.units - own.units, sum.items - own.items, sum.partial_rows - own.partial_rows};
+}
+
+// One sequence of the step.
+struct Piece {
+    int first_token, tokens, keys;
+    int first_visible;  // that any row sees
+    int first_key;
+    int chunk_keys, num_chunks;
+    bool is_tiled;
+
+    __device__ Piece(const PlanKernelParams& p, int sequence) {
+        first_token = tokens = keys = first_visible = first_key = chunk_keys = num_chunks = 0;
+        is_tiled = false;
+        if (sequence >= p.batch_size) return;
+        first_token = p.cu_seqlens[sequence];
+        tokens = p.cu_seqlens[sequence + 1] - first_token;
+        keys = p.kv_seqlens[sequence];
+        if (tokens <= 0 || keys < tokens) tokens = 0;
+        if (tokens == 0) return;
+        is_tiled = p.tile_tokens > 0 && tokens > 1;
+        if (p.window > 0) first_visible = max(0, keys - tokens + 1 - p.window);
+        first_key = first_visible / kStepKeys * kStepKeys;
+        chunk_keys = p.chunking.length(keys - first_key);
+        num_chunks = (keys - first_key + chunk_keys - 1) / chunk_keys;
+    }
+
+    __device__ Need need(const PlanKernelParams& p) const {
+        if (tokens == 0 || is_tiled) return {};
+        const int rows = tokens * p.group, units = (rows + kUnitRows - 1) / kUnitRows;
+        return {units, units * num_chunks, num_chunks > 1 ? rows * num_chunks : 0};
+    }
+};
+
+__device__ void write_items(const PlanKernelParams& p, const Piece& piece, int sequence, Need at) {
+    const int rows = piece.tokens * p.group;
+    for (int row = 0; row < rows; row += kUnitRows) {
+        for (int chunk = 0; chunk < piece.num_chunks; ++chunk) {
+            const int first = piece.first_key + chunk * piece.chunk_keys;
+            if (at.items >= p.sizes.items) return;  // only where a length exceeds its bound
+            p.plan.items[at.items++] = {sequence,
+                                        piece.first_token,
+                                        row,
+                                        min(rows - row, kUnitRows),
+                                        piece.keys - piece.tokens,
+                                        piece.first_visible,
+                                        first,
+                                        min(first + piece.chunk_keys, piece.keys),
+                                        chunk,
+                                        piece.num_chunks,
+                                        at.partial_rows,
+                                        at.units};
+        }
+        at.partial_rows += min(rows - row, kUnitRows) * piece.num_chunks;
+        ++at.units;
+    }
+}
+
+// Calls f(tile, bucket) for each tile of a piece; the bucket of the most keys is 0.
+template <typename F>
+__device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int sequence, F&& f) {
+    const int past = piece.keys - piece.tokens;
+    for (int token = 0; token < piece.tokens; token += p.tile_tokens) {
+        const int tokens = min(p.tile_tokens, piece.tokens - token);
+        const int position = past + token, end = position + tokens;
+        const int first = p.window > 0 ? max(0, position + 1 - p.window) : 0;
+        const float length = static_cast<float>(end - first) / static_cast<float>(p.max_keys);
+        const int bucket = kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
+        f(PagedTile{sequence, piece.first_token + token, tokens * p.group, position, first,
+                    first / kRoundKeys * kRoundKeys, end, 0},
+          bucket);
+    }
+}
+
+// All tiles in the order of their buckets; returns how many there are.
+__device__ int sort_tiles(const PlanKernelParams& p) {
+    __shared__ int counts[kBuckets], starts[kBuckets];
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        if (!piece.is_tiled) continue;
+        for_each_tile(p, piece, i,
+                      [&](const PagedTile&, int bucket) { atomicAdd(&counts[bucket], 1); });
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
+        int sum = 0;
+        for (int j = 0; j < i; ++j) sum += counts[j];
+        starts[i] = sum;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        if (!piece.is_tiled) continue;
+        for_each_tile(p, piece, i, [&](const PagedTile& tile, int bucket) {
+            const int at = atomicAdd(&starts[bucket], 1);
+            if (at < p.sizes.tiles) p.plan.tiles[at] = tile;
+        });
+    }
+    __syncthreads();
+    return starts[kBuckets - 1];  // one past the last bucket's tiles
+}
+
+__global__ void __launch_bounds__(kThreads)
+    plan_kernel(const __grid_constant__ PlanKernelParams p) {
+    wait_for_prior_kernel();
+    release_next_kernel();
+    Need total{};
+    for (int first = 0; first < p.batch_size; first += kThreads) {
+        const int sequence = first + static_cast<int>(threadIdx.x);
+        const Piece piece(p, sequence);
+        const Need at = exclusive_scan(piece.need(p), total);
+        if (piece.tokens > 0 && !piece.is_tiled) write_items(p, piece, sequence, at);
+    }
+    const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p) : 0;
+    const int64_t num_counters = min(int64_t{total.units} * p.num_kv_heads, p.sizes.counters);
+    for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
+    if (threadIdx.x == 0) {
+        *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
+                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), 0, 0};
+    }
+}
+
+}  // namespace
+}  // namespace paged
+
+int64_t paged_plan_bytes(const PagedPlanParams& p) {
+    const paged::PlanSizes sizes = paged::plan_sizes(p);
+    const int64_t bytes = sizeof(paged::PagedHeader) + sizes.items * sizeof(paged::PagedItem) +
+                          sizes.tiles * sizeof(paged::PagedTile) +
+                          sizes.counters * sizeof(unsigned);
+    return (bytes + paged::kAlignment - 1) / paged::kAlignment * paged::kAlignment;
+}
+
+void paged_plan(const PagedPlanParams& p, const Launch& launch) {
+    if (p.batch_size == 0 || p.total_tokens == 0) return;
+    if (p.plan_bytes < paged_plan_bytes(p)) {
+        throw std::invalid_argument("paged_plan needs " + std::to_string(paged_plan_bytes(p)) +
+                                    " bytes, got " + std::to_string(p.plan_bytes));
+    }
+    const DeviceGuard guard(launch.device);
+    const paged::PlanSizes sizes = paged::plan_sizes(p);
+    const paged::PlanKernelParams params{p.cu_seqlens,
+                                         p.kv_seqlens,
+                                         paged::view_plan(p.plan, sizes),
+                                         sizes,
+                                         paged::chunking(p),
+                                         static_cast<int>(p.batch_size),
+                                         p.num_heads / p.num_kv_heads,
+                                         p.num_kv_heads,
+                                         p.window,
+                                         p.tile_tokens,
+                                         std::max(p.max_kv_seqlen, 1)};
+    const LaunchShape shape{1, paged::kThreads, 0, static_cast<cudaStream_t>(launch.stream)};
+    launch_kernel(paged::plan_kernel, shape, params);
+}
+
+}  // namespace bytetx

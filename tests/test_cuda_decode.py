@@ -1,0 +1,184 @@
+"""Decode steps of a GPU on a CPU: fakes stand in for pinned memory, events and graphs."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_causal_model import save_causal
+from test_cuda_queue import FakeEvent, fake_capture
+from test_generate_soak import num_free_pages, random_requests
+from tiny import one_thread  # noqa: F401  (autouse)
+
+import bytetx
+from bytetx.engine import graphs
+from bytetx.engine.cuda_decode import CudaDecode
+from bytetx.engine.decode_block import decode_layout, round_rows
+from bytetx.engine.generation_runner import GenerationRunner
+from bytetx.engine.sampled import Sampled
+from bytetx.model import Model
+from bytetx.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(seed=4, max_tokens=24, top_k=9, stop_token_ids=[7, 8, 9])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_causal(tmp_path_factory.mktemp("decode"), "qwen3")
+
+
+@pytest.fixture
+def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New engines run ahead, pad decode steps and replay them, on the CPU."""
+    empty, init = torch.empty, GenerationRunner.__init__
+
+    def make(runner: GenerationRunner, *arguments: object, **options: object) -> None:
+        init(runner, *arguments, **options)
+        runner._decode = CudaDecode(
+            runner._transformer,
+            runner._head,
+            cache=runner.cache,
+            last_tokens=runner._last_tokens,
+            device=torch.device("cpu"),
+            has_graphs=options["cuda_graphs"],
+        )
+
+    def to_host(sampled: Sampled) -> Sampled:
+        sampled.tokens = None if sampled.tokens is None else sampled.tokens.clone()
+        return sampled
+
+    monkeypatch.setattr(Sampled, "to_host", to_host)
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **o: empty(*a, **o))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(graphs.GraphCache, "_capture", fake_capture)
+    monkeypatch.setattr(graphs.GraphCache, "_reserve", lambda cache, total_tokens: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeEvent())
+    monkeypatch.setattr(CudaDecode, "is_capturable", True)
+    monkeypatch.setattr(GenerationRunner, "__init__", make)
+    yield
+    gc.collect()  # graphs go while the fakes are there
+
+
+def prompts(count: int = 11) -> list[list[int]]:
+    return [prompt for prompt, _ in random_requests(count)]
+
+
+def tokens_of(model: Model, params: SamplingParams, **sizes: int) -> list[list[int]]:
+    return [list(answer.token_ids) for answer in model.generate(prompts(), params, **sizes)]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_padded_steps_give_what_plain_ones_do(
+    folder: Path, request: pytest.FixtureRequest, params: SamplingParams, cuda_graphs: bool
+) -> None:
+    plain = bytetx.load(folder, device="cpu")
+    wanted = tokens_of(plain, params)
+    request.getfixturevalue("like_a_gpu")
+    model = bytetx.load(folder, device="cpu", cuda_graphs=cuda_graphs)
+    for _ in range(2):
+        assert tokens_of(model, params) == wanted
+        assert tokens_of(model, params, max_num_seqs=5) == wanted
+    small = Model(model.checkpoint, token_budget=12, cuda_graphs=cuda_graphs)
+    assert tokens_of(small, params, max_num_seqs=7, kv_cache_tokens=130) == wanted
+    engine = small._idle_engines[0][1]
+    assert engine._scheduler.num_preempted > 0
+    assert (engine.num_graphs > 0) == cuda_graphs
+    assert num_free_pages(engine) == engine._scheduler.pages.num_pages
+
+
+def test_a_processor_sees_every_token(folder: Path, like_a_gpu: None) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def processor(token_ids: tuple[int, ...], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(token_ids)
+        return logits
+
+    model = bytetx.load(folder, device="cpu")
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    (wanted,) = model.generate([[5, 6]], params)
+    processed = SamplingParams(
+        temperature=0, max_tokens=9, ignore_eos=True, logits_processors=[processor]
+    )
+    engine = model.engine()
+    engine.add_request([5, 6, 7], params)
+    engine.step()
+    engine.add_request([5, 6], processed)  # while a step is in flight
+    while engine.has_work:
+        engine.step()
+    answer = [5, 6, *wanted.token_ids]
+    assert seen == [tuple(answer[: 2 + number]) for number in range(9)]
+
+
+def test_nan_ends_its_request_while_the_next_step_runs(folder: Path, like_a_gpu: None) -> None:
+    model = bytetx.load(folder, device="cpu")
+    engine = model.engine()
+    wanted = tokens_of(model, GREEDY)
+    norm = model.transformer.decoder.final_norm.weight
+    kept = norm.clone()
+    request_id = engine.add_request([5, 6, 7], GREEDY)
+    engine.step()
+    norm.fill_(torch.nan)
+    pieces = [piece for _ in range(3) for piece in engine.step()]
+    norm.copy_(kept)
+    assert pieces[-1].request_id == request_id and pieces[-1].finish_reason == "error"
+    while engine.has_work:
+        engine.step()
+    assert num_free_pages(engine) == engine._scheduler.pages.num_pages
+    assert tokens_of(model, GREEDY) == wanted
+
+
+def test_graphs_go_before_a_step_fails(
+    folder: Path, like_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = bytetx.load(folder, device="cpu")
+    wanted = tokens_of(model, GREEDY)
+    engine, forward = model._idle_engines[0][1], model.transformer.forward
+    assert engine.num_graphs > 0
+
+    def short_of_memory(batch: object, **options: object) -> torch.Tensor:
+        if engine.num_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(batch, **options)
+
+    monkeypatch.setattr(model.transformer, "forward", short_of_memory)
+    engine.add_request(prompts()[0], GREEDY)
+    pieces = [piece for _ in range(30) for piece in engine.step()]
+    assert [token for piece in pieces for token in piece.token_ids] == wanted[0]
+
+
+def test_no_cycle_holds_an_engine(folder: Path, like_a_gpu: None) -> None:
+    """Its cache is most of a GPU's memory, and the next engine wants it."""
+    model = bytetx.load(folder, device="cpu")
+    tokens_of(model, GREEDY)
+    ((_, engine),) = model._idle_engines
+    gone = [weakref.ref(engine), weakref.ref(engine._runner.cache.layers[0].k_cache)]
+    for captured in engine._runner._decode._graphs._graphs.values():
+        captured.graph.compute = None  # a real one does not hold what it was captured from
+    gc.collect()
+    gc.disable()
+    try:
+        model._idle_engines.clear()
+        del engine
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+@given(st.integers(1, 5000), st.integers(1, 4096))
+def test_layouts_hold_their_steps(num_rows: int, num_pages: int) -> None:
+    layout = decode_layout(num_rows, num_pages)
+    assert num_rows <= layout.num_rows == round_rows(num_rows) <= max(1.5 * num_rows, num_rows + 32)
+    assert num_pages <= layout.num_pages <= max(64, 2 * num_pages)
+    starts = [0, layout.kv_seqlens, layout.seats, layout.positions, layout.slots, layout.pages]
+    ends = [*starts[1:], layout.num_ints]
+    room = [end - start for start, end in zip(starts, ends, strict=True)]
+    assert room[0] > layout.num_rows and min(room[1:5]) >= layout.num_rows
+    assert room[5] == layout.num_rows * layout.num_pages
+    assert all(start % 4 == 0 for start in starts)

@@ -1,0 +1,188 @@
+"""Generation on a GPU: the CPU's tokens in f32, graphs and eager alike, and every page free."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_causal_model import save_causal
+from test_generate_soak import VOCAB_SIZE, num_free_pages, random_requests
+from tiny_decoders import DECODERS
+
+import bytetx
+from bytetx.model import Model
+from bytetx.sampling import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+FAMILIES = ["gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "qwen3-window"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def random_prompts(count: int, *, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(5, VOCAB_SIZE, rng.integers(1, longest)).tolist() for _ in range(count)]
+
+
+def token_ids(model: Model, prompts: list[list[int]], params: SamplingParams, **sizes) -> list:
+    return [list(answer.token_ids) for answer in model.generate(prompts, params, **sizes)]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_f32_gives_the_tokens_of_the_cpu(tmp_path: Path, name: str) -> None:
+    assert name in DECODERS
+    folder, prompts = save_causal(tmp_path, name), random_prompts(6)
+    on_cpu = bytetx.load(folder, device="cpu", dtype="float32")
+    on_gpu = bytetx.load(folder, device="cuda", dtype="float32")
+    wanted = token_ids(on_cpu, prompts, GREEDY)
+    assert token_ids(on_gpu, prompts, GREEDY) == wanted
+    small = Model(on_gpu.checkpoint, token_budget=16)  # prompts in pieces, pages that run out
+    assert token_ids(small, prompts, GREEDY, max_num_seqs=4, kv_cache_tokens=100) == wanted
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+    """One f32 checkpoint on the CPU and on the GPU."""
+    folder = save_causal(tmp_path_factory.mktemp("pair"), "qwen3")
+    on_cpu = bytetx.load(folder, device="cpu", dtype="float32")
+    return on_cpu, bytetx.load(folder, device="cuda", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(seed=1, max_tokens=10),
+        SamplingParams(seed=2, max_tokens=10, top_k=7, temperature=1.5),
+        SamplingParams(seed=3, max_tokens=10, top_p=0.8, min_p=0.02),
+        SamplingParams(seed=4, max_tokens=10, repetition_penalty=1.4, presence_penalty=0.3),
+        SamplingParams(temperature=0, max_tokens=10, frequency_penalty=0.7, logit_bias={9: 2.0}),
+        SamplingParams(temperature=0, max_tokens=10, min_tokens=5, stop_token_ids=[*range(5, 40)]),
+        SamplingParams(seed=5, max_tokens=9, logits_processors=[lambda ids, x: x * (len(ids) % 2)]),
+        SamplingParams(seed=6, max_tokens=15, stop=("th", "e ", "a")),
+    ],
+)
+def test_sampling_draws_what_the_cpu_draws(
+    pair: tuple[Model, Model], params: SamplingParams
+) -> None:
+    on_cpu, on_gpu = pair
+    prompts = random_prompts(5)
+    assert token_ids(on_gpu, prompts, params) == token_ids(on_cpu, prompts, params)
+
+
+def test_logprobs_are_those_of_the_cpu(pair: tuple[Model, Model]) -> None:
+    prompts = random_prompts(5, longest=20)
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
+    for ours, theirs in zip(*(model.generate(prompts, params) for model in pair), strict=True):
+        for one, other in (
+            (ours.answers[0].logprobs, theirs.answers[0].logprobs),
+            (ours.prompt_logprobs, theirs.prompt_logprobs),
+        ):
+            assert [e.token_id for e in one] == [e.token_id for e in other]
+            assert [e.rank for e in one] == [e.rank for e in other]
+            np.testing.assert_allclose(
+                [e.logprob for e in one], [e.logprob for e in other], atol=1e-4
+            )
+
+
+@pytest.fixture(scope="module", params=["float16", "bfloat16"])
+def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of sizes that the kernels take, with 300 positions."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    folder = save_causal(
+        tmp_path_factory.mktemp("half"), "qwen3", max_position_embeddings=300, **sizes
+    )
+    return folder, request.param
+
+
+def test_graphs_and_eager_give_the_same_tokens(half: tuple[Path, str]) -> None:
+    folder, dtype = half
+    captured = bytetx.load(folder, device="cuda", dtype=dtype)
+    eager = bytetx.load(folder, device="cuda", dtype=dtype, cuda_graphs=False)
+    prompts = random_prompts(24, longest=200)
+    for params in (GREEDY, SamplingParams(seed=3, max_tokens=30, top_k=20, ignore_eos=True)):
+        wanted = token_ids(eager, prompts, params, max_num_seqs=16)
+        for _ in range(2):
+            assert token_ids(captured, prompts, params, max_num_seqs=16) == wanted
+    (_, engine), (_, plain) = captured._idle_engines[0], eager._idle_engines[0]
+    assert plain.num_graphs == 0
+    if engine._runner.is_capturable:
+        assert engine.num_graphs > 0
+
+
+def test_steps_in_flight_change_no_token(half: tuple[Path, str], monkeypatch) -> None:
+    folder, dtype = half
+    model = bytetx.load(folder, device="cuda", dtype=dtype)
+    prompts = random_prompts(30, longest=100, seed=2)
+    params = SamplingParams(seed=3, max_tokens=40, stop_token_ids=[7, 8, 9, 10])
+    wanted = token_ids(model, prompts, params)
+    engine = model._idle_engines[0][1]
+    monkeypatch.setattr(type(engine._runner), "runs_ahead", False)
+    assert token_ids(model, prompts, params) == wanted
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(seed=1, max_tokens=12, top_p=0.9, top_k=30, min_p=0.01),
+        SamplingParams(seed=2, max_tokens=12, top_p=0.9, presence_penalty=0.5, logprobs=2),
+    ],
+)
+def test_no_step_waits_for_the_gpu(half: tuple[Path, str], params: SamplingParams) -> None:
+    """But for the event behind a step's results, and that only after the next step's start."""
+    folder, dtype = half
+    model = bytetx.load(folder, device="cuda", dtype=dtype)
+    engine = model.engine(max_num_seqs=8)
+    if not engine._runner.is_capturable:
+        pytest.skip("this GPU runs paged attention in plain torch")
+    for warm in (True, False):
+        for prompt in random_prompts(10):
+            engine.add_request(prompt, params)
+        torch.cuda.set_sync_debug_mode("default" if warm else "error")
+        try:
+            while engine.has_work:
+                engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_soak_on_the_gpu(half: tuple[Path, str]) -> None:
+    """Hundreds of requests that come, stop, are preempted and given up; every page free."""
+    folder, dtype = half
+    model = bytetx.load(folder, device="cuda", dtype=dtype, token_budget=48)
+    engine = model.engine(kv_cache_tokens=300, max_num_seqs=12)
+    num_free, rng = num_free_pages(engine), np.random.default_rng(6)
+    waiting, place_of, reasons = list(enumerate(random_requests(120))), {}, {}
+    tokens = defaultdict(list)
+    while waiting or engine.has_work:
+        for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
+            place, (prompt, params) = waiting.pop()
+            place_of[engine.add_request(prompt, params, priority=int(rng.integers(2)))] = place
+        for piece in engine.step():
+            tokens[place_of[piece.request_id]] += piece.token_ids
+            if piece.finish_reason is not None:
+                reasons[place_of[piece.request_id]] = piece.finish_reason
+        if place_of and rng.random() < 0.1:
+            engine.abort(int(rng.choice(list(place_of))))
+    assert num_free_pages(engine) == num_free
+    assert reasons.keys() == set(range(120))
+    assert set(reasons.values()) == {"stop", "length", "abort"}
+    assert engine._scheduler.num_preempted and engine._scheduler.num_found_tokens
+
+
+def test_nan_weights_end_requests_with_an_error(tmp_path: Path) -> None:
+    model = bytetx.load(save_causal(tmp_path, "llama"), device="cuda", dtype="float32")
+    prompts = random_prompts(3)
+    wanted = token_ids(model, prompts, GREEDY)
+    engine = model._idle_engines[0][1]
+    weight = model.transformer.decoder.final_norm.weight
+    kept = weight.clone()
+    weight.fill_(torch.nan)
+    torch.cuda.synchronize()  # the engine has a stream of its own
+    failed = model.generate(prompts, GREEDY, on_error="return")
+    assert failed.stats.num_errors == 3 and "the logits are NaN" in str(failed[0])
+    weight.copy_(kept)
+    torch.cuda.synchronize()
+    assert token_ids(model, prompts, GREEDY) == wanted
+    assert num_free_pages(engine) == engine._scheduler.pages.num_pages

@@ -1,0 +1,268 @@
+"""Paged attention on a GPU: decode rows and prefill pieces against float64, graphs, batch mates."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_steps import Step, assert_exact, make_step
+from torch import Tensor
+
+from bytetx.ops.paged import paged_attention
+from bytetx.ops.paged_plan import PagedPlan, plan_paged_attention
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
+# Around steps of 16 keys, rounds of 64, and chunks of 256 and more.
+EDGES = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 255, 256, 257, 511, 513, 640, 1023, 1025, 2049)
+DECODE = [(1, n) for n in EDGES]
+# (new tokens, keys with them): pieces around tiles of 64 and 128 rows, decode rows between them.
+MIXED = [
+    (1, 1),
+    (16, 16),
+    (5, 33),
+    (1, 700),
+    (2, 300),
+    (63, 63),
+    (64, 64),
+    (65, 129),
+    (1, 257),
+    (129, 1000),
+    (300, 650),
+    (200, 200),
+]
+HEADS = [(4, 4), (6, 3), (6, 2), (8, 2), (5, 1), (6, 1), (14, 2), (8, 1), (16, 1)]
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def make(lengths: list[tuple[int, int]], **options: object) -> tuple[Step, "Inputs"]:
+    """A step, and its operands on the GPU."""
+    step = make_step(lengths, **({"dtype": torch.bfloat16, "head_dim": 64} | options))
+    return step, Inputs(step)
+
+
+class Inputs:
+    """A step's operands on the GPU; lengths may be bounds."""
+
+    def __init__(self, step: Step, *, max_seqlen: int = 0, max_kv_seqlen: int = 0):
+        self.q, self.k_cache, self.v_cache = (
+            t.cuda() for t in (step.q, step.k_cache, step.v_cache)
+        )
+        lengths = step.lengths()
+        self.lengths = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in lengths.items()}
+        self.lengths["max_seqlen"] = max(max_seqlen, self.lengths["max_seqlen"])
+        self.lengths["max_kv_seqlen"] = max(max_kv_seqlen, self.lengths["max_kv_seqlen"])
+
+    def attend(self, **options: object) -> Tensor:
+        options = {"out": torch.full_like(self.q, torch.nan)} | options
+        return paged_attention(self.q, self.k_cache, self.v_cache, **self.lengths, **options)
+
+    def plan(self, *, window: int = 0) -> PagedPlan:
+        lengths = {k: v for k, v in self.lengths.items() if k != "page_table"}
+        heads = {"num_heads": self.q.shape[1], "num_kv_heads": self.k_cache.shape[2]}
+        sizes = {"total_tokens": self.q.shape[0], "head_dim": self.q.shape[2]}
+        plan = plan_paged_attention(**lengths, **heads, **sizes, window=window)
+        assert plan is not None
+        return plan
+
+
+def check(lengths: list[tuple[int, int]], *, window: int = 0, **options: object) -> None:
+    step, inputs = make(lengths, window=window, given_back=window > 0, **options)
+    assert_exact(inputs.attend(window=window).cpu(), step, window=window)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_groups(
+    lengths: list, head_dim: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    check(lengths, **heads, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 80, 96, 120])
+def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
+    check([*MIXED, (1, 3), (1, 2000)], head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 32, 64, 128, 256])
+@pytest.mark.parametrize("window", [0, 37, 300])
+def test_page_sizes(page_size: int, window: int) -> None:
+    check([*MIXED, (1, 513), (1, 1025)], page_size=page_size, window=window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 64, 255, 257, 5000])
+def test_windows_read_no_page_before_them(window: int, dtype: torch.dtype) -> None:
+    check([*MIXED, *DECODE], window=window, dtype=dtype)
+
+
+def test_one_long_among_short(dtype: torch.dtype) -> None:
+    check([(1, 1)] * 20 + [(1, 8192), (3, 3), (1, 9001), (40, 8000)], head_dim=128, dtype=dtype)
+
+
+def test_longer_than_staged_pages() -> None:
+    check([(1, 70_001), (1, 5)], num_heads=2, num_kv_heads=1, head_dim=32)
+
+
+def test_scales() -> None:
+    step, inputs = make([*MIXED, *DECODE])
+    for scale in (0.0, 0.7, -0.3):
+        assert_exact(inputs.attend(softmax_scale=scale).cpu(), step, scale=scale)
+
+
+@pytest.mark.parametrize("window", [0, 100])
+def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
+    lengths = [*MIXED, (1, 5000), *DECODE]
+    step, inputs = make(lengths, window=window, dtype=dtype, head_dim=128, num_heads=8)
+    together = inputs.attend(window=window).split(step.seqlens)
+    queries = inputs.q.split(step.seqlens)
+    for i, seqlen in enumerate(step.seqlens):
+        alone = paged_attention(
+            queries[i],
+            inputs.k_cache,
+            inputs.v_cache,
+            cu_seqlens=torch.tensor([0, seqlen]).int().cuda(),
+            page_table=inputs.lengths["page_table"][i : i + 1],
+            kv_seqlens=inputs.lengths["kv_seqlens"][i : i + 1],
+            max_seqlen=seqlen,
+            max_kv_seqlen=lengths[i][1],
+            window=window,
+        )
+        assert torch.equal(alone, together[i])
+
+
+def test_batch_mates_change_no_bit_in_large_batches() -> None:
+    """Large batches cut their keys into longer chunks than small ones do, whoever is in them."""
+    lengths = [*MIXED, *DECODE, (1, 4000)] * 3
+    step, inputs = make(lengths, head_dim=128, num_heads=8)
+    together = inputs.attend().split(step.seqlens)
+    queries, chosen = inputs.q.split(step.seqlens), range(0, len(lengths), 2)
+    subset = torch.tensor(chosen).cuda()
+    seqlens = [step.seqlens[i] for i in chosen]
+    apart = paged_attention(
+        torch.cat([queries[i] for i in chosen]),
+        inputs.k_cache,
+        inputs.v_cache,
+        cu_seqlens=torch.tensor([0, *seqlens]).cumsum(0).int().cuda(),
+        page_table=inputs.lengths["page_table"][subset],
+        kv_seqlens=inputs.lengths["kv_seqlens"][subset],
+        max_seqlen=max(seqlens),
+        max_kv_seqlen=4000,
+    )
+    for i, rows in zip(chosen, apart.split(seqlens), strict=True):
+        assert torch.equal(rows, together[i])
+
+
+def test_runs_give_the_same_bits() -> None:
+    _, inputs = make([*MIXED, *DECODE, (1, 8000)], head_dim=128)
+    first = inputs.attend()
+    assert all(torch.equal(first, inputs.attend()) for _ in range(5))
+
+
+def test_sequences_without_rows_write_nothing() -> None:
+    lengths = [(0, 5), (1, 40), (0, 0), (0, 17), (20, 90), (1, 700), (0, 3)]
+    step, inputs = make(lengths)
+    total = inputs.q.shape[0]
+    inputs.q = torch.cat([inputs.q, torch.full_like(inputs.q[:9], torch.nan)])
+    got = inputs.attend()
+    assert_exact(got[:total].cpu(), step)
+    assert got[total:].isnan().all()  # rows of no sequence
+
+
+def test_lengths_may_be_bounds() -> None:
+    step, _ = make([*DECODE, (7, 40)])
+    pages = torch.full((len(DECODE) + 1, 700), -1).int()
+    pages[:, : step.past.page_table.shape[1]] = step.past.page_table
+    wide = replace(step, past=replace(step.past, page_table=pages))
+    bounded = Inputs(wide, max_seqlen=300, max_kv_seqlen=11_000)
+    assert torch.equal(bounded.attend(), Inputs(step).attend())
+
+
+def test_operands_in_wider_rows_and_given_output() -> None:
+    step, inputs = make(MIXED)
+    rows = torch.full((len(step.q), 7, 64), torch.nan, dtype=torch.bfloat16).cuda()
+    rows[:, :4] = inputs.q
+    expected, inputs.q = inputs.attend(), rows[:, :4]
+    out = torch.full((len(step.q), 4, 64), torch.nan, dtype=torch.bfloat16).cuda()
+    assert inputs.attend(out=out) is out
+    assert torch.equal(out, expected)
+
+
+def test_layers_share_a_plan() -> None:
+    _, inputs = make([*MIXED, *DECODE])
+    plan, expected = inputs.plan(), inputs.attend()
+    for _ in range(3):
+        assert torch.equal(inputs.attend(plan=plan), expected)
+    with pytest.raises(ValueError, match="plan must be of this step"):
+        inputs.attend(plan=plan, window=7)
+
+
+def test_unaligned_rows_take_the_slow_path() -> None:
+    step, inputs = make([(1, 20), (3, 9)])
+    rows = torch.zeros(len(step.q), 4 * 64 + 1, dtype=torch.bfloat16).cuda()
+    rows[:, 1:].unflatten(1, (4, 64)).copy_(inputs.q)
+    inputs.q = rows[:, 1:].unflatten(1, (4, 64))
+    assert_exact(inputs.attend(out=None).cpu(), step)
+
+
+def test_captured_step_serves_any_lengths() -> None:
+    """One graph of a bucket: 32 places of decode rows, some of them empty at the end."""
+    places, heads = 32, {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128}
+    big, inputs = make([(1, 1024)] * places, **heads)
+
+    def run() -> Tensor:
+        return inputs.attend(plan=inputs.plan(), out=out)
+
+    out = torch.full_like(inputs.q, torch.nan)
+    inputs.lengths["max_kv_seqlen"] = 1024
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    rng = random.Random(0)
+    for used in (32, 1, 17, 31, 0, 5):
+        lengths = [(1, rng.randint(1, 1024)) for _ in range(used)] + [(0, 0)] * (places - used)
+        keys = torch.tensor([n for _, n in lengths]).int()
+        rows = torch.tensor([0, *(n for n, _ in lengths)]).cumsum(0).int()
+        inputs.lengths["kv_seqlens"].copy_(keys)
+        inputs.lengths["cu_seqlens"].copy_(rows)
+        out.fill_(torch.nan)
+        graph.replay()
+        assert out[used:].isnan().all()
+        if used == 0:
+            continue
+        step = replace(
+            big,
+            q=big.q[:used],
+            keys=tuple(k[:n] for k, n in zip(big.keys, keys.tolist(), strict=True))[:used],
+            values=tuple(v[:n] for v, n in zip(big.values, keys.tolist(), strict=True))[:used],
+            seqlens=(1,) * used,
+        )
+        assert_exact(out[:used].cpu(), step)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_steps(seed: int) -> None:
+    rng = random.Random(seed)
+    group, num_kv_heads = rng.choice([1, 2, 3, 4, 7, 8]), rng.choice([1, 2, 4])
+    lengths = []
+    for _ in range(rng.choice([1, 7, 40])):
+        new = rng.choice([0, 1, 1, 1, 1, rng.randint(2, 40), rng.randint(41, 300)])
+        lengths.append((new, new + int(rng.random() ** 4 * 3000)))
+    lengths.append((1, rng.randint(1, 600)))
+    check(
+        lengths,
+        num_heads=group * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=rng.choice([32, 64, 80, 128]),
+        page_size=rng.choice([1, 8, 16, 16, 64]),
+        window=rng.choice([0, 0, rng.randint(1, 700)]),
+        dtype=rng.choice(list(DTYPES.values())),
+    )

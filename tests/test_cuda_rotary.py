@@ -1,0 +1,112 @@
+"""Rotary, KV writes and both in one kernel on a GPU, against float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytetx.ops.paged import write_kv
+from bytetx.ops.rotary import rotary
+from bytetx.ops.rotary_kv import rotary_write_kv
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+# head_dim, rotary_dim: whole heads, parts of them, and pairs that do not go into 16 bytes.
+SIZES = [(128, 128), (64, 64), (64, 16), (80, 20), (80, 80), (96, 24), (256, 64), (24, 6), (72, 64),
+         (5, 4), (512, 512)]  # fmt: skip
+NUM_POSITIONS, NUM_HEADS, NUM_KV_HEADS = 300, 6, 2
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, is_interleaved: bool) -> Tensor:
+    """Complex multiplication, in float64."""
+    half, x = cos.shape[1], x.double()
+    if is_interleaved:
+        pairs = torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
+    else:
+        pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    at = positions.long()
+    turned = pairs * torch.complex(cos[at].double(), sin[at].double())[:, None]
+    parts = (turned.real, turned.imag)
+    rotated = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
+    return torch.cat((rotated, x[..., 2 * half :]), -1)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+
+
+def tables(rotary_dim: int, total_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    angles = torch.randn(NUM_POSITIONS, rotary_dim // 2) * 30
+    positions = torch.randint(NUM_POSITIONS, (total_tokens,)).int()
+    return angles.cos().cuda(), angles.sin().cuda(), positions.cuda()
+
+
+def assert_rounded(got: Tensor, exact: Tensor) -> None:
+    """One rounding of an f32 result that is a few units of its largest term off."""
+    slack = torch.finfo(got.dtype).eps * exact.abs() + 2e-6 * exact.abs().amax(-1, keepdim=True)
+    assert ((got.double() - exact).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
+def test_rotary(head_dim: int, rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> None:
+    qkv = torch.randn(37, 10, head_dim).to(dtype).cuda()
+    before = qkv.clone()
+    cos, sin, positions = tables(rotary_dim, 37)
+    x = qkv[:, 1:4]
+    assert rotary(x, cos, sin, positions, is_interleaved=is_interleaved) is x
+    assert_rounded(x, turn(before[:, 1:4], cos, sin, positions, is_interleaved))
+    assert torch.equal(qkv[:, 4:], before[:, 4:]) and torch.equal(qkv[:, 0], before[:, 0])
+
+
+@pytest.mark.parametrize("row", [(8, 128), (12, 64), (1, 80), (3, 24), (2, 5), (1, 1)])
+def test_write_kv(row: tuple[int, int], dtype: torch.dtype) -> None:
+    qkv = torch.randn(70, 3, *row).to(dtype).cuda()
+    before = torch.randn(2, 6, 16, *row).to(dtype).cuda()
+    cache, slots = before.clone(), torch.randperm(96)[:70].int().cuda()
+    slots[::9] = -1
+    write_kv(qkv[:, 1], qkv[:, 2], cache[0], cache[1], slots)
+    kept = slots >= 0
+    expected = before.flatten(1, 2)
+    expected[:, slots[kept].long()] = qkv[kept, 1:].transpose(0, 1)
+    assert torch.equal(cache.flatten(1, 2), expected)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), SIZES)
+def test_all_in_one(
+    head_dim: int, rotary_dim: int, is_interleaved: bool, has_norm: bool, dtype: torch.dtype
+) -> None:
+    heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    qkv = torch.randn(37, sum(heads), head_dim).to(dtype).cuda()
+    q, k, v = qkv.split(heads, dim=1)
+    exact = [t.double() for t in (q, k, v)]
+    norms, eps = {}, 1e-6
+    if has_norm:
+        weights = (torch.rand(2, head_dim) + 0.5).to(dtype).cuda()
+        norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": eps}
+        exact[:2] = [norm(t, w, eps) for t, w in zip(exact[:2], weights, strict=True)]
+    positions = tables(rotary_dim, 37)
+    exact[:2] = [turn(t, *positions, is_interleaved) for t in exact[:2]]
+    cache = torch.full((2, 3, 16, NUM_KV_HEADS, head_dim), 7.0, dtype=dtype).cuda()
+    expected, slots = cache.flatten(1, 2).double(), torch.randperm(48)[:37].int().cuda()
+    slots[::5] = -1
+    kept = slots >= 0
+    expected[:, slots[kept].long()] = torch.stack(exact[1:])[:, kept]
+    options = norms | {"is_interleaved": is_interleaved}
+    assert rotary_write_kv(q, k, v, *positions, *cache, slots, **options) is q
+    assert_rounded(q, exact[0])
+    assert_rounded(cache.flatten(1, 2), expected)
+
+
+def test_no_tokens() -> None:
+    x, table = torch.zeros(0, 2, 64).half().cuda(), torch.zeros(50, 32).cuda()
+    none, cache = torch.zeros(0).int().cuda(), torch.zeros(2, 1, 4, 2, 64).half().cuda()
+    assert rotary_write_kv(x, x, x, table, table, none, *cache, none) is x
