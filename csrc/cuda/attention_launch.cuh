@@ -4,16 +4,15 @@
 
 #include <cudaTypedefs.h>
 
+#include <atomic>
+
 #include "common/check.cuh"
 #include "cuda/attention_kernels.cuh"
+#include "cuda/attention_pipeline.cuh"
 #include "cuda/attention_plan.cuh"
 #include "ops.h"
 
 namespace bytetx::attention {
-
-constexpr int kPipelineWarpgroups = 3;
-constexpr int kPipelineRows = kPipelineWarpgroups * kTileRows;
-constexpr int kPipelineHeadDim = 96;  // from here on pipeline_kernel wins on long sequences
 
 // tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
 // more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
@@ -28,15 +27,19 @@ struct TileTiling {
     static constexpr int kMinCtas = (kHeadDim <= 64 ? 5 : 3) - (kBias && kHeadDim <= 64);
 };
 
+// pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
+// its shared memory holds. Up to 64 features three warpgroups of 160 registers and steps of 64 keys
+// (128 keys spill, 96 lose 5 %); above, two of 232 and 128 keys (causal, 2048 tokens, 128 features:
+// 489 us; three with 64 keys: 548).
 template <int kHeadDim>
 struct PipelineTiling {
-    static constexpr int kBlockN = 64;
-    static constexpr int kStages = 3;
-    static constexpr int kNumWarpgroups = kPipelineWarpgroups;
-    static constexpr int kQStages = 1;
-    static constexpr int kConsumerRegisters = 160;  // 3 * 160 + 24 registers of 128 threads: 62k
+    static constexpr bool kIsWide = kHeadDim > 64;
+    static constexpr int kBlockN = kIsWide ? 128 : 64;
+    static constexpr int kStages = kHeadDim > 96 ? 3 : kIsWide ? 4 : 8;
+    static constexpr int kNumWarpgroups = pipeline_rows(kHeadDim) / kTileRows;
+    static constexpr int kQStages = kIsWide ? 1 : 2;
+    static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
     static constexpr bool kHasBias = false;
-    static constexpr int kMinCtas = 1;
 };
 
 inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
@@ -81,7 +84,7 @@ CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t 
 
 template <typename C>
 Params make_params(const PlannedAttentionParams& p, int num_tiles) {
-    const PlanView plan = view_plan(const_cast<int32_t*>(p.plan), num_tiles);
+    const PlanView plan = view_plan(p.plan, num_tiles);
     Params params{};
     params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, kTileRows);
     params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, C::kBlockN);
@@ -93,6 +96,7 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     params.row_bounds = plan.row_bounds;
     params.tiles = plan.tiles;
     params.used_tiles = plan.used_tiles;
+    params.counters = plan.counters;
     params.relative_bias = p.relative_bias;
     params.bias_positions = p.bias_positions;
     params.q_stride = p.q_stride;
@@ -110,36 +114,51 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     return params;
 }
 
-template <typename Kernel>
-void allow_smem(Kernel kernel, int bytes) {
-    BYTETX_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+// Raises the kernel's limit of shared memory, which lasts, on the current device; asks the driver
+// once a device, for a call costs a microsecond. Returns the device.
+template <auto kKernel>
+int allow_smem(int bytes) {
+    static std::atomic<uint64_t> is_allowed{0};  // a bit a device
+    int device;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((is_allowed.load(std::memory_order_acquire) & bit) == 0) {
+        BYTETX_CUDA_CHECK(
+            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+        is_allowed.fetch_or(bit, std::memory_order_release);
+    }
+    return device;
+}
+
+inline int num_sms(int device) {
+    int count;
+    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+    return count;
 }
 
 template <typename T, int kHeadDim, bool kBias>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = TileTiling<kHeadDim, kBias>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    const auto kernel = tile_kernel<C, Tiling::kMinCtas>;
+    constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
-    allow_smem(kernel, kSmemBytes);
+    allow_smem<kKernel>(kSmemBytes);
     const dim3 grid(p.num_heads, num_tiles);  // heads of a tile run together: their rows adjoin
-    kernel<<<grid, 128, kSmemBytes, stream>>>(make_params<C>(p, num_tiles));
+    launch_kernel(kKernel, LaunchShape{grid, 128, kSmemBytes, stream},
+                  make_params<C>(p, num_tiles));
 }
 
 template <typename T, int kHeadDim>
 void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = PipelineTiling<kHeadDim>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    const auto kernel = pipeline_kernel<C, Tiling::kMinCtas>;
+    constexpr auto kKernel = pipeline_kernel<C>;
     constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
-    allow_smem(kernel, kSmemBytes);
-    int device, num_sms;
-    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device));
-    const int num_ctas = std::min(num_sms * Tiling::kMinCtas, num_tiles * p.num_heads);
-    kernel<<<num_ctas, 128 * C::kNumWarpgroups + C::kProducerThreads, kSmemBytes, stream>>>(
-        make_params<C>(p, num_tiles));
+    const int device = allow_smem<kKernel>(kSmemBytes);
+    const dim3 grid(std::min(num_sms(device), num_tiles * p.num_heads));
+    const dim3 block(128 * (C::kNumWarpgroups + 1));
+    launch_kernel(kKernel, LaunchShape{grid, block, kSmemBytes, stream},
+                  make_params<C>(p, num_tiles));
 }
 
 template <int kHeadDim>
@@ -148,10 +167,8 @@ void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
     const auto num_tiles = static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows));
-    if constexpr (kHeadDim >= kPipelineHeadDim) {
-        if (p.tile_rows == kPipelineRows && p.relative_bias == nullptr) {
-            return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
-        }
+    if (p.tile_rows == pipeline_rows(kHeadDim) && p.relative_bias == nullptr) {
+        return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
     }
     if (p.tile_rows != kTileRows) {
         throw std::invalid_argument("planned_attention: a plan of " + std::to_string(p.tile_rows) +

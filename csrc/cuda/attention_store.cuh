@@ -41,7 +41,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // One warp computes one row of one head from the keys of its own sequence, in f32.
 template <typename C>
-__device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
+__device__ __forceinline__ void recompute_row(const Params& p, int row, int head) {
     using T = typename C::Element;
     constexpr int kSlots = (C::kDim + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -51,11 +51,13 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
     const T* k = static_cast<const T*>(p.k_rows) + kv_head * p.head_dim;
     const T* v = static_cast<const T*>(p.v_rows) + kv_head * p.head_dim;
     float top = -INFINITY, sum = 0.0f, out[kSlots] = {};
+#pragma unroll 1
     for (int first = bounds.x; first < bounds.y; first += 32) {
         const int key = first + lane;
         float score = -INFINITY;
         if (key < bounds.y) {
             score = 0.0f;
+#pragma unroll 1
             for (int d = 0; d < p.head_dim; ++d) {
                 score += static_cast<float>(q[d]) * static_cast<float>(k[key * p.k_stride + d]);
             }
@@ -67,11 +69,13 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
             }
         }
         float next = top;
+#pragma unroll 1
         for (int i = 0; i < 32; ++i) next = fmaxf(next, __shfl_sync(kFullMask, score, i));
         const float factor = expf(top - next), weight = expf(score - next);
         top = next;
         sum *= factor;
         for (int slot = 0; slot < kSlots; ++slot) out[slot] *= factor;
+#pragma unroll 1
         for (int i = 0; i < min(32, bounds.y - first); ++i) {
             const float shared_weight = __shfl_sync(kFullMask, weight, i);
             sum += shared_weight;
@@ -91,8 +95,9 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
 // Recomputes those of 16 rows that a quad of lanes calls broken: lane / 4 is the row, +8 for [1].
 // Takes scalars: a reference to the tile would move its registers to local memory.
 template <typename C>
-__device__ __noinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
+__device__ __forceinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
                                               unsigned broken0, unsigned broken1) {
+#pragma unroll 1
     for (int row = 0; row < min(16, num_rows); ++row) {
         const unsigned lanes = row < 8 ? broken0 : broken1;
         if (lanes >> (row % 8 * 4) & 0xf) recompute_row<C>(p, first + row, head);
