@@ -10,6 +10,32 @@ from bytetx.errors import CheckpointError
 # What a feed-forward or a head may apply; bytetx.ops.linear runs each of them.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
+# Keys that say nothing about an encoder; there they would be read by no one.
+_CAUSAL_KEYS = {
+    "config": {
+        "num_kv_heads",
+        "head_dim",
+        "rotary_fraction",
+        "rotary_dim",
+        "window",
+        "uses_window",
+        "first_windowed_layer",
+        "layer_types",
+        "attention_types",
+        "attention_bias",
+        "ffn_bias",
+        "linear_bias",
+        "parallel",
+        "pre_norm",
+        "scales_attention",
+        "scales_by_layer",
+    },
+    "architecture": {"first_position_row", "biases", "intermediate_multiple", "softmax_scale"},
+    "embeddings": {"project_in"},
+    "layer": {"q_norm", "k_norm", "ffn_gate"},
+    "heads": {"lm"},
+}
+
 # section -> (keys it must have, keys it may have).
 _SECTIONS = {
     "config": (
@@ -22,28 +48,8 @@ _SECTIONS = {
             "activation",
             "norm_eps",
         },
-        {
-            "embedding_size",
-            "num_token_types",
-            "relative_bias_rows",
-            "num_kv_heads",
-            "head_dim",
-            "rotary_theta",
-            "rotary_fraction",
-            "rotary_dim",
-            "window",
-            "uses_window",
-            "first_windowed_layer",
-            "layer_types",
-            "attention_types",
-            "attention_bias",
-            "ffn_bias",
-            "linear_bias",
-            "parallel",
-            "pre_norm",
-            "scales_attention",
-            "scales_by_layer",
-        },
+        {"embedding_size", "num_token_types", "relative_bias_rows", "rotary_theta"}
+        | _CAUSAL_KEYS["config"],
     ),
     "architecture": (
         {"norm_placement", "norm", "positions", "position_offset"},
@@ -51,27 +57,25 @@ _SECTIONS = {
             "relative_bias_buckets",
             "relative_bias_max_distance",
             "causal",
-            "first_position_row",
             "rotary_layout",
             "qkv",
             "weight_layout",
-            "biases",
-            "intermediate_multiple",
-            "softmax_scale",
-        },
+        }
+        | _CAUSAL_KEYS["architecture"],
     ),
     "embeddings": (
         {"word"},
-        {"position", "norm", "token_type", "relative_bias", "project", "project_in"},
+        {"position", "norm", "token_type", "relative_bias", "project"} | _CAUSAL_KEYS["embeddings"],
     ),
     "layer": (
         {"attn_out", "attn_norm", "ffn_in", "ffn_out"},
-        {"q", "k", "v", "qkv", "q_norm", "k_norm", "ffn_norm", "ffn_gate"},
+        {"q", "k", "v", "qkv", "ffn_norm"} | _CAUSAL_KEYS["layer"],
     ),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),
-        {"pooler", "sequence_classification", "token_classification", "masked_lm", "lm"},
+        {"pooler", "sequence_classification", "token_classification", "masked_lm"}
+        | _CAUSAL_KEYS["heads"],
     ),
 }
 # Sections that a family may leave out.
@@ -102,32 +106,6 @@ _NULLABLE = {
     "window",
     "layer_types",
     "attention_types",
-}
-
-# Keys that say nothing about an encoder; there they would be read by no one.
-_CAUSAL_KEYS = {
-    "config": {
-        "num_kv_heads",
-        "head_dim",
-        "rotary_fraction",
-        "rotary_dim",
-        "window",
-        "uses_window",
-        "first_windowed_layer",
-        "layer_types",
-        "attention_types",
-        "attention_bias",
-        "ffn_bias",
-        "linear_bias",
-        "parallel",
-        "pre_norm",
-        "scales_attention",
-        "scales_by_layer",
-    },
-    "architecture": {"first_position_row", "biases", "intermediate_multiple", "softmax_scale"},
-    "embeddings": {"project_in"},
-    "layer": {"q_norm", "k_norm", "ffn_gate"},
-    "heads": {"lm"},
 }
 
 # A size that config.json gives needs the tensor or the facts that go with it, and the other way.

@@ -60,6 +60,10 @@ class Tiling:
     columns: int
     is_for_few_rows: bool
 
+    def num_tiles(self, m: int, n: int) -> int:
+        """Tiles that cover [m, n]."""
+        return -(-m // self.rows) * -(-n // self.columns)
+
 
 @lru_cache(_MAX_PLANS)
 def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearPlan:
@@ -143,21 +147,16 @@ def _by_rule(m: int, n: int, k: int) -> LinearPlan:
 
 def _waves(tiling: Tiling, m: int, n: int) -> int:
     """Sums that the busiest SM computes: whole tiles, the spare rows and columns included."""
-    num_tiles = -(-m // tiling.rows) * -(-n // tiling.columns)
-    return -(-num_tiles // _NUM_SMS) * tiling.rows * tiling.columns
+    return -(-tiling.num_tiles(m, n) // _NUM_SMS) * tiling.rows * tiling.columns
 
 
 def _few_rows_by_rule(m: int, n: int, k: int) -> LinearPlan:
     few = [tiling for tiling in tilings() if tiling.is_for_few_rows]
-
-    def num_tiles(tiling: Tiling) -> int:
-        return -(-m // tiling.rows) * -(-n // tiling.columns)
-
     # The largest tiles that still give half the SMs one: large tiles read operands less often.
-    filling = [tiling for tiling in few if num_tiles(tiling) >= _NUM_SMS // 2]
+    filling = [tiling for tiling in few if tiling.num_tiles(m, n) >= _NUM_SMS // 2]
     if filling:
         best = max(filling, key=lambda tiling: tiling.rows * tiling.columns)
         return LinearPlan(best.index)
     smallest = min(few, key=lambda tiling: tiling.rows * tiling.columns)
-    room = _NUM_SMS // max(1, num_tiles(smallest))
+    room = _NUM_SMS // max(1, smallest.num_tiles(m, n))
     return LinearPlan(smallest.index, max(1, min(8, room, k // _SPLIT_FEATURES)))

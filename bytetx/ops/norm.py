@@ -38,21 +38,8 @@ def layer_norm(
     Returns out, a new tensor where it is None.
     Raises ValueError on shape, dtype or device mismatch, or sum_out without residual.
     """
-    _check(x, weight, bias, residual, out)
-    if sum_out is not None or fp8_out is not None:
-        _check_more_outputs(x, residual, out, sum_out, fp8_out)
-    if torch.compiler.is_compiling():
-        normed = torch.ops.bytetx.layer_norm(x, weight, bias, eps=eps, residual=residual)
-        return _store(normed, x, residual, out, sum_out, fp8_out)
-    kernel = native.kernel("layer_norm", x.device)
-    if kernel is None or not has_row_kernel(x):
-        normed = reference.layer_norm(x, weight, bias, eps=eps, residual=residual)
-        return _store(normed, x, residual, out, sum_out, fp8_out)
-    out = torch.empty_like(x) if out is None else out
-    fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
-    more = {"sum_out": sum_out, "fp8_out": fused}
-    run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
-    return out if fp8_out is fused else _store_fp8(out, fp8_out)
+    outs = (out, sum_out, fp8_out)
+    return _norm("layer_norm", x, (weight, bias), eps=eps, residual=residual, outs=outs)
 
 
 def rms_norm(
@@ -70,20 +57,36 @@ def rms_norm(
     Arguments, result and errors as of layer_norm.
     Source: root mean square layer normalization (arXiv 1910.07467).
     """
-    _check(x, weight, None, residual, out)
+    outs = (out, sum_out, fp8_out)
+    return _norm("rms_norm", x, (weight,), eps=eps, residual=residual, outs=outs)
+
+
+def _norm(
+    name: str,
+    x: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    *,
+    eps: float,
+    residual: Tensor | None,
+    outs: tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None],
+) -> Tensor:
+    """What both norms share; parameters: weight, and bias where the norm has one."""
+    weight, bias = parameters if len(parameters) > 1 else (*parameters, None)
+    out, sum_out, fp8_out = outs
+    _check(x, weight, bias, residual, out)
     if sum_out is not None or fp8_out is not None:
         _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
-        normed = torch.ops.bytetx.rms_norm(x, weight, eps=eps, residual=residual)
+        normed = getattr(torch.ops.bytetx, name)(x, *parameters, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
-    kernel = native.kernel("rms_norm", x.device)
+    kernel = native.kernel(name, x.device)
     if kernel is None or not has_row_kernel(x):
-        normed = reference.rms_norm(x, weight, eps=eps, residual=residual)
+        normed = getattr(reference, name)(x, *parameters, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
     out = torch.empty_like(x) if out is None else out
     fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
     more = {"sum_out": sum_out, "fp8_out": fused}
-    run_kernel(kernel, x, weight, None, eps=eps, residual=residual, out=out, **more)
+    run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
     return out if fp8_out is fused else _store_fp8(out, fp8_out)
 
 

@@ -2,11 +2,8 @@
 // attention_d*.cu instantiate launch_attention, one head size a file, so that they compile at once.
 #pragma once
 
-#include <cudaTypedefs.h>
-
-#include <atomic>
-
-#include "common/check.cuh"
+#include "common/launch.cuh"
+#include "common/tensor_map.cuh"
 #include "cuda/attention_kernels.cuh"
 #include "cuda/attention_pipeline.cuh"
 #include "cuda/attention_plan.cuh"
@@ -41,21 +38,6 @@ struct PipelineTiling {
     static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
     static constexpr bool kHasBias = false;
 };
-
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-    static const auto encoder = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result{};
-        BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                           12000, cudaEnableDefault, &result));
-        if (result != cudaDriverEntryPointSuccess) {
-            throw std::runtime_error(
-                "the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
-        }
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-    }();
-    return encoder;
-}
 
 // Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.
 template <typename C>
@@ -114,35 +96,13 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     return params;
 }
 
-// Raises the kernel's limit of shared memory, which lasts, on the current device; asks the driver
-// once a device, for a call costs a microsecond. Returns the device.
-template <auto kKernel>
-int allow_smem(int bytes) {
-    static std::atomic<uint64_t> is_allowed{0};  // a bit a device
-    int device;
-    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-    if ((is_allowed.load(std::memory_order_acquire) & bit) == 0) {
-        BYTETX_CUDA_CHECK(
-            cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-        is_allowed.fetch_or(bit, std::memory_order_release);
-    }
-    return device;
-}
-
-inline int num_sms(int device) {
-    int count;
-    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-    return count;
-}
-
 template <typename T, int kHeadDim, bool kBias>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = TileTiling<kHeadDim, kBias>;
     using C = TileTypes<T, kHeadDim, Tiling>;
     constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
-    allow_smem<kKernel>(kSmemBytes);
+    allow_smem_once<kKernel>(kSmemBytes);
     const dim3 grid(p.num_heads, num_tiles);  // heads of a tile run together: their rows adjoin
     launch_kernel(kKernel, LaunchShape{grid, 128, kSmemBytes, stream},
                   make_params<C>(p, num_tiles));
@@ -154,8 +114,8 @@ void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_
     using C = TileTypes<T, kHeadDim, Tiling>;
     constexpr auto kKernel = pipeline_kernel<C>;
     constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
-    const int device = allow_smem<kKernel>(kSmemBytes);
-    const dim3 grid(std::min(num_sms(device), num_tiles * p.num_heads));
+    allow_smem_once<kKernel>(kSmemBytes);
+    const dim3 grid(std::min(num_sms(), num_tiles * p.num_heads));
     const dim3 block(128 * (C::kNumWarpgroups + 1));
     launch_kernel(kKernel, LaunchShape{grid, block, kSmemBytes, stream},
                   make_params<C>(p, num_tiles));

@@ -40,18 +40,6 @@ struct PipelineSmem {
     uint64_t kv_full[C::kStages], kv_empty[C::kStages];
 };
 
-// A place in a ring of kSize buffers, and the parity of the barrier phase it is in.
-template <int kSize>
-struct RingIndex {
-    int index = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == kSize) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-};
-
 template <typename C>
 __device__ __forceinline__ void fetch_kv(const Params& p, PipelineSmem<C>& s, int stage, int head,
                                          int row) {

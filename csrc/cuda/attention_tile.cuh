@@ -16,6 +16,7 @@
 // + 8.
 #pragma once
 
+#include "common/ring.cuh"
 #include "cuda/attention_types.cuh"
 
 namespace bytetx::attention {
@@ -39,12 +40,9 @@ __device__ __forceinline__ int bias_position(const Params& p, int token) {
     return p.bias_positions ? p.bias_positions[min(max(token, 0), p.total_tokens - 1)] : token;
 }
 
-// Makes a value that is the same in every lane known as such: loops over it then run on uniform
-// registers, which wgmma's descriptors need anyway.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(kFullMask, value, 0); }
-
-// The same for the start of a tile in shared memory: from there on the descriptors of its parts are
-// sums of uniform registers. Otherwise the compiler moves each of them, a quarter of a step's work.
+// Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
+// the descriptors of its parts are sums of uniform registers. Otherwise the compiler moves each of
+// them, a quarter of a step's work.
 template <typename Descriptors>
 __device__ __forceinline__ auto known_uniform(const Descriptors& tile) {
     auto start = tile.data();

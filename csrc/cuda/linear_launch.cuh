@@ -1,32 +1,16 @@
 // From operands to a launch: tensor maps, grid, the instance of the kernel.
 #pragma once
 
-#include <cudaTypedefs.h>
-
 #include <algorithm>
 #include <limits>
 
-#include "common/check.cuh"
 #include "common/launch.cuh"
+#include "common/tensor_map.cuh"
 #include "cuda/linear_few_rows.cuh"
 #include "cuda/linear_kernel.cuh"
 #include "ops.h"
 
 namespace bytetx::gemm {
-
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-    static const auto encoder = [] {
-        void* function = nullptr;
-        cudaDriverEntryPointQueryResult result{};
-        BYTETX_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                           12000, cudaEnableDefault, &result));
-        if (result != cudaDriverEntryPointSuccess) {
-            throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled: it is too old");
-        }
-        return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-    }();
-    return encoder;
-}
 
 inline CUtensorMap encode_map(const LinearParams& o, const void* data, int rank,
                               const cuuint64_t* sizes, const cuuint64_t* strides,
@@ -103,33 +87,20 @@ Params make_params(const LinearParams& o) {
 
 // Clusters that fit the device at once: those of four and more CTAs leave some SMs unused.
 template <typename C, typename Kernel>
-int max_clusters(Kernel kernel, int smem_bytes, int num_sms) {
-    if constexpr (C::kClusterCtas == 1) return num_sms;
+int max_clusters(Kernel kernel, int smem_bytes) {
+    if constexpr (C::kClusterCtas == 1) return num_sms();
     cudaLaunchAttribute cluster;
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim.x = C::kClusterCtas;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = dim3(num_sms / C::kClusterCtas * C::kClusterCtas);
+    config.gridDim = dim3(num_sms() / C::kClusterCtas * C::kClusterCtas);
     config.blockDim = dim3(C::kThreads);
     config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
     config.attrs = &cluster;
     config.numAttrs = 1;
     int count = 0;
     BYTETX_CUDA_CHECK(cudaOccupancyMaxActiveClusters(&count, kernel, &config));
-    return count;
-}
-
-template <typename Kernel>
-void allow_smem(Kernel kernel, int bytes) {
-    BYTETX_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-}
-
-inline int num_sms() {
-    int device, count;
-    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-    BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
     return count;
 }
 
@@ -149,7 +120,7 @@ void launch(const LinearParams& o, cudaStream_t stream) {
     } else {
         const auto kernel = gemm_kernel<C, kEpilogue, kGated>;
         allow_smem(kernel, kSmemBytes);
-        static const int most = max_clusters<C>(kernel, kSmemBytes, num_sms());
+        static const int most = max_clusters<C>(kernel, kSmemBytes);
         const int num_clusters = std::min(most, p.tiles_m * p.tiles_n);
         launch_kernel(kernel,
                       {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,

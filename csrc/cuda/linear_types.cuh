@@ -20,6 +20,8 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "common/ring.cuh"
+
 namespace bytetx::gemm {
 
 constexpr int kWarpgroupThreads = 128;
@@ -104,26 +106,6 @@ struct Smem {
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
-
-// A place in the ring of stages, and the parity of the barrier phase it is in.
-template <int kSize>
-struct RingIndex {
-    int index = 0, phase = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == kSize) {
-            index = 0;
-            phase ^= 1;
-        }
-    }
-    __device__ __forceinline__ void advance(int steps) {
-        const int sum = index + steps;
-        phase ^= sum / kSize & 1;
-        index = sum % kSize;
-    }
-};
-
-// The same value in every lane, known as such to the compiler.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
 // Where a CTA of a cluster stands, and the tiles that the cluster works on.
 template <typename C>
