@@ -1,4 +1,4 @@
-// tile_kernel: one CTA of one warpgroup a tile of 64 rows and a head; its own first thread fetches.
+// tile_kernel: a CTA of one warpgroup a tile of 64 rows and a head; its own first thread fetches.
 // Several CTAs of an SM hide each other's waits. For short and middle-sized sequences, and for
 // relative biases.
 #pragma once
@@ -9,9 +9,10 @@ namespace bytetx::attention {
 
 template <typename C>
 struct TileSmem {
-    alignas(1024) typename C::Element q[C::kQElements];  // the result's staging at the end
+    alignas(1024) typename C::Element q[C::kQElements];
     alignas(1024) typename C::Element k[C::kStages][C::kKvElements];
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
+    int4 bounds[128];  // of each thread's two rows: registers are scarce
     uint64_t q_full, k_full[C::kStages], v_full[C::kStages];
 };
 
@@ -32,51 +33,61 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         cutlass::arch::fence_barrier_init();
     }
     wait_for_prior_kernel();
-    if (static_cast<int>(blockIdx.y) >= *p.used_tiles) return;
-    const int4 entry = p.tiles[blockIdx.y];
-    const int base = uniform(entry.x), rows = uniform(entry.y);
-    const int begin = uniform(entry.z), end = uniform(entry.w);
-    if (is_fetcher) {
-        FullBarrier::arrive_and_expect_tx(&s.q_full, C::kQElements * kElementBytes);
-        load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
-    }
-    const int num_tiles = (end - begin + kN - 1) / kN;
+    const int used = *p.used_tiles;
+    int4 entry = p.tiles[blockIdx.y];  // both trips to L2 at once
     const auto fetch = [&](int stage, int row) {
         FullBarrier::arrive_and_expect_tx(&s.k_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.k, &s.k_full[stage], s.k[stage], kv_head, row);
         FullBarrier::arrive_and_expect_tx(&s.v_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.v, &s.v_full[stage], s.v[stage], kv_head, row);
     };
-    if (is_fetcher) {
-        for (int i = 0; i < min(C::kStages, num_tiles); ++i) fetch(i, begin + i * kN);
-    }
     RowTile<C> tile{p, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32};
-    tile.base = base;
-    tile.num_rows = rows;
     tile.head = head;
-    tile.start(p.row_bounds + base, end);
-    __syncthreads();  // the barriers are initialised
-    FullBarrier::wait(&s.q_full, 0);
-    int stage = 0, phase = 0;
-    for (int first = begin; first < end; first += kN) {
-        FullBarrier::wait(&s.k_full[stage], phase);
-        const auto wait_v = [&] { FullBarrier::wait(&s.v_full[stage], phase); };
-        if (end - first <= kN / 2) {  // half the work for the last keys
-            tile.template attend<kN / 2>(s.q, s.k[stage], s.v[stage], first, wait_v);
-        } else {
-            tile.template attend<kN>(s.q, s.k[stage], s.v[stage], first, wait_v);
+    RingIndex<C::kStages> at;
+    // One round for most: the grid has room for full tiles.
+    for (int index = blockIdx.y, q_phase = 0; index < used; q_phase ^= 1) {
+        const int base = uniform(entry.x), rows = uniform(entry.y);
+        const int begin = uniform(entry.z), end = uniform(entry.w);
+        if (is_fetcher) {
+            FullBarrier::arrive_and_expect_tx(&s.q_full, C::kQElements * kElementBytes);
+            load_tile<C, kTileRows>(p.q, &s.q_full, s.q, head, base);
+            RingIndex<C::kStages> to = at;
+            for (int i = 0; i < C::kStages; ++i, to.advance()) {
+                if (begin + i * kN < end) fetch(to.index, begin + i * kN);
+            }
         }
-        const int next = first + C::kStages * kN;
-        if (next < end) {
-            __syncthreads();  // all warps have read the stage
-            if (is_fetcher) fetch(stage, next);
+        tile.base = base;
+        tile.num_rows = rows;
+        tile.start(p.row_bounds + base, end);
+        int4& bounds = s.bounds[threadIdx.x];
+        bounds = {tile.bounds[0].x, tile.bounds[0].y, tile.bounds[1].x, tile.bounds[1].y};
+        const auto find = [&] {
+            tile.bounds[0] = {bounds.x, bounds.y};
+            tile.bounds[1] = {bounds.z, bounds.w};
+        };
+        if (q_phase == 0) __syncthreads();  // the barriers are initialised
+        FullBarrier::wait(&s.q_full, q_phase);
+        for (int first = begin; first < end; first += kN, at.advance()) {
+            const int stage = at.index, phase = at.phase;
+            FullBarrier::wait(&s.k_full[stage], phase);
+            const auto wait_v = [&] { FullBarrier::wait(&s.v_full[stage], phase); };
+            if (end - first <= kN / 2) {  // half the work for the last keys
+                tile.template attend<kN / 2>(s.q, s.k[stage], s.v[stage], first, find, wait_v);
+            } else {
+                tile.template attend<kN>(s.q, s.k[stage], s.v[stage], first, find, wait_v);
+            }
+            const int next = first + C::kStages * kN;
+            if (next < end) {
+                __syncthreads();  // all warps have read the stage
+                if (is_fetcher) fetch(stage, next);
+            }
         }
-        if (++stage == C::kStages) {
-            stage = 0;
-            phase ^= 1;
-        }
+        store_tile(tile);
+        index += gridDim.y;
+        if (index >= used) return;
+        entry = p.tiles[index];
+        __syncthreads();  // all warps have read queries, keys and values
     }
-    store_tile(tile, s.q);
 }
 
 }  // namespace bytetx::attention

@@ -34,8 +34,8 @@ struct PipelineSmem {
     alignas(1024) typename C::Element k[C::kStages][C::kKvElements];
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
     // From an even row on, for a bulk copy starts at 16 bytes.
-    alignas(128) int2 row_bounds[C::kQStages][C::kNumWarpgroups * kTileRows + 2];
-    alignas(16) Item items[C::kQStages];
+    alignas(128) int2 row_bounds[C::kQStages + 1][C::kNumWarpgroups * kTileRows + 2];
+    alignas(16) Item items[C::kQStages + 1];
     uint64_t q_full[C::kQStages], q_empty[C::kQStages];
     uint64_t kv_full[C::kStages], kv_empty[C::kStages];
 };
@@ -63,14 +63,15 @@ __device__ __forceinline__ void produce(const Params& p, PipelineSmem<C>& s) {
     constexpr int kBoundsBytes = (C::kNumWarpgroups * kTileRows + 2) * sizeof(int2);
     const int num_items = *p.used_tiles * p.num_heads;
     RingIndex<C::kQStages> q;
+    RingIndex<C::kQStages + 1> slot;
     RingIndex<C::kStages> kv;
     int item = blockIdx.x;
     int4 tile = item < num_items ? p.tiles[item / p.num_heads] : int4{};
     while (item < num_items) {
         const int next = gridDim.x + atomicAdd(&p.counters->next_item, 1);
         const Item now{tile.x, tile.y, tile.z, tile.w, item % p.num_heads};
-        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);  // pairs with take_item's end
-        s.items[q.index] = now;  // before the arrival below, which releases it
+        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);  // pairs with release_queries
+        s.items[slot.index] = now;  // before the arrival below, which releases it
         uint64_t* full = &s.q_full[q.index];
         FullBarrier::arrive_and_expect_tx(
             full, C::kNumWarpgroups * C::kQElements * kElementBytes + kBoundsBytes);
@@ -79,9 +80,10 @@ __device__ __forceinline__ void produce(const Params& p, PipelineSmem<C>& s) {
             load_tile<C, kTileRows>(p.q, full, s.q[q.index] + w * C::kQElements, now.head,
                                     now.base + w * kTileRows);
         }
-        cute::SM90_BULK_COPY_G2S::copy(p.row_bounds + now.base / 2 * 2, full, s.row_bounds[q.index],
-                                       kBoundsBytes);
+        cute::SM90_BULK_COPY_G2S::copy(p.row_bounds + now.base / 2 * 2, full,
+                                       s.row_bounds[slot.index], kBoundsBytes);
         q.advance();
+        slot.advance();
         if (next < num_items) tile = p.tiles[next / p.num_heads];
 #pragma unroll 1  // its few registers do not hold four rounds
         for (int row = now.begin; row < now.end; row += C::kBlockN, kv.advance()) {
@@ -91,7 +93,7 @@ __device__ __forceinline__ void produce(const Params& p, PipelineSmem<C>& s) {
         item = next;
     }
     EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
-    s.items[q.index] = Item{};  // no rows: the end
+    s.items[slot.index] = Item{};  // no rows: the end
     EmptyBarrier::arrive(&s.q_full[q.index]);
     finish_counting(*p.counters);
 }
@@ -104,6 +106,7 @@ struct Consumer {
     PipelineSmem<C>& s;
     int warpgroup;
     RingIndex<C::kQStages> q = {};
+    RingIndex<C::kQStages + 1> slot = {};  // outlives the queries
     RingIndex<C::kStages> kv = {};
     uint32_t weights[kN / 4];
 
@@ -125,21 +128,25 @@ struct Consumer {
         }
     }
 
+    // The next item's queries may come; rows and bounds of this one stay.
+    __device__ __forceinline__ void release_queries() { release(&s.q_empty[q.index]); }
+
     // False where there are no more.
     __device__ __forceinline__ bool take_item() {
         // The call in store_tile keeps what outlives it in vector registers. wgmma's descriptors
         // want uniform ones, and moving each of them costs a quarter of a step's instructions.
         warpgroup = uniform(warpgroup);
         q = {uniform(q.index), uniform(q.phase)};
+        slot.index = uniform(slot.index);
         kv = {uniform(kv.index), uniform(kv.phase)};
         FullBarrier::wait(&s.q_full[q.index], q.phase);
-        const Item& item = s.items[q.index];
+        const Item& item = s.items[slot.index];
         const int base = uniform(item.base), rows = uniform(item.rows);
         const int begin = uniform(item.begin), end = uniform(item.end);
         if (rows == 0) return false;
         tile.base = base + warpgroup * kTileRows;
         tile.num_rows = rows - warpgroup * kTileRows;
-        const int2* sequences = s.row_bounds[q.index] + base % 2;
+        const int2* sequences = s.row_bounds[slot.index] + base % 2;
         tile.start(sequences + warpgroup * kTileRows, end);
         const int2 own = own_keys(sequences, base, rows, warpgroup);
         const int num_steps = (end - begin + kN - 1) / kN;
@@ -147,28 +154,31 @@ struct Consumer {
         const int last_step = own.x < own.y ? (own.y - begin + kN - 1) / kN : num_steps;
         auto* q_tile = s.q[q.index] + warpgroup * C::kQElements;
         pass_on(first_step);
-        if (first_step < last_step) attend(q_tile, begin + first_step * kN, own.y);
+        if (first_step < last_step) {
+            attend(q_tile, begin + first_step * kN, own.y);
+        } else {
+            release_queries();
+        }
         pass_on(num_steps - last_step);
         find_rows();
         tile.head = uniform(item.head);
-        store_tile(tile, s.q[q.index] + warpgroup * C::kQElements);
-        cutlass::arch::fence_view_async_shared();  // the staging, before TMA writes there
-        release(&s.q_empty[q.index]);
+        store_tile(tile);
         q.advance();
+        slot.advance();
         return true;
     }
 
     // Read again from shared memory where they are needed: the loop has no registers to keep them.
     __device__ __forceinline__ int find_rows() {
-        const Item& item = s.items[q.index];
+        const Item& item = s.items[slot.index];
         const int base = uniform(item.base);
         tile.base = base + warpgroup * kTileRows;
         tile.num_rows = uniform(item.rows) - warpgroup * kTileRows;
         return base;
     }
     __device__ __forceinline__ void find_bounds() {
-        const int2* sequences = s.row_bounds[q.index] + find_rows() % 2;
-        tile.find_bounds(sequences + warpgroup * kTileRows, uniform(s.items[q.index].end));
+        const int2* sequences = s.row_bounds[slot.index] + find_rows() % 2;
+        tile.find_bounds(sequences + warpgroup * kTileRows, uniform(s.items[slot.index].end));
     }
 
     // The keys that a warpgroup's rows see.
@@ -182,30 +192,35 @@ struct Consumer {
 
     __device__ __forceinline__ void attend(const typename C::Element* q_tile, int first, int end) {
         if (end - first <= kTail) {
-            start<kTail>(q_tile, first);
+            start<kTail>(q_tile, first, true);
             return finish<kTail>();
         }
-        start<kN>(q_tile, first);
-        for (first += kN; end - first > kTail; first += kN) step<kN>(q_tile, first);
+        start<kN>(q_tile, first, end - first <= kN);
+        for (first += kN; end - first > kTail; first += kN) {
+            step<kN>(q_tile, first, end - first <= kN);
+        }
         if (first >= end) return finish<kN>();
-        step<kTail>(q_tile, first);
+        step<kTail>(q_tile, first, true);
         finish<kTail>();
     }
 
     template <int kWidth>
-    __device__ __forceinline__ void start(const typename C::Element* q_tile, int first) {
+    __device__ __forceinline__ void start(const typename C::Element* q_tile, int first,
+                                          bool is_last) {
         wait_kv();
         auto scores = tile.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores);
+        if (is_last) release_queries();
         float factor[2];  // nothing is in out yet
-        weigh<kWidth>(scores, first, factor);
+        tile.template weigh<kWidth>(scores, first, factor, [&] { find_bounds(); });
         tile.template pack_weights<kWidth>(weights, scores);
     }
 
     // Scores of these keys while the weights of the keys before meet their values.
     template <int kWidth>
-    __device__ __forceinline__ void step(const typename C::Element* q_tile, int first) {
+    __device__ __forceinline__ void step(const typename C::Element* q_tile, int first,
+                                         bool is_last) {
         const int before = kv.index;
         kv.advance();
         wait_kv();
@@ -213,8 +228,10 @@ struct Consumer {
         tile.template multiply_pv<kN>(weights, s.v[before]);
         cute::warpgroup_wait<1>();
         cute::warpgroup_fence_operand(scores);
+        if (is_last) release_queries();
         float factor[2];
-        const bool is_raised = weigh<kWidth>(scores, first, factor);
+        const bool is_raised =
+            tile.template weigh<kWidth>(scores, first, factor, [&] { find_bounds(); });
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(tile.out);
         cute::warpgroup_fence_operand(scores);  // the weights' registers are free from here on
@@ -230,19 +247,6 @@ struct Consumer {
         cute::warpgroup_fence_operand(tile.out);
         release(&s.kv_empty[kv.index]);
         kv.advance();
-    }
-
-    template <int kWidth, typename Scores>
-    __device__ __forceinline__ bool weigh(Scores& scores, int first, float (&factor)[2]) {
-        if (!tile.template sees_all<kWidth>(first)) {
-            find_bounds();
-            return tile.template softmax<kWidth, true>(scores, first, factor);
-        }
-        // Every row saw all keys of the step before.
-        if (first >= tile.full_begin + kN) {
-            return tile.template softmax_near<kWidth>(scores, factor);
-        }
-        return tile.template softmax<kWidth, false>(scores, first, factor);
     }
 };
 

@@ -2,9 +2,9 @@
 // reads.
 //
 //   int  used_tiles, Counters, 1 unused
-//   int4 tiles[max_tiles]      {first row, rows, first key, one past the last key}, in the order to
-//   run int4 unsorted[max_tiles]   as made, in the order of rows int2 row_bounds[padded]    first
-//   row and one past the last row of each row's sequence
+//   int4 tiles[max_tiles]     {first row, rows, first key, one past the last key}, in running order
+//   int4 unsorted[max_tiles]  in the order of rows, where the two differ
+//   int2 row_bounds[padded]   first row and one past the last row of each row's sequence
 #pragma once
 
 #include <cuda_runtime.h>

@@ -92,15 +92,18 @@ struct RowTile {
     int head;
     int num_rows;              // of the 64: the others belong to other tiles, or to nobody
     int2 bounds[2];            // keys of the thread's two rows
-    int warp_begin, warp_end;  // keys that any row of the warp sees
     int full_begin, full_end;  // keys that every row of the warp sees
-    float scale;               // score to power of two
     float top[2];              // the scaled score that the weights are relative to
     float sum[2];              // of this thread's weights
     AccO out;
 
     __device__ __forceinline__ int row(int half) const {
         return base + (tid / 32) * 16 + lane / 4 + 8 * half;
+    }
+
+    // From a score to a power of two; a constant costs no register.
+    __device__ __forceinline__ float scale() const {
+        return C::kHasBias ? 1.0f : p.power_scale;
     }
 
     // sequences: row_bounds of the warpgroup's 64 rows, in global or shared memory. last_key: one
@@ -110,35 +113,33 @@ struct RowTile {
         top[0] = top[1] = kNoMax;
         sum[0] = sum[1] = 0.0f;
         cute::clear(out);
-        scale = C::kHasBias ? 1.0f : p.softmax_scale * kLog2e;
     }
 
     __device__ __forceinline__ void find_bounds(const int2* sequences, int last_key) {
+        // Rows past the end see what the last one sees, for a warp whose rows all see a step masks
+        // nothing; they are not stored. Warps without any row see no key.
+        const bool is_used = tid / 32 * 16 < num_rows;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int local = row(half) - base;
-            bounds[half] = local < num_rows ? key_bounds(p, sequences[local], row(half))
-                                            : make_int2(last_key, last_key);
+            const int local = min(row(half) - base, num_rows - 1);
+            bounds[half] = is_used ? key_bounds(p, sequences[local], base + local)
+                                   : make_int2(last_key, last_key);
         }
-        warp_begin = __shfl_sync(kFullMask, bounds[0].x, 0);
         full_end = __shfl_sync(kFullMask, bounds[0].y, 0);
         full_begin = __shfl_sync(kFullMask, bounds[1].x, 31);
-        warp_end = __shfl_sync(kFullMask, bounds[1].y, 31);
     }
 
-    // out += softmax weights of keys first .. first + kN - 1, times their values. wait_v is called
-    // when the values are needed; k and v are free on return.
-    template <int kN, typename WaitV>
+    // out += softmax weights of keys first .. first + kN - 1, times their values. find is called
+    // where bounds are needed, wait_v when the values are; k and v are free on return.
+    template <int kN, typename Find, typename WaitV>
     __device__ __forceinline__ void attend(const T* q, const T* k, const T* v, int first,
-                                           WaitV&& wait_v) {
+                                           Find&& find, WaitV&& wait_v) {
         auto scores = multiply_qk<kN>(q, k);
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores);
         if constexpr (C::kHasBias) add_bias<kN>(scores, first);
         float factor[2];
-        const bool is_raised = sees_all<kN>(first) ? softmax<kN, false>(scores, first, factor)
-                                                   : softmax<kN, true>(scores, first, factor);
-        if (is_raised) rescale(factor);
+        if (weigh<kN>(scores, first, factor, find)) rescale(factor);
         uint32_t weights[kN / 4];
         pack_weights<kN>(weights, scores);
         wait_v();
@@ -226,35 +227,64 @@ struct RowTile {
     }
 
     // Scores become weights 2^(score - top), and sums follow. True where top was raised: out must
-    // be multiplied by factor, which is set only then. Chunks of 16 keys that no row of the warp
-    // sees cost only zeros.
-    template <int kN, bool kMasked, typename Scores>
+    // be multiplied by factor, which is set only then. find fills bounds in where they are needed.
+    template <int kN, typename Scores, typename Find>
+    __device__ __forceinline__ bool weigh(Scores& scores, int first, float (&factor)[2],
+                                          Find&& find) {
+        if (sees_all<kN>(first)) {
+            return is_begun(first) ? softmax<kN, false, true>(scores, first, factor)
+                                   : softmax<kN, false, false>(scores, first, factor);
+        }
+        find();
+        return is_begun(first) ? softmax<kN, true, true>(scores, first, factor)
+                               : softmax<kN, true, false>(scores, first, factor);
+    }
+
+    // Whether every row of the warp met a key of its own in an earlier step.
+    __device__ __forceinline__ bool is_begun(int first) const {
+        return first > full_begin + C::kSkippedKeys;
+    }
+
+    // kHasTop: top is that of earlier keys, and none is searched for. A weight may then exceed 1; a
+    // sum of weights bounds each of them, so top is raised after the fact. Chunks of 16 keys that
+    // no row of the warp sees cost only zeros.
+    template <int kN, bool kMasked, bool kHasTop, typename Scores>
     __device__ __forceinline__ bool softmax(Scores& scores, int first, float (&factor)[2]) {
+        // Keys that any row of the warp sees.
+        const int live_begin = kMasked ? __shfl_sync(kFullMask, bounds[0].x, 0) : 0;
+        const int live_end = kMasked ? __shfl_sync(kFullMask, bounds[1].y, 31) : 0;
         const auto is_live = [&](int i) {
             const int column = first + i / 8 * kChunkColumns;
-            return !kMasked || (column < warp_end && column + kChunkColumns > warp_begin);
+            return !kMasked || (column < live_end && column + kChunkColumns > live_begin);
         };
-        unsigned bits[2];
         if constexpr (kMasked) {
             const int column = first + 2 * (lane % 4);
-            bits[0] = column_bits(bounds[0].x - column, bounds[0].y - column);
-            bits[1] = column_bits(bounds[1].x - column, bounds[1].y - column);
-        }
-        float largest[2] = {-INFINITY, -INFINITY};
+            const unsigned bits[2] = {column_bits(bounds[0].x - column, bounds[0].y - column),
+                                      column_bits(bounds[1].x - column, bounds[1].y - column)};
 #pragma unroll
-        for (int chunk = 0; chunk < kN / 2; chunk += 8) {
-            if (!is_live(chunk)) continue;
+            for (int chunk = 0; chunk < kN / 2; chunk += 8) {
+                if (!is_live(chunk)) continue;
 #pragma unroll
-            for (int i = chunk; i < chunk + 8; ++i) {
-                const int half = (i / 2) % 2;
-                if constexpr (kMasked) {
-                    if (!(bits[half] >> (2 * (i / 4) + i % 2) & 1)) scores(i) = -INFINITY;
+                for (int i = chunk; i < chunk + 8; ++i) {
+                    if (!(bits[(i / 2) % 2] >> (2 * (i / 4) + i % 2) & 1)) scores(i) = -INFINITY;
                 }
-                largest[half] = fmaxf(largest[half], scores(i));
             }
         }
-        const bool is_raised =
-            raise_top(quad_max(largest[0]) * scale, quad_max(largest[1]) * scale, factor);
+        bool is_raised = false;
+        if constexpr (!kHasTop) {
+            float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+            for (int chunk = 0; chunk < kN / 2; chunk += 8) {
+                if (!is_live(chunk)) continue;
+#pragma unroll
+                for (int i = chunk; i < chunk + 8; ++i) {
+                    largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores(i));
+                }
+            }
+            is_raised =
+                raise_top(quad_max(largest[0]) * scale(), quad_max(largest[1]) * scale(), factor);
+        }
+        float added[2] = {kHasTop ? 0.0f : sum[0], kHasTop ? 0.0f : sum[1]};
 #pragma unroll
         for (int chunk = 0; chunk < kN / 2; chunk += 8) {
             if (!is_live(chunk)) {
@@ -265,10 +295,18 @@ struct RowTile {
 #pragma unroll
             for (int i = chunk; i < chunk + 8; ++i) {
                 const int half = (i / 2) % 2;
-                scores(i) = exp2_approx(fmaf(scores(i), scale, -top[half]));
-                sum[half] += scores(i);
+                const float power = fmaf(scores(i), scale(), -top[half]);
+                scores(i) = exp2_approx(power);
+                added[half] += scores(i);
             }
         }
+        if constexpr (kHasTop) {
+            is_raised = raise_after<kN>(scores, added, factor);
+            added[0] += sum[0];
+            added[1] += sum[1];
+        }
+        sum[0] = added[0];
+        sum[1] = added[1];
         return is_raised;
     }
 
@@ -288,38 +326,26 @@ struct RowTile {
         return true;
     }
 
-    // softmax() without the search for a maximum, for keys that every row sees and rows whose top
-    // is that of earlier keys. A weight may then exceed 1; a sum of weights bounds each of them, so
-    // top is raised after the fact, by a power of two, which rounds nothing. A score 2^127 above
-    // top is infinite before that: its row comes out as no number and store_tile computes it again.
+    // Raises top of rows whose new weights are too large, by a power of two, which rounds nothing.
+    // A score 2^127 above top is infinite before that: its row comes out as no number and
+    // store_tile computes it again.
     template <int kN, typename Scores>
-    __device__ __forceinline__ bool softmax_near(Scores& scores, float (&factor)[2]) {
-        float added[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int i = 0; i < kN / 2; ++i) {
-            const int half = (i / 2) % 2;
-            const float power = fmaf(scores(i), scale, -top[half]);
-            scores(i) = exp2_approx(power);
-            added[half] += scores(i);
-        }
+    __device__ __forceinline__ bool raise_after(Scores& scores, float (&added)[2],
+                                                float (&factor)[2]) {
         const bool is_far = !(fmaxf(added[0], added[1]) <= kMaxSum);
-        const bool is_raised = __any_sync(kFullMask, is_far);
-        if (is_raised) {
+        if (!__any_sync(kFullMask, is_far)) return false;
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float most = quad_max(added[half]);
-                const int raise = most > kMaxSum ? (__float_as_int(most) >> 23) - 134 : 0;
-                factor[half] = __int_as_float((127 - raise) << 23);
-                sum[half] *= factor[half];
-                added[half] *= factor[half];
-                top[half] += static_cast<float>(raise);
-            }
-#pragma unroll
-            for (int i = 0; i < kN / 2; ++i) scores(i) *= factor[(i / 2) % 2];
+        for (int half = 0; half < 2; ++half) {
+            const float most = quad_max(added[half]);
+            const int raise = most > kMaxSum ? (__float_as_int(most) >> 23) - 134 : 0;
+            factor[half] = __int_as_float((127 - raise) << 23);
+            sum[half] *= factor[half];
+            added[half] *= factor[half];
+            top[half] += static_cast<float>(raise);
         }
-        sum[0] += added[0];
-        sum[1] += added[1];
-        return is_raised;
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) scores(i) *= factor[(i / 2) % 2];
+        return true;
     }
 };
 

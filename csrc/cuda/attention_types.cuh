@@ -55,6 +55,7 @@ struct Params {
     int bias_span;
     bool causal;
     float softmax_scale;
+    float power_scale;  // the same for powers of two
 };
 
 template <typename T, int kHeadDim, typename Tiling>
@@ -71,6 +72,9 @@ struct TileTypes {
     // the move must not exceed that, or it never ends.
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
     static constexpr int kProducerRegisters = kNumWarpgroups == 2 ? 40 : 32;
+    // Between two steps of a warpgroup, where steps are dealt out in turn (split_kernel).
+    static constexpr int kSkippedKeys =
+        kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;
     static constexpr bool kHasBias = Tiling::kHasBias;
     // Columns of one TMA box: a swizzled row is at most 128 bytes.
     static constexpr int kBoxColumns = kHeadDim % 64 == 0 ? 64 : 32;
