@@ -92,7 +92,7 @@ __device__ void write_tiles(const PlanKernelParams& p, const Opening& o, int4* t
     }
 }
 
-// Exclusive prefix sum over the CTA, and the total in `total`; reads scratch until the next barrier.
+// Exclusive prefix sum over the CTA, the total in `total`; reads scratch until the next barrier.
 __device__ int prefix_sum(int value, int (&scratch)[kWarps], int& total) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const auto scan = [&](int sum) {  // inclusive, over the warp
