@@ -196,7 +196,7 @@ struct AttentionPlanParams {
     int64_t plan_bytes;
     int64_t batch_size;
     int64_t total_tokens;  // rows there are; those from cu_seqlens[batch_size] on are padding
-    int32_t tile_rows;     // 64 or 192, from attention_tile_rows()
+    int32_t tile_rows;     // 64, 128 or 192, from attention_tile_rows()
     int32_t window;        // as in PlannedAttentionParams
     bool causal;
 };
@@ -212,7 +212,8 @@ struct PlannedAttentionParams {
     const void* k;                  // [total_tokens, num_kv_heads, head_dim]
     const void* v;                  // as k
     void* out;                      // as q
-    const int32_t* plan;            // attention_plan's, of the same sizes, window and causal
+    int32_t* plan;                  // attention_plan's, of the same sizes, window and causal; one
+                                    // call at a time, for the kernel counts in it
     const float* relative_bias;     // [num_heads, 2 * relative_bias_span - 1], or null for none
     const int32_t* bias_positions;  // [total_tokens] in [0, span), or null: index in the sequence
     int64_t batch_size;

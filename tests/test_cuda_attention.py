@@ -17,11 +17,16 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float16, torch.bfloat16]
 HEAD_DIMS = [32, 64, 80, 96, 128]
 EDGES = [0, 1, 2, 63, 64, 65, 0, 127, 128, 129, 31, 32, 33, 191, 192, 193, 3, 0]
+MIDDLE = [300, 129, 700] * 10  # below every mean for which warpgroups share keys, and many tiles
 LENGTHS = {
     "edges": EDGES,
     "huge among ones": [1, 1, 1, 8192, 1, 1],
     "short": [9, 4, 1, 17, 30, 2, 5] * 20,
+    "middle": MIDDLE,
     "long": [700, 1025, 512],  # mean above 512: the pipeline where head_dim is large
+    "longest": [2100],  # and where it is small
+    "few": [300, 5, 129, 1, 257],  # so few tiles that warpgroups split the keys of one
+    "few and short": [250, 20, 250, 20],  # one begins in a step that another warpgroup takes
     "one": [1],
 }
 
@@ -118,7 +123,9 @@ def test_every_shape_is_as_exact_as_torch(
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("lengths", [EDGES, [700, 1025, 512]], ids=["edges", "long"])
+@pytest.mark.parametrize(
+    "lengths", [EDGES, MIDDLE, [700, 1025, 512]], ids=["edges", "middle", "long"]
+)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 63, 100])
 def test_a_window_hides_older_tokens(
@@ -153,17 +160,23 @@ def test_a_relative_bias_is_added(dtype: torch.dtype, head_dim: int, lengths: li
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [3.0, 10.0, 60.0])
-def test_a_score_far_above_the_earlier_ones(size: float, dtype: torch.dtype, head_dim: int) -> None:
-    """Long steps look for no maximum first: weights beyond 2^12, and beyond f32, are caught."""
-    case = make_case([1500], dtype=dtype, head_dim=head_dim)
+@pytest.mark.parametrize("lengths", [[1500], [2500], MIDDLE], ids=["few", "longest", "middle"])
+def test_a_score_far_above_the_earlier_ones(
+    size: float, dtype: torch.dtype, head_dim: int, lengths: list[int]
+) -> None:
+    """Later steps look for no maximum first: weights beyond 2^12, and beyond f32, are caught."""
+    case = make_case(lengths, dtype=dtype, head_dim=head_dim)
     case.k[700] *= size
     case.k[1100] *= 2 * size
+    case.k[lengths[0] - 1] *= 3 * size  # among keys that are masked for the rows of other tiles
     assert_as_exact_as_torch(case.run(), case)
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
-@pytest.mark.parametrize("lengths", [[5, 9, 30, 70, 3, 40], [700, 9, 1500]], ids=["short", "long"])
+@pytest.mark.parametrize(
+    "lengths", [[5, 9, 30, 70, 3, 40], MIDDLE, [700, 9, 1500]], ids=["short", "middle", "long"]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_broken_values_stay_in_their_sequence(
     broken: float, operand: str, lengths: list[int], head_dim: int
@@ -181,8 +194,12 @@ def test_broken_values_stay_in_their_sequence(
         assert ours[rows].isnan().all()
 
 
-def test_a_long_sequence_does_not_depend_on_its_mates() -> None:
-    mates = make_case([7, 300, 20, 1, 65, 129])
+@pytest.mark.parametrize(
+    ("lengths", "num_heads"),  # each with one kernel for the batch and for all of it alone
+    [([7, 300, 20, 1, 65, 129], 120), ([300, 5, 129, 1, 257], 2)],
+)
+def test_a_long_sequence_does_not_depend_on_its_mates(lengths: list[int], num_heads: int) -> None:
+    mates = make_case(lengths, num_heads=num_heads)
     together = mates.run()
     ends = torch.tensor([0, *mates.lengths]).cumsum(0).tolist()
     for first, last in zip(ends, ends[1:], strict=False):
@@ -194,9 +211,12 @@ def test_a_long_sequence_does_not_depend_on_its_mates() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_one_graph_serves_other_lengths_and_leaves_padding_alone(head_dim: int) -> None:
+@pytest.mark.parametrize("num_heads", [2, 14])  # few tiles, and more
+def test_one_graph_serves_other_lengths_and_leaves_padding_alone(
+    head_dim: int, num_heads: int
+) -> None:
     rows = 2048
-    case = make_case([rows], head_dim=head_dim)
+    case = make_case([rows], head_dim=head_dim, num_heads=num_heads)
     cu_seqlens = torch.zeros(9, dtype=torch.int32, device="cuda")
     out = torch.empty(case.q.shape, device="cuda", dtype=case.q.dtype)
 
@@ -235,6 +255,12 @@ def test_weights_are_as_exact_as_their_two_roundings() -> None:
     error = ((case.run().double() - exact) / exact)[is_large].abs().max()
     two_roundings = torch.finfo(torch.float16).eps
     assert error <= 1.01 * two_roundings
+
+
+def test_a_batch_whose_tiles_stay_half_empty() -> None:
+    """More tiles than the grid expects: some CTAs take a second one."""
+    case = make_case([33] * 180, num_heads=4)
+    assert_as_exact_as_torch(case.run(), case)
 
 
 def test_a_plan_of_another_batch_is_refused() -> None:

@@ -42,7 +42,7 @@ def draw(generator: torch.Generator) -> Draw:
         scale = 10 ** (2.8 * float(torch.rand(1, generator=generator)))
         lengths = torch.empty(1 + pick(40)).exponential_(generator=generator).mul_(scale).long()
         lengths = torch.cat([torch.ones(1, dtype=torch.int64), lengths.clamp_(max=LONGEST)])
-    num_kv_heads = 1 + pick(2)
+    num_kv_heads = (1, 2, 4)[pick(3)]
     return Draw(
         lengths=lengths[torch.randperm(len(lengths), generator=generator)],
         first_row=pick(1000),
@@ -102,7 +102,7 @@ def test_random_lists_of_lengths(request: pytest.FixtureRequest) -> None:
         pytest.skip(reason)
     num_lists = request.config.getoption("--random-lists")
     generator = torch.Generator().manual_seed(1)
-    width = 8 * max(HEAD_DIMS)  # up to 4 query heads and 2 of k and v each
+    width = 16 * max(HEAD_DIMS)  # up to 8 query heads and 4 of k and v each
     numbers = torch.randn(MOST_ROWS + 1000, width, device="cuda")
     pools = {dtype: numbers.to(dtype) for dtype in DTYPES}
     cases, errors = [], []

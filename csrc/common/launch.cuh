@@ -10,6 +10,8 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <cstdint>
 #include <utility>
 
 #include "common/check.cuh"
@@ -38,6 +40,18 @@ template <typename Kernel>
 void allow_smem(Kernel kernel, int bytes) {
     BYTETX_CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+}
+
+// The same, asked of the driver once a device, for a call costs a microsecond.
+template <auto kKernel>
+void allow_smem_once(int bytes) {
+    static std::atomic<uint64_t> is_allowed{0};  // a bit a device
+    int device;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if ((is_allowed.load(std::memory_order_acquire) & bit) != 0) return;
+    allow_smem(kKernel, bytes);
+    is_allowed.fetch_or(bit, std::memory_order_release);
 }
 
 // Of the current device.

@@ -8,17 +8,22 @@
 // product.
 //
 // Tiles of 64 rows (attention_plan.cu) hold several sequences or a part of one; scores of foreign
-// keys are computed and masked (attention_tile.cuh). Two kernels (attention_kernels.cuh): a CTA of
-// one warpgroup a tile and head; for long sequences of 96 and 128 features three warpgroups that
-// share keys. Head sizes between 32, 64, 96 and 128 are filled up with zeros by TMA.
+// keys are computed and masked (attention_tile.cuh). Three kernels: a CTA of one warpgroup a tile
+// and head (attention_kernels.cuh); for long sequences persistent CTAs of two or three warpgroups
+// that share keys (attention_pipeline.cuh); for few tiles four warpgroups that split a tile's keys
+// (attention_split.cuh). Head sizes between 32, 64, 96 and 128 are filled up with zeros by TMA.
 //
-// Bytes: q, k, v, out once each from DRAM; keys and values from L2 once a tile that sees them.
-// Bound by DRAM below about 100 tokens a sequence, from there on by MUFU (one exponential a score,
-// 16 a clock and SM), issue slots and wgmma in nearly equal parts. Fractions: csrc/README.md.
+// Bytes: q, k, v, out once each from DRAM, which bounds short sequences; keys and values from L2
+// once a tile that sees them. Longer ones are bound by the latency of a step, by issue slots, MUFU
+// (one exponential a score, 16 a clock and SM) and wgmma in nearly equal parts. Fractions:
+// csrc/README.md.
 //
-// A row's result depends on its batch in one way: where in a tile its sequence starts decides in
-// which groups of 16 the matrix unit adds products, hence the last bits. Sequences longer than 64
-// tokens start a tile, so theirs do not change.
+// A row's result depends on its batch in three ways, all in the last bits: where in a tile its
+// sequence starts decides in which groups of 16 the matrix unit adds products; the mean length and
+// the number of tiles decide between the kernels; and where a row shares its warp with a sequence
+// that begins later, a step may raise the row's top by 2^8 that would not have raised it else.
+// Sequences longer than a tile start one, so under one choice of kernel theirs change only in the
+// last way, when scores jump that far after their first step.
 //
 // Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608) for the tile's arithmetic,
 // ByteTransformer (arXiv 2210.03052) for packed rows; tiles across sequences are our own.
@@ -29,6 +34,7 @@
 
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
+#include "cuda/attention_plan.cuh"
 #include "ops.h"
 
 namespace bytetx {
@@ -73,12 +79,15 @@ void check(const PlannedAttentionParams& p) {
 
 }  // namespace
 
-// Wide tiles halve and third the traffic of keys where sequences are long enough to fill them
-// (H200, 128 features, causal: 2048 tokens a sequence 685 against 869 us, at mean 124 124 against
-// 118).
+// Warpgroups that share keys need a half or a third of the traffic from L2, and sequences long
+// enough to occupy them all (H200, tiles of 64 rows against these: 2048 tokens a sequence, causal,
+// 128 features 589 against 472 us, mean 124 112 against 123; 64 features, mean 592 with up to 8192
+// tokens 412 against 454, 4096 tokens 1811 against 1743). head_dim 0: there is a bias, which only
+// tiles of 64 take.
 int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t head_dim) {
-    constexpr int64_t kLongMean = 512;
-    return head_dim > 64 && total_tokens >= kLongMean * batch_size ? 192 : 64;
+    const int64_t long_mean = head_dim > 64 ? 512 : 2048;
+    const bool is_long = head_dim > 0 && total_tokens >= long_mean * batch_size;
+    return is_long ? attention::pipeline_rows(head_dim) : 64;
 }
 
 void planned_attention(const PlannedAttentionParams& p, const Launch& launch) {

@@ -5,14 +5,12 @@
 #include "common/launch.cuh"
 #include "common/tensor_map.cuh"
 #include "cuda/attention_kernels.cuh"
+#include "cuda/attention_pipeline.cuh"
 #include "cuda/attention_plan.cuh"
+#include "cuda/attention_split.cuh"
 #include "ops.h"
 
 namespace bytetx::attention {
-
-constexpr int kPipelineWarpgroups = 3;
-constexpr int kPipelineRows = kPipelineWarpgroups * kTileRows;
-constexpr int kPipelineHeadDim = 96;  // from here on pipeline_kernel wins on long sequences
 
 // tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
 // more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
@@ -27,15 +25,28 @@ struct TileTiling {
     static constexpr int kMinCtas = (kHeadDim <= 64 ? 5 : 3) - (kBias && kHeadDim <= 64);
 };
 
+// pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
+// its shared memory holds. Up to 64 features three warpgroups of 160 registers and steps of 64 keys
+// (128 keys spill, 96 lose 5 %); above, two of 232 and 128 keys (causal, 2048 tokens, 128 features:
+// three with 64 keys lose 12 %, two stages of queries and of keys 55 %).
 template <int kHeadDim>
 struct PipelineTiling {
-    static constexpr int kBlockN = 64;
-    static constexpr int kStages = 3;
-    static constexpr int kNumWarpgroups = kPipelineWarpgroups;
+    static constexpr bool kIsWide = kHeadDim > 64;
+    static constexpr int kBlockN = kIsWide ? 128 : 64;
+    static constexpr int kStages = kHeadDim > 96 ? 3 : kIsWide ? 4 : 8;
+    static constexpr int kNumWarpgroups = pipeline_rows(kHeadDim) / kTileRows;
     static constexpr int kQStages = 1;
-    static constexpr int kConsumerRegisters = 160;  // 3 * 160 + 24 registers of 128 threads: 62k
+    static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
     static constexpr bool kHasBias = false;
-    static constexpr int kMinCtas = 1;
+};
+
+struct SplitTiling {
+    static constexpr int kBlockN = 64;
+    static constexpr int kStages = 2;
+    static constexpr int kNumWarpgroups = 4;
+    static constexpr int kQStages = 1;
+    static constexpr int kConsumerRegisters = 0;
+    static constexpr bool kHasBias = false;
 };
 
 // Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.
@@ -65,7 +76,7 @@ CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t 
 
 template <typename C>
 Params make_params(const PlannedAttentionParams& p, int num_tiles) {
-    const PlanView plan = view_plan(const_cast<int32_t*>(p.plan), num_tiles);
+    const PlanView plan = view_plan(p.plan, num_tiles);
     Params params{};
     params.q = make_map<C>(p, p.q, p.q_stride, p.num_heads, kTileRows);
     params.k = make_map<C>(p, p.k, p.k_stride, p.num_kv_heads, C::kBlockN);
@@ -77,6 +88,7 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     params.row_bounds = plan.row_bounds;
     params.tiles = plan.tiles;
     params.used_tiles = plan.used_tiles;
+    params.counters = plan.counters;
     params.relative_bias = p.relative_bias;
     params.bias_positions = p.bias_positions;
     params.q_stride = p.q_stride;
@@ -91,6 +103,7 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     params.bias_span = p.relative_bias_span;
     params.causal = p.causal;
     params.softmax_scale = p.softmax_scale;
+    params.power_scale = p.softmax_scale * kLog2e;
     return params;
 }
 
@@ -98,23 +111,40 @@ template <typename T, int kHeadDim, bool kBias>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = TileTiling<kHeadDim, kBias>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    const auto kernel = tile_kernel<C, Tiling::kMinCtas>;
+    constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
-    allow_smem(kernel, kSmemBytes);
-    const dim3 grid(p.num_heads, num_tiles);  // heads of a tile run together: their rows adjoin
-    kernel<<<grid, 128, kSmemBytes, stream>>>(make_params<C>(p, num_tiles));
+    allow_smem_once<kKernel>(kSmemBytes);
+    // The bound on tiles is far off for short sequences, and CTAs that find none cost time: as many
+    // as full tiles would be, of which some take a second one, are 3 to 8 % faster at means to 78.
+    const auto full = static_cast<int>(p.total_tokens / kTileRows);
+    // Heads of a tile run together: their rows adjoin.
+    const dim3 grid(p.num_heads, std::min(num_tiles, full + 1));
+    launch_kernel(kKernel, LaunchShape{grid, 128, kSmemBytes, stream},
+                  make_params<C>(p, num_tiles));
+}
+
+template <typename T, int kHeadDim>
+void launch_split(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
+    using C = TileTypes<T, kHeadDim, SplitTiling>;
+    constexpr auto kKernel = split_kernel<C>;
+    constexpr int kSmemBytes = sizeof(SplitSmem<C>);
+    allow_smem_once<kKernel>(kSmemBytes);
+    const dim3 grid(p.num_heads, num_tiles), block(128 * C::kNumWarpgroups);
+    launch_kernel(kKernel, LaunchShape{grid, block, kSmemBytes, stream},
+                  make_params<C>(p, num_tiles));
 }
 
 template <typename T, int kHeadDim>
 void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = PipelineTiling<kHeadDim>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    const auto kernel = pipeline_kernel<C, Tiling::kMinCtas>;
+    constexpr auto kKernel = pipeline_kernel<C>;
     constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
-    allow_smem(kernel, kSmemBytes);
-    const int num_ctas = std::min(num_sms() * Tiling::kMinCtas, num_tiles * p.num_heads);
-    kernel<<<num_ctas, 128 * C::kNumWarpgroups + C::kProducerThreads, kSmemBytes, stream>>>(
-        make_params<C>(p, num_tiles));
+    allow_smem_once<kKernel>(kSmemBytes);
+    const dim3 grid(std::min(num_sms(), num_tiles * p.num_heads));
+    const dim3 block(128 * (C::kNumWarpgroups + 1));
+    launch_kernel(kKernel, LaunchShape{grid, block, kSmemBytes, stream},
+                  make_params<C>(p, num_tiles));
 }
 
 template <int kHeadDim>
@@ -123,16 +153,21 @@ void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
     const auto num_tiles = static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows));
-    if constexpr (kHeadDim >= kPipelineHeadDim) {
-        if (p.tile_rows == kPipelineRows && p.relative_bias == nullptr) {
-            return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
-        }
+    if (p.tile_rows == pipeline_rows(kHeadDim) && p.relative_bias == nullptr) {
+        return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
     }
     if (p.tile_rows != kTileRows) {
         throw std::invalid_argument("planned_attention: a plan of " + std::to_string(p.tile_rows) +
                                     " rows a tile is not for this head_dim or bias");
     }
     if (p.relative_bias != nullptr) return launch_tiles<T, kHeadDim, true>(p, num_tiles, stream);
+    if constexpr (kHeadDim <= 64) {
+        // A GPU with room for all tiles at once, and steps to share: two a sequence or more.
+        const bool is_few = num_tiles * p.num_heads <= 2 * num_sms();
+        if (is_few && p.total_tokens >= 2 * kTileRows * p.batch_size) {
+            return launch_split<T, kHeadDim>(p, num_tiles, stream);
+        }
+    }
     launch_tiles<T, kHeadDim, false>(p, num_tiles, stream);
 }
 

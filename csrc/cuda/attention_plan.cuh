@@ -1,10 +1,10 @@
 // Where the parts of an attention plan lie in its buffer: attention_plan.cu writes, attention
 // reads.
 //
-//   int  used_tiles, 3 unused
-//   int4 tiles[max_tiles]      {first row, rows, first key, one past the last key}, in the order to
-//   run int4 unsorted[max_tiles]   as made, in the order of rows int2 row_bounds[padded]    first
-//   row and one past the last row of each row's sequence
+//   int  used_tiles, Counters, 1 unused
+//   int4 tiles[max_tiles]     {first row, rows, first key, one past the last key}, in running order
+//   int4 unsorted[max_tiles]  in the order of rows, where the two differ
+//   int2 row_bounds[padded]   first row and one past the last row of each row's sequence
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,6 +13,9 @@
 #include <cstdint>
 
 namespace bytetx::attention {
+
+// Rows of a tile that several warpgroups share.
+constexpr int pipeline_rows(int head_dim) { return head_dim > 64 ? 128 : 192; }
 
 // Two neighbouring tiles hold more than tile_rows rows between them, else they were one; and every
 // sequence opens at most one tile that is not full.
@@ -26,8 +29,15 @@ inline int64_t padded_rows(int64_t total_tokens, int64_t tile_rows) {
     return total_tokens + tile_rows + 2;
 }
 
+// How far the CTAs of a persistent kernel have come; all zero when none runs. So one plan serves
+// one call at a time.
+struct Counters {
+    int next_item, done_ctas;
+};
+
 struct PlanView {
     int* used_tiles;
+    Counters* counters;
     int4* tiles;
     int4* unsorted;
     int2* row_bounds;
@@ -35,7 +45,8 @@ struct PlanView {
 
 inline PlanView view_plan(int32_t* plan, int64_t num_tiles) {
     auto* tiles = reinterpret_cast<int4*>(plan) + 1;
-    return {plan, tiles, tiles + num_tiles, reinterpret_cast<int2*>(tiles + 2 * num_tiles)};
+    return {plan, reinterpret_cast<Counters*>(plan + 1), tiles, tiles + num_tiles,
+            reinterpret_cast<int2*>(tiles + 2 * num_tiles)};
 }
 
 }  // namespace bytetx::attention

@@ -1,5 +1,5 @@
-// The end of a tile: divide by the sums, stage in shared memory, write whole 16-byte pieces. And
-// the way out for rows that came out as no number.
+// The end of a tile: divide by the sums, write pieces of 16 bytes. And the way out for rows that
+// came out as no number.
 //
 // A tile multiplies the weights of one sequence by the values of its neighbours, too: weights that
 // are exactly 0, so finite neighbours change nothing, but 0 * inf and 0 * NaN are NaN. A row that
@@ -10,16 +10,6 @@
 #include "cuda/attention_tile.cuh"
 
 namespace bytetx::attention {
-
-// Byte offset of (row, column) in a swizzled 64-row tile, as TMA writes it and wgmma reads it.
-template <typename C>
-__device__ __forceinline__ uint32_t tile_offset(int row, int column) {
-    constexpr int kRowBytes = C::kBoxColumns * kElementBytes;
-    constexpr uint32_t kBits = kRowBytes / 16 - 1;  // 16-byte pieces of a row that are permuted
-    const uint32_t offset = (column / C::kBoxColumns * kTileRows + row) * kRowBytes +
-                            column % C::kBoxColumns * kElementBytes;
-    return offset ^ ((offset >> 7 & kBits) << 4);
-}
 
 // 0 where both halves of a word of two T are finite, else NaN in at least one of them; plus probe.
 template <typename T>
@@ -41,7 +31,7 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // One warp computes one row of one head from the keys of its own sequence, in f32.
 template <typename C>
-__device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
+__device__ __forceinline__ void recompute_row(const Params& p, int row, int head) {
     using T = typename C::Element;
     constexpr int kSlots = (C::kDim + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -51,11 +41,13 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
     const T* k = static_cast<const T*>(p.k_rows) + kv_head * p.head_dim;
     const T* v = static_cast<const T*>(p.v_rows) + kv_head * p.head_dim;
     float top = -INFINITY, sum = 0.0f, out[kSlots] = {};
+#pragma unroll 1
     for (int first = bounds.x; first < bounds.y; first += 32) {
         const int key = first + lane;
         float score = -INFINITY;
         if (key < bounds.y) {
             score = 0.0f;
+#pragma unroll 1
             for (int d = 0; d < p.head_dim; ++d) {
                 score += static_cast<float>(q[d]) * static_cast<float>(k[key * p.k_stride + d]);
             }
@@ -67,11 +59,13 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
             }
         }
         float next = top;
+#pragma unroll 1
         for (int i = 0; i < 32; ++i) next = fmaxf(next, __shfl_sync(kFullMask, score, i));
         const float factor = expf(top - next), weight = expf(score - next);
         top = next;
         sum *= factor;
         for (int slot = 0; slot < kSlots; ++slot) out[slot] *= factor;
+#pragma unroll 1
         for (int i = 0; i < min(32, bounds.y - first); ++i) {
             const float shared_weight = __shfl_sync(kFullMask, weight, i);
             sum += shared_weight;
@@ -91,67 +85,63 @@ __device__ __noinline__ void recompute_row(const Params& p, int row, int head) {
 // Recomputes those of 16 rows that a quad of lanes calls broken: lane / 4 is the row, +8 for [1].
 // Takes scalars: a reference to the tile would move its registers to local memory.
 template <typename C>
-__device__ __noinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
+__device__ __forceinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
                                               unsigned broken0, unsigned broken1) {
+#pragma unroll 1
     for (int row = 0; row < min(16, num_rows); ++row) {
         const unsigned lanes = row < 8 ? broken0 : broken1;
         if (lanes >> (row % 8 * 4) & 0xf) recompute_row<C>(p, first + row, head);
     }
 }
 
-// Writes the warpgroup's rows; each warp stages its own 16 rows, so no barrier is needed.
+// Before, each lane of a quad has one word of each of four pieces of 16 bytes; after, one piece.
+__device__ __forceinline__ uint4 gather_piece(uint4 words, int lane) {
+    const bool odd = lane % 2 == 1, high = lane / 2 % 2 == 1;
+    const uint32_t a = __shfl_xor_sync(kFullMask, odd ? words.x : words.y, 1);
+    const uint32_t b = __shfl_xor_sync(kFullMask, odd ? words.z : words.w, 1);
+    const uint2 low = odd ? uint2{a, words.y} : uint2{words.x, a};      // of piece 0 or 1
+    const uint2 far = odd ? uint2{b, words.w} : uint2{words.z, b};      // of piece 2 or 3
+    const uint32_t c = __shfl_xor_sync(kFullMask, high ? low.x : far.x, 2);
+    const uint32_t d = __shfl_xor_sync(kFullMask, high ? low.y : far.y, 2);
+    return high ? uint4{c, d, far.x, far.y} : uint4{low.x, low.y, c, d};
+}
+
+// Writes the warpgroup's rows, 64 bytes of a row a quad and store.
 template <typename C>
-__device__ __forceinline__ void store_tile(RowTile<C>& tile, typename C::Element* staging) {
+__device__ __forceinline__ void store_tile(RowTile<C>& tile) {
     using T = typename C::Element;
     const Params& p = tile.p;
     const int warp_row = tile.tid / 32 * 16;
-    float inverse[2];
     uint32_t probe[2] = {0, 0};  // stays +-0 until it meets a value that is no number
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        inverse[half] = reciprocal_approx(quad_sum(tile.sum[half]));
-    }
-    const uint32_t base = cute::cast_smem_ptr_to_uint(staging);
-    const int lane_row = warp_row + tile.lane % 16, lane_column = tile.lane / 16 * 8;
-    __syncwarp();
+        const float inverse = reciprocal_approx(quad_sum(tile.sum[half]));
+        const int row = warp_row + tile.lane / 4 + 8 * half;
+        T* out = static_cast<T*>(p.out) + (tile.base + row) * p.out_stride +
+                 tile.head * p.head_dim;
 #pragma unroll
-    for (int j = 0; j < C::kDim / 16; ++j) {
-        uint32_t words[4];  // rows 0-7, rows 8-15, then both again 8 columns on
+        for (int j = 0; j < C::kDim / 8; j += 4) {
+            uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float low = tile.out(8 * j + 2 * i) * inverse[i % 2];
-            const float high = tile.out(8 * j + 2 * i + 1) * inverse[i % 2];
-            words[i] = pack<T>(low, high);
-            probe[i % 2] = probe_finite<T>(words[i], probe[i % 2]);
-        }
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         base + tile_offset<C>(lane_row, 16 * j + lane_column)),
-                     "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                     : "memory");
-    }
-    __syncwarp();
-    const int num_rows = tile.num_rows - warp_row;
-    constexpr int kPieces = C::kDim / 8;  // of 16 bytes, a row
-    const int row = tile.lane / kPieces, column = tile.lane % kPieces * 8;
-    constexpr int kRowsAtOnce = 32 / kPieces;
-    T* out = static_cast<T*>(p.out) + (tile.base + warp_row + row) * p.out_stride +
-             tile.head * p.head_dim + column;
-    if (column < p.head_dim && row < kRowsAtOnce) {
-#pragma unroll
-        for (int i = 0; i < 16; i += kRowsAtOnce, out += kRowsAtOnce * p.out_stride) {
-            if (row + i >= min(num_rows, 16)) break;
-            uint4 bits;
-            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                         : "r"(base + tile_offset<C>(warp_row + row + i, column)));
-            *reinterpret_cast<uint4*>(out) = bits;
+            for (int i = 0; i < 4; ++i) {
+                const int at = 4 * (j + i) + 2 * half;
+                words[i] = pack<T>(tile.out(at) * inverse, tile.out(at + 1) * inverse);
+                probe[half] = probe_finite<T>(words[i], probe[half]);
+            }
+            const uint4 piece = gather_piece({words[0], words[1], words[2], words[3]}, tile.lane);
+            const int column = 8 * (j + tile.lane % 4);
+            if (row < tile.num_rows && column < p.head_dim) {
+                *reinterpret_cast<uint4*>(out + column) = piece;
+            }
         }
     }
     const unsigned broken0 = __ballot_sync(kFullMask, (probe[0] & 0x7fff7fff) != 0);
     const unsigned broken1 = __ballot_sync(kFullMask, (probe[1] & 0x7fff7fff) != 0);
     if ((broken0 | broken1) != 0) {
         __syncwarp();  // orders the rows above before the same rows from other lanes
-        recompute_broken<C>(p, tile.base + warp_row, num_rows, tile.head, broken0, broken1);
+        recompute_broken<C>(p, tile.base + warp_row, tile.num_rows - warp_row, tile.head, broken0,
+                            broken1);
     }
 }
+
 }  // namespace bytetx::attention
