@@ -20,6 +20,7 @@ from bytetx.spec import ModelSpec
 from bytetx.tensors import NormWeight, TensorLoader
 
 OnLayer = Callable[[torch.Tensor], None]
+OnKv = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class DecoderLayer:
     """One layer's weights; ffn_norm is None where a parallel block has one norm for both halves."""
 
     attn_norm: NormWeight
-    qkv: LinearWeight  # rows of q, then k, then v
+    qkv: LinearWeight  # rows of q, then k, then v, unless the decoder is_interleaved
     q_norm: NormWeight | None
     k_norm: NormWeight | None
     attn_out: LinearWeight
@@ -44,6 +45,7 @@ class _Pass:
     rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # cos, sin, rows of them
     plans: dict[int, AttentionPlan | None]  # by window
     cache: KvCache | None
+    on_kv: OnKv | None
 
 
 class Decoder:
@@ -59,10 +61,13 @@ class Decoder:
         *,
         final_norm: NormWeight | None,
         tables: RotaryTables | None,
+        is_interleaved: bool = False,
     ):
+        """is_interleaved: qkv has rows of q, k and v of each head in turn."""
         assert spec.decoder is not None
         self.spec, self.own, self.layers = spec, spec.decoder, layers
         self.final_norm, self.tables = final_norm, tables
+        self.is_interleaved = is_interleaved
 
     @property
     def is_capturable(self) -> bool:
@@ -76,18 +81,20 @@ class Decoder:
         *,
         cache: KvCache | None = None,
         on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
     ) -> torch.Tensor:
         """[total_tokens, hidden_size] -> the same, after the last norm.
 
         embed_tokens: gives the first rows; called where they are used up, so that no frame above
         holds them.  on_layer: called with them and then each layer's output, the last one's after
-        the last norm.
+        the last norm.  on_kv: called with each layer's keys and values, rotated, [total_tokens,
+        num_kv_heads, head_dim]; what it keeps of them keeps the whole rows.
         """
-        step = self._prepare(batch, cache)
+        step = self._prepare(batch, cache, on_kv)
         run = self._run_post if self.own.norm_placement == "post" else self._run_pre
         return run(embed_tokens, step, on_layer)
 
-    def _prepare(self, batch: PackedBatch, cache: KvCache | None) -> _Pass:
+    def _prepare(self, batch: PackedBatch, cache: KvCache | None, on_kv: OnKv | None) -> _Pass:
         if (cache is None) != (batch.past is None):
             raise ValueError("cache and batch.past must be given both, or neither")
         if cache is not None and len(cache.layers) != len(self.layers):
@@ -106,7 +113,7 @@ class Decoder:
                     window=window,
                 )
         rotation = None if self.tables is None else self.tables.of(batch)
-        return _Pass(batch, rotation, plans, cache)
+        return _Pass(batch, rotation, plans, cache, on_kv)
 
     def _run_pre(
         self, embed_tokens: Callable[[], torch.Tensor], step: _Pass, on_layer: OnLayer | None
@@ -157,6 +164,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
         q, k, v = self._heads(linear(normed, layer.qkv), layer, step)
+        if step.on_kv is not None:
+            step.on_kv(k, v)
         batch, cache = step.batch, step.cache
         scale, window = self.own.softmax_scale_of(i), self.own.window_of(i)
         if cache is not None:
@@ -181,6 +190,9 @@ class Decoder:
         """q, k, v [total_tokens, heads, head_dim]: views of qkv, normed and rotated."""
         spec = self.spec
         heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        if self.is_interleaved:
+            by_head = qkv.view(-1, spec.num_heads, 3, spec.head_dim)
+            qkv = by_head.transpose(1, 2).reshape(qkv.shape)
         q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split(heads, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm_heads(q, layer.q_norm), self._norm_heads(k, layer.k_norm)
@@ -270,7 +282,13 @@ def load_decoder(spec: ModelSpec, load: TensorLoader) -> Decoder:
         options = {"max_positions": spec.max_positions, "device": load.device}
         tables = rotary_tables(rotary_spec, **options)
     layers = [reader.layer(i) for i in range(spec.num_layers)]
-    return Decoder(spec, layers, final_norm=final_norm, tables=tables)
+    return Decoder(
+        spec,
+        layers,
+        final_norm=final_norm,
+        tables=tables,
+        is_interleaved=load.shares and spec.decoder.qkv == "interleaved",
+    )
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
@@ -335,7 +353,7 @@ class _LayerReader:
             parts = [self._tensors(names, key, n, spec.hidden_size) for key, n in rows.items()]
             return self.load.fused_linear(parts)
         weight, bias = self._tensors(names, "qkv", q_rows + 2 * kv_rows, spec.hidden_size)
-        if self.own.qkv == "interleaved":
+        if self.own.qkv == "interleaved" and not self.load.shares:
             weight = self._by_kind(weight)
             bias = None if bias is None else self._by_kind(bias)
         return self.load.linear_from(weight, bias)

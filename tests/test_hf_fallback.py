@@ -293,8 +293,8 @@ def test_decoders_and_damaged_weights_run_the_original():
 def test_wrap_refuses_what_it_cannot_run():
     import transformers
 
-    gpt = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
-    for model in (gpt, nn.Linear(2, 2)):
+    bloom = transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1))
+    for model in (bloom, nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=r"supported are BertModel.*SentenceTransformer"):
             wrap(model)
     with pytest.raises(TypeError, match="got str"):
