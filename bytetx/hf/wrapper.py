@@ -12,6 +12,7 @@ from bytetx.hf.causal import (
     LmHeadForward,
 )
 from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward, StandIn
+from bytetx.hf.generate import GenerateStandIn
 from bytetx.hf.plan import separate_qkv
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -58,6 +59,8 @@ def wrap(model: ModelT) -> ModelT:
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
             module.forward = _head_kind(module)(module)
+            if isinstance(module.forward, LmHeadForward) and hasattr(module, "generate"):
+                module.generate = GenerateStandIn(module)
     return model
 
 
@@ -77,6 +80,7 @@ def unwrap(model: ModelT) -> ModelT:
             separate_qkv(module)
         elif isinstance(forward, StandIn):
             del module.forward
+            module.__dict__.pop("generate", None)
     return model
 
 
