@@ -148,6 +148,39 @@ def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model)
         assert [answer.token_ids for answer in together] == alone
 
 
+def test_params_of_each_prompt(text_model: Model) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(seed=5, max_tokens=6, n=2, ignore_eos=True),
+        SamplingParams(seed=6, top_k=4, max_tokens=9, logprobs=1),
+    ]
+    prompts = TEXTS[:3]
+    pairs = list(zip(prompts, params, strict=True))
+    wanted = [text_model.generate([prompt], own)[0].answers for prompt, own in pairs]
+    assert [answer.answers for answer in text_model.generate(prompts, params)] == wanted
+    lazy = text_model.generate(iter(prompts), tuple(params), stream=True)
+    assert [answer.answers for answer in lazy] == wanted
+    pieces: dict[tuple[int, int], list[int]] = {}
+    for piece in text_model.generate(prompts, params, stream="pieces"):
+        pieces.setdefault((piece.request_id, piece.index), []).extend(piece.token_ids)
+    assert [len(own) for _, own in sorted(pieces.items())] == [
+        len(answer.token_ids) for answers in wanted for answer in answers
+    ]
+
+
+def test_params_that_do_not_go_with_the_prompts(text_model: Model) -> None:
+    two, no_tokens = [SamplingParams(max_tokens=2)] * 2, [SamplingParams(logit_bias={10**6: 1.0})]
+    for prompts in (TEXTS[:3], TEXTS[:1], iter(TEXTS[:3]), iter(TEXTS[:1])):
+        with pytest.raises(InputError, match=r"one a prompt: got 2 of them for \d"):
+            text_model.generate(prompts, two, on_error="return")
+    with pytest.raises(InputError, match=r"params\[2\]: logit_bias must name"):
+        text_model.generate(TEXTS[:3], two + no_tokens)
+    with pytest.raises(InputError, match=r"params\[0\]: params must be SamplingParams, got dict"):
+        text_model.generate(TEXTS[:1], [{}])
+    assert text_model.generate([], []) == []
+    assert len(text_model.generate(TEXTS[:1], two[:1])) == 1
+
+
 def test_chats_by_the_checkpoints_template(text_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(text_folder, tmp_path / "chat")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
