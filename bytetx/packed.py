@@ -27,6 +27,8 @@ class Past:
     slot_mapping: int32 [total_tokens], where each token's key and value go:
         page * page_size + offset, or -1 for nowhere.
     page_size: tokens, a power of two.   max_kv_seqlen: the largest of kv_seqlens.   Host ints.
+    prompt_seqlens: int32 [batch_size], tokens of each sequence's whole prompt, where a step's
+        rotation depends on them (RotaryTables.of); None counts a sequence's keys as its prompt.
     """
 
     page_table: torch.Tensor
@@ -34,11 +36,16 @@ class Past:
     slot_mapping: torch.Tensor
     page_size: int
     max_kv_seqlen: int
+    prompt_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Past":
         """This past with its tensors on `device`."""
+        prompts = self.prompt_seqlens
         return replace(
             self,
+            prompt_seqlens=None
+            if prompts is None
+            else prompts.to(device, non_blocking=non_blocking),
             page_table=self.page_table.to(device, non_blocking=non_blocking),
             kv_seqlens=self.kv_seqlens.to(device, non_blocking=non_blocking),
             slot_mapping=self.slot_mapping.to(device, non_blocking=non_blocking),

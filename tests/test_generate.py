@@ -58,6 +58,25 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     assert tight._idle_engines[0][1]._scheduler.num_preempted
 
 
+def test_dynamic_scaling_in_pieces_beyond_the_trained_positions(tmp_path: Path) -> None:
+    """A prompt's own length turns it, whole, in pieces, beside others, or after preemption; the
+    tokens after it are turned by theirs."""
+    sizes = {"max_position_embeddings": 24}
+    folder = save(tiny_decoder("llama-dynamic", **sizes), tmp_path)
+    prompts = random_ids([28, 4, 20, 27, 25])
+    prompts[4] = prompts[0][:25]  # a start that another prompt has turned otherwise
+    # A new model each time: transformers' keeps the frequencies of longer texts before.
+    wanted = [greedy(tiny_decoder("llama-dynamic", **sizes), prompt) for prompt in prompts]
+    checkpoint = bytetx.load(folder).checkpoint
+    for budget, cache in ((1024, None), (7, None), (64, 80), (9, 80)):
+        model = Model(checkpoint, token_budget=budget)
+        for _ in range(2):
+            answers = model.generate(prompts, GREEDY, kv_cache_tokens=cache)
+            assert [answer.token_ids for answer in answers] == wanted
+        scheduler = model._idle_engines[0][1]._scheduler
+        assert bool(scheduler.num_preempted) == (cache is not None)
+
+
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] not in ('user', 'assistant') %}"
     "{{ raise_exception('unknown role') }}{% endif %}\n"

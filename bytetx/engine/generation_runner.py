@@ -1,6 +1,7 @@
 """GenerationRunner: planned steps through the real model, from host columns to chosen tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -55,12 +56,22 @@ class GenerationRunner:
         columns = columns_of(plan, page_size=self.cache.page_size)
         offset = self._transformer.spec.position_offset
         batch, rows = batch_of(columns, position_offset=offset, device=self.device)
-        hidden_states = self._transformer.forward(batch, cache=self.cache)
+        hidden_states = self._transformer.forward(
+            self._with_prompts(batch, columns), cache=self.cache
+        )
         if not len(rows):
             return hidden_states.new_empty((0, self.vocab_size))
         if len(rows) < batch.total_tokens:
             hidden_states = hidden_states[rows]
         return self._head.forward(hidden_states)
+
+    def _with_prompts(self, batch: PackedBatch, columns: StepColumns) -> PackedBatch:
+        """The batch, with the prompts' lengths where they turn its tokens."""
+        limit = self._transformer.spec.max_plain_prompt
+        if limit is None or max(columns.prompt_seqlens.max(), columns.kv_seqlens.max()) <= limit:
+            return batch
+        prompts = torch.from_numpy(columns.prompt_seqlens).to(self.device)
+        return replace(batch, past=replace(batch.past, prompt_seqlens=prompts))
 
     def _step_error(self, error: Exception, plan: StepPlan) -> StepError:
         is_memory = is_out_of_memory(error)

@@ -35,6 +35,7 @@ def build_engine(
         token_budget=sizes.token_budget,
         max_num_seqs=sizes.max_num_seqs,
         max_positions=checkpoint.spec.max_positions,
+        max_shared_prompt=checkpoint.spec.max_plain_prompt,
     )
     runner = GenerationRunner(
         checkpoint.transformer,
