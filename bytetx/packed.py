@@ -176,32 +176,6 @@ def pack_columns(
     return batch if torch.device(device).type == "cpu" else batch.to(device)
 
 
-def pack_past(
-    pages: Sequence[Sequence[int]], kv_seqlens: np.ndarray, seqlens: np.ndarray, *, page_size: int
-) -> Past:
-    """The Past of sequences that hold these pages, without a loop over tokens; on the CPU.
-
-    pages: the pages of each sequence in order, at least as many as its keys need; -1 for pages
-    before its window that were given back.  kv_seqlens: int32 [batch_size], this step's tokens
-    included.  seqlens: int32 [batch_size], this step's tokens.
-    """
-    page_table = np.full((len(pages), max(map(len, pages), default=0)), -1, dtype=np.int32)
-    for row, own in zip(page_table, pages, strict=True):
-        row[: len(own)] = own
-    sequence = np.repeat(np.arange(len(pages)), seqlens)
-    ends = np.cumsum(seqlens)
-    positions = np.arange(len(sequence)) + np.repeat(kv_seqlens - ends, seqlens)
-    page, offset = np.divmod(positions, page_size)
-    slots = page_table[sequence, page] * page_size + offset
-    return Past(
-        page_table=torch.from_numpy(page_table),
-        kv_seqlens=torch.from_numpy(np.asarray(kv_seqlens, dtype=np.int32)),
-        slot_mapping=torch.from_numpy(slots.astype(np.int32)),
-        page_size=page_size,
-        max_kv_seqlen=int(kv_seqlens.max(initial=0)),
-    )
-
-
 def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:
     """Views of packed rows, one [seqlen, ...] tensor a sequence."""
     return list(torch.split(x, batch.seqlens.tolist()))
