@@ -238,6 +238,16 @@ def test_a_model_moved_in_inference_mode(family):
         assert largest_difference(want[is_token], have[is_token]) < 1e-4 * factor
 
 
+def test_a_model_made_in_inference_mode_runs_its_original_forward():
+    model = tiny_model("bert", attn_implementation="eager")
+    with torch.inference_mode():
+        wrapped = wrap(copy.deepcopy(model))
+        wrapped(**padded_inputs(SEQLENS))
+        with says("attention weights"):
+            have = wrapped(**padded_inputs(SEQLENS), output_attentions=True)
+        assert torch.equal(have[0], model(**padded_inputs(SEQLENS))[0])
+
+
 def test_layers_and_embeddings_changed_in_number():
     wrapped = wrap(tiny_model("bert"))
     stock = tiny_model("bert")

@@ -157,7 +157,7 @@ def _turn(parameter: nn.Parameter) -> None:
     """Lays a Conv1D's weight [k, n] out by columns: as a linear layer's [n, k], not held twice."""
     plain = _plain(parameter)
     if not plain.t().is_contiguous():
-        parameter.data = plain.t().contiguous().t()
+        _point_at(parameter, plain.t().contiguous().t())
 
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
@@ -170,11 +170,18 @@ def _fuse(parameters: list[nn.Parameter]) -> None:
         return
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
-        parameter.data = view
+        _point_at(parameter, view)
 
 
-def _plain(parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter's memory as a tensor that has no part in autograd or inference mode.
+def _point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Gives the parameter the tensor's memory; one made in inference mode stays of that mode, for
+    torch runs no operation on a mixture."""
+    with torch.inference_mode(parameter.is_inference()):
+        parameter.data = _plain(tensor)
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's memory as a tensor of the mode that is on, which has no part in autograd.
 
     A detached parameter that was made or moved in inference mode allows no views outside of it.
     """
