@@ -72,7 +72,7 @@ class LmHead:
 
         Rows are taken in blocks, so that the logits held at once stay near _MAX_LOGITS_BYTES.
         """
-        block = max(1, _MAX_LOGITS_BYTES // (8 * self.decoder.n))  # logits, their exponentials
+        block = logits_block(self.decoder.n)
         out = torch.empty(rows.shape[0], device=x.device)
         for first in range(0, rows.shape[0], block):
             some = slice(first, first + block)
@@ -80,6 +80,28 @@ class LmHead:
             picked = logits.gather(1, targets[some, None]).squeeze(1)
             out[some] = picked - logits.logsumexp(dim=1)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Logits [num_rows, vocab_size] of rows x [num_rows, embedding_size], where they are asked for.
+
+    A long prompt's are gigabytes; whoever reads them takes slices of logits_block rows.
+    """
+
+    head: LmHead
+    x: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self.head.forward(self.x[rows])
+
+
+def logits_block(vocab_size: int) -> int:
+    """Rows whose logits, with what is computed of them in f32, stay near _MAX_LOGITS_BYTES."""
+    return max(1, _MAX_LOGITS_BYTES // (8 * vocab_size))
 
 
 def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:

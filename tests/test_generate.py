@@ -16,6 +16,7 @@ from tiny_decoders import DECODERS, tiny_decoder
 from torch import nn
 
 import bytetx
+from bytetx import heads
 from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
 from bytetx.model import Model
 from bytetx.sampling import SamplingParams
@@ -155,6 +156,22 @@ def test_log_probabilities_are_those_of_score(text_model: Model) -> None:
         found = [entry.logprob for entry in [*answer.prompt_logprobs, *answer.logprobs]]
         score = text_model.score([prompt + answer.token_ids])[0]
         np.testing.assert_allclose(found, score.token_log_likelihoods, atol=1e-4)
+
+
+def test_prompt_logits_are_held_a_block_at_a_time(
+    text_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    prompts = random_ids([40, 3, 25])
+    wanted = [g.prompt_logprobs for g in text_model.generate(prompts, params)]
+    monkeypatch.setattr(heads, "_MAX_LOGITS_BYTES", 7 * 8 * text_model.spec.vocab_size)
+    sizes, forward = [], heads.LmHead.forward
+    monkeypatch.setattr(
+        heads.LmHead, "forward", lambda head, x: sizes.append(len(x)) or forward(head, x)
+    )
+    found = [g.prompt_logprobs for g in Model(text_model.checkpoint).generate(prompts, params)]
+    assert found == wanted
+    assert max(sizes) == 7
 
 
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model) -> None:

@@ -13,7 +13,7 @@ from bytetx.engine.outputs import RowResult
 from bytetx.engine.sampler import Sampler
 from bytetx.engine.step_columns import StepColumns, columns_of
 from bytetx.errors import DeviceMemoryError, StepError
-from bytetx.heads import LmHead
+from bytetx.heads import LmHead, LogitRows
 from bytetx.packed import PackedBatch, Past
 from bytetx.transformer import Transformer
 
@@ -51,19 +51,17 @@ class GenerationRunner:
                 raise
             raise self._step_error(error, plan) from error
 
-    def _logits(self, plan: StepPlan) -> torch.Tensor:
-        """Of the rows that the plan wants them of: [num_logits, vocab_size]."""
+    def _logits(self, plan: StepPlan) -> LogitRows:
+        """Of the rows that the plan wants them of."""
         columns = columns_of(plan, page_size=self.cache.page_size)
         offset = self._transformer.spec.position_offset
         batch, rows = batch_of(columns, position_offset=offset, device=self.device)
         hidden_states = self._transformer.forward(
             self._with_prompts(batch, columns), cache=self.cache
         )
-        if not len(rows):
-            return hidden_states.new_empty((0, self.vocab_size))
         if len(rows) < batch.total_tokens:
             hidden_states = hidden_states[rows]
-        return self._head.forward(hidden_states)
+        return LogitRows(self._head, hidden_states)
 
     def _with_prompts(self, batch: PackedBatch, columns: StepColumns) -> PackedBatch:
         """The batch, with the prompts' lengths where they turn its tokens."""

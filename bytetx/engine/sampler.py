@@ -12,6 +12,7 @@ from bytetx.engine.outputs import RowResult, TokenLogprob
 from bytetx.engine.sequence import SequenceState
 from bytetx.engine.stopping import forbidden_tokens
 from bytetx.errors import InputError, StepError
+from bytetx.heads import LogitRows, logits_block
 from bytetx.ops.sampling import (
     Biases,
     Filters,
@@ -38,17 +39,20 @@ class Sampler:
         self._seats = np.zeros(max_num_seqs, dtype=_SEAT)
         self._counts: _TokenCounts | None = None
 
-    def sample(self, plan: StepPlan, logits: Tensor) -> list[RowResult]:
+    def sample(self, plan: StepPlan, logits: Tensor | LogitRows) -> list[RowResult]:
         """One result a row of the plan.
 
         logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns.logits_rows).
+        Those of prompts are read a block after the other.
         """
         places = _places(plan)
         rows = [row.sequence for row in plan.rows if row.samples]
         results = [RowResult() for _ in plan.rows]
         if rows:
             own = (
-                logits if len(places.sampling) == len(logits) else logits[self._to(places.sampling)]
+                logits[:]
+                if len(places.sampling) == len(logits)
+                else logits[self._to(places.sampling)]
             )
             for number, result in zip(places.rows, self._sample(rows, own), strict=True):
                 results[number] = result
@@ -183,18 +187,21 @@ class Sampler:
         return _Logprobs(numbers.tolist(), counts.tolist(), chosen, top)
 
     def _score_prompts(
-        self, plan: StepPlan, places: "_Places", logits: Tensor
+        self, plan: StepPlan, places: "_Places", logits: Tensor | LogitRows
     ) -> list[tuple[int, list[TokenLogprob]]]:
         """(number of the row, log-probabilities of prompt tokens), for rows that have any."""
-        scored = []
+        scored, block = [], logits_block(self.vocab_size)
         for number, first, count in places.scoring:
             row = plan.rows[number]
             start = row.start + row.num_tokens - row.num_logits + 1
             token_ids = row.sequence.token_ids[start : start + count]
-            k = row.sequence.params.prompt_logprobs
-            chosen = torch.tensor(token_ids, device=self.device)
-            top = top_logprobs(logits[first : first + count], chosen, k=k)
-            scored.append((number, _entries(top, token_ids, [k] * count)))
+            k, entries = row.sequence.params.prompt_logprobs, []
+            for done in range(0, count, block):
+                some = token_ids[done : done + block]
+                rows = logits[first + done : first + done + len(some)]
+                top = top_logprobs(rows, torch.tensor(some, device=self.device), k=k)
+                entries += _entries(top, some, [k] * len(some))
+            scored.append((number, entries))
         return scored
 
     def _to(self, array: np.ndarray) -> Tensor:
