@@ -181,7 +181,7 @@ class LmHeadForward(StandIn):
         return self._head(kept.flatten(0, 1)).unflatten(0, kept.shape[:2])
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
-        head = self.module.lm_head
+        head = self.module.get_output_embeddings()
         if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
             return head(as_callers_tensor(rows))
         bias = None if head.bias is None else head.bias.detach()

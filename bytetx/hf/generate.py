@@ -101,17 +101,17 @@ class GenerateStandIn(StandIn):
     def _model_reason(self) -> str | None:
         if self.module.training:
             return "the model is in training mode; call .eval()"
-        if not is_plain_head(self.module.lm_head):
-            return "lm_head was changed"
+        if not is_plain_head(self.module.get_output_embeddings()):
+            return "the language model head was changed"
         forward = base_forward(self.module)
         plan = forward.current_plan()
         if plan.reason is not None:
             return plan.reason
         if plan.snapshot.is_training():
             return "an inner module is in training mode; call .eval()"
-        word, head = plan.transformer.embeddings.word, self.module.lm_head.weight
+        word, head = plan.transformer.embeddings.word, self.module.get_output_embeddings().weight
         if (head.dtype, head.device) != (word.dtype, word.device):
-            return "lm_head has another dtype or device than the model"
+            return "the language model head has another dtype or device than the model"
         if torch.is_autocast_enabled(word.device.type):
             return "autocast is on; convert the model with .bfloat16() or .half() instead"
         return None
@@ -152,7 +152,7 @@ class GenerateStandIn(StandIn):
     ) -> list[list[int]] | str:
         """The tokens after each row's, or why they are transformers' to find."""
         module = self.module
-        checkpoint = _checkpoint_of(base_forward(module), module.lm_head)
+        checkpoint = _checkpoint_of(base_forward(module), module.get_output_embeddings())
         if reason := _layout_reason(layout, limits.max_tokens, checkpoint.spec):
             return reason
         prompts = [row.tolist() for row in ids.cpu().split(layout.seqlens.tolist())]
