@@ -70,7 +70,7 @@ def test_masks_and_configs_that_transformers_works_out():
         {"inputs": inputs["input_ids"], "max_new_tokens": 6},  # the mask is found in the pads
         {"input_ids": inputs["input_ids"].int(), "attention_mask": inputs["attention_mask"].bool()},
         inputs | {"generation_config": config},
-        inputs | {"cache_implementation": "static", "max_new_tokens": 3},
+        inputs | {"cache_implementation": "static", "max_new_tokens": 3, "custom_generate": None},
         holes | {"max_new_tokens": 6},
     ]
     for call in calls:

@@ -199,6 +199,15 @@ def is_plain_head(head: nn.Module) -> bool:
     return type(head) is nn.Linear and not has_hooks and "forward" not in head.__dict__
 
 
+def holes_reason(layout: Layout, spec: ModelSpec) -> str | None:
+    """Why a mask is for the original forward, whose windows count a row's columns, or None."""
+    own = spec.decoder
+    assert own is not None  # the class's families are causal
+    if layout.has_holes and any(own.window_of(i) for i in range(spec.num_layers)):
+        return "a mask with holes under a sliding window"
+    return None
+
+
 def hidden_states_of(packed: PackedPass) -> dict[str, Any]:
     """The field of an output, where it was asked for."""
     if not packed.layers:
@@ -223,8 +232,8 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
     assert own is not None  # the class's families are causal
     if inputs.token_type_ids is not None:
         return "token_type_ids add word embeddings in this family"
-    if layout.has_holes and any(own.window_of(i) for i in range(spec.num_layers)):
-        return "a mask with holes under a sliding window"
+    if reason := holes_reason(layout, spec):
+        return reason
     has_no_mask = inputs.attention_mask is None and not layout.is_packed
     if positions is not None and has_no_mask and bool((positions.diff(dim=-1) != 1).any()):
         return "position_ids start again without a mask, which makes sequences of one row"

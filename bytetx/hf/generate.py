@@ -12,7 +12,7 @@ from bytetx.errors import BytetxError
 from bytetx.generation_sizes import generation_sizes
 from bytetx.heads import LmHead
 from bytetx.hf import arguments
-from bytetx.hf.causal import CausalForward, base_forward, is_plain_head
+from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.forward import StandIn
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
@@ -60,14 +60,14 @@ class GenerateStandIn(StandIn):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         reason = self._call_reason(args, kwargs)
         if reason is None:
-            return self.original(*args, **kwargs, custom_generate=self._decode)
+            return self.original(*args, **kwargs | {"custom_generate": self._decode})
         self.notices.say(reason, who=_THEIRS)
         with silent():  # one notice is enough
             return self.original(*args, **kwargs)
 
     def _call_reason(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
         """Why the call as it stands is transformers', or None; its errors are transformers' too."""
-        given = arguments.bind([n for n in self.names if n != "kwargs"], args, kwargs)
+        given = arguments.bind(self.names, args, kwargs)
         for name in _OPTIONS:
             value = given.pop(name, None)
             if isinstance(value, torch.Tensor) or value:
@@ -203,8 +203,8 @@ def _layout_reason(layout: Layout, max_tokens: int, spec: ModelSpec) -> str | No
         return "a row has no tokens"
     if bool((layout.columns[last] != layout.num_columns - 1).any()):
         return "a row ends in padding; set tokenizer.padding_side = 'left'"
-    if layout.has_holes and any(own.window_of(i) for i in range(spec.num_layers)):
-        return "a mask with holes under a sliding window"
+    if reason := holes_reason(layout, spec):
+        return reason
     limit = spec.max_positions
     if own.rotary is not None and own.rotary.scaling == "dynamic":
         limit = min(limit, own.rotary.original_positions - layout.num_columns + layout.max_seqlen)
