@@ -56,19 +56,20 @@ class GenerationRunner:
         columns = columns_of(plan, page_size=self.cache.page_size)
         offset = self._transformer.spec.position_offset
         batch, rows = batch_of(columns, position_offset=offset, device=self.device)
-        hidden_states = self._transformer.forward(
-            self._with_prompts(batch, columns), cache=self.cache
-        )
+        hidden_states = self._transformer.forward(self._with_prompts(batch, plan), cache=self.cache)
         if len(rows) < batch.total_tokens:
             hidden_states = hidden_states[rows]
         return LogitRows(self._head, hidden_states)
 
-    def _with_prompts(self, batch: PackedBatch, columns: StepColumns) -> PackedBatch:
+    def _with_prompts(self, batch: PackedBatch, plan: StepPlan) -> PackedBatch:
         """The batch, with the prompts' lengths where they turn its tokens."""
         limit = self._transformer.spec.max_plain_prompt
-        if limit is None or max(columns.prompt_seqlens.max(), columns.kv_seqlens.max()) <= limit:
+        if limit is None:
             return batch
-        prompts = torch.from_numpy(columns.prompt_seqlens).to(self.device)
+        lengths = [row.sequence.num_prompt_tokens for row in plan.rows]
+        if max(*lengths, batch.past.max_kv_seqlen) <= limit:
+            return batch
+        prompts = torch.tensor(lengths, dtype=torch.int32, device=self.device)
         return replace(batch, past=replace(batch.past, prompt_seqlens=prompts))
 
     def _step_error(self, error: Exception, plan: StepPlan) -> StepError:

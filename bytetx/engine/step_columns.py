@@ -18,7 +18,6 @@ class StepColumns:
     step, and keys with them.  page_table: int32 [batch_size, max_pages]; places behind a
     sequence's last page hold page 0.
     logits_rows: int32 [num_logits], rows whose logits are wanted, in order.
-    prompt_seqlens: int32 [batch_size], tokens of each sequence's prompt.
     """
 
     input_ids: np.ndarray
@@ -30,7 +29,6 @@ class StepColumns:
     page_table: np.ndarray
     logits_rows: np.ndarray
     page_size: int
-    prompt_seqlens: np.ndarray
 
 
 def columns_of(plan: StepPlan, *, page_size: int) -> StepColumns:
@@ -55,7 +53,6 @@ def columns_of(plan: StepPlan, *, page_size: int) -> StepColumns:
         page_table,
         _last_of_each(cu_seqlens, _int32([row.num_logits for row in rows])),
         page_size,
-        _int32([row.sequence.num_prompt_tokens for row in rows]),
     )
 
 

@@ -36,7 +36,9 @@ def wrap(model: ModelT) -> ModelT:
     first token then gives one row a sequence.
 
     A causal model's past_key_values are transformers' own cache, laid out when somebody looks into
-    it; a call that goes on from one runs the original forward.
+    it (use_cache=False holds none); a call that goes on from one runs the original forward.  Its
+    generate decodes greedily by continuous batching, to transformers' own tokens; sampling, beams,
+    and what else changes logits or ends answers, run transformers' loop, and it says so once.
 
     The parameters are shared, not copied; query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are turned in place.  Where bytetx cannot
