@@ -20,6 +20,7 @@ from bytetx.rotary import RotaryTables
 from bytetx.spec import ModelSpec
 
 OnLayer = Callable[[torch.Tensor], None]
+OnKv = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class DecoderLayer:
     """One layer's weights; ffn_norm is None where a parallel block has one norm for both halves."""
 
     attn_norm: NormWeight
-    qkv: LinearWeight  # rows of q, then k, then v
+    qkv: LinearWeight  # rows of q, then k, then v, unless the decoder is_interleaved
     q_norm: NormWeight | None
     k_norm: NormWeight | None
     attn_out: OutWeight
@@ -45,6 +46,7 @@ class _Pass:
     rotation: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # cos, sin, rows of them
     plans: dict[int, AttentionPlan | PagedPlan | None]  # by window; paged with a cache
     cache: KvCache | None
+    on_kv: OnKv | None
 
 
 class Decoder:
@@ -61,11 +63,14 @@ class Decoder:
         final_norm: NormWeight | None,
         tables: RotaryTables | None,
         blocks: Blocks,
+        is_interleaved: bool = False,
     ):
+        """is_interleaved: qkv has rows of q, k and v of each head in turn."""
         assert spec.decoder is not None
         self.blocks = blocks
         self.spec, self.own, self.layers = spec, spec.decoder, layers
         self.final_norm, self.tables = final_norm, tables
+        self.is_interleaved = is_interleaved
 
     @property
     def is_capturable(self) -> bool:
@@ -81,18 +86,22 @@ class Decoder:
         *,
         cache: KvCache | None = None,
         on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
     ) -> torch.Tensor:
         """[own rows, hidden_size] -> [total_tokens, hidden_size], after the last norm.
 
         embed_tokens: gives the first rows; called where they are used up, so that no frame above
         holds them.  on_layer: called with them and then each layer's output, the last one's after
-        the last norm.
+        the last norm.  on_kv: without a cache, called with each layer's keys and values, rotated,
+        [total_tokens, num_kv_heads, head_dim]; what it keeps of them keeps the whole rows.
         """
-        step = self._prepare(batch, rows, cache)
+        step = self._prepare(batch, rows, cache, on_kv)
         run = self._run_post if self.own.norm_placement == "post" else self._run_pre
         return rows.whole(run(embed_tokens, step, on_layer))
 
-    def _prepare(self, batch: PackedBatch, rows: Rows, cache: KvCache | None) -> _Pass:
+    def _prepare(
+        self, batch: PackedBatch, rows: Rows, cache: KvCache | None, on_kv: OnKv | None
+    ) -> _Pass:
         if (cache is None) != (batch.past is None):
             raise ValueError("cache and batch.past must be given both, or neither")
         if cache is not None and len(cache.layers) != len(self.layers):
@@ -102,7 +111,7 @@ class Decoder:
         windows = {self.own.window_of(i) for i in range(len(self.layers))}
         plans = {window: self._plan(batch, window) for window in windows}
         rotation = None if self.tables is None else self.tables.of(batch)
-        return _Pass(batch, rows, rotation, plans, cache)
+        return _Pass(batch, rows, rotation, plans, cache, on_kv)
 
     def _plan(self, batch: PackedBatch, window: int) -> AttentionPlan | PagedPlan | None:
         sizes = {"total_tokens": batch.total_tokens, "head_dim": self.spec.head_dim}
@@ -172,8 +181,8 @@ class Decoder:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
         batch, blocks = step.batch, self.blocks
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
-        qkv = step.rows.column(normed, layer.qkv).unflatten(1, (-1, self.spec.head_dim))
-        q, k, v = qkv.split(heads, dim=1)  # views [total_tokens, heads, head_dim]
+        qkv = self._by_kind(step.rows.column(normed, layer.qkv))
+        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)  # views
         scale, window = self.own.softmax_scale_of(i), self.own.window_of(i)
         if step.cache is not None:
             cache = step.cache.layers[i]
@@ -181,6 +190,8 @@ class Decoder:
             attended = _attend_paged(q, step, cache, scale=scale, window=window)
         else:
             q, k = self._turn(q, k, layer, step)
+            if step.on_kv is not None:
+                step.on_kv(k, v)
             attended = varlen_attention(
                 q,
                 k,
@@ -193,6 +204,13 @@ class Decoder:
                 plan=step.plans[window],
             )
         return attended.flatten(1)
+
+    def _by_kind(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Features of q, then k, then v, wherever the weight has them."""
+        if not self.is_interleaved:
+            return qkv
+        by_head = qkv.view(-1, self.spec.num_heads, 3, self.spec.head_dim)
+        return by_head.transpose(1, 2).reshape(qkv.shape)
 
     def _turn(
         self, q: torch.Tensor, k: torch.Tensor, layer: DecoderLayer, step: _Pass

@@ -32,7 +32,14 @@ def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None =
         options = {"max_positions": spec.max_positions, "device": load.device}
         tables = rotary_tables(rotary_spec, **options)
     layers = [reader.layer(i) for i in range(spec.num_layers)]
-    return Decoder(spec, layers, final_norm=final_norm, tables=tables, blocks=blocks)
+    return Decoder(
+        spec,
+        layers,
+        final_norm=final_norm,
+        tables=tables,
+        blocks=blocks,
+        is_interleaved=load.shares and spec.decoder.qkv == "interleaved",
+    )
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
@@ -111,7 +118,7 @@ class _LayerReader:
         rows = q_rows + 2 * kv_rows
         outputs = self._fused_outputs(q_rows, kv_rows)
         weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
-        if self.own.qkv == "interleaved":
+        if self.own.qkv == "interleaved" and not self.load.shares:
             weight = self._by_kind(weight)
             bias = None if bias is None else self._by_kind(bias)
         return self.load.linear_from(weight, bias)

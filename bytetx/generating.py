@@ -1,6 +1,6 @@
 """GeneratesText: the methods of a Model that go on with a prompt."""
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing, suppress
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from bytetx.loading import LoadedCheckpoint
 from bytetx.prompts import Prompt, PromptReader
 from bytetx.results import Generation, Results, Stream
 from bytetx.sampling import SamplingParams
-from bytetx.tasks.generate import GenerationRun, build_engine
+from bytetx.tasks.generate import GenerationRun, build_engine, count_error
 
 
 class GeneratesText:
@@ -30,7 +30,7 @@ class GeneratesText:
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stream: bool | Literal["pieces"] = False,
         on_error: Literal["raise", "return"] = "raise",
@@ -40,13 +40,13 @@ class GeneratesText:
         """Answers to prompts, as many at a time as their keys and values fit the cache.
 
         prompts: a str, a sequence of token ids, or a chat (a list of {"role", "content"}) each.
-        params: of all prompts; None is SamplingParams().
+        params: of all prompts, or a list with one a prompt; None is SamplingParams().
         stream: True gives whole answers in order as they are done; "pieces" gives AnswerPieces of
         any prompt as they come, whose request_id is the prompt's place.
         kv_cache_tokens, max_num_seqs: as for `engine`; the cache stays for the next call.
         """
         params = SamplingParams() if params is None else params
-        self._check(params)
+        self._check_params(prompts, params)
         if stream not in (False, True, "pieces"):
             raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
         if on_error not in ("raise", "return"):
@@ -110,6 +110,20 @@ class GeneratesText:
         checkpoint = self.checkpoint
         template = checkpoint.chat_template
         return PromptReader(checkpoint.spec, checkpoint.tokenizer, chat_template=template)
+
+    def _check_params(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> None:
+        if not isinstance(params, list | tuple):
+            self._check(params)
+            return
+        if isinstance(prompts, Sized) and len(prompts) != len(params):
+            raise count_error(len(params), len(prompts))
+        for place, own in enumerate(params):
+            try:
+                self._check(own)
+            except InputError as error:
+                raise InputError(f"params[{place}]: {error}") from None
 
     def _check(self, params: SamplingParams) -> None:
         """What is wrong with all prompts' parameters shows before any prompt is read."""

@@ -16,6 +16,9 @@ from bytetx.weights import Part
 
 # Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.
 _MAX_LOGITS_BYTES = 128 << 20
+# A tied head that is laid out for oneDNN is a copy of the word embedding. The logits of 32 rows of
+# GPT-2 take 16 instead of 24 ms with it, on two cores, of a step of 60 ms.
+_MAX_COPIED_HEAD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,7 @@ class LmHead:
 
         Rows are taken in blocks, so that the logits held at once stay near _MAX_LOGITS_BYTES.
         """
-        block = max(1, _MAX_LOGITS_BYTES // (8 * self.vocab_size))  # logits, their exponentials
+        block = logits_block(self.vocab_size)
         out = torch.empty(rows.shape[0], device=x.device)
         for first in range(0, rows.shape[0], block):
             some = slice(first, first + block)
@@ -90,6 +93,28 @@ class LmHead:
             picked = logits.gather(1, targets[some, None]).squeeze(1)
             out[some] = picked - logits.logsumexp(dim=1)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Logits [num_rows, vocab_size] of rows x [num_rows, embedding_size], where they are asked for.
+
+    A long prompt's are gigabytes; whoever reads them takes slices of logits_block rows.
+    """
+
+    head: LmHead
+    x: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self.head.forward(self.x[rows])
+
+
+def logits_block(vocab_size: int) -> int:
+    """Rows whose logits, with what is computed of them in f32, stay near _MAX_LOGITS_BYTES."""
+    return max(1, _MAX_LOGITS_BYTES // (8 * vocab_size))
 
 
 def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
@@ -150,7 +175,8 @@ def load_lm(
     """The head of a causal checkpoint, or None where the family or the checkpoint has none.
 
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
-    it, the two share this memory, unless a decoder that differs was saved all the same.
+    it, the two share this memory, unless a decoder that differs was saved all the same; on a CPU a
+    head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
     blocks: the transformer's; of a split vocabulary, only its own words are read.
     """
     head = spec.heads.get("lm")
@@ -167,7 +193,8 @@ def load_lm(
         saved = load.tensor(head.decoder, shape, part=own)
         if not torch.equal(saved, word):
             return LmHead(load.linear_from(saved, bias), *more)
-    return LmHead(prepare_linear(word, bias, prepack=False), *more)  # reordered, it would be a copy
+    prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
+    return LmHead(prepare_linear(word, bias, prepack=prepack), *more)
 
 
 def _own_words(blocks: Blocks | None) -> Part | None:

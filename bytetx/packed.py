@@ -27,6 +27,8 @@ class Past:
     slot_mapping: int32 [total_tokens], where each token's key and value go:
         page * page_size + offset, or -1 for nowhere.
     page_size: tokens, a power of two.   max_kv_seqlen: the largest of kv_seqlens.   Host ints.
+    prompt_seqlens: int32 [batch_size], tokens of each sequence's whole prompt, where a step's
+        rotation depends on them (RotaryTables.of); None counts a sequence's keys as its prompt.
     """
 
     page_table: torch.Tensor
@@ -34,11 +36,16 @@ class Past:
     slot_mapping: torch.Tensor
     page_size: int
     max_kv_seqlen: int
+    prompt_seqlens: torch.Tensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Past":
         """This past with its tensors on `device`."""
+        prompts = self.prompt_seqlens
         return replace(
             self,
+            prompt_seqlens=None
+            if prompts is None
+            else prompts.to(device, non_blocking=non_blocking),
             page_table=self.page_table.to(device, non_blocking=non_blocking),
             kv_seqlens=self.kv_seqlens.to(device, non_blocking=non_blocking),
             slot_mapping=self.slot_mapping.to(device, non_blocking=non_blocking),
@@ -167,32 +174,6 @@ def pack_columns(
         max_seqlen=int(seqlens.max(initial=0)),
     )
     return batch if torch.device(device).type == "cpu" else batch.to(device)
-
-
-def pack_past(
-    pages: Sequence[Sequence[int]], kv_seqlens: np.ndarray, seqlens: np.ndarray, *, page_size: int
-) -> Past:
-    """The Past of sequences that hold these pages, without a loop over tokens; on the CPU.
-
-    pages: the pages of each sequence in order, at least as many as its keys need; -1 for pages
-    before its window that were given back.  kv_seqlens: int32 [batch_size], this step's tokens
-    included.  seqlens: int32 [batch_size], this step's tokens.
-    """
-    page_table = np.full((len(pages), max(map(len, pages), default=0)), -1, dtype=np.int32)
-    for row, own in zip(page_table, pages, strict=True):
-        row[: len(own)] = own
-    sequence = np.repeat(np.arange(len(pages)), seqlens)
-    ends = np.cumsum(seqlens)
-    positions = np.arange(len(sequence)) + np.repeat(kv_seqlens - ends, seqlens)
-    page, offset = np.divmod(positions, page_size)
-    slots = page_table[sequence, page] * page_size + offset
-    return Past(
-        page_table=torch.from_numpy(page_table),
-        kv_seqlens=torch.from_numpy(np.asarray(kv_seqlens, dtype=np.int32)),
-        slot_mapping=torch.from_numpy(slots.astype(np.int32)),
-        page_size=page_size,
-        max_kv_seqlen=int(kv_seqlens.max(initial=0)),
-    )
 
 
 def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:

@@ -21,17 +21,22 @@ class RotaryTables:
         """(cos, sin, rows of them) for the batch's tokens.
 
         Dynamic scaling turns a text that is longer than the model was trained for by frequencies of
-        its own: then each token has its own row, and the other texts' rows are as ever.
+        its own: then each token has its own row, and the other texts' rows are as ever.  A prompt's
+        tokens are turned by its whole length, whatever pieces it comes in, and each token after it
+        by the length that it makes.
         """
-        longest = batch.max_seqlen if batch.past is None else batch.past.max_kv_seqlen
-        if self.spec.scaling != "dynamic" or longest <= self.spec.original_positions:
+        past, spec = batch.past, self.spec
+        longest = batch.max_seqlen if past is None else past.max_kv_seqlen
+        has_prompts = past is not None and past.prompt_seqlens is not None
+        if spec.scaling != "dynamic" or not (has_prompts or longest > spec.original_positions):
             return self.cos, self.sin, batch.position_ids
-        device = batch.device
-        seqlens = batch.cu_seqlens.diff()
-        lengths = seqlens if batch.past is None else batch.past.kv_seqlens
+        lengths = seqlens = batch.cu_seqlens.diff()
+        if past is not None:
+            lengths = past.prompt_seqlens if has_prompts else past.kv_seqlens
         per_token = torch.repeat_interleave(lengths, seqlens, output_size=batch.total_tokens)
-        angles = batch.position_ids.float()[:, None] * _dynamic(self.spec, per_token)
-        rows = torch.arange(batch.total_tokens, dtype=torch.int32, device=device)
+        per_token = per_token.maximum(batch.position_ids + 1)
+        angles = batch.position_ids.float()[:, None] * _dynamic(spec, per_token)
+        rows = torch.arange(batch.total_tokens, dtype=torch.int32, device=batch.device)
         return angles.cos(), angles.sin(), rows
 
 

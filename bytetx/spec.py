@@ -86,6 +86,13 @@ class ModelSpec:
         is_projected = self.decoder is not None and "project_out" in self.decoder.final
         return self.embedding_size if is_projected else self.hidden_size
 
+    @property
+    def max_plain_prompt(self) -> int | None:
+        """Tokens of a prompt beyond which its keys depend on its length; None: they never do."""
+        rotary = None if self.decoder is None else self.decoder.rotary
+        is_dynamic = rotary is not None and rotary.scaling == "dynamic"
+        return rotary.original_positions if is_dynamic else None
+
     def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 

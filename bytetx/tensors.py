@@ -25,8 +25,11 @@ class TensorLoader:
         dtype: torch.dtype,
         device: torch.device | str,
         prepack: bool,
+        shares: bool = False,
     ):
+        """shares: the tensors are the caller's, and are not held twice for a faster layout."""
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
+        self.shares = shares
 
     def require(self, names: Iterable[str]) -> None:
         """Raises CheckpointError that lists every name the checkpoint lacks."""
@@ -129,6 +132,9 @@ class TensorLoader:
     ) -> GatedWeight:
         """A gated linear from tensors at hand: gate, up [n, k], biases [n]."""
         biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+        if self.shares and (gate_bias is None) == (up_bias is None):
+            stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
+            return GatedWeight(stacked, gate.shape[0], gate.shape[0])
         return prepare_gated(gate, up, **biases, prepack=self.prepack)
 
 

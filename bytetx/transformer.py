@@ -80,17 +80,17 @@ class Transformer:
         device: torch.device | str,
         prepack: bool,
         blocks: Blocks | None = None,
+        shares: bool = False,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
         blocks: of a rank of a group; of layers that are split, only its share is read.
-
-        prepack: reorder linear weights for the CPU's GEMM; False keeps and shares the tensors
-        given, so that a caller who owns them does not hold them twice.
+        prepack: reorder linear weights for the CPU's GEMM.  shares: keep the tensors given in the
+        layout that they have, so that a caller who owns them does not hold them twice.
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
-        load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack)
+        load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack, shares=shares)
         load.require(_tensor_names(spec))
         extra = f"{spec.layer['attn_out'].format(i=spec.num_layers)}.weight"
         if extra in tensors:
@@ -130,16 +130,19 @@ class Transformer:
         *,
         cache: KvCache | None = None,
         on_layer: Callable[[torch.Tensor], None] | None = None,
+        on_kv: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Hidden states [total_tokens, spec.output_size] of the last layer.
 
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
-        on_layer: called with the embedding's and then each layer's output.
+        on_layer: called with the embedding's and then each layer's output.  on_kv: with each
+        layer's keys and values, of a causal model.
         """
         rows = self.blocks.begin(batch.total_tokens)
         if self.decoder is not None:
             embed_tokens = partial(self._embed_causal, batch, rows)
-            x = self.decoder.run(embed_tokens, batch, rows, cache=cache, on_layer=on_layer)
+            calls = {"on_layer": on_layer, "on_kv": on_kv}
+            x = self.decoder.run(embed_tokens, batch, rows, cache=cache, **calls)
             return x if self.project_out is None else linear(x, self.project_out)
         if cache is not None:
             raise ValueError("cache must be None: an encoder has no past")

@@ -1,5 +1,6 @@
 """A paged cache for tests: random pages in random order, NaN wherever no key of the step lies."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.paged import paged_attention, write_kv
-from bytetx.packed import Past, pack_past
+from bytetx.packed import Past
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +125,29 @@ def relative_errors(got: Tensor, exact: Tensor, step: Step) -> Tensor:
 
 def norm(x: Tensor) -> Tensor:
     return x.square().sum((0, 2)).sqrt()
+
+
+def pack_past(
+    pages: Sequence[Sequence[int]], kv_seqlens: np.ndarray, seqlens: np.ndarray, *, page_size: int
+) -> Past:
+    """The Past of sequences that hold these pages, without a loop over tokens; on the CPU.
+
+    pages: the pages of each sequence in order, at least as many as its keys need; -1 for pages
+    before its window that were given back.  kv_seqlens: int32 [batch_size], this step's tokens
+    included.  seqlens: int32 [batch_size], this step's tokens.
+    """
+    page_table = np.full((len(pages), max(map(len, pages), default=0)), -1, dtype=np.int32)
+    for row, own in zip(page_table, pages, strict=True):
+        row[: len(own)] = own
+    sequence = np.repeat(np.arange(len(pages)), seqlens)
+    ends = np.cumsum(seqlens)
+    positions = np.arange(len(sequence)) + np.repeat(kv_seqlens - ends, seqlens)
+    page, offset = np.divmod(positions, page_size)
+    slots = page_table[sequence, page] * page_size + offset
+    return Past(
+        page_table=torch.from_numpy(page_table),
+        kv_seqlens=torch.from_numpy(np.asarray(kv_seqlens, dtype=np.int32)),
+        slot_mapping=torch.from_numpy(slots.astype(np.int32)),
+        page_size=page_size,
+        max_kv_seqlen=int(kv_seqlens.max(initial=0)),
+    )

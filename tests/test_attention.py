@@ -4,48 +4,23 @@ Uninitialised memory is NaN in every test here, so neither the output nor the wo
 right answer that the kernel did not write.
 """
 
-from collections.abc import Iterator
-
+import cpu_kernels
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_kernels import DTYPES, available_isas
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bytetx.ops import attention, native
+from bytetx.ops import attention
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+poisoned_memory, isa, dtype = cpu_kernels.poisoned_memory, cpu_kernels.isa, cpu_kernels.dtype
 HEAD_DIMS = (*range(8, 129, 8), 160, 192, 256, 1, 5, 20, 33, 260)
 # Around every tile edge: vectors of 4, 8 and 16 queries, score tiles of 4, 6 and 12 keys.
 SHORT = (0, 1, 2, 3, 0, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 31, 32, 33, 1)
 # Around the tiles that share a packed copy (128 queries), the key block and the group (256).
 LONG = (127, 128, 129, 1, 255, 256, 257, 0, 511, 512, 513)
-
-
-def available_isas() -> list[str]:
-    isas = [isa for isa in native.ISA_CODES if isa != "auto"]
-    best = native.backend_report().cpu.rsplit(", ", 1)[-1]
-    return isas[: isas.index(best) + 1]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty fills with NaN (floats) and all ones (bytes: NaN as f32, -1 as int32)."""
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 def make_qkv(seqlens: tuple[int, ...], num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import math
 import shlex
 import string
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 
 from bytetx.bench import texts
 from bytetx.bench.cli import app
+from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.measure import alternate, encoder_flop
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.plot import draw_cpu
@@ -244,6 +246,18 @@ def test_quick_run_on_a_tiny_checkpoint(tiny_checkpoint: Path) -> None:
     assert "x transformers" in result.output
     assert "x sentence-transformers" in result.output
     assert "cosine distance" not in result.output
+
+
+def test_generation_against_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    tiny = partial(transformers.GPT2Config, n_embd=16, n_layer=2, n_head=2)
+    monkeypatch.setattr(transformers, "GPT2Config", tiny)
+    options = {"min_rounds": 1, "max_rounds": 1, "seconds": 0.0}
+    found = measure_generate(3, 4, **options)
+    assert found.notes == ()
+    assert found.rivals.keys() == {"transformers"}
+    assert found.shape["prompts"] == 3
+    assert found.shape["prompt_tokens"] <= 3 * found.shape["max_prompt"] <= 3 * 512
 
 
 def test_recorded_run_on_a_tiny_checkpoint(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -220,12 +220,18 @@ def test_no_sequence_and_no_token(tmp_path: Path) -> None:
     assert [rows.shape for rows in loaded.rows([[], [5], []])] == [(0, 48), (1, 48), (0, 48)]
 
 
-def test_a_tied_head_shares_memory_with_the_words(tmp_path: Path) -> None:
+def test_a_tied_head_is_a_copy_where_that_is_faster_and_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = load(save(tiny_decoder("gpt2"), tmp_path))
-    word = loaded.transformer.embeddings.word
-    head = heads.load_lm(loaded.spec, loaded.loader, word=word)
-    weight = head.decoder.weight
+    word, x = loaded.transformer.embeddings.word, torch.randn(5, 48)
+    copied = heads.load_lm(loaded.spec, loaded.loader, word=word)
+    assert copied.decoder.is_prepacked == loaded.loader.prepack
+    monkeypatch.setattr(heads, "_MAX_COPIED_HEAD_BYTES", word.nbytes - 1)
+    shared = heads.load_lm(loaded.spec, loaded.loader, word=word)
+    weight = shared.decoder.weight
     assert weight.untyped_storage().data_ptr() == word.untyped_storage().data_ptr()
+    assert_close(copied.forward(x), shared.forward(x))
 
 
 def test_log_likelihoods_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tiny_decoders import DECODERS, tiny_decoder
 from torch import nn
 
 import bytetx
+from bytetx import heads
 from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
 from bytetx.model import Model
 from bytetx.sampling import SamplingParams
@@ -56,6 +57,25 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     found = tight.generate(prompts, GREEDY, kv_cache_tokens=80)
     assert [answer.token_ids for answer in found] == wanted
     assert tight._idle_engines[0][1]._scheduler.num_preempted
+
+
+def test_dynamic_scaling_in_pieces_beyond_the_trained_positions(tmp_path: Path) -> None:
+    """A prompt's own length turns it, whole, in pieces, beside others, or after preemption; the
+    tokens after it are turned by theirs."""
+    sizes = {"max_position_embeddings": 24}
+    folder = save(tiny_decoder("llama-dynamic", **sizes), tmp_path)
+    prompts = random_ids([28, 4, 20, 27, 25])
+    prompts[4] = prompts[0][:25]  # a start that another prompt has turned otherwise
+    # A new model each time: transformers' keeps the frequencies of longer texts before.
+    wanted = [greedy(tiny_decoder("llama-dynamic", **sizes), prompt) for prompt in prompts]
+    checkpoint = bytetx.load(folder).checkpoint
+    for budget, cache in ((1024, None), (7, None), (64, 80), (9, 80)):
+        model = Model(checkpoint, token_budget=budget)
+        for _ in range(2):
+            answers = model.generate(prompts, GREEDY, kv_cache_tokens=cache)
+            assert [answer.token_ids for answer in answers] == wanted
+        scheduler = model._idle_engines[0][1]._scheduler
+        assert bool(scheduler.num_preempted) == (cache is not None)
 
 
 TEMPLATE = (
@@ -138,6 +158,22 @@ def test_log_probabilities_are_those_of_score(text_model: Model) -> None:
         np.testing.assert_allclose(found, score.token_log_likelihoods, atol=1e-4)
 
 
+def test_prompt_logits_are_held_a_block_at_a_time(
+    text_model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    prompts = random_ids([40, 3, 25])
+    wanted = [g.prompt_logprobs for g in text_model.generate(prompts, params)]
+    monkeypatch.setattr(heads, "_MAX_LOGITS_BYTES", 7 * 8 * text_model.spec.vocab_size)
+    sizes, forward = [], heads.LmHead.forward
+    monkeypatch.setattr(
+        heads.LmHead, "forward", lambda head, x: sizes.append(len(x)) or forward(head, x)
+    )
+    found = [g.prompt_logprobs for g in Model(text_model.checkpoint).generate(prompts, params)]
+    assert found == wanted
+    assert max(sizes) == 7
+
+
 def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model) -> None:
     params = SamplingParams(seed=11, max_tokens=18, top_p=0.95, presence_penalty=0.4)
     alone = [text_model.generate([text], params)[0].token_ids for text in TEXTS]
@@ -146,6 +182,39 @@ def test_a_seed_gives_the_same_answer_whatever_runs_beside_it(text_model: Model)
         model = Model(text_model.checkpoint, token_budget=budget)
         together = model.generate(TEXTS, params, kv_cache_tokens=tokens)
         assert [answer.token_ids for answer in together] == alone
+
+
+def test_params_of_each_prompt(text_model: Model) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(seed=5, max_tokens=6, n=2, ignore_eos=True),
+        SamplingParams(seed=6, top_k=4, max_tokens=9, logprobs=1),
+    ]
+    prompts = TEXTS[:3]
+    pairs = list(zip(prompts, params, strict=True))
+    wanted = [text_model.generate([prompt], own)[0].answers for prompt, own in pairs]
+    assert [answer.answers for answer in text_model.generate(prompts, params)] == wanted
+    lazy = text_model.generate(iter(prompts), tuple(params), stream=True)
+    assert [answer.answers for answer in lazy] == wanted
+    pieces: dict[tuple[int, int], list[int]] = {}
+    for piece in text_model.generate(prompts, params, stream="pieces"):
+        pieces.setdefault((piece.request_id, piece.index), []).extend(piece.token_ids)
+    assert [len(own) for _, own in sorted(pieces.items())] == [
+        len(answer.token_ids) for answers in wanted for answer in answers
+    ]
+
+
+def test_params_that_do_not_go_with_the_prompts(text_model: Model) -> None:
+    two, no_tokens = [SamplingParams(max_tokens=2)] * 2, [SamplingParams(logit_bias={10**6: 1.0})]
+    for prompts in (TEXTS[:3], TEXTS[:1], iter(TEXTS[:3]), iter(TEXTS[:1])):
+        with pytest.raises(InputError, match=r"one a prompt: got 2 of them for \d"):
+            text_model.generate(prompts, two, on_error="return")
+    with pytest.raises(InputError, match=r"params\[2\]: logit_bias must name"):
+        text_model.generate(TEXTS[:3], two + no_tokens)
+    with pytest.raises(InputError, match=r"params\[0\]: params must be SamplingParams, got dict"):
+        text_model.generate(TEXTS[:1], [{}])
+    assert text_model.generate([], []) == []
+    assert len(text_model.generate(TEXTS[:1], two[:1])) == 1
 
 
 def test_chats_by_the_checkpoints_template(text_folder: Path, tmp_path: Path) -> None:

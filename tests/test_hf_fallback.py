@@ -238,6 +238,16 @@ def test_a_model_moved_in_inference_mode(family):
         assert largest_difference(want[is_token], have[is_token]) < 1e-4 * factor
 
 
+def test_a_model_made_in_inference_mode_runs_its_original_forward():
+    model = tiny_model("bert", attn_implementation="eager")
+    with torch.inference_mode():
+        wrapped = wrap(copy.deepcopy(model))
+        wrapped(**padded_inputs(SEQLENS))
+        with says("attention weights"):
+            have = wrapped(**padded_inputs(SEQLENS), output_attentions=True)
+        assert torch.equal(have[0], model(**padded_inputs(SEQLENS))[0])
+
+
 def test_layers_and_embeddings_changed_in_number():
     wrapped = wrap(tiny_model("bert"))
     stock = tiny_model("bert")
@@ -293,8 +303,8 @@ def test_decoders_and_damaged_weights_run_the_original():
 def test_wrap_refuses_what_it_cannot_run():
     import transformers
 
-    gpt = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
-    for model in (gpt, nn.Linear(2, 2)):
+    bloom = transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1))
+    for model in (bloom, nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=r"supported are BertModel.*SentenceTransformer"):
             wrap(model)
     with pytest.raises(TypeError, match="got str"):

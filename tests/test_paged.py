@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged_steps import Step, assert_exact, make_step
+from paged_steps import Step, assert_exact, make_step, pack_past
 from torch import Tensor
 
 from bytetx.cache import allocate_cache, page_bytes
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.rotary import rotary
-from bytetx.packed import pack, pack_past
+from bytetx.packed import pack
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # (new tokens, keys with them): decode rows, whole prompts and later pieces, at every page edge.

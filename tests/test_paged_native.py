@@ -3,18 +3,15 @@
 Uninitialised memory is NaN in every test here, and so is every slot of the cache that holds no key.
 """
 
-from collections.abc import Iterator
-
+import cpu_kernels
 import pytest
 import torch
-from paged_steps import Step, assert_exact, make_step
-from test_attention import available_isas
+from paged_steps import Step, assert_exact, make_step, pack_past
 from torch import Tensor
 
 from bytetx.ops import attention, paged
-from bytetx.packed import pack_past
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+poisoned_memory, isa, dtype = cpu_kernels.poisoned_memory, cpu_kernels.isa, cpu_kernels.dtype
 # Runs of 512 keys, blocks of 64 and 256, tiles of 32 rows, groups of 256; decode rows and pieces.
 LENGTHS = [
     *[(1, n) for n in (1, 2, 7, 8, 9, 15, 17, 63, 64, 65, 511, 512, 513, 1024, 1025, 1500)],
@@ -30,23 +27,6 @@ LENGTHS = [
         (300, 700),
     ],
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(params=available_isas())
-def isa(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
-@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param
 
 
 def run(step: Step, isa: str, *, window: int = 0) -> Tensor:

@@ -14,6 +14,7 @@ from bytetx.ops.sampling import (
     Filters,
     Penalties,
     _draw,
+    _lowest_kept,
     adjust_logits,
     greedy,
     is_bad_row,
@@ -187,7 +188,24 @@ def test_a_block_boundary_is_no_way_to_a_token_without_weight() -> None:
             assert (weights.flatten(1).gather(1, token) > 0).all()
 
 
-def test_a_flat_nucleus_beyond_the_candidates_is_found_whole() -> None:
+@pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
+def test_a_nucleus_is_the_one_that_sorting_finds(scale: float) -> None:
+    """Also where rows forbid most tokens, ties fill a step, or all logits are beyond the steps."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(9, 3001, generator=generator) * scale
+    x[2, 7:] = -torch.inf
+    x[3] = x[3].round()
+    x[4, 1:] -= 200
+    top_p = torch.tensor([0.0, 0.5, 0.9, 0.7, 0.9, 0.999, 0.95, 0.05, 0.3])
+    x -= x.amax(1, keepdim=True)
+    ordered = x.sort(descending=True).values
+    weights = ordered.exp().double()
+    kept = weights.cumsum(1) - weights < top_p.double().unsqueeze(1) * weights.sum(1, keepdim=True)
+    wanted = ordered.gather(1, kept.sum(1, keepdim=True).clamp(min=1) - 1)
+    assert torch.equal(_lowest_kept(x, Filters(top_p=top_p, has_open_nucleus=True)), wanted)
+
+
+def test_a_flat_nucleus_is_found_whole() -> None:
     logits = torch.stack([torch.linspace(0, 1e-3, 5000), torch.linspace(0, 50, 5000)])
     rows = [Row(top_p=0.9, position=place) for place in range(4000)]
     flat = sample_rows(logits[:1].expand(4000, -1), rows)

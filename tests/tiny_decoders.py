@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 import transformers
+from paged_steps import pack_past
 from tiny import VOCAB_SIZE, Loaded, randomize
 from torch import nn
 
 from bytetx.cache import allocate_cache
-from bytetx.packed import pack_past, split
+from bytetx.packed import split
 
 # Sizes by the names most families have; the window lies between the lengths that tests use.
 _LLAMA = {

@@ -10,6 +10,8 @@ import torch
 import bytetx
 from bytetx.bench import measure, rivals, texts
 from bytetx.bench.bert import random_checkpoint
+from bytetx.bench.cpu_generate import CASE as GENERATE_CASE
+from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected
@@ -33,9 +35,11 @@ class Sizes:
     min_rounds: int = 2
     max_rounds: int = 3
     seconds: float = 60.0
+    num_prompts: int = 32
+    num_new_tokens: int = 32
 
 
-QUICK = Sizes(48, 4, 256, 512, min_rounds=1, max_rounds=1)
+QUICK = Sizes(48, 4, 256, 512, min_rounds=1, max_rounds=1, num_prompts=2, num_new_tokens=2)
 # The rivals of the larger model and of the length profiles: the reference and the fastest. All four
 # there would make a run take a quarter of an hour on two cores.
 _TWO_RIVALS = ("transformers", "openvino")
@@ -51,6 +55,8 @@ def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = No
     """
     names = [checkpoint.resolve().name] if checkpoint else ["minilm", "bert-base"]
     known = [name for model in names for name in _case_names(model)]
+    if checkpoint is None:
+        known.append(GENERATE_CASE)
     if not any(is_selected(name, patterns) for name in known):
         raise BytetxError(f"no case fits {', '.join(patterns)}; the cases are: {', '.join(known)}")
     return Suite(
@@ -165,6 +171,16 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
     if any(is_selected(name, patterns) for name in _case_names("bert-base")):
         with random_checkpoint("base", torch.float32, like=demo, device="cpu") as base:
             yield from _model_cases("bert-base", base, sizes, patterns)
+    if is_selected(GENERATE_CASE, patterns):
+        measure_case = partial(
+            measure_generate,
+            sizes.num_prompts,
+            sizes.num_new_tokens,
+            min_rounds=sizes.min_rounds,
+            max_rounds=sizes.max_rounds,
+            seconds=sizes.seconds,
+        )
+        yield Case(GENERATE_CASE, "us/token", "fp32", measure_case)
 
 
 def _model_cases(model: str, checkpoint: Path, sizes: Sizes, patterns: list[str]) -> Iterator[Case]:

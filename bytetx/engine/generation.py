@@ -77,8 +77,12 @@ class GenerationScheduler:
         max_num_seqs: int,
         max_positions: int,
         caches_prefixes: bool = True,
+        max_shared_prompt: int | None = None,
     ):
         """token_budget: tokens a step.  max_positions: tokens that the model takes of a sequence.
+
+        max_shared_prompt: longer prompts (tokens) have keys that depend on their length, and share
+        no pages with others.
 
         max_num_seqs: sequences that hold pages at a time, at most token_budget, so that each can
         decode in every step.
@@ -90,7 +94,7 @@ class GenerationScheduler:
                 f"max_num_seqs must be 1 ... token_budget ({token_budget}), got {max_num_seqs}"
             )
         self.max_num_seqs, self.max_positions = max_num_seqs, max_positions
-        self._caches_prefixes = caches_prefixes
+        self._caches_prefixes, self._max_shared_prompt = caches_prefixes, max_shared_prompt
         self._waiting: list[tuple[int, int, SequenceState]] = []  # a heap; finished ones may linger
         self._num_waiting = 0
         self._running: list[SequenceState] = []  # by rank
@@ -258,7 +262,7 @@ class GenerationScheduler:
         """Takes over pages that hold the sequence's next tokens already, all but its last token."""
         page_size, first = self.pages.page_size, len(sequence.pages)
         is_at_page = sequence.num_computed == first * page_size
-        if not (self._caches_prefixes and is_at_page) or sequence.num_left == 1:
+        if not (self._shares(sequence) and is_at_page) or sequence.num_left == 1:
             return
         if sequence.scores_prompt and sequence.num_scored < sequence.num_prompt_tokens - 1:
             return
@@ -278,7 +282,7 @@ class GenerationScheduler:
             sequence.pages += taken
             sequence.own_pages += taken
         step.grown.append(sequence)
-        if self._caches_prefixes:
+        if self._shares(sequence):
             self._publish(sequence)
         samples = end == sequence.num_tokens
         num_logits = int(samples)
@@ -290,6 +294,10 @@ class GenerationScheduler:
         step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples, epoch))
         sequence.num_tokens += samples
         step.left -= num_tokens
+
+    def _shares(self, sequence: SequenceState) -> bool:
+        limit = self._max_shared_prompt
+        return self._caches_prefixes and (limit is None or sequence.num_prompt_tokens <= limit)
 
     def _publish(self, sequence: SequenceState) -> None:
         page_size = self.pages.page_size

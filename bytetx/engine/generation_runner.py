@@ -1,6 +1,8 @@
 """GenerationRunner: planned steps through the real model, from host columns to chosen tokens."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -8,7 +10,7 @@ import torch
 from bytetx.cache import KvCache
 from bytetx.engine.cuda_decode import CudaDecode
 from bytetx.engine.faults import blame, is_of_device, is_out_of_memory
-from bytetx.engine.generation import StepPlan
+from bytetx.engine.generation import StepPlan, StepRow
 from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.on_stream import OnStream
 from bytetx.engine.sampled import Sampled
@@ -16,7 +18,7 @@ from bytetx.engine.sampler import Sampler, SamplingRows
 from bytetx.engine.step_columns import ColumnWriter, StepColumns
 from bytetx.engine.upload import Uploader
 from bytetx.errors import DeviceMemoryError, StepError
-from bytetx.heads import LmHead
+from bytetx.heads import LmHead, LogitRows
 from bytetx.packed import PackedBatch, Past
 from bytetx.transformer import Transformer
 
@@ -111,7 +113,7 @@ class GenerationRunner:
 
     def _run(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
         if self._decode is None or not columns.is_decode:
-            sampled = self._sampler.sample(wanted, self._logits(columns))
+            sampled = self._sampler.sample(wanted, self._logits(columns, wanted.rows))
         elif wanted.is_greedy:
             return Sampled(wanted.rows, wanted.numbers, self._decode.tokens(columns))
         else:
@@ -122,16 +124,25 @@ class GenerationRunner:
             self._last_tokens.remember(seats, sampled.tokens)
         return sampled
 
-    def _logits(self, columns: StepColumns) -> torch.Tensor:
-        """Of the rows that the plan wants them of: [num_logits, vocab_size]."""
+    def _logits(self, columns: StepColumns, rows: Sequence[StepRow]) -> LogitRows:
+        """Of the rows that the plan wants them of."""
         offset = self._transformer.spec.position_offset
-        batch, rows = self._batch_of(columns, position_offset=offset)
-        hidden_states = self._transformer.forward(batch, cache=self.cache)
-        if not len(rows):
-            return hidden_states.new_empty((0, self.vocab_size))
-        if len(rows) < batch.total_tokens:
-            hidden_states = hidden_states[rows]
-        return self._head.forward(hidden_states)
+        batch, wanted = self._batch_of(columns, position_offset=offset)
+        hidden_states = self._transformer.forward(self._with_prompts(batch, rows), cache=self.cache)
+        if len(wanted) < batch.total_tokens:
+            hidden_states = hidden_states[wanted]
+        return LogitRows(self._head, hidden_states)
+
+    def _with_prompts(self, batch: PackedBatch, rows: Sequence[StepRow]) -> PackedBatch:
+        """The batch, with the prompts' lengths where they turn its tokens."""
+        limit = self._transformer.spec.max_plain_prompt
+        if limit is None:
+            return batch
+        lengths = [row.sequence.num_prompt_tokens for row in rows]
+        if max(*lengths, batch.past.max_kv_seqlen) <= limit:
+            return batch
+        prompts = torch.tensor(lengths, dtype=torch.int32, device=self.device)
+        return replace(batch, past=replace(batch.past, prompt_seqlens=prompts))
 
     def _batch_of(
         self, columns: StepColumns, *, position_offset: int

@@ -53,7 +53,7 @@ class Sampled:
 
     rows: of the plan.  numbers: of those that sample.  tokens: int32 [len(numbers)], -1 where
     nothing can be chosen.  errors: of rows by number.  logprobs: of chosen tokens.  scored: of the
-    prompts' tokens, one entry a row that has any.  check: raises where the results are not to be
+    prompts' tokens, in their order.  check: raises where the results are not to be
     trusted after all.
     """
 
@@ -110,7 +110,8 @@ class Sampled:
             results[number] = failed if error else RowResult(token, logprobs.get(number))
         for part in self.scored:
             number = part.numbers[0]
-            results[number] = results[number]._replace(prompt_logprobs=part.entries())
+            entries = (*results[number].prompt_logprobs, *part.entries())
+            results[number] = results[number]._replace(prompt_logprobs=entries)
         return results
 
 

@@ -13,6 +13,7 @@ from bytetx.engine.step_columns import StepColumns
 from bytetx.engine.stopping import forbidden_tokens
 from bytetx.engine.upload import Upload, Uploader
 from bytetx.errors import InputError
+from bytetx.heads import LogitRows, logits_block
 from bytetx.ops.most_likely import most_likely
 from bytetx.ops.sampling import (
     Biases,
@@ -87,12 +88,15 @@ class Sampler:
             is_greedy=not scoring and bool(seats["is_plain"].all()),
         )
 
-    def sample(self, wanted: SamplingRows, logits: Tensor) -> Sampled:
-        """logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns)."""
+    def sample(self, wanted: SamplingRows, logits: Tensor | LogitRows) -> Sampled:
+        """logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns).
+
+        Those of prompts are read a block after the other.
+        """
         sampled = Sampled(wanted.rows, wanted.numbers, None)
         if wanted.numbers:
             is_all = len(wanted.sampling) == len(logits)
-            own = logits if is_all else logits[self._upload(wanted.sampling)[0]]
+            own = logits[:] if is_all else logits[self._upload(wanted.sampling)[0]]
             self._sample(wanted, own, sampled)
         sampled.scored = self._score_prompts(wanted, logits)
         return sampled
@@ -211,17 +215,20 @@ class Sampler:
             has_greedy=bool(is_greedy.any()),
         )
 
-    def _score_prompts(self, wanted: SamplingRows, logits: Tensor) -> list[Logprobs]:
-        """Of the rows that have any, their prompts' tokens behind those of this step."""
-        scored = []
+    def _score_prompts(self, wanted: SamplingRows, logits: Tensor | LogitRows) -> list[Logprobs]:
+        """Of the rows that have any, their prompts' tokens behind those of this step, in blocks."""
+        scored, block = [], logits_block(self.vocab_size)
         for number, first, count in wanted.scoring:
             row = wanted.rows[number]
             start = row.start + row.num_tokens - row.num_logits + 1
             token_ids = np.array(row.sequence.token_ids[start : start + count], dtype=np.int32)
             k = row.sequence.params.prompt_logprobs
-            (chosen,) = self._upload(token_ids)
-            top = top_logprobs(logits[first : first + count], chosen, k=k)
-            scored.append(Logprobs([number], [k] * count, chosen, top))
+            for done in range(0, count, block):
+                (chosen,) = self._upload(token_ids[done : done + block])
+                rows = logits[first + done : first + done + len(chosen)]
+                scored.append(
+                    Logprobs([number], [k] * len(chosen), chosen, top_logprobs(rows, chosen, k=k))
+                )
         return scored
 
 

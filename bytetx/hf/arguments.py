@@ -1,6 +1,6 @@
 """A forward call's arguments: read by name, checked, and told apart from what bytetx leaves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ _READ = {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
-    # No effect on an encoder's output; seq_idx says again what cu_seq_lens_q says.
+    # No effect on hidden states; seq_idx says again what cu_seq_lens_q says.
     "use_cache",
     "num_items_in_batch",
     "seq_idx",
@@ -34,6 +34,7 @@ class Inputs:
     input_ids, position_ids, token_type_ids: int [num_rows, num_columns]; attention_mask: the same
     shape, or another that bytetx leaves; inputs_embeds: [num_rows, num_columns, embedding_size].
     cu_seqlens: int [batch_size + 1] where the one row holds packed sequences.
+    past: of a causal model, keys and values to go on from.  use_cache: whether it gives its own.
     """
 
     input_ids: torch.Tensor | None
@@ -44,6 +45,8 @@ class Inputs:
     cu_seqlens: torch.Tensor | None
     output_hidden_states: bool
     return_dict: bool
+    past: Any = None
+    use_cache: bool = False
 
     @property
     def main(self) -> torch.Tensor:
@@ -113,11 +116,18 @@ def read_inputs(
         cu_seqlens=cu_seqlens,
         output_hidden_states=choice("output_hidden_states", False),
         return_dict=choice("return_dict", True),
+        past=given.get("past_key_values"),
+        use_cache=choice("use_cache", False),
     )
 
 
-def reason_against(given: Mapping[str, Any], inputs: Inputs, config: object) -> str | None:
-    """Why this call's arguments are for the original forward, or None."""
+def reason_against(
+    given: Mapping[str, Any], inputs: Inputs, config: object, *, also_read: Collection[str] = ()
+) -> str | None:
+    """Why this call's arguments are for the original forward, or None.
+
+    also_read: names that this model's forward reads beside those that every one does.
+    """
     attentions = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if attentions is None else attentions:
         return "output_attentions: bytetx never holds attention weights"
@@ -126,6 +136,7 @@ def reason_against(given: Mapping[str, Any], inputs: Inputs, config: object) -> 
     for name, value in given.items():
         if (
             name not in _READ
+            and name not in also_read
             and name != "output_attentions"
             and value is not None
             and value is not False

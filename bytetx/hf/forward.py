@@ -2,7 +2,8 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
@@ -59,11 +60,38 @@ class HeadCall:
 _HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default=None)
 
 
-class ForwardStandIn(ABC):
-    """A callable that takes the place of `module.forward` and can call the original.
+@contextmanager
+def head_call(call: HeadCall) -> Iterator[None]:
+    """While it is open, the call's base model knows what the head will read."""
+    token = _HEAD_CALL.set(call)
+    try:
+        yield
+    finally:
+        _HEAD_CALL.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPass:
+    """What a base model's pass on packed rows gave.
+
+    x: [total_tokens, output_size].  layers: where asked for, the embedding's and each layer's rows.
+    past: a causal model's keys and values, in transformers' own cache.
+    """
+
+    inputs: Inputs
+    layout: Layout
+    x: torch.Tensor
+    layers: list[torch.Tensor]
+    past: Any = None
+
+
+class StandIn(ABC):
+    """A callable that takes the place of a module's method and can call the original.
 
     It carries the original's signature, and is copied and pickled along with its module.
     """
+
+    method = "forward"
 
     def __init__(self, module: nn.Module):
         self.module = module
@@ -77,12 +105,12 @@ class ForwardStandIn(ABC):
 
     @property
     def original(self) -> Callable[..., Any]:
-        return type(self.module).forward.__get__(self.module)
+        return getattr(type(self.module), self.method).__get__(self.module)
 
     @property
     def __code__(self) -> CodeType:
         """The original's: torch.export names a graph's inputs and source by it."""
-        return type(self.module).forward.__code__
+        return getattr(type(self.module), self.method).__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -98,7 +126,7 @@ class ForwardStandIn(ABC):
         """The call, in place of the original."""
 
 
-class HeadForward(ForwardStandIn):
+class HeadForward(StandIn):
     """A head's own forward, run with word to its base model of what the head will read."""
 
     def __init__(self, module: nn.Module):
@@ -137,15 +165,14 @@ class HeadForward(ForwardStandIn):
             reads_pads=summarises_all or given.get("start_positions") is not None,
             cu_seqlens=cu_seqlens,
         )
-        token = _HEAD_CALL.set(call)
-        try:
+        with head_call(call):
             return self.original(**given)
-        finally:
-            _HEAD_CALL.reset(token)
 
 
-class PackedForward(ForwardStandIn):
+class PackedForward(StandIn):
     """A base model's forward on packed rows; the original where bytetx cannot give its answer."""
+
+    outputs = OUTPUTS
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -158,37 +185,41 @@ class PackedForward(ForwardStandIn):
         return type(self.module)._apply(self.module, fn, recurse)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        given = arguments.bind(self.names, args, kwargs)
-        cu_seqlens = arguments.take_cu_seqlens(given)
         call = _HEAD_CALL.get()
         if call is not None and call.base is not self.module:
             call = None
+        packed = self.run_packed(arguments.bind(self.names, args, kwargs), call)
+        if packed is None:
+            return self.original(*args, **kwargs)
+        return self._output(self._fields(packed, call), return_dict=packed.inputs.return_dict)
+
+    def run_packed(self, given: dict[str, Any], call: HeadCall | None) -> PackedPass | None:
+        """The call's pass on packed rows, or None where the original is to run, with the reason
+        said."""
+        cu_seqlens = arguments.take_cu_seqlens(given)
         if call is not None and cu_seqlens is None:
             cu_seqlens = call.cu_seqlens
         if cu_seqlens is not None:
             given = arguments.with_row(given)
         inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=cu_seqlens)
         if not arguments.is_whole(inputs):
-            return self.original(*args, **kwargs)
+            return None
         reason = self._mode_reason()
         if reason is None:
             plan = self.current_plan()
             reason = plan.reason or _plan_reason(plan, inputs)
-        reason = reason or arguments.reason_against(given, inputs, self.module.config)
+        reason = reason or self._argument_reason(given, inputs)
         if reason is None:
             layout = _layout_of(inputs)
-            reason = _layout_reason(layout, call, plan.transformer)
-        if reason is not None:
-            return self._fall_back(reason, inputs, args, kwargs)
-        return self._run_packed(plan.transformer, inputs, layout, call)
-
-    def _fall_back(self, reason: str, inputs: Inputs, args: tuple, kwargs: dict) -> Any:
-        if inputs.cu_seqlens is not None:
+            reason = self._layout_reason(inputs, layout, call, plan.transformer)
+        if reason is None:
+            return self._pass(plan.transformer, inputs, layout)
+        if cu_seqlens is not None:
             raise InputError(
                 f"packed input (cu_seqlens) runs on bytetx alone, and here it cannot: {reason}"
             )
         self.notices.say(reason)
-        return self.original(*args, **kwargs)
+        return None
 
     def current_plan(self) -> Plan:
         """The plan for the model as it is now, made anew where it was changed."""
@@ -204,12 +235,23 @@ class PackedForward(ForwardStandIn):
             return "the model is in training mode; call .eval()"
         return None
 
-    def _run_packed(
-        self, transformer: Transformer, inputs: Inputs, layout: Layout, call: HeadCall | None
-    ) -> Any:
+    def _argument_reason(self, given: dict[str, Any], inputs: Inputs) -> str | None:
+        return arguments.reason_against(given, inputs, self.module.config)
+
+    def _layout_reason(
+        self, inputs: Inputs, layout: Layout, call: HeadCall | None, transformer: Transformer
+    ) -> str | None:
+        return layout_reason(layout, call, transformer)
+
+    def _pass(self, transformer: Transformer, inputs: Inputs, layout: Layout) -> PackedPass:
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
-        x = transformer.forward(_batch_of(inputs, layout, transformer), on_layer=on_layer)
+        x = transformer.forward(batch_of(inputs, layout, transformer), on_layer=on_layer)
+        return PackedPass(inputs, layout, x, layers)
+
+    def _fields(self, packed: PackedPass, call: HeadCall | None) -> dict[str, Any]:
+        """The output's fields, in its order."""
+        x, layout = packed.x, packed.layout
         pooler = getattr(self.module, "pooler", None)
         only_first = call is not None and call.only_first
         if only_first or pooler is not None:
@@ -217,10 +259,10 @@ class PackedForward(ForwardStandIn):
         fields = {"last_hidden_state": first if only_first else layout.scatter(x)}
         if pooler is not None:
             fields["pooler_output"] = pooler(first)
-        if layers:
+        if packed.layers:
             last = layout.scatter(x) if only_first else fields["last_hidden_state"]
-            fields["hidden_states"] = (*map(layout.scatter, layers[:-1]), last)
-        return self._output(fields, return_dict=inputs.return_dict)
+            fields["hidden_states"] = (*map(layout.scatter, packed.layers[:-1]), last)
+        return fields
 
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
         from transformers import modeling_outputs
@@ -230,7 +272,7 @@ class PackedForward(ForwardStandIn):
             hidden_states = fields.get("hidden_states")
             rest = () if hidden_states is None else (hidden_states,)
             return (fields["last_hidden_state"], fields.get("pooler_output"), *rest)
-        output = getattr(modeling_outputs, OUTPUTS[name])(**fields)
+        output = getattr(modeling_outputs, self.outputs[name])(**fields)
         return output if return_dict else output.to_tuple()
 
 
@@ -260,7 +302,7 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
+def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
     """Why a padded batch is for the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (
@@ -275,7 +317,7 @@ def _layout_reason(layout: Layout, call: HeadCall | None, transformer: Transform
     return None
 
 
-def _batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> PackedBatch:
+def batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> PackedBatch:
     spec = transformer.spec
     token_type_ids = embeds = None
     if spec.num_token_types:

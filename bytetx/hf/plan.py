@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import product, repeat
 from operator import is_
 
 import torch
 from torch import nn
 
+from bytetx.decoder_spec import LINEARS
 from bytetx.errors import CheckpointError
+from bytetx.family import families
 from bytetx.ops.check import addresses
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.tensors import fuse_rows
@@ -18,6 +20,9 @@ from bytetx.transformer import Transformer
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
 _PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout)
+_CONV1D_FILE = "transformers.pytorch_utils"
+# Keys of a family's layer whose weights run as one.
+_FUSED = (("q", "k", "v"), ("ffn_gate", "ffn_in"))
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"}
 _BUILD_LOCK = threading.Lock()  # fusing re-points parameters: one thread at a time
 
@@ -99,13 +104,15 @@ class Snapshot:
 def build_plan(base: nn.Module) -> Plan:
     """Inspects the base model and, where nothing is in the way, shares its parameters.
 
-    The query, key and value parameters of each layer become views of one storage, so that they
-    run as one GEMM without being held twice; names, shapes and values stay.
+    The query, key and value parameters of each layer become views of one storage, and so do gate
+    and value of a gated layer, so that they run as one GEMM without being held twice; a Conv1D's
+    weight is laid out by columns.  Names, shapes and values stay.
     """
     with _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         snapshot = Snapshot(base)
+        transformer = None
         try:
-            reason, transformer = _reason_against(base, snapshot), None
+            reason = _reason_against(base, snapshot)
             if reason is None:
                 transformer = _share(base)
         except CheckpointError as error:
@@ -115,40 +122,66 @@ def build_plan(base: nn.Module) -> Plan:
 
 
 def separate_qkv(base: nn.Module) -> None:
-    """Gives every parameter that shares a storage with its neighbours a storage of its own."""
+    """Gives every parameter that shares a storage with its neighbours a storage of its own, and
+    every one that was turned its old layout."""
     with _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         for parameter in base.parameters():
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
+            elif not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
 
 
 def _share(base: nn.Module) -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     spec = _spec_of(base)
-    for i in range(spec.num_layers):
-        for part in ("weight", "bias"):
-            names = [f"{spec.layer[key].format(i=i)}.{part}" for key in ("q", "k", "v")]
-            _fuse([parameters[name] for name in names if name in parameters])
+    stems = [
+        {key: stem.format(i=i) for key, stem in spec.layer.items()} for i in range(spec.num_layers)
+    ]
+    if _is_turned(spec):
+        for layer in stems:
+            for key in layer.keys() & set(LINEARS):
+                _turn(parameters[f"{layer[key]}.weight"])
+    groups = [group for group in _FUSED if all(key in spec.layer for key in group)]
+    for layer, group, part in product(stems, groups, ("weight", "bias")):
+        names = [f"{layer[key]}.{part}" for key in group]
+        _fuse([parameters[name] for name in names if name in parameters])
     tensors = {name: _plain(parameter) for name, parameter in parameters.items()}
     first = tensors[spec.embeddings["word"]]
     return Transformer.from_tensors(
-        spec, tensors, dtype=first.dtype, device=first.device, prepack=False
+        spec, tensors, dtype=first.dtype, device=first.device, prepack=False, shares=True
     )
+
+
+def _turn(parameter: nn.Parameter) -> None:
+    """Lays a Conv1D's weight [k, n] out by columns: as a linear layer's [n, k], not held twice."""
+    plain = _plain(parameter)
+    if not plain.t().is_contiguous():
+        _point_at(parameter, plain.t().contiguous().t())
 
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
     """Moves parameters into one storage, one behind the other; the old storages are released."""
+    if len(parameters) < 2:
+        return
     rows = [_plain(parameter) for parameter in parameters]
     fused = fuse_rows(rows)
     if fused.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
-        parameter.data = view
+        _point_at(parameter, view)
 
 
-def _plain(parameter: nn.Parameter) -> torch.Tensor:
-    """The parameter's memory as a tensor that has no part in autograd or inference mode.
+def _point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    """Gives the parameter the tensor's memory; one made in inference mode stays of that mode, for
+    torch runs no operation on a mixture."""
+    with torch.inference_mode(parameter.is_inference()):
+        parameter.data = _plain(tensor)
+
+
+def _plain(parameter: torch.Tensor) -> torch.Tensor:
+    """The parameter's memory as a tensor of the mode that is on, which has no part in autograd.
 
     A detached parameter that was made or moved in inference mode allows no views outside of it.
     """
@@ -160,20 +193,29 @@ def _plain(parameter: nn.Parameter) -> torch.Tensor:
 def _spec_of(base: nn.Module) -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
     spec = build_spec(base.config.to_dict())
-    layers = base.get_submodule(spec.layer["q"].split(".{i}.")[0])
+    layers = base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])
+    if spec.decoder is not None and len(layers) != spec.num_layers:
+        raise CheckpointError(
+            f"the model has {len(layers)} layers, its config says {spec.num_layers}"
+        )
     return replace(spec, num_layers=len(layers))
 
 
+def _is_turned(spec: ModelSpec) -> bool:
+    return spec.decoder is not None and spec.decoder.weight_layout == "conv1d"
+
+
 def _reason_against(base: nn.Module, snapshot: Snapshot) -> str | None:
-    is_decoder, is_causal, attention = snapshot.config_facts
-    if is_decoder or is_causal:
-        return "the config says is_decoder or is_causal; bytetx runs this family as an encoder"
+    *_, is_causal, attention = snapshot.config_facts
+    spec = _spec_of(base)
+    if is_causal is not None and is_causal != (spec.decoder is not None):
+        return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"
     tensors = snapshot.tensors
     if any(t.device.type == "meta" for t in tensors):
         return "parameters are on the meta device; load the weights"
-    if any(type(t) is not nn.Parameter or not t.is_contiguous() for t in tensors):
+    if any(type(t) is not nn.Parameter or not _is_dense(t, spec) for t in tensors):
         return "a parameter is no plain dense tensor (quantised or distributed)"
     kinds = {(str(t.dtype), str(t.device)) for t in tensors}
     if len(kinds) != 1:
@@ -181,8 +223,13 @@ def _reason_against(base: nn.Module, snapshot: Snapshot) -> str | None:
     return _changed_module(base)
 
 
+def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:
+    return t.is_contiguous() or (_is_turned(spec) and t.dim() == 2 and t.t().is_contiguous())
+
+
 def _changed_module(base: nn.Module) -> str | None:
     spec, own_file = _spec_of(base), type(base).__module__
+    activation = _activation_of(base.config, spec)
     for name, module in base.named_modules():
         if module is base or name.split(".")[0] == "pooler":
             continue
@@ -192,13 +239,15 @@ def _changed_module(base: nn.Module) -> str | None:
             return f"the forward of {name} was replaced"
         if any(map(_is_foreign_hook, module._forward_hooks.values())) or module._forward_pre_hooks:
             return f"{name} has forward hooks; remove them to run on bytetx"
+        if kind is activation:
+            continue
         if kind.__module__ == "transformers.activations":
-            if not _is_configured_activation(module, base.config, spec):
-                return f"{found}, another activation than the config names"
-        elif kind not in _PLAIN_MODULES and kind.__module__ != own_file:
+            return f"{found}, another activation than the config names"
+        if kind not in _PLAIN_MODULES and kind.__module__ not in (own_file, _CONV1D_FILE):
             return f"{found}; merge or undo the change to run on bytetx"
-        if kind is nn.LayerNorm and module.eps != spec.norm_eps:
-            return f"{name}.eps is {module.eps}, the config says {spec.norm_eps}"
+        eps = module.eps if kind is nn.LayerNorm else getattr(module, "variance_epsilon", None)
+        if eps not in (None, spec.norm_eps):
+            return f"{name}'s eps is {eps}, the config says {spec.norm_eps}"
     return None
 
 
@@ -214,11 +263,11 @@ def _is_foreign_hook(hook: object) -> bool:
     return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
 
 
-def _is_configured_activation(module: nn.Module, config: object, spec: ModelSpec) -> bool:
+def _activation_of(config: object, spec: ModelSpec) -> type[nn.Module]:
     from transformers.activations import ACT2FN
 
-    name = config.activation if spec.family == "distilbert" else config.hidden_act
-    return type(module) is type(ACT2FN[name])
+    name = getattr(config, families()[spec.family]["config"]["activation"])
+    return type(ACT2FN[name])
 
 
 def _inner_modules(base: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -236,10 +285,11 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield from _below(module)
 
 
-def _config_facts(config: object) -> tuple[bool, bool, str | None]:
+def _config_facts(config: object) -> tuple[bool, bool, bool | None, str | None]:
     return (
         bool(getattr(config, "is_decoder", False)),
-        bool(getattr(config, "is_causal", False)),
+        bool(getattr(config, "add_cross_attention", False)),
+        getattr(config, "is_causal", None),
         getattr(config, "_attn_implementation", None),
     )
 

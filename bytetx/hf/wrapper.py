@@ -5,7 +5,14 @@ from typing import TypeVar
 from torch import nn
 
 from bytetx.errors import BytetxError
-from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward
+from bytetx.hf.causal import (
+    CAUSAL_OUTPUTS,
+    CausalForward,
+    CausalHeadForward,
+    LmHeadForward,
+)
+from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward, StandIn
+from bytetx.hf.generate import GenerateStandIn
 from bytetx.hf.plan import separate_qkv
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -17,8 +24,9 @@ def wrap(model: ModelT) -> ModelT:
     """The same object, its forward running on packed tokens from now on.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet or
-    ELECTRA, bare or with any of its heads; a SentenceTransformer or CrossEncoder; or any module
-    that holds one of these.  Wrapping twice changes nothing more.
+    ELECTRA, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Qwen2 or Qwen3, bare or with
+    any of its heads; a SentenceTransformer or CrossEncoder; or any module that holds one of these.
+    Wrapping twice changes nothing more.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at
     every token; at pads, hidden states are zeros (and a row without tokens is all zeros), where
@@ -27,9 +35,15 @@ def wrap(model: ModelT) -> ModelT:
     cu_seqlens (or cu_seq_lens_q and cu_seq_lens_k), int [batch_size + 1]; a head that reads the
     first token then gives one row a sequence.
 
+    A causal model's past_key_values are transformers' own cache, laid out when somebody looks into
+    it (use_cache=False holds none); a call that goes on from one runs the original forward.  Its
+    generate decodes greedily by continuous batching, to transformers' own tokens; sampling, beams,
+    and what else changes logits or ends answers, run transformers' loop, and it says so once.
+
     The parameters are shared, not copied; query, key and value of a layer become views of one
-    storage.  Where bytetx cannot give the model's answer (training, gradients, attention weights,
-    changed modules), the original forward runs, and a FallbackWarning says so once a reason.
+    storage, and so do gate and value; GPT-2's weights are turned in place.  Where bytetx cannot
+    give the model's answer (training, gradients, attention weights, changed modules), the original
+    forward runs, and a FallbackWarning says so once a reason.
     Raises TypeError for anything else, and BytetxError where transformers is too old or
     accelerate has spread the model over devices.
     """
@@ -39,13 +53,16 @@ def wrap(model: ModelT) -> ModelT:
         _check_not_dispatched(base)
     for base in bases:
         if not isinstance(base.__dict__.get("forward"), PackedForward):
-            forward = PackedForward(base)
+            kind = CausalForward if type(base).__name__ in CAUSAL_OUTPUTS else PackedForward
+            forward = kind(base)
             forward.current_plan()
             base.forward = forward
             base._apply = forward.apply_to_module
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
-            module.forward = HeadForward(module)
+            module.forward = _head_kind(module)(module)
+            if isinstance(module.forward, LmHeadForward) and hasattr(module, "generate"):
+                module.generate = GenerateStandIn(module)
     return model
 
 
@@ -59,12 +76,13 @@ def unwrap(model: ModelT) -> ModelT:
         raise TypeError(f"unwrap takes a model that wrap returned, got {type(model).__name__}")
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, HeadForward):
-            del module.forward
-        elif isinstance(forward, PackedForward):
+        if isinstance(forward, PackedForward):
             del module.forward, module._apply
             forward.plan = None
             separate_qkv(module)
+        elif isinstance(forward, StandIn):
+            del module.forward
+            module.__dict__.pop("generate", None)
     return model
 
 
@@ -74,11 +92,12 @@ def _base_models(model: object) -> list[nn.Module]:
             f"wrap takes a loaded model, got {type(model).__name__}; load it first with "
             "transformers or sentence-transformers, or give a path or id to bytetx.load"
         )
-    bases = [module for module in model.modules() if _is_transformers_class(module, OUTPUTS)]
+    known = OUTPUTS | CAUSAL_OUTPUTS
+    bases = [module for module in model.modules() if _is_transformers_class(module, known)]
     if not bases:
         raise TypeError(
             f"wrap found no model that it supports in {type(model).__name__}; supported are "
-            f"{', '.join(OUTPUTS)} of transformers, any of their heads, and "
+            f"{', '.join(known)} of transformers, any of their heads, and "
             "SentenceTransformer or CrossEncoder objects that hold one"
         )
     return bases
@@ -99,6 +118,13 @@ def _is_head(module: nn.Module) -> bool:
         and isinstance(base.__dict__.get("forward"), PackedForward)
         and type(module).__module__ == type(base).__module__
     )
+
+
+def _head_kind(module: nn.Module) -> type[StandIn]:
+    if not isinstance(module.base_model.__dict__["forward"], CausalForward):
+        return HeadForward
+    is_lm = type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return LmHeadForward if is_lm else CausalHeadForward
 
 
 def _check_transformers() -> None:

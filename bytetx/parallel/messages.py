@@ -61,6 +61,7 @@ class Forward:
     """Run a forward pass; the batch's device tensors follow by a broadcast, in one piece.
 
     seqlens: int32 on the host.  past: (cache_id, max_pages, page_size, max_kv_seqlen).
+    has_prompts: the past has the prompts' lengths.
     wants_layers: rank 0 looks at every layer's output.
     """
 
@@ -70,6 +71,7 @@ class Forward:
     has_token_types: bool
     has_bias_positions: bool
     past: tuple[int, int, int, int] | None
+    has_prompts: bool
     wants_layers: bool
 
 
@@ -86,6 +88,7 @@ def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: b
         None
         if past is None or cache_id is None
         else (cache_id, past.page_table.shape[1], past.page_size, past.max_kv_seqlen),
+        past is not None and past.prompt_seqlens is not None,
         wants_layers,
     )
 
@@ -96,6 +99,7 @@ def flat_batch(batch: PackedBatch) -> torch.Tensor:
     tensors += [t for t in (batch.token_type_ids, batch.bias_positions) if t is not None]
     if (past := batch.past) is not None:
         tensors += [past.slot_mapping, past.kv_seqlens, past.page_table.flatten()]
+        tensors += [] if past.prompt_seqlens is None else [past.prompt_seqlens]
     return torch.cat(tensors)
 
 
@@ -114,8 +118,9 @@ def batch_of(message: Forward, flat: torch.Tensor) -> PackedBatch:
     if message.past is not None:
         _, max_pages, page_size, max_kv_seqlen = message.past
         slots, kv_seqlens, table = next(pieces), next(pieces), next(pieces)
+        prompts = next(pieces) if message.has_prompts else None
         table = table.view(len(seqlens), max_pages)
-        past = Past(table, kv_seqlens, slots, page_size, max_kv_seqlen)
+        past = Past(table, kv_seqlens, slots, page_size, max_kv_seqlen, prompts)
     return PackedBatch(
         input_ids=ids,
         position_ids=positions,
@@ -134,4 +139,5 @@ def _sizes(message: Forward) -> list[int]:
     sizes += [tokens] * (message.has_token_types + message.has_bias_positions)
     if message.past is not None:
         sizes += [tokens, num_seqs, num_seqs * message.past[1]]
+        sizes += [num_seqs] * message.has_prompts
     return sizes

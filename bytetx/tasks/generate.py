@@ -43,6 +43,7 @@ def build_engine(
         token_budget=sizes.token_budget,
         max_num_seqs=sizes.max_num_seqs,
         max_positions=checkpoint.spec.max_positions,
+        max_shared_prompt=checkpoint.spec.max_plain_prompt,
     )
     runner = GenerationRunner(
         checkpoint.transformer,
@@ -77,6 +78,14 @@ def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     return partial(DecodedStream, decode)
 
 
+def count_error(num_params: int, num_prompts: int | str) -> InputError:
+    """What is wrong with a list of params that does not go with the prompts."""
+    return InputError(
+        f"params must be one SamplingParams, or a list with one a prompt: got {num_params} of them "
+        f"for {num_prompts} prompts"
+    )
+
+
 class GenerationRun:
     """Prompts of one caller through an engine that is the caller's alone meanwhile.
 
@@ -88,14 +97,15 @@ class GenerationRun:
         self,
         engine: GenerationEngine,
         reader: PromptReader,
-        params: SamplingParams,
+        params: SamplingParams | Sequence[SamplingParams],
         *,
         read_ahead: int,
         streams: bool,
         keeps_errors: bool,
     ):
-        """read_ahead: prompts read at a time.  streams: pieces come token by token.
+        """params: of all prompts, or one a prompt.  read_ahead: prompts read at a time.
 
+        streams: pieces come token by token.
         keeps_errors: a bad prompt becomes a piece with its error, instead of raising it.
         """
         self._engine, self._reader, self._params = engine, reader, params
@@ -124,6 +134,7 @@ class GenerationRun:
                 if may_have_more and len(self._places) <= self._read_ahead:
                     some = list(islice(waiting, self._read_ahead))
                     may_have_more = bool(some)
+                    self._check_count(len(some))
                     yield from self._add(some)
                 for piece in self._engine.step():
                     yield self._placed(piece)
@@ -142,7 +153,7 @@ class GenerationRun:
                 own = pieces_of[piece.request_id]
                 own.append(piece)  # one an answer, or one alone where the prompt was refused
                 was_added = piece.request_id in self._num_prompt_tokens
-                if len(own) < (self._params.n if was_added else 1):
+                if len(own) < (self._params_of(piece.request_id).n if was_added else 1):
                     continue
                 del pieces_of[piece.request_id]
                 done[piece.request_id] = self._whole(piece.request_id, own)
@@ -162,14 +173,27 @@ class GenerationRun:
             except InputError as error:
                 yield self._failed(place, error)
 
+    def _params_of(self, place: int) -> SamplingParams:
+        shared = isinstance(self._params, SamplingParams)
+        return self._params if shared else self._params[place]
+
+    def _check_count(self, num_more: int) -> None:
+        """Raises InputError where there are more prompts than params, or no more, and fewer."""
+        if isinstance(self._params, SamplingParams):
+            return
+        num_prompts, num_params = self._num_read + num_more, len(self._params)
+        if num_prompts > num_params or (not num_more and num_prompts < num_params):
+            raise count_error(num_params, f"{num_prompts}{' or more' if num_more else ''}")
+
     def _add_one(self, place: int, token_ids: list[int] | InputError) -> None:
         if isinstance(token_ids, InputError):
             raise token_ids
+        params = self._params_of(place)
         try:
-            request_id = self._engine.add_request(token_ids, self._params, streams=self.streams)
+            request_id = self._engine.add_request(token_ids, params, streams=self.streams)
         except InputError as error:
             raise type(error)(f"prompts[{place}]: {error}") from None
-        self._places[request_id], self._num_open[request_id] = place, self._params.n
+        self._places[request_id], self._num_open[request_id] = place, params.n
         if not self.streams:
             self._num_prompt_tokens[place] = len(token_ids)
         self._num_tokens += len(token_ids)

@@ -1,0 +1,287 @@
+"""What stands in for the forward of a causal base model, and for those of its heads."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytetx.hf import arguments
+from bytetx.hf.arguments import Inputs
+from bytetx.hf.forward import (
+    HeadCall,
+    PackedForward,
+    PackedPass,
+    StandIn,
+    batch_of,
+    head_call,
+    layout_reason,
+)
+from bytetx.hf.padding import Layout, as_callers_tensor
+from bytetx.ops.linear import linear, prepare_linear
+from bytetx.spec import ModelSpec
+from bytetx.transformer import Transformer
+
+# Causal base classes that can be wrapped, with the transformers output class that each returns.
+CAUSAL_OUTPUTS = {
+    "GPT2Model": "BaseModelOutputWithPastAndCrossAttentions",
+    **{
+        f"{family}Model": "BaseModelOutputWithPast"
+        for family in ("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3")
+    },
+}
+# cache_position says again, of older transformers, which columns the input is.
+_OWN_NAMES = ("past_key_values", "cache_position")
+_IGNORED_LABEL = -100
+
+
+class CausalForward(PackedForward):
+    """A causal base model's forward on packed rows: a token sees those before it.
+
+    past_key_values come as transformers' own cache; a call that goes on from them is for the
+    original forward, which reads them there.
+    """
+
+    outputs = CAUSAL_OUTPUTS
+
+    def _argument_reason(self, given: dict[str, Any], inputs: Inputs) -> str | None:
+        return _past_reason(inputs) or arguments.reason_against(
+            given, inputs, self.module.config, also_read=_OWN_NAMES
+        )
+
+    def _layout_reason(
+        self, inputs: Inputs, layout: Layout, call: HeadCall | None, transformer: Transformer
+    ) -> str | None:
+        own_reason = _position_reason(inputs, layout, transformer.spec)
+        return own_reason or layout_reason(layout, call, transformer)
+
+    def _pass(self, transformer: Transformer, inputs: Inputs, layout: Layout) -> PackedPass:
+        from bytetx.hf import past
+
+        layers: list[torch.Tensor] = []
+        rows: past.KeyValues = []
+        batch = batch_of(inputs, layout, transformer)
+        if transformer.spec.family == "opt" and inputs.position_ids is None:
+            batch = replace(batch, position_ids=_places(layout))
+        x = transformer.forward(
+            batch,
+            on_layer=layers.append if inputs.output_hidden_states else None,
+            on_kv=(lambda k, v: rows.append((k, v))) if inputs.use_cache else None,
+        )
+        cache = None
+        if inputs.use_cache and inputs.past is None:
+            cache = past.PackedPast(self.module.config, layout, rows)
+        elif inputs.use_cache:
+            cache = inputs.past
+            past.fill(cache, rows, layout)
+        return PackedPass(inputs, layout, x, layers, cache)
+
+    def _fields(self, packed: PackedPass, call: HeadCall | None) -> dict[str, Any]:
+        fields = {
+            "last_hidden_state": packed.layout.scatter(packed.x),
+            "past_key_values": packed.past,
+        }
+        return fields | hidden_states_of(packed)
+
+
+class CausalHeadForward(StandIn):
+    """The own forward of another head, with word to its base model of whether it reads pads."""
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self.names, args, kwargs)
+        cu_seqlens = arguments.take_cu_seqlens(given)
+        if cu_seqlens is not None:
+            given = arguments.with_row(given)
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=False,
+            only_first=False,
+            reads_pads=self._reads_pads(given),
+            cu_seqlens=cu_seqlens,
+        )
+        with head_call(call):
+            return self.original(**given)
+
+    def _reads_pads(self, given: Mapping[str, Any]) -> bool:
+        name = type(self.module).__name__
+        if name.endswith("ForSequenceClassification"):
+            return self._classifies_pads(given)
+        if name.endswith("ForQuestionAnswering"):  # its loss is a softmax over every column
+            return given.get("start_positions") is not None
+        return not name.endswith("ForTokenClassification")
+
+    def _classifies_pads(self, given: Mapping[str, Any]) -> bool:
+        """Whether a row's last token that is not the pad token, which is read, is a pad."""
+        is_token = _is_token(given)
+        ids, pad = given.get("input_ids"), self.module.config.pad_token_id
+        if is_token is None:
+            return False
+        if pad is None or not isinstance(ids, torch.Tensor) or ids.shape != is_token.shape:
+            return not bool(is_token[:, -1].all())
+        columns = torch.arange(ids.shape[1], device=ids.device)
+        last = (columns * (ids != pad)).argmax(1, keepdim=True)
+        return not bool(is_token.to(ids.device).gather(1, last).all())
+
+
+class LmHeadForward(StandIn):
+    """A language model head: logits of the rows that are tokens, and the loss where there are
+    labels."""
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        given = arguments.bind(self.names, args, kwargs)
+        own = {name: given.pop(name, None) for name in ("labels", "logits_to_keep")}
+        own["num_items_in_batch"] = given.get("num_items_in_batch")
+        call = HeadCall(
+            base=self.module.base_model,
+            reads_first=False,
+            only_first=False,
+            reads_pads=_reads_pads(given, **own),
+            cu_seqlens=None,
+        )
+        packed = base_forward(self.module).run_packed(given, call)
+        if packed is None:
+            with head_call(call):
+                return self.original(*args, **kwargs)
+        return self._output(packed, **own)
+
+    def _output(
+        self,
+        packed: PackedPass,
+        labels: torch.Tensor | None,
+        logits_to_keep: int | torch.Tensor | None,
+        num_items_in_batch: torch.Tensor | int | None,
+    ) -> Any:
+        from transformers import modeling_outputs
+
+        logits, loss = self._logits(packed, logits_to_keep), None
+        if labels is not None:
+            if labels.dim() == 1:  # of packed input, which was made a row as well
+                labels = labels.unsqueeze(0)
+            loss = self.module.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.module.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+            )
+        crosses = type(self.module).__name__ == "GPT2LMHeadModel"
+        kind = "CausalLMOutputWithCrossAttentions" if crosses else "CausalLMOutputWithPast"
+        output = getattr(modeling_outputs, kind)(
+            loss=loss, logits=logits, past_key_values=packed.past, **hidden_states_of(packed)
+        )
+        return output if packed.inputs.return_dict else output.to_tuple()
+
+    def _logits(self, packed: PackedPass, keep: int | torch.Tensor | None) -> torch.Tensor:
+        """[num_rows, num_columns (or those kept), vocab_size]; zeros at pads."""
+        layout, x = packed.layout, packed.x
+        if keep is None or (isinstance(keep, int) and keep == 0):
+            return layout.scatter(self._head(x))
+        columns = slice(-keep, None) if isinstance(keep, int) else keep
+        kept = layout.scatter(x)[:, columns].contiguous()
+        return self._head(kept.flatten(0, 1)).unflatten(0, kept.shape[:2])
+
+    def _head(self, rows: torch.Tensor) -> torch.Tensor:
+        head = self.module.get_output_embeddings()
+        if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
+            return head(as_callers_tensor(rows))
+        bias = None if head.bias is None else head.bias.detach()
+        return linear(rows, prepare_linear(head.weight.detach(), bias, prepack=False))
+
+
+def base_forward(module: nn.Module) -> CausalForward:
+    """What stands in for the forward of this head's base model."""
+    return module.base_model.__dict__["forward"]
+
+
+def is_plain_head(head: nn.Module) -> bool:
+    """Whether a head is a linear layer that nobody changed."""
+    has_hooks = head._forward_hooks or head._forward_pre_hooks
+    return type(head) is nn.Linear and not has_hooks and "forward" not in head.__dict__
+
+
+def holes_reason(layout: Layout, spec: ModelSpec) -> str | None:
+    """Why a mask is for the original forward, whose windows count a row's columns, or None."""
+    own = spec.decoder
+    assert own is not None  # the class's families are causal
+    if layout.has_holes and any(own.window_of(i) for i in range(spec.num_layers)):
+        return "a mask with holes under a sliding window"
+    return None
+
+
+def hidden_states_of(packed: PackedPass) -> dict[str, Any]:
+    """The field of an output, where it was asked for."""
+    if not packed.layers:
+        return {}
+    states = (*packed.layers[:-1], packed.x)
+    return {"hidden_states": tuple(map(packed.layout.scatter, states))}
+
+
+def _past_reason(inputs: Inputs) -> str | None:
+    if inputs.past is None:
+        return None
+    from bytetx.hf.past import is_empty
+
+    if is_empty(inputs.past) and inputs.use_cache:
+        return None
+    return "past_key_values hold keys and values, which it goes on from, or are no DynamicCache"
+
+
+def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | None:
+    """Why positions, or what a token sees by them, are for the original forward."""
+    own, positions = spec.decoder, inputs.position_ids
+    assert own is not None  # the class's families are causal
+    if inputs.token_type_ids is not None:
+        return "token_type_ids add word embeddings in this family"
+    if reason := holes_reason(layout, spec):
+        return reason
+    has_no_mask = inputs.attention_mask is None and not layout.is_packed
+    if positions is not None and has_no_mask and bool((positions.diff(dim=-1) != 1).any()):
+        return "position_ids start again without a mask, which makes sequences of one row"
+    if own.rotary is None:
+        return None
+    limit, length = spec.max_positions, layout.num_columns
+    if own.rotary.scaling == "dynamic":
+        limit = own.rotary.original_positions
+    if positions is not None:
+        length = int(positions.max()) + 1
+    elif layout.is_packed:
+        length = layout.max_seqlen
+    if length > limit:
+        return f"{length} positions are more than the {limit} that bytetx turns for this model"
+    return None
+
+
+def _places(layout: Layout) -> torch.Tensor:
+    """int32 [total_tokens]: which of its row's tokens each one is, as OPT counts positions."""
+    starts = layout.cu_seqlens[:-1].repeat_interleave(
+        layout.cu_seqlens.diff(), output_size=layout.total_tokens
+    )
+    places = torch.arange(layout.total_tokens, dtype=torch.int32, device=starts.device)
+    return places - starts
+
+
+def _is_token(given: Mapping[str, Any]) -> torch.Tensor | None:
+    """bool [num_rows, num_columns], None where all are or the mask is another one."""
+    mask = given.get("attention_mask")
+    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+
+
+def _reads_pads(
+    given: Mapping[str, Any],
+    *,
+    labels: torch.Tensor | None,
+    logits_to_keep: int | torch.Tensor | None,
+    **_: object,
+) -> bool:
+    """Whether the loss counts, or the caller keeps, logits that stand at pads."""
+    is_token = _is_token(given)
+    if is_token is None:
+        return False
+    if isinstance(logits_to_keep, torch.Tensor):
+        return not bool(is_token[:, logits_to_keep.to(is_token.device)].all())
+    if logits_to_keep:
+        return not bool(is_token[:, -logits_to_keep:].all())
+    if labels is None or labels.shape != is_token.shape:
+        return False
+    counted = labels[:, 1:].to(is_token.device) != _IGNORED_LABEL
+    return bool((counted & ~is_token[:, :-1]).any())

@@ -1,0 +1,281 @@
+"""What stands in for `generate` of a causal model: greedy decoding by continuous batching."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bytetx.errors import BytetxError
+from bytetx.generation_sizes import generation_sizes
+from bytetx.heads import LmHead
+from bytetx.hf import arguments
+from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
+from bytetx.hf.forward import StandIn
+from bytetx.hf.notice import Notices, silent
+from bytetx.hf.padding import Layout, padded_layout
+from bytetx.loading import Heads, LoadedCheckpoint
+from bytetx.model import default_token_budget
+from bytetx.ops.linear import prepare_linear
+from bytetx.sampling import SamplingParams
+from bytetx.sentence import SentenceSpec
+from bytetx.spec import ModelSpec
+from bytetx.tasks.generate import build_engine
+
+# Arguments of generate that say what goes on from where; any other one is transformers' own.
+_INPUTS = ("inputs", "input_ids", "attention_mask")
+_OPTIONS = (
+    "logits_processor",
+    "stopping_criteria",
+    "prefix_allowed_tokens_fn",
+    "synced_gpus",
+    "assistant_model",
+    "streamer",
+    "negative_prompt_ids",
+    "negative_prompt_attention_mask",
+    "custom_generate",
+    "trust_remote_code",
+    "assistant_tokenizer",
+)
+_THEIRS = "transformers' own generate"
+_CACHES = (None, "dynamic", "static", "hybrid")  # how transformers would hold what we hold in pages
+
+
+class GenerateStandIn(StandIn):
+    """`generate` of one model: transformers prepares, bytetx decodes where it decodes the same.
+
+    That is greedy decoding, with the lengths, end-of-text and pad tokens that the call and the
+    generation config give.  Everything else (sampling, whose random numbers are transformers' own,
+    beams, processors, criteria, streamers) runs transformers' own loop, and says so once.
+    """
+
+    method = "generate"
+
+    def __init__(self, module: nn.Module):
+        super().__init__(module)
+        self.notices = Notices()
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        reason = self._call_reason(args, kwargs)
+        if reason is None:
+            return self.original(*args, **kwargs | {"custom_generate": self._decode})
+        self.notices.say(reason, who=_THEIRS)
+        with silent():  # one notice is enough
+            return self.original(*args, **kwargs)
+
+    def _call_reason(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
+        """Why the call as it stands is transformers', or None; its errors are transformers' too."""
+        given = arguments.bind(self.names, args, kwargs)
+        for name in _OPTIONS:
+            value = given.pop(name, None)
+            if isinstance(value, torch.Tensor) or value:
+                return f"the argument {name} is not one that bytetx generates with"
+        given.pop("tokenizer", None)  # for stop strings alone
+        config = given.pop("generation_config", None)
+        options = {name: value for name, value in given.items() if name not in _INPUTS}
+        config, rest = self.module._prepare_generation_config(config, **options)
+        if strange := [name for name, value in rest.items() if value is not None]:
+            return f"the argument {strange[0]} is not one that bytetx generates with"
+        mode = config.get_generation_mode().value
+        if mode == "sample":
+            return (
+                "do_sample draws transformers' random numbers, not those of bytetx.load's generate"
+            )
+        if mode != "greedy_search":
+            return f"the mode is {mode}, bytetx decodes greedily"
+        if config.stop_strings is not None:
+            return "stop_strings are cut by transformers"
+        if config.return_dict_in_generate:
+            return "return_dict_in_generate asks for what bytetx does not hold"
+        if config.cache_implementation not in _CACHES:
+            return f"cache_implementation is {config.cache_implementation!r}"
+        ids = given.get("input_ids") if given.get("inputs") is None else given["inputs"]
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point():
+            return "the input is no [batch_size, num_columns] tensor of token ids"
+        if config.num_return_sequences not in (None, 1):
+            return "num_return_sequences is not 1"
+        return self._model_reason()
+
+    def _model_reason(self) -> str | None:
+        if self.module.training:
+            return "the model is in training mode; call .eval()"
+        if not is_plain_head(self.module.get_output_embeddings()):
+            return "the language model head was changed"
+        forward = base_forward(self.module)
+        plan = forward.current_plan()
+        if plan.reason is not None:
+            return plan.reason
+        if plan.snapshot.is_training():
+            return "an inner module is in training mode; call .eval()"
+        word, head = plan.transformer.embeddings.word, self.module.get_output_embeddings().weight
+        if (head.dtype, head.device) != (word.dtype, word.device):
+            return "the language model head has another dtype or device than the model"
+        if torch.is_autocast_enabled(word.device.type):
+            return "autocast is on; convert the model with .bfloat16() or .half() instead"
+        return None
+
+    def _decode(
+        self,
+        model: nn.Module,
+        input_ids: torch.Tensor,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> torch.Tensor:
+        """Takes the place of transformers' `_sample`, with all that it has prepared."""
+        mask, shape = model_kwargs.get("attention_mask"), input_ids.shape
+        limits = _limits(logits_processor, stopping_criteria, width=shape[1])
+        answers: list[list[int]] | str = "attention_mask has another shape than the input"
+        if isinstance(limits, str):
+            answers = limits
+        elif mask is None or mask.shape == shape:
+            layout = padded_layout(mask, *shape, input_ids.device)
+            answers = self._answers(layout, layout.gather(input_ids), limits)
+        if not isinstance(answers, str):
+            return _padded(input_ids, answers, generation_config)
+        self.notices.say(answers, who=_THEIRS)
+        with silent():
+            return type(model)._sample(
+                model,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                **model_kwargs,
+            )
+
+    def _answers(
+        self, layout: Layout, ids: torch.Tensor, limits: "_Limits"
+    ) -> list[list[int]] | str:
+        """The tokens after each row's, or why they are transformers' to find."""
+        module = self.module
+        checkpoint = _checkpoint_of(base_forward(module), module.get_output_embeddings())
+        if reason := _layout_reason(layout, limits.max_tokens, checkpoint.spec):
+            return reason
+        prompts = [row.tolist() for row in ids.cpu().split(layout.seqlens.tolist())]
+        try:
+            return _generate(checkpoint, prompts, limits)
+        except BytetxError as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How long an answer may be and what ends it: tokens, and the ids of end-of-text tokens."""
+
+    max_tokens: int
+    min_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+def _limits(processors: Iterable[Any], criteria: Iterable[Any], *, width: int) -> _Limits | str:
+    """What transformers' prepared processors and criteria say, or which one is unknown here."""
+    max_tokens, min_tokens, eos = 0, 0, ()
+    for processor in processors:
+        match type(processor).__name__:
+            case "MinLengthLogitsProcessor":
+                min_tokens = max(min_tokens, processor.min_length - width)
+            case "MinNewTokensLengthLogitsProcessor":
+                min_tokens = max(min_tokens, processor.min_new_tokens)
+            case name:
+                return f"{name} changes the logits"
+    for criterion in criteria:
+        match type(criterion).__name__:
+            case "MaxLengthCriteria":
+                max_tokens = criterion.max_length - width
+            case "EosTokenCriteria":
+                eos = tuple(torch.as_tensor(criterion.eos_token_id).flatten().tolist())
+            case name:
+                return f"{name} ends the answers"
+    if max_tokens < 1:
+        return f"max_length leaves no token for rows of {width}"
+    return _Limits(max_tokens, min(min_tokens, max_tokens), eos)
+
+
+def _layout_reason(layout: Layout, max_tokens: int, spec: ModelSpec) -> str | None:
+    own, longest = spec.decoder, layout.max_seqlen + max_tokens
+    assert own is not None
+    last = layout.cu_seqlens[1:].long() - 1
+    if bool((layout.seqlens == 0).any()):
+        return "a row has no tokens"
+    if bool((layout.columns[last] != layout.num_columns - 1).any()):
+        return "a row ends in padding; set tokenizer.padding_side = 'left'"
+    if reason := holes_reason(layout, spec):
+        return reason
+    limit = spec.max_positions
+    if own.rotary is not None and own.rotary.scaling == "dynamic":
+        limit = min(limit, own.rotary.original_positions - layout.num_columns + layout.max_seqlen)
+    if longest > limit:
+        return f"{longest} positions are more than the {limit} that bytetx generates here"
+    return None
+
+
+def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoint:
+    """The wrapped model as what `bytetx.load` would have read; nothing is copied."""
+    transformer = forward.current_plan().transformer
+    assert transformer is not None  # the stand-in asked before
+    word, nowhere = transformer.embeddings.word, Path()
+    bias = None if lm_head.bias is None else lm_head.bias.detach()
+    decoder = prepare_linear(lm_head.weight.detach(), bias, prepack=False)
+    head = LmHead(decoder, decoder.n)
+    return LoadedCheckpoint(
+        folder=nowhere,
+        spec=transformer.spec,
+        sentence=SentenceSpec(nowhere),
+        modules=(),
+        transformer=transformer,
+        heads=Heads(lm=head),
+        tokenizer=None,
+        chat_template=None,
+        eos_token_ids=(),
+        cross_encoder_activation=None,
+        unused_tensors=(),
+        device=word.device,
+        dtype=word.dtype,
+    )
+
+
+def _generate(
+    checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
+) -> list[list[int]]:
+    """Greedy answers through an engine that is there for this call; raises the first error."""
+    head, budget = checkpoint.heads.lm, default_token_budget(checkpoint.device)
+    assert head is not None
+    seqs = min(len(prompts), budget)
+    sizes = generation_sizes(checkpoint, token_budget=budget, max_num_seqs=seqs)
+    longest, page = max(map(len, prompts)) + limits.max_tokens, sizes.page_size
+    wanted = sum(-(-(len(p) + limits.max_tokens) // page) * page for p in prompts)
+    # What does not fit beside the others waits for their pages; one sequence always fits.
+    tokens = max(min(wanted, sizes.kv_cache_tokens), longest)
+    sizes = generation_sizes(
+        checkpoint, token_budget=budget, max_num_seqs=seqs, kv_cache_tokens=tokens
+    )
+    engine = build_engine(checkpoint, head, sizes)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=limits.max_tokens,
+        min_tokens=limits.min_tokens,
+        stop_token_ids=limits.eos_token_ids,
+    )
+    rows = {
+        engine.add_request(prompt, params, streams=False): i for i, prompt in enumerate(prompts)
+    }
+    answers: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for piece in engine.step():
+            if piece.error is not None:
+                raise piece.error
+            answers[rows[piece.request_id]] = list(piece.token_ids)
+    return answers
+
+
+def _padded(input_ids: torch.Tensor, answers: list[list[int]], config: Any) -> torch.Tensor:
+    """input_ids with the answers behind them, those that ended early filled with the pad token."""
+    width = max(map(len, answers))
+    pad = getattr(config, "_pad_token_tensor", config.pad_token_id)
+    filling = 0 if pad is None else int(pad)
+    rows = [answer + [filling] * (width - len(answer)) for answer in answers]
+    return torch.cat([input_ids, torch.tensor(rows, device=input_ids.device)], dim=1)

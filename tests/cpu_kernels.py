@@ -1,0 +1,39 @@
+"""What tests of CPU kernels share: NaN in fresh memory, and every instruction set and dtype.
+
+A test file gives the fixtures a name of its own to use them: `isa = cpu_kernels.isa`.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from bytetx.ops import native
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def available_isas() -> list[str]:
+    """Instruction sets that this processor has, the portable one first."""
+    isas = [isa for isa in native.ISA_CODES if isa != "auto"]
+    best = native.backend_report().cpu.rsplit(", ", 1)[-1]
+    return isas[: isas.index(best) + 1]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty fills with NaN (floats) and all ones (bytes: NaN as f32, -1 as int32)."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=available_isas())
+def isa(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DTYPES.values(), ids=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param

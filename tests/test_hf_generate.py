@@ -1,0 +1,214 @@
+"""wrap: a causal model's `generate` gives transformers' own tokens, whoever finds them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+from hf_models import one_thread, padded_inputs  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import DECODERS, tiny_decoder
+
+from bytetx.engine.engine import GenerationEngine
+from bytetx.hf import FallbackWarning, unwrap, wrap
+
+SEQLENS = [9, 1, 23, 14]
+NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]
+GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def fallbacks_are_errors():
+    """A test that compares with the stock model must not compare the stock model with itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
+
+
+def stock_and_wrapped(name, **config):
+    stock = tiny_decoder(name, **config)
+    return stock, wrap(copy.deepcopy(stock))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens(name):
+    stock, wrapped = stock_and_wrapped(name)
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    options = GREEDY | {"eos_token_id": None}
+    want, have = stock.generate(**inputs, **options), wrapped.generate(**inputs, **options)
+    assert have.dtype == want.dtype
+    assert torch.equal(have, want)
+    alone = inputs["input_ids"][2:3]
+    assert torch.equal(wrapped.generate(alone, **options), stock.generate(alone, **options))
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_answers_that_end_in_the_middle(name):
+    """Tokens that some rows come to and others do not; then none before the shortest length."""
+    stock, wrapped = stock_and_wrapped(name)
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    free = stock.generate(**inputs, **GREEDY, eos_token_id=None)[:, 23:]
+    stops = [int(free[0, 4]), int(free[1, 7])]
+    for options in (
+        {"eos_token_id": stops},
+        {"eos_token_id": stops[0], "min_new_tokens": 6},
+        {"eos_token_id": stops, "min_length": 29},
+        {"eos_token_id": stops, "max_new_tokens": None, "max_length": 30},
+        {"eos_token_id": stops, "use_cache": False},
+    ):
+        want, have = (m.generate(**inputs, **GREEDY | options) for m in (stock, wrapped))
+        assert torch.equal(have, want), options
+
+
+def test_masks_and_configs_that_transformers_works_out():
+    stock, wrapped = stock_and_wrapped("llama", pad_token_id=0)
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    holes = padded_inputs([20, 20], pad_token_id=0)
+    holes["attention_mask"][0, 3:9] = 0
+    config = transformers.GenerationConfig(max_new_tokens=5, pad_token_id=0, eos_token_id=7)
+    calls = [
+        {"inputs": inputs["input_ids"], "max_new_tokens": 6},  # the mask is found in the pads
+        {"input_ids": inputs["input_ids"].int(), "attention_mask": inputs["attention_mask"].bool()},
+        inputs | {"generation_config": config},
+        inputs | {"cache_implementation": "static", "max_new_tokens": 3, "custom_generate": None},
+        holes | {"max_new_tokens": 6},
+    ]
+    for call in calls:
+        want, have = stock.generate(**call), wrapped.generate(**call)
+        assert have.dtype == want.dtype
+        assert torch.equal(have, want)
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_bf16_tokens_are_the_likeliest_within_rounding(name):
+    """Ties within bf16's rounding may fall either way: each token must be one of the likeliest by
+    the fp32 model, to a unit in the last place of logits up to 16."""
+    exact = tiny_decoder(name)
+    wrapped = wrap(copy.deepcopy(exact)).to(torch.bfloat16)
+    inputs = padded_inputs([9, 23], side="left", pad_token_id=0)
+    ids = wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    mask = torch.cat([inputs["attention_mask"], torch.ones(2, 12, dtype=torch.int64)], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.inference_mode():
+        rows = exact(ids, attention_mask=mask, position_ids=positions).logits[:, 22:-1]
+        stock = copy.deepcopy(exact).to(torch.bfloat16)
+        half = stock(ids, attention_mask=mask, position_ids=positions).logits[:, 22:-1]
+    chosen = rows.gather(2, ids[:, 23:, None]).squeeze(2)
+    error = (half.float() - rows).abs().max()
+    allowed = 4 * error + 16 * torch.finfo(torch.bfloat16).eps
+    assert (rows.amax(2) - chosen <= allowed).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"do_sample": True}, "do_sample draws"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"repetition_penalty": 1.3}, "RepetitionPenaltyLogitsProcessor changes"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGram"),
+        ({"max_time": 60.0}, "MaxTimeCriteria ends"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "return_dict_in_generate"),
+        ({"num_return_sequences": 2, "num_beams": 2}, "beam_search"),
+        ({"max_new_tokens": 90}, "113 positions are more than the 96"),
+        ({"streamer": "a list"}, "the argument streamer"),
+        ({"position_ids": None}, None),
+    ],
+)
+def test_what_transformers_generates(options, text):
+    stock, wrapped = stock_and_wrapped("llama")
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    calls = []
+    if "streamer" in options:
+        inputs = {name: tensor[2:3] for name, tensor in inputs.items()}
+        options = {"streamer": Collector(calls)}
+    answers = []
+    for model in (stock, wrapped):
+        torch.manual_seed(3)
+        if model is stock or text is None:
+            answers.append(model.generate(**inputs, **GREEDY | options))
+            continue
+        with pytest.warns(FallbackWarning, match=text) as said:
+            answers.append(model.generate(**inputs, **GREEDY | options))
+        assert len([w for w in said if w.category is FallbackWarning]) == 1
+        torch.manual_seed(3)
+        again = model.generate(**inputs, **GREEDY | options)  # and nothing is said any more
+        assert torch.equal(
+            getattr(again, "sequences", again), getattr(answers[1], "sequences", answers[1])
+        )
+    want, have = (getattr(answer, "sequences", answer) for answer in answers)
+    assert torch.equal(have, want)
+
+
+class Collector:
+    """A streamer."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def put(self, value):
+        self.calls.append(value)
+
+    def end(self):
+        self.calls.append(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "side", "text"),
+    [
+        ("llama", [4, 7], "right", "ends in padding"),
+        ("llama", [4, 0], "left", "has no tokens"),
+        ("llama-dynamic", [90, 80], "left", "positions are more than"),
+    ],
+)
+def test_rows_that_transformers_generates_from(name, lengths, side, text):
+    stock, wrapped = stock_and_wrapped(name)
+    inputs = padded_inputs(lengths, side=side, pad_token_id=0)
+    want = stock.generate(**inputs, **GREEDY)
+    with pytest.warns(FallbackWarning, match=text):
+        have = wrapped.generate(**inputs, **GREEDY)
+    assert torch.equal(have[:1], want[:1])
+    assert have.shape == want.shape
+
+
+def test_changed_models_and_errors():
+    stock, wrapped = stock_and_wrapped("gpt2")
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        wrapped.generate(**inputs, max_new_tokens=0)
+    with pytest.raises(ValueError, match="nonsense"), pytest.warns(FallbackWarning):
+        wrapped.generate(**inputs, nonsense=3)
+    handle = wrapped.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.warns(FallbackWarning, match="head was changed"):
+        have = wrapped.generate(**inputs, **GREEDY)
+    handle.remove()
+    assert torch.equal(have, stock.generate(**inputs, **GREEDY))
+    assert torch.equal(wrapped.generate(**inputs, **GREEDY), have)
+    twin = copy.deepcopy(wrapped)
+    assert twin.generate.module is twin
+    assert torch.equal(twin.generate(**inputs, **GREEDY), have)
+    assert torch.equal(unwrap(wrapped).generate(**inputs, **GREEDY), have)
+    assert "generate" not in wrapped.__dict__
+
+
+def test_a_cache_smaller_than_the_batch_makes_rows_wait(monkeypatch):
+    """The engine takes pages from the last rows, and they come out the same."""
+    stock, wrapped = stock_and_wrapped("qwen3")
+    inputs = padded_inputs([30, 20, 30, 25], side="left", pad_token_id=0)
+    monkeypatch.setattr("bytetx.generation_sizes._cache_limit_bytes", lambda device: 1)
+    steps = []
+    step = GenerationEngine.step
+    monkeypatch.setattr(GenerationEngine, "step", lambda self: steps.append(1) or step(self))
+    have = wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    assert len(steps) > 12
+    assert torch.equal(have, stock.generate(**inputs, **GREEDY, eos_token_id=None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NINE)
+def test_greedy_tokens_on_a_gpu(name):
+    stock = tiny_decoder(name).cuda()
+    wrapped = wrap(copy.deepcopy(stock))
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    inputs = {key: tensor.cuda() for key, tensor in inputs.items()}
+    options = GREEDY | {"eos_token_id": None}
+    assert torch.equal(wrapped.generate(**inputs, **options), stock.generate(**inputs, **options))
