@@ -303,7 +303,7 @@ struct RotaryWriteKvParams {
 
 void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch);
 
-// cpu only so far. Causal attention of each sequence's last rows over keys and values in pages. Row
+// cpu only. Causal attention of each sequence's last rows over keys and values in pages. Row
 // r of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
 // other is read, up to one before a window.
 struct PagedAttentionParams {

@@ -140,7 +140,8 @@ def _attend(
 ) -> Tensor:
     lengths = {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
     options = {"softmax_scale": softmax_scale, "window": window}
-    if takes_paged_plan(q, k_cache, v_cache) and q.shape[0] > 0 and kv_seqlens.shape[0] > 0:
+    has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
+    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
         made_for = {"max_seqlen": max_seqlen, "max_kv_seqlen": max_kv_seqlen, "window": window}
         plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, **made_for)
         operands = (q, k_cache, v_cache, page_table)

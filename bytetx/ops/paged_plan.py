@@ -86,7 +86,7 @@ def plan_paged_attention(
     )
 
 
-def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float) -> bool:
     """Whether the planned kernels compute this call."""
     element_bytes = 2
     return (
@@ -95,6 +95,7 @@ def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         and 0 < q.shape[2] <= _MAX_HEAD_DIM
         and q.shape[2] * element_bytes % _ALIGNMENT_BYTES == 0
         and q.stride(0) * element_bytes % _ALIGNMENT_BYTES == 0
+        and softmax_scale > 0
         and all(t.data_ptr() % _ALIGNMENT_BYTES == 0 for t in (q, k_cache, v_cache))
     )
 

@@ -53,6 +53,8 @@ void check(const PlannedPagedAttentionParams& p) {
         fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
     }
     if (p.q_stride % 8 != 0) fail("rows of q a multiple of 8 apart");
+    if (!(p.softmax_scale > 0.0f))
+        fail("softmax_scale > 0, got " + std::to_string(p.softmax_scale));
     const int64_t needed = planned_paged_attention_workspace_bytes(p.plan, p.head_dim);
     if (p.workspace_bytes < needed) {
         fail(std::to_string(needed) + " bytes of workspace, got " +

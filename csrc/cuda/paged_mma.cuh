@@ -3,6 +3,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cutlass/numeric_types.h>
 
 #include <cstdint>
 #include <type_traits>
@@ -16,10 +17,21 @@ constexpr float kNoMax = -3.0e38f;  // below every score, and finite: -inf - (-i
 // weights stay at most 2^8, and most rescales disappear.
 constexpr float kMaxSlack = 8.0f;
 
+// CUTLASS has types of its own for the same numbers.
+template <typename T>
+constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, cutlass::half_t>;
+
 // 2^x to 2 ulp, subnormal results flushed: the weights are rounded to 11 bits right after.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x to 1 ulp; x is a sum of weights, far from the ends of f32.
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
@@ -35,7 +47,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 template <typename T>
 __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-    if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (is_half<T>) {
         const __half2 pair = __floats2half2_rn(low, high);
         return reinterpret_cast<const uint32_t&>(pair);
     } else {
@@ -48,7 +60,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 template <typename T>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1) {
-    if constexpr (std::is_same_v<T, __half>) {
+    if constexpr (is_half<T>) {
         asm volatile(
             "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
             "{%8, %9}, {%0, %1, %2, %3};"

@@ -10,12 +10,11 @@ namespace {
 
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    using Tiling = PrefillTiling<kHeadDim>;
-    using C = attention::TileTypes<T, kHeadDim, Tiling>;
+    using C = PrefillTypes<T, kHeadDim, PrefillTiling<kHeadDim>>;
     const PlanSizes sizes = plan_sizes(p.plan);
     const PlanView view = view_plan(p.plan.plan, sizes);
     PrefillParams params{};
-    params.tile.softmax_scale = p.softmax_scale;
+    params.scale = p.softmax_scale * kLog2e;
     params.q = p.q;
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;
@@ -32,7 +31,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     params.group_inverse = (65536u + params.group - 1) / params.group;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
-    const auto kernel = prefill_kernel<C, Tiling::kGatherRegisters>;
+    const auto kernel = prefill_kernel<C>;
     constexpr int kSmemBytes = sizeof(PrefillSmem<C>);
     allow_smem(kernel, kSmemBytes);
     const int64_t most = sizes.tiles * p.plan.num_kv_heads;

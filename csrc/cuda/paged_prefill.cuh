@@ -4,7 +4,7 @@
 // all query heads that share it: row r of the tile is token r / group, head r % group, so that keys
 // and values are read once for the whole group. Three warpgroups of 64 rows share them; a fourth
 // gathers keys by the page table with cp.async, into tiles of 64 keys that lie as wgmma reads them.
-// What one warpgroup does with its rows is attention_tile.cuh's.
+// What one warpgroup does with its rows is paged_tile.cuh's.
 //
 // Keys outside the tile's are written as zeros: a page's rest may hold anything, and a weight of 0
 // times NaN is NaN.
@@ -12,16 +12,12 @@
 
 #include "common/launch.cuh"
 #include "common/row.cuh"
-#include "cuda/attention_store.cuh"
-#include "cuda/paged_mma.cuh"
 #include "cuda/paged_plan.cuh"
+#include "cuda/paged_tile.cuh"
 
 namespace bytetx::paged {
 
-using attention::EmptyBarrier;
-using attention::FullBarrier;
-using attention::kTileRows;
-using attention::RowTile;
+using PrefillBarrier = cutlass::arch::ClusterBarrier;
 
 constexpr int kPrefillWarpgroups = 3;
 constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
@@ -35,11 +31,9 @@ struct PrefillTiling {
     static constexpr int kQStages = 2;
     static constexpr int kConsumerRegisters = 152;
     static constexpr int kGatherRegisters = 56;  // 3 * 152 + 56 registers of 128 threads: 64k
-    static constexpr bool kHasBias = false;
 };
 
 struct PrefillParams {
-    attention::Params tile;  // softmax_scale alone
     const void* q;
     const void* k_cache;
     const void* v_cache;
@@ -56,6 +50,7 @@ struct PrefillParams {
     unsigned group_inverse;  // 2^16 / group, rounded up: divides rows of a tile exactly
     int head_dim;
     int window;
+    float scale;  // of scores, to powers of two
 
     __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
     __device__ int head_of(int row) const { return row - token_of(row) * group; }
@@ -106,8 +101,8 @@ struct Gatherer {
             const int64_t at = is_there ? (tile.first_token + p.token_of(row)) * p.q_stride +
                                               int64_t{head} * p.head_dim + column
                                         : 0;
-            copy_or_zero(to + row / kTileRows * C::kQElements * attention::kElementBytes +
-                             attention::tile_offset<C>(row % kTileRows, column),
+            copy_or_zero(to + row / kTileRows * C::kQElements * kElementBytes +
+                             tile_offset<C>(row % kTileRows, column),
                          static_cast<const T*>(p.q) + at, is_there ? 16 : 0);
         }
     }
@@ -138,8 +133,8 @@ struct Gatherer {
             const bool is_there = slot >= 0 && column < p.head_dim;
             const int64_t at =
                 is_there ? (int64_t{slot} * p.num_kv_heads + kv_head) * p.head_dim + column : 0;
-            copy_or_zero(to + attention::tile_offset<C>(row, column),
-                         static_cast<const T*>(cache) + at, is_there ? 16 : 0);
+            copy_or_zero(to + tile_offset<C>(row, column), static_cast<const T*>(cache) + at,
+                         is_there ? 16 : 0);
         }
     }
 
@@ -157,10 +152,10 @@ struct Gatherer {
             cutlass::arch::NamedBarrier::sync(128, kGatherBarrier);
             item = s.next_item[turn];
         }
-        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
+        PrefillBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
         if (tid == 0) {
             s.works[q.index].kv_head = -1;
-            FullBarrier::arrive(&s.q_full[q.index]);
+            PrefillBarrier::arrive(&s.q_full[q.index]);
             const unsigned last = gridDim.x - 1;
             if (atomicInc(&p.header->done_ctas, last) == last) p.header->next_tile = 0;
         }
@@ -172,10 +167,10 @@ struct Gatherer {
                            RingIndex<C::kQStages>& q, RingIndex<C::kStages>& kv) {
         const int first_visible = tile.first_visible, end_key = tile.end_key;
         const int* pages = p.page_table + tile.sequence * p.max_pages;
-        EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
+        PrefillBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);
         if (tid == 0) {
             s.works[q.index] = {tile, kv_head};
-            FullBarrier::arrive(&s.q_full[q.index]);
+            PrefillBarrier::arrive(&s.q_full[q.index]);
         }
         load_q(tile, kv_head, s.q[q.index]);
         arrive_after_copies(&s.q_full[q.index]);
@@ -185,10 +180,10 @@ struct Gatherer {
             const int2 slots = next;
             block += C::kBlockN;
             next = load_slots(pages, block, first_visible, end_key);
-            EmptyBarrier::wait(&s.k_empty[kv.index], kv.phase ^ 1);
+            PrefillBarrier::wait(&s.k_empty[kv.index], kv.phase ^ 1);
             load_rows(p.k_cache, slots, kv_head, s.k[kv.index]);
             arrive_after_copies(&s.k_full[kv.index]);
-            EmptyBarrier::wait(&s.v_empty[kv.index], kv.phase ^ 1);
+            PrefillBarrier::wait(&s.v_empty[kv.index], kv.phase ^ 1);
             load_rows(p.v_cache, slots, kv_head, s.v[kv.index]);
             arrive_after_copies(&s.v_full[kv.index]);
         }
@@ -202,55 +197,55 @@ __device__ __forceinline__ int2 row_keys(const PrefillParams& p, const TileWork&
     return {p.window > 0 ? max(0, position + 1 - p.window) : 0, position + 1};
 }
 
-// As RowTile::start, for rows in the order of the tile. Returns the keys that any of the
-// warpgroup's rows sees.
+// Begins a warpgroup's rows, from first_row of the tile on; returns the keys that any of them sees.
 template <typename C>
 __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWork& work,
-                                           RowTile<C>& tile, int first_row) {
-    tile.base = first_row;
-    tile.num_rows = work.tile.num_rows - first_row;
+                                           RowTile<C>& rows, int first_row) {
+    rows.base = first_row;
+    rows.num_rows = work.tile.num_rows - first_row;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        tile.bounds[half] = row_keys(p, work, tile.row(half));
-        tile.top[half] = attention::kNoMax;
-        tile.sum[half] = 0.0f;
+        rows.bounds[half] = row_keys(p, work, rows.row(half));
+        rows.top[half] = kNoMax;
+        rows.sum[half] = 0.0f;
     }
-    tile.warp_begin = __shfl_sync(kFullMask, tile.bounds[0].x, 0);
-    tile.full_end = __shfl_sync(kFullMask, tile.bounds[0].y, 0);
-    tile.full_begin = __shfl_sync(kFullMask, tile.bounds[1].x, 31);
-    tile.warp_end = __shfl_sync(kFullMask, tile.bounds[1].y, 31);
-    tile.scale = p.tile.softmax_scale * kLog2e;
-    tile.is_fresh = true;
-    if (tile.num_rows <= 0) return {0, 0};
-    const int last = first_row + min(tile.num_rows, kTileRows) - 1;
+    rows.warp_begin = __shfl_sync(kFullMask, rows.bounds[0].x, 0);
+    rows.full_end = __shfl_sync(kFullMask, rows.bounds[0].y, 0);
+    rows.full_begin = __shfl_sync(kFullMask, rows.bounds[1].x, 31);
+    rows.warp_end = __shfl_sync(kFullMask, rows.bounds[1].y, 31);
+    rows.scale = p.scale;
+    rows.is_fresh = true;
+    if (rows.num_rows <= 0) return {0, 0};
+    const int last = first_row + min(rows.num_rows, kTileRows) - 1;
     return {uniform(row_keys(p, work, first_row).x), uniform(row_keys(p, work, last).y)};
 }
 
 // Divides by the sums, stages in the warp's own rows of q, and writes whole 16-byte pieces.
 template <typename C>
 __device__ __forceinline__ void store_rows(const PrefillParams& p, const TileWork& work,
-                                           RowTile<C>& tile, typename C::Element* staging) {
+                                           RowTile<C>& rows, int first_row,
+                                           typename C::Element* staging) {
     using T = typename C::Element;
-    const int warp_row = tile.tid / 32 * 16;
-    if (tile.num_rows <= warp_row) return;
+    const int warp_row = rows.tid / 32 * 16;
+    if (rows.num_rows <= warp_row) return;
     float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        inverse[half] = attention::reciprocal_approx(quad_sum(tile.sum[half]));
+        inverse[half] = reciprocal_approx(quad_sum(rows.sum[half]));
     }
     const uint32_t base = cute::cast_smem_ptr_to_uint(staging);
-    const int lane_row = warp_row + tile.lane % 16, lane_column = tile.lane / 16 * 8;
+    const int lane_row = warp_row + rows.lane % 16, lane_column = rows.lane / 16 * 8;
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < C::kDim / 16; ++j) {
         uint32_t words[4];  // rows 0-7, rows 8-15, then both again 8 columns on
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            words[i] = attention::pack<T>(tile.out(8 * j + 2 * i) * inverse[i % 2],
-                                          tile.out(8 * j + 2 * i + 1) * inverse[i % 2]);
+            words[i] = pack_pair<T>(rows.out(8 * j + 2 * i) * inverse[i % 2],
+                                    rows.out(8 * j + 2 * i + 1) * inverse[i % 2]);
         }
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         base + attention::tile_offset<C>(lane_row, 16 * j + lane_column)),
+                         base + tile_offset<C>(lane_row, 16 * j + lane_column)),
                      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
                      : "memory");
     }
@@ -258,13 +253,13 @@ __device__ __forceinline__ void store_rows(const PrefillParams& p, const TileWor
     constexpr int kPieces = C::kDim / 8;
 #pragma unroll
     for (int i = 0; i < 16 * kPieces / 32; ++i) {
-        const int row = (i * 32 + tile.lane) / kPieces, column = (i * 32 + tile.lane) % kPieces * 8;
-        const int in_tile = tile.base + warp_row + row;
+        const int row = (i * 32 + rows.lane) / kPieces, column = (i * 32 + rows.lane) % kPieces * 8;
+        const int in_tile = rows.base + warp_row + row;
         if (column >= p.head_dim || in_tile >= work.tile.num_rows) continue;
         uint4 bits;
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
-                     : "r"(base + attention::tile_offset<C>(warp_row + row, column)));
+                     : "r"(base + tile_offset<C>(warp_row + row, column)));
         const int head = work.kv_head * p.group + p.head_of(in_tile);
         const int64_t at =
             int64_t{work.tile.first_token + p.token_of(in_tile)} * p.num_heads + head;
@@ -277,15 +272,15 @@ template <typename C>
 __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSmem<C>& s) {
     constexpr int kN = C::kBlockN;
     const int warpgroup = uniform(static_cast<int>(threadIdx.x) / 128);
-    RowTile<C> tile{p.tile, static_cast<int>(threadIdx.x) % 128,
-                    static_cast<int>(threadIdx.x) % 32};
+    const int first_row = warpgroup * kTileRows;
+    RowTile<C> rows{static_cast<int>(threadIdx.x) % 128, static_cast<int>(threadIdx.x) % 32};
     const auto release = [&](uint64_t* barrier) {
         __syncwarp();
-        if (tile.lane == 0) EmptyBarrier::arrive(barrier);
+        if (rows.lane == 0) PrefillBarrier::arrive(barrier);
     };
     // cp.async writes as threads do; wgmma reads as the copy engine does.
     const auto wait_full = [&](uint64_t* barrier, int phase) {
-        FullBarrier::wait(barrier, phase);
+        PrefillBarrier::wait(barrier, phase);
         cutlass::arch::fence_view_async_shared();
     };
     RingIndex<C::kQStages> q;
@@ -294,7 +289,7 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
         wait_full(&s.q_full[q.index], q.phase);
         const TileWork& work = s.works[q.index];  // stays until q is given back
         if (work.kv_head < 0) break;
-        const int2 own = start_rows(p, work, tile, warpgroup * kTileRows);
+        const int2 own = start_rows(p, work, rows, first_row);
         auto* q_tile = s.q[q.index] + warpgroup * C::kQElements;
         const int end = uniform(work.tile.end_key);
         for (int first = uniform(work.tile.first_key); first < end; first += kN, kv.advance()) {
@@ -309,20 +304,20 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
             }
             const auto on_scores = [&] { release(&s.k_empty[stage]); };
             if (own.y - first <= kN / 2) {
-                tile.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
+                rows.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
                                              wait_v);
             } else {
-                tile.template attend<kN>(q_tile, s.k[stage], s.v[stage], first, on_scores, wait_v);
+                rows.template attend<kN>(q_tile, s.k[stage], s.v[stage], first, on_scores, wait_v);
             }
             release(&s.v_empty[stage]);
         }
-        store_rows(p, work, tile, q_tile);
+        store_rows(p, work, rows, first_row, q_tile);
         release(&s.q_empty[q.index]);
         q.advance();
     }
 }
 
-template <typename C, int kGatherRegisters>
+template <typename C>
 __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     prefill_kernel(const __grid_constant__ PrefillParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
@@ -330,14 +325,14 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     constexpr int kConsumerWarps = 4 * C::kNumWarpgroups;
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kQStages; ++i) {
-            FullBarrier::init(&s.q_full[i], 128 + 1);  // copies, and the work
-            EmptyBarrier::init(&s.q_empty[i], kConsumerWarps);
+            PrefillBarrier::init(&s.q_full[i], 128 + 1);  // copies, and the work
+            PrefillBarrier::init(&s.q_empty[i], kConsumerWarps);
         }
         for (int i = 0; i < C::kStages; ++i) {
-            FullBarrier::init(&s.k_full[i], 128);
-            FullBarrier::init(&s.v_full[i], 128);
-            EmptyBarrier::init(&s.k_empty[i], kConsumerWarps);
-            EmptyBarrier::init(&s.v_empty[i], kConsumerWarps);
+            PrefillBarrier::init(&s.k_full[i], 128);
+            PrefillBarrier::init(&s.v_full[i], 128);
+            PrefillBarrier::init(&s.k_empty[i], kConsumerWarps);
+            PrefillBarrier::init(&s.v_empty[i], kConsumerWarps);
         }
         cutlass::arch::fence_barrier_init();
     }
@@ -345,7 +340,7 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     wait_for_prior_kernel();
     release_next_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / 128) == C::kNumWarpgroups) {
-        cutlass::arch::warpgroup_reg_dealloc<kGatherRegisters>();
+        cutlass::arch::warpgroup_reg_dealloc<C::kGatherRegisters>();
         Gatherer<C> gatherer{p, static_cast<int>(threadIdx.x) % 128,
                              static_cast<int>(threadIdx.x) % 32};
         gatherer.run(s, p.header->num_tiles * p.num_kv_heads);
