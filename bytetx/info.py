@@ -29,7 +29,7 @@ def checkpoint_info(
         "intermediate_size": spec.intermediate_size,
         "vocab_size": spec.vocab_size,
         "max_tokens": max_tokens,
-        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
         "token_budget": token_budget,
         "workspace_bytes": spec.workspace_bytes(token_budget, checkpoint.dtype.itemsize),
@@ -41,3 +41,8 @@ def checkpoint_info(
         "has_tokenizer": checkpoint.tokenizer is not None,
         "unused_tensors": list(checkpoint.unused_tensors),
     }
+
+
+def _dtype_name(checkpoint: LoadedCheckpoint) -> str:
+    name = str(checkpoint.dtype).removeprefix("torch.")
+    return f"fp8 ({name} outside of GEMMs)" if checkpoint.is_fp8 else name

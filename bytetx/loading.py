@@ -21,6 +21,7 @@ from bytetx.heads import (
     load_sequence_classification,
     load_token_classification,
 )
+from bytetx.ops import native
 from bytetx.sentence import Module, SentenceSpec, load_modules, load_sentence_spec
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.tensors import TensorLoader
@@ -31,6 +32,7 @@ from bytetx.weights import Weights
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class LoadedCheckpoint:
     unused_tensors: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
+    is_fp8: bool
 
 
 def load_checkpoint(
@@ -75,11 +78,14 @@ def load_checkpoint(
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
-    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    is_fp8 = dtype == FP8
+    if is_fp8:
+        check_fp8(spec, device)
+    dtype = resolve_dtype("auto" if is_fp8 else dtype, device, saved=weights.dtype)
     weights = weights.cast(dtype)
     prepack = device.type == "cpu"
     transformer = Transformer.from_tensors(
-        spec, weights, dtype=dtype, device=device, prepack=prepack
+        spec, weights, dtype=dtype, device=device, prepack=prepack, fp8=is_fp8
     )
     loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
     heads = _load_heads(spec, loader, word=transformer.embeddings.word)
@@ -109,7 +115,19 @@ def load_checkpoint(
         unused_tensors=unused,
         device=device,
         dtype=dtype,
+        is_fp8=is_fp8,
     )
+
+
+def check_fp8(spec: ModelSpec, device: torch.device) -> None:
+    """Raises InputError where dtype="fp8" cannot run this model on this device."""
+    if spec.decoder is not None:
+        raise InputError(
+            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
+        )
+    reason = native.why_no_kernel("fp8_linear", device)
+    if reason is not None:
+        raise InputError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -142,7 +160,7 @@ def resolve_dtype(
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
     resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if resolved not in DTYPES.values():
-        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, {FP8}, got {dtype!r}")
     return resolved
 
 

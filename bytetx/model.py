@@ -58,7 +58,8 @@ def load(
 
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
     as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
-    or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16.
+    or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16;
+    fp8: an encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.

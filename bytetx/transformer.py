@@ -1,7 +1,7 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -12,6 +12,7 @@ from bytetx.cache import KvCache
 from bytetx.decoder import Decoder, load_decoder
 from bytetx.decoder import tensor_names as decoder_tensor_names
 from bytetx.errors import CheckpointError
+from bytetx.fp8 import Fp8Layer, quantize_layer, run_layers
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
@@ -44,7 +45,8 @@ class LayerWeights:
 class Transformer:
     """A model's weights and its forward pass. Holds no state between calls.
 
-    layers: an encoder's.  decoder: a causal model's layers; then `layers` is empty.
+    layers: an encoder's.  fp8_layers: the same with E4M3 weights, instead of `layers`.
+    decoder: a causal model's layers; then both are empty.
     project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
     """
 
@@ -55,12 +57,13 @@ class Transformer:
         layers: list[LayerWeights],
         relative_bias: torch.Tensor | None,
         *,
+        fp8_layers: Sequence[Fp8Layer] = (),
         decoder: Decoder | None = None,
         project_out: LinearWeight | None = None,
     ):
         self.spec = spec
         self.embeddings = embeddings
-        self.layers = layers
+        self.layers, self.fp8_layers = layers, fp8_layers
         self.relative_bias = relative_bias
         self.decoder, self.project_out = decoder, project_out
 
@@ -73,11 +76,13 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device | str,
         prepack: bool,
+        fp8: bool = False,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
         prepack: reorder linear weights for the CPU's GEMM; False keeps and shares the tensors
         given, so that a caller who owns them does not hold them twice.
+        fp8: an encoder's layers multiply E4M3 rows; dtype is that of everything else, f16 or bf16.
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
@@ -93,12 +98,12 @@ class Transformer:
             table = _embedding_weights(spec, load)
             out = _project_out(spec, load)
             return cls(spec, table, [], None, decoder=load_decoder(spec, load), project_out=out)
-        return cls(
-            spec,
-            _embedding_weights(spec, load),
-            [_layer_weights(spec, load, i) for i in range(spec.num_layers)],
-            _relative_bias(spec, load),
-        )
+        table, layers = _embedding_weights(spec, load), range(spec.num_layers)
+        bias = _relative_bias(spec, load)
+        if fp8:
+            fp8_layers = [_fp8_layer(_layer_weights(spec, load, i)) for i in layers]
+            return cls(spec, table, [], bias, fp8_layers=fp8_layers)
+        return cls(spec, table, [_layer_weights(spec, load, i) for i in layers], bias)
 
     @property
     def is_capturable(self) -> bool:
@@ -150,6 +155,10 @@ class Transformer:
             head_dim=self.spec.head_dim,
             has_bias=self.relative_bias is not None,
         )
+        if self.fp8_layers:
+            attend = partial(self._attend, batch=batch, plan=plan)
+            options = {"activation": self.spec.activation, "eps": self.spec.norm_eps}
+            return run_layers(x, self.fp8_layers, attend, **options, on_layer=on_layer)
         for weights in self.layers:
             # Two steps, so that the first one's activations are gone when the second one runs.
             x = self._attention(x, weights, batch, plan)
@@ -321,6 +330,10 @@ def _layer_weights(spec: ModelSpec, load: TensorLoader, i: int) -> LayerWeights:
         ffn_out=load.linear([names["ffn_out"]], hidden, inner),
         ffn_norm=load.norm(names["ffn_norm"], hidden),
     )
+
+
+def _fp8_layer(w: LayerWeights) -> Fp8Layer:
+    return quantize_layer(w.qkv, w.attn_out, w.attn_norm, w.ffn_in, w.ffn_out, w.ffn_norm)
 
 
 def _relative_bias(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:

@@ -36,6 +36,7 @@ HEIGHTS = {
     "bytetx.tasks": 4,
     "bytetx.engine": 3,
     "bytetx.byte_level": 2,
+    "bytetx.fp8": 2,
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
     "bytetx.rotary": 2,

@@ -1,0 +1,82 @@
+"""Encoders whose GEMMs multiply E4M3 rows: every family, the bound of inner rows, real embeddings."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bytetx
+from bytetx.bench.texts import Lognormal, english_passages
+from bytetx.demo import demo_checkpoint
+from bytetx.errors import InputError
+from bytetx.fp8 import inner_bound
+from bytetx.ops import native
+from bytetx.ops.linear import prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.tensors import NormWeight
+from bytetx.transformer import Transformer
+from tests import tiny
+from tests.tiny import one_thread  # noqa: F401
+
+# Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.
+_GEMM_NOISE = 0.037
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_family_stays_near_its_own_f32(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    exact = tiny.load(tiny.save(tiny.tiny_model(family), tmp_path))
+    options = {"dtype": dtype, "device": "cpu", "prepack": False, "fp8": True}
+    fp8 = Transformer.from_tensors(exact.spec, exact.weights.cast(dtype), **options)
+    assert not fp8.layers and len(fp8.fp8_layers) == exact.spec.num_layers
+    batch = exact.pack(tiny.random_ids([1, 30, 7, 64]))
+    seen: list[torch.Tensor] = []
+    rows = fp8.forward(batch, on_layer=seen.append)
+    assert rows.dtype == dtype and len(seen) == exact.spec.num_layers + 1
+    expected = exact.transformer.forward(batch)
+    error = (rows.float() - expected).norm() / expected.norm()
+    # Eight rounded products behind one another at most double what one of each adds up to.
+    assert 1e-3 < error < 2 * _GEMM_NOISE * 8**0.5
+
+
+@pytest.mark.parametrize("k", [32, 384])
+def test_no_inner_row_passes_its_bound(k: int) -> None:
+    torch.manual_seed(k)
+    weight = torch.randn(96, k) + 0.3
+    norm = NormWeight(torch.randn(k), torch.randn(k))
+    w = prepare_linear(weight, torch.randn(96), prepack=False)
+    bound = inner_bound(w, norm)
+    # The worst row there is: along the centred, scaled weights of the output with the largest.
+    worst = weight * norm.weight
+    x = torch.cat([torch.randn(500, k), worst, -worst, 100 * torch.eye(k)])
+    inner = layer_norm(x, norm.weight, norm.bias, eps=1e-12) @ weight.T + w.bias
+    assert inner.abs().max() <= bound * 1.0001
+    assert inner.abs().max() >= bound * 0.9
+    assert inner_bound(replace(w, bias=None), NormWeight(norm.weight, None)) > 0
+
+
+def test_fp8_says_where_it_cannot_run(tmp_path: Path) -> None:
+    folder = tiny.save(tiny.tiny_model("bert"), tmp_path)
+    with pytest.raises(InputError, match="dtype fp8 cannot run on cpu: .*; use dtype float16"):
+        bytetx.load(folder, device="cpu", dtype="fp8")
+
+
+@pytest.mark.gpu
+def test_embeddings_of_a_real_checkpoint() -> None:
+    if native.why_no_kernel("fp8_linear", torch.device("cuda")) is not None:
+        pytest.skip("no kernel for this GPU")
+    texts = english_passages(256) + english_passages(64, lengths=Lognormal(12, 0.5, 4, 64))
+    folder = demo_checkpoint()
+    exact = bytetx.load(folder, device="cuda", dtype="float32").embed(texts).vectors
+    model = bytetx.load(folder, device="cuda", dtype="fp8")
+    got = model.embed(texts).vectors
+    cosine = (np.asarray(got) * np.asarray(exact)).sum(1)
+    print(f"cosine: mean {cosine.mean():.5f}, least {cosine.min():.5f}")
+    assert cosine.mean() >= 0.997 and cosine.min() >= 0.993
+    assert "fp8" in model.info()["dtype"]
+    alone = model.embed(texts[:1]).vectors
+    assert (np.asarray(alone) * np.asarray(got)[:1]).sum() >= 0.9999
