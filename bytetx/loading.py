@@ -78,16 +78,12 @@ def load_checkpoint(
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
-    is_fp8 = dtype == FP8
-    if is_fp8:
-        check_fp8(spec, device)
-    dtype = resolve_dtype("auto" if is_fp8 else dtype, device, saved=weights.dtype)
+    is_fp8 = wants_fp8(dtype, spec, device)
+    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
     weights = weights.cast(dtype)
-    prepack = device.type == "cpu"
-    transformer = Transformer.from_tensors(
-        spec, weights, dtype=dtype, device=device, prepack=prepack, fp8=is_fp8
-    )
-    loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
+    options = {"dtype": dtype, "device": device, "prepack": device.type == "cpu"}
+    transformer = Transformer.from_tensors(spec, weights, **options, fp8=is_fp8)
+    loader = TensorLoader(weights, **options)
     heads = _load_heads(spec, loader, word=transformer.embeddings.word)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
@@ -119,8 +115,10 @@ def load_checkpoint(
     )
 
 
-def check_fp8(spec: ModelSpec, device: torch.device) -> None:
-    """Raises InputError where dtype="fp8" cannot run this model on this device."""
+def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether dtype is "fp8". Raises InputError where it cannot run this model on this device."""
+    if dtype != FP8:
+        return False
     if spec.decoder is not None:
         raise InputError(
             f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
@@ -128,6 +126,7 @@ def check_fp8(spec: ModelSpec, device: torch.device) -> None:
     reason = native.why_no_kernel("fp8_linear", device)
     if reason is not None:
         raise InputError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
+    return True
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -153,8 +152,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, device: torch.device, *, saved: torch.dtype
 ) -> torch.dtype:
-    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16."""
-    if dtype == "auto":
+    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
+
+    So is what surrounds the GEMMs of "fp8", which wants_fp8 has looked at.
+    """
+    if dtype in ("auto", FP8):
         if device.type == "cpu":
             return torch.float32
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16

@@ -1,4 +1,4 @@
-"""Encoders whose GEMMs multiply E4M3 rows: every family, the bound of inner rows, real embeddings."""
+"""Encoders with GEMMs of E4M3 rows: every family, the bound of inner rows, real embeddings."""
 
 from dataclasses import replace
 from pathlib import Path

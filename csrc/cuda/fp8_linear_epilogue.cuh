@@ -36,12 +36,19 @@ struct Fp8TileEdge {
     static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
     static constexpr int kColumnGroups = C::kTileN / kPermutedRows;
     static constexpr bool kIsFp8 = sizeof(Out) == 1;
+    struct Columns {
+        float scale[8], bias[8];
+    };
+    // Where there are registers to hold them while products run.
+    static constexpr bool kIsEarly = C::kTileN * C::kRowBlocks <= 256 && C::kTileN <= 128 && !LATE;
+    static constexpr int kEarlyGroups = kIsEarly ? kColumnGroups : 1;
     const Fp8Params& p;
     int m, n;  // first row, first column
     int lane = static_cast<int>(threadIdx.x) % 32;
     int first_row = m + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16 + lane / 4;
     int first_column = n + lane % 4 * 8;
     float row_scale[kRowsOfThread] = {};
+    Columns columns[kEarlyGroups] = {};
 
     __device__ __forceinline__ int row(int i) const { return first_row + i / 2 * 64 + i % 2 * 8; }
 
@@ -50,41 +57,51 @@ struct Fp8TileEdge {
         return i / 2 * (C::kTileN / 2) + 16 * q + e / 2 * 4 + i % 2 * 2 + e % 2;
     }
 
-    // Before the products: their loads are over when these are done.
+    __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
+
+    // Before the products, so that nothing is waited for after them. Addresses outside are moved
+    // inside instead of skipped: a branch around each load would let them come one by one.
     __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
             row_scale[i] = p.a_scale == nullptr ? 1.0f : p.a_scale[min(row(i), p.m - 1)];
         }
+        if constexpr (kIsEarly) load_columns(columns);
     }
 
     template <typename Sums>
     __device__ __forceinline__ void store(const Sums& sums) const {
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
-            if (n + q * kPermutedRows >= p.n) break;
-            float scale[8], bias[8];
-            load_eight(scale, p.b_scale, q);
-            load_eight(bias, p.float_bias, q);
+            Columns late[1] = {};
+            if constexpr (!kIsEarly) load_group(late[0], q);
+            const Columns& group = kIsEarly ? columns[kIsEarly ? q : 0] : late[0];
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
                 float x[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] = fmaf(sums(at(i, q, e)) * row_scale[i], scale[e], bias[e]);
+                    x[e] = fmaf(sums(at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
                 }
-                if (row(i) < p.m) store_eight(x, i, q);
+                if (row(i) < p.m && has_group(q)) store_eight(x, i, q);
             }
         }
     }
 
-    __device__ __forceinline__ void load_eight(float (&x)[8], const float* columns, int q) const {
-        float4 low{}, high{};
-        if (columns != nullptr) {
-            const float* from = columns + first_column + q * kPermutedRows;
-            low = __ldg(reinterpret_cast<const float4*>(from));
-            high = __ldg(reinterpret_cast<const float4*>(from + 4));
-        }
+    __device__ __forceinline__ void load_columns(Columns (&groups)[kEarlyGroups]) const {
+#pragma unroll
+        for (int q = 0; q < kEarlyGroups; ++q) load_group(groups[q], q);
+    }
+
+    __device__ __forceinline__ void load_group(Columns& group, int q) const {
+        const int column = first_column + (has_group(q) ? q * kPermutedRows : 0);
+        load_eight(group.scale, p.b_scale + column);
+        if (p.float_bias != nullptr) load_eight(group.bias, p.float_bias + column);
+    }
+
+    __device__ __forceinline__ static void load_eight(float (&x)[8], const float* from) {
+        const float4 low = __ldg(reinterpret_cast<const float4*>(from));
+        const float4 high = __ldg(reinterpret_cast<const float4*>(from + 4));
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     }
