@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.fp8_linear import Fp8LinearWeight, fp8_linear, prepare_fp8_linear
-from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.tensors import NormWeight
@@ -25,6 +25,7 @@ _MARGIN = 1.1
 
 Rows = tuple[Tensor, Tensor]  # E4M3 [m, k], f32 scales [m]
 Gemm = LinearWeight | Fp8LinearWeight
+ToNorm = tuple[Tensor, Tensor | None]  # a projection, and a residual that is still to be added
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +97,25 @@ def run_layers(
     rows = _rows_for(layers[0].qkv, x)
     for layer, after in zip(layers, [*layers[1:], None], strict=True):
         attended = attend(_multiply(x, rows, layer.qkv))
-        d = _multiply(attended, _rows_for(layer.attn_out, attended), layer.attn_out)
-        x, rows = _norm(d, x, layer.attn_norm, eps=eps, reader=layer.ffn_in)
+        d = _project(attended, _rows_for(layer.attn_out, attended), layer.attn_out, residual=x)
+        x, rows = _norm(*d, layer.attn_norm, eps=eps, reader=layer.ffn_in)
         d = _feed_forward(x, rows, layer, activation)
         reader = None if after is None else after.qkv
-        x, rows = _norm(d, x, layer.ffn_norm, eps=eps, reader=reader)
+        x, rows = _norm(*d, layer.ffn_norm, eps=eps, reader=reader)
         if on_layer:
             on_layer(x)
     return x
 
 
-def _feed_forward(x: Tensor, rows: Rows | None, layer: Fp8Layer, activation: str) -> Tensor:
-    """Before the norm and without the residual."""
+def _feed_forward(x: Tensor, rows: Rows | None, layer: Fp8Layer, activation: str) -> ToNorm:
     if layer.inner_scale is None:
         inner = _multiply(x, rows, layer.ffn_in, activation=activation)
-        return _multiply(inner, None, layer.ffn_out)
+        return _project(inner, None, layer.ffn_out, residual=x)
     assert rows is not None and isinstance(layer.ffn_in, Fp8LinearWeight)
     assert isinstance(layer.ffn_out, Fp8LinearWeight)
     options = {"activation": activation, "out_scale": layer.inner_scale}
-    return fp8_linear(fp8_linear(*rows, layer.ffn_in, **options), None, layer.ffn_out)
+    inner = fp8_linear(*rows, layer.ffn_in, **options)
+    return fp8_linear(inner, None, layer.ffn_out, residual=x), None
 
 
 def _multiply(x: Tensor, rows: Rows | None, w: Gemm, *, activation: str = "none") -> Tensor:
@@ -124,8 +125,18 @@ def _multiply(x: Tensor, rows: Rows | None, w: Gemm, *, activation: str = "none"
     return fp8_linear(*rows, w, activation=activation)
 
 
+def _project(x: Tensor, rows: Rows | None, w: Gemm, *, residual: Tensor) -> ToNorm:
+    """x @ w.T + bias, and the residual where the norm had better add it."""
+    if isinstance(w, Fp8LinearWeight):
+        assert rows is not None
+        return fp8_linear(*rows, w, residual=residual), None
+    if fuses_residual(x.shape[0], w):
+        return linear(x, w, residual=residual), None
+    return linear(x, w), residual
+
+
 def _norm(
-    d: Tensor, residual: Tensor, norm: NormWeight, *, eps: float, reader: Gemm | None
+    d: Tensor, residual: Tensor | None, norm: NormWeight, *, eps: float, reader: Gemm | None
 ) -> tuple[Tensor, Rows | None]:
     """norm(d + residual), in d's place, and its E4M3 rows where the GEMM that reads it wants."""
     rows = empty_fp8_rows(d) if isinstance(reader, Fp8LinearWeight) else None

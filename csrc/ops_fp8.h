@@ -4,20 +4,21 @@
 
 namespace bytetx {
 
-// cuda only. d = act(a_scale b_scale (a b^T) + bias) of rows of E4M3, f32 accumulation.
+// cuda only. d = act(a_scale b_scale (a b^T) + bias + residual), a and b E4M3, f32 accumulation.
 struct Fp8LinearParams {
     const uint8_t* a;      // [m, k], contiguous and 16-byte aligned like all operands
     const uint8_t* b;      // [n, k]
     const float* a_scale;  // [m], or null for ones
     const float* b_scale;  // [n]
     const float* bias;     // [n], or null for none
-    void* d;               // [m, n], dtype; or E4M3 of the result / d_scale, beyond 448 cut off
+    const void* residual;  // [m, n], dtype, or null for none; only with activation none and no E4M3 d
+    void* d;               // [m, n], dtype (may be the residual), or E4M3 of d / d_scale
     int64_t m;
     int64_t n;  // a multiple of 32
     int64_t k;  // a multiple of 16
     Activation activation;
     bool is_d_fp8;
-    float d_scale;  // of an E4M3 d
+    float d_scale;  // what is beyond 448 of it is cut off
     int32_t tiling;  // an index into fp8_linear_tilings()
     DType dtype;     // f16 or bf16
 };

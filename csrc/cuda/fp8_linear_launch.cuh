@@ -50,6 +50,7 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
     p.a = make_fp8_a_map(o, C::kTileM / C::kClusterN);
     p.b = make_fp8_b_map(o, C::kTileN / C::kClusterM);
   
+    p.residual = o.residual;
     p.d = o.d;
     p.m = static_cast<int>(o.m);
     p.n = static_cast<int>(o.n);
@@ -66,7 +67,7 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
 
 template <typename C, Epilogue kEpilogue, typename Out>
 void launch_fp8(const Fp8LinearParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Smem<C>);
+    constexpr int kSmemBytes = sizeof(Fp8Smem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
     const Fp8Params p = make_fp8_params<C>(o);
     const auto kernel = gemm_fp8_kernel<C, kEpilogue, Out>;

@@ -7,8 +7,6 @@
 
 namespace bytetx::gemm {
 
-void fp8_linear_128x192(const Fp8LinearParams& p, cudaStream_t stream);
-void fp8_linear_192x128(const Fp8LinearParams& p, cudaStream_t stream);
 void fp8_linear_128x128(const Fp8LinearParams& p, cudaStream_t stream);
 void fp8_linear_64x128(const Fp8LinearParams& p, cudaStream_t stream);
 void fp8_linear_64x64(const Fp8LinearParams& p, cudaStream_t stream);
