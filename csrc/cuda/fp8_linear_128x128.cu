@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void fp8_linear_128x128(const Fp8LinearParams& p, cudaStream_t stream) {
-    launch_fp8_tiling<Tiling<2, 128, 7, true>>(p, stream);
+    launch_fp8_tiling<Tiling<2, 128, 7, 1>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void fp8_linear_64x128(const Fp8LinearParams& p, cudaStream_t stream) {
-    launch_fp8_tiling<Tiling<1, 128, 8, true>>(p, stream);
+    launch_fp8_tiling<Tiling<1, 128, 8, 1>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

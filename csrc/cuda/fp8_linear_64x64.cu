@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void fp8_linear_64x64(const Fp8LinearParams& p, cudaStream_t stream) {
-    launch_fp8_tiling<Tiling<1, 64, 12, true>>(p, stream);
+    launch_fp8_tiling<Tiling<1, 64, 12, 1>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

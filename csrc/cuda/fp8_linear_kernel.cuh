@@ -21,17 +21,14 @@ struct Fp8Config : Tile_ {
     static constexpr int kThreads = (Tile::kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
-    static constexpr int kGroupRows = 64 * Tile::kRowBlocks;  // of a warpgroup
-    static constexpr int kTileM = kGroupRows;
-    static constexpr int kClusterCtas = Tile::kClusterM * Tile::kClusterN;
+    static constexpr int kTileM = 64 * Tile::kRowBlocks;
     static constexpr int kAElements = kTileM * kBlockK;
     static constexpr int kBElements = Tile::kTileN * kBlockK;
     static constexpr int kStageBytes = (kAElements + kBElements) * kElementBytes;
     static constexpr int kFeatures = kBlockK * 2;  // of a stage
-    static_assert(Tile::kPingPong, "its epilogue must run under products");
     using Atom = cute::GMMA::Layout_K_SW128_Atom<Fp8>;
     using LayoutA = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<kFeatures>>{}));
+        Atom{}, cute::Shape<cute::Int<kTileM>, cute::Int<kFeatures>>{}));
     using LayoutB = decltype(cute::tile_to_shape(
         Atom{}, cute::Shape<cute::Int<Tile::kTileN>, cute::Int<kFeatures>>{}));
     using Mma = decltype(cute::make_tiled_mma(
@@ -39,55 +36,17 @@ struct Fp8Config : Tile_ {
             Fp8, Fp8, float,
             cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kFeatures>>>()));
     using Sums = decltype(cute::partition_fragment_C(
-        Mma{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Tile::kTileN>>{}));
+        Mma{}, cute::Shape<cute::Int<kTileM>, cute::Int<Tile::kTileN>>{}));
+
+    static __device__ __forceinline__ Fp8* operand(Fp8Pair* rows) {
+        return reinterpret_cast<Fp8*>(rows);
+    }
 };
 
 template <typename C>
 struct Fp8Smem : Smem<C> {
     Fp8Columns<C::kTileN> columns[C::kConsumers];
 };
-
-// sums = rows of a times rows of b; otherwise as multiply().
-template <typename C, typename OnLast>
-__device__ __forceinline__ void multiply_fp8(const Params& p, Smem<C>& s, const Schedule<C>& at,
-                                             RingIndex<C::kStages>& ring, typename C::Sums& sums,
-                                             OnLast&& on_last) {
-    using namespace cute;
-    typename C::Mma mma;
-    auto thread = mma.get_thread_slice(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
-    const auto multiply_stage = [&](bool is_first) {
-        FullBarrier::wait(&s.full[ring.index], ring.phase);
-        const auto rows_of = [](Fp8Pair* rows) {
-            return make_smem_ptr(reinterpret_cast<typename C::Fp8*>(rows));
-        };
-        Tensor a_tile = make_tensor(rows_of(s.a[ring.index]), typename C::LayoutA{});
-        Tensor b_tile = make_tensor(rows_of(s.b[ring.index]), typename C::LayoutB{});
-        Tensor a = thread.partition_fragment_A(a_tile);
-        Tensor b = thread.partition_fragment_B(b_tile);
-        warpgroup_arrive();
-#pragma unroll
-        for (int step = 0; step < size<2>(a); ++step) {
-            mma.accumulate_ = is_first && step == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-            cute::gemm(mma, a(_, _, step), b(_, _, step), sums);
-        }
-        warpgroup_commit_batch();
-    };
-    warpgroup_fence_operand(sums);
-    int previous = ring.index;
-    multiply_stage(true);
-    ring.advance();
-    for (int block = 1; block < p.num_k_blocks; ++block) {
-        multiply_stage(false);
-        warpgroup_wait<1>();  // the block before is done with its stage
-        release_stage(s, previous, at);
-        previous = ring.index;
-        ring.advance();
-    }
-    on_last();
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(sums);
-    release_stage(s, previous, at);
-}
 
 template <typename C, Epilogue kEpilogue, typename Out>
 __device__ __forceinline__ void consume_fp8(const Fp8Params& p, Fp8Smem<C>& s,
@@ -105,9 +64,11 @@ __device__ __forceinline__ void consume_fp8(const Fp8Params& p, Fp8Smem<C>& s,
         Fp8TileEdge<C, kEpilogue, Out> edge{p, s.columns[group], at.tile_m(p, tile),
                                             at.tile_n(p, tile)};
         edge.begin(group);
+        cute::clear(sums);
         EmptyBarrier::wait(&s.turn[group], turn_phase);  // as in consume()
         turn_phase ^= 1;
-        multiply_fp8(p, s, at, ring, sums, [&] {
+        const auto release = [&](int stage) { release_stage(s, stage); };
+        multiply<C>(s, p.num_k_blocks, ring, sums, release, [&] {
             if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
         });
         ring.advance(p.num_k_blocks);

@@ -47,16 +47,16 @@ template <typename C>
 Fp8Params make_fp8_params(const Fp8LinearParams& o) {
     const auto tiles = [](int64_t size, int tile) { return int((size + tile - 1) / tile); };
     Fp8Params p{};
-    p.a = make_fp8_a_map(o, C::kTileM / C::kClusterN);
-    p.b = make_fp8_b_map(o, C::kTileN / C::kClusterM);
+    p.a = make_fp8_a_map(o, C::kTileM);
+    p.b = make_fp8_b_map(o, C::kTileN / C::kClusterCtas);
   
     p.residual = o.residual;
     p.d = o.d;
     p.m = static_cast<int>(o.m);
     p.n = static_cast<int>(o.n);
     p.num_k_blocks = tiles(o.k, C::kFeatures);
-    p.tiles_m = tiles(o.m, C::kTileM * C::kClusterM);
-    p.tiles_n = tiles(o.n, C::kTileN * C::kClusterN);
+    p.tiles_m = tiles(o.m, C::kTileM * C::kClusterCtas);
+    p.tiles_n = tiles(o.n, C::kTileN);
     p.activation = activation_constants(o.activation);
     p.a_scale = o.a_scale;
     p.b_scale = o.b_scale;
