@@ -1,12 +1,15 @@
 """An encoder's layers with GEMMs of E4M3 rows: what is rounded where, and the pass over them.
 
+Three of a layer's four GEMMs: attention's output projection stays in 16 bits, where it is the
+faster way, too: it has a quarter of QKV's products and no norm before it that could round its rows.
+
 Rows that a norm writes get a scale each, from the norm's kernel. The inner rows of a feed-forward
 layer get one for all, so that the GEMM that makes them can round them: a bound that follows from
 the weights alone (inner_bound). E4M3 is a floating-point format: a scale that is ten times too
 large costs three of the 15 binary orders of magnitude that it spans, and no digit.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,26 +22,23 @@ from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.tensors import NormWeight
 
 FP8_MAX = 448.0
-SITES = ("qkv", "attn_out", "ffn_in", "ffn_out")
 # Between the bound in exact arithmetic and what rounded weights and rows may give.
 _MARGIN = 1.1
 
 Rows = tuple[Tensor, Tensor]  # E4M3 [m, k], f32 scales [m]
-Gemm = LinearWeight | Fp8LinearWeight
-ToNorm = tuple[Tensor, Tensor | None]  # a projection, and a residual that is still to be added
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Layer:
     """A post-norm layer. inner_scale: of ffn_in's E4M3 rows, which ffn_out's scales contain."""
 
-    qkv: Gemm
-    attn_out: Gemm
+    qkv: Fp8LinearWeight
+    attn_out: LinearWeight
     attn_norm: NormWeight
-    ffn_in: Gemm
-    ffn_out: Gemm
+    ffn_in: Fp8LinearWeight
+    ffn_out: Fp8LinearWeight
     ffn_norm: NormWeight
-    inner_scale: float | None
+    inner_scale: float
 
 
 def quantize_layer(
@@ -48,22 +48,16 @@ def quantize_layer(
     ffn_in: LinearWeight,
     ffn_out: LinearWeight,
     ffn_norm: NormWeight,
-    *,
-    sites: Collection[str] = SITES,
 ) -> Fp8Layer:
-    """A layer whose GEMMs named in `sites` multiply E4M3; plain weights come in, f16 or bf16."""
-    assert "ffn_out" not in sites or "ffn_in" in sites
-    inner_scale, out = None, ffn_out
-    if "ffn_out" in sites:
-        inner_scale = inner_bound(ffn_in, attn_norm) * _MARGIN / FP8_MAX
-        rounded = _quantized(ffn_out)
-        out = replace(rounded, scale=rounded.scale * inner_scale)
+    """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
+    inner_scale = inner_bound(ffn_in, attn_norm) * _MARGIN / FP8_MAX
+    out = _quantized(ffn_out)
     return Fp8Layer(
-        qkv=_quantized(qkv) if "qkv" in sites else qkv,
-        attn_out=_quantized(attn_out) if "attn_out" in sites else attn_out,
+        qkv=_quantized(qkv),
+        attn_out=attn_out,
         attn_norm=attn_norm,
-        ffn_in=_quantized(ffn_in) if "ffn_in" in sites else ffn_in,
-        ffn_out=out,
+        ffn_in=_quantized(ffn_in),
+        ffn_out=replace(out, scale=out.scale * inner_scale),
         ffn_norm=ffn_norm,
         inner_scale=inner_scale,
     )
@@ -94,58 +88,41 @@ def run_layers(
     on_layer: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Hidden states of the last layer.  x: the embedding.  attend: qkv -> attended rows."""
-    rows = _rows_for(layers[0].qkv, x)
-    for layer, after in zip(layers, [*layers[1:], None], strict=True):
-        attended = attend(_multiply(x, rows, layer.qkv))
-        d = _project(attended, _rows_for(layer.attn_out, attended), layer.attn_out, residual=x)
-        x, rows = _norm(*d, layer.attn_norm, eps=eps, reader=layer.ffn_in)
-        d = _feed_forward(x, rows, layer, activation)
-        reader = None if after is None else after.qkv
-        x, rows = _norm(*d, layer.ffn_norm, eps=eps, reader=reader)
+    rows = quantize_rows(x)
+    for i, layer in enumerate(layers):
+        x, rows = _attention(x, rows, layer, attend, eps)
+        is_last = i == len(layers) - 1
+        x, rows = _feed_forward(x, rows, layer, activation, eps=eps, is_last=is_last)
         if on_layer:
             on_layer(x)
     return x
 
 
-def _feed_forward(x: Tensor, rows: Rows | None, layer: Fp8Layer, activation: str) -> ToNorm:
-    if layer.inner_scale is None:
-        inner = _multiply(x, rows, layer.ffn_in, activation=activation)
-        return _project(inner, None, layer.ffn_out, residual=x)
-    assert rows is not None and isinstance(layer.ffn_in, Fp8LinearWeight)
-    assert isinstance(layer.ffn_out, Fp8LinearWeight)
-    options = {"activation": activation, "out_scale": layer.inner_scale}
-    inner = fp8_linear(*rows, layer.ffn_in, **options)
-    return fp8_linear(inner, None, layer.ffn_out, residual=x), None
+def _attention(
+    x: Tensor, rows: Rows, layer: Fp8Layer, attend: Callable[[Tensor], Tensor], eps: float
+) -> tuple[Tensor, Rows]:
+    attended = attend(fp8_linear(*rows, layer.qkv))
+    is_fused = fuses_residual(x.shape[0], layer.attn_out)
+    d = linear(attended, layer.attn_out, residual=x if is_fused else None)
+    return _norm(d, layer.attn_norm, eps, residual=None if is_fused else x, rows=empty_fp8_rows(d))
 
 
-def _multiply(x: Tensor, rows: Rows | None, w: Gemm, *, activation: str = "none") -> Tensor:
-    if isinstance(w, LinearWeight):
-        return linear(x, w, activation=activation)
-    assert rows is not None
-    return fp8_linear(*rows, w, activation=activation)
-
-
-def _project(x: Tensor, rows: Rows | None, w: Gemm, *, residual: Tensor) -> ToNorm:
-    """x @ w.T + bias, and the residual where the norm had better add it."""
-    if isinstance(w, Fp8LinearWeight):
-        assert rows is not None
-        return fp8_linear(*rows, w, residual=residual), None
-    if fuses_residual(x.shape[0], w):
-        return linear(x, w, residual=residual), None
-    return linear(x, w), residual
+def _feed_forward(
+    x: Tensor, rows: Rows, layer: Fp8Layer, activation: str, *, eps: float, is_last: bool
+) -> tuple[Tensor, Rows]:
+    """`rows` of the last layer are what they were: nothing reads them."""
+    inner = fp8_linear(*rows, layer.ffn_in, activation=activation, out_scale=layer.inner_scale)
+    d = fp8_linear(inner, None, layer.ffn_out)
+    normed, _ = _norm(d, layer.ffn_norm, eps, residual=x, rows=None if is_last else rows)
+    return normed, rows
 
 
 def _norm(
-    d: Tensor, residual: Tensor | None, norm: NormWeight, *, eps: float, reader: Gemm | None
+    d: Tensor, norm: NormWeight, eps: float, *, residual: Tensor | None, rows: Rows | None
 ) -> tuple[Tensor, Rows | None]:
-    """norm(d + residual), in d's place, and its E4M3 rows where the GEMM that reads it wants."""
-    rows = empty_fp8_rows(d) if isinstance(reader, Fp8LinearWeight) else None
+    """norm(d + residual) in d's place, and its E4M3 rows in those given."""
     options = {"residual": residual, "out": d, "fp8_out": rows}
     return layer_norm(d, norm.weight, norm.bias, eps=eps, **options), rows
-
-
-def _rows_for(w: Gemm, x: Tensor) -> Rows | None:
-    return quantize_rows(x) if isinstance(w, Fp8LinearWeight) else None
 
 
 def _quantized(w: LinearWeight) -> Fp8LinearWeight:

@@ -9,9 +9,6 @@
 #include <string>
 
 #include "ops.h"
-#ifdef BYTETX_CUDA
-#include "ops_fp8.h"
-#endif
 
 #ifndef BYTETX_CUDA
 #include "cpu/isa.h"
@@ -183,14 +180,13 @@ void bind_fp8_linear(py::module_& m) {
     });
     m.def(
         "fp8_linear",
-        [](Address a, Address b, Address a_scale, Address b_scale, Address bias, Address residual,
-           Address d, int64_t rows, int64_t n, int64_t k, int activation, bool is_d_fp8,
-           float d_scale, int tiling, int dtype, int device, Address stream, int num_threads,
-           int isa) {
+        [](Address a, Address b, Address a_scale, Address b_scale, Address bias, Address d,
+           int64_t rows, int64_t n, int64_t k, int activation, bool is_d_fp8, float d_scale,
+           int tiling, int dtype, int device, Address stream, int num_threads, int isa) {
             fp8_linear({pointer<uint8_t>(a), pointer<uint8_t>(b), pointer<float>(a_scale),
-                        pointer<float>(b_scale), pointer<float>(bias), pointer(residual),
-                        pointer(d), rows, n, k, static_cast<Activation>(activation), is_d_fp8,
-                        d_scale, tiling, to_dtype(dtype)},
+                        pointer<float>(b_scale), pointer<float>(bias), pointer(d), rows, n, k,
+                        static_cast<Activation>(activation), is_d_fp8, d_scale, tiling,
+                        to_dtype(dtype)},
                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());

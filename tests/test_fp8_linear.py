@@ -76,9 +76,6 @@ def test_reference_is_its_definition(dtype: torch.dtype) -> None:
             d = fp8_linear(rows, scale, w, activation=activation)
             assert d.dtype == dtype
             assert_near(d, exact(rows, scale, w, activation), exact(rows, scale, w, "none"), None)
-        residual, sums = torch.randn(37, n).to(dtype), exact(rows, scale, w, "none")
-        d = fp8_linear(rows, scale, w, residual=residual)
-        assert_near(d, sums + residual.double(), sums, None)
         d = fp8_linear(rows, None, w, activation="gelu", out_scale=2.0)
         assert d.dtype == FP8
         assert_near(d, exact(rows, None, w, "gelu"), exact(rows, None, w, "none"), 2.0)
@@ -94,11 +91,6 @@ def test_wrong_arguments_are_named() -> None:
         fp8_linear(rows, scale, w, activation="swish")
     with pytest.raises(ValueError, match="out_scale must be above 0"):
         fp8_linear(rows, scale, w, out_scale=0.0)
-    residual = torch.zeros(5, 32, dtype=torch.float16)
-    with pytest.raises(ValueError, match="residual must be float16"):
-        fp8_linear(rows, scale, w, residual=residual.float())
-    with pytest.raises(ValueError, match="residual must be None beside"):
-        fp8_linear(rows, scale, w, residual=residual, activation="gelu")
     with pytest.raises(ValueError, match="weight must be float16 or bfloat16"):
         prepare_fp8_linear(torch.ones(32, 16))
 
@@ -131,10 +123,6 @@ def test_every_tiling(name: str, m: int) -> None:
             poison_free_memory()
             d = run_kernel(rows, scale, w, tiling, activation=activation, out_scale=out_scale)
             assert_near(d, reference.activate(sums, activation), sums, out_scale)
-        residual = torch.randn(m, n, device=CUDA).to(dtype)
-        poison_free_memory()
-        d = run_kernel(rows, scale, w, tiling, residual=residual)
-        assert_near(d, sums + residual.double(), sums, None)
 
 
 @pytest.mark.gpu

@@ -55,14 +55,12 @@ def fp8_linear(
     w: Fp8LinearWeight,
     *,
     activation: str = "none",
-    residual: Tensor | None = None,
     out_scale: float | None = None,
 ) -> Tensor:
-    """act((rows * scale[:, None]) @ w.T + bias + residual).
+    """act((rows * scale[:, None]) @ w.T + bias).
 
     rows: float8_e4m3fn [m, k], contiguous.  scale: f32 [m], None for ones.
     activation: one of ops.linear.ACTIVATIONS.
-    residual: [m, n] in w.dtype, only where there is neither an activation nor an out_scale.
     out_scale: where it is given the result is E4M3 of act(...) / out_scale, cut off beyond 448.
     Returns a new [m, n] in w.dtype or in float8_e4m3fn. A row's result depends on no other row.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
@@ -77,10 +75,8 @@ def fp8_linear(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if out_scale is not None and not out_scale > 0:
         raise ValueError(f"out_scale must be above 0, got {out_scale}")
-    if residual is not None:
-        _check_residual(residual, rows, w, is_alone=activation == "none" and out_scale is None)
-    options = {"activation": activation, "residual": residual, "out_scale": out_scale}
-    if has_fp8_linear(w) and is_aligned(rows) and (residual is None or is_aligned(residual)):
+    options = {"activation": activation, "out_scale": out_scale}
+    if has_fp8_linear(w) and is_aligned(rows):
         return run_kernel(rows, scale, w, plan_fp8_linear(rows.shape[0], w.n).index, **options)
     return reference.fp8_linear(rows, scale, w.rows, w.scale, w.bias, dtype=w.dtype, **options)
 
@@ -92,7 +88,6 @@ def run_kernel(
     tiling: int,
     *,
     activation: str = "none",
-    residual: Tensor | None = None,
     out_scale: float | None = None,
 ) -> Tensor:
     """The Hopper kernel on checked arguments, cut as `tiling` says."""
@@ -105,7 +100,6 @@ def run_kernel(
         0 if scale is None else scale.data_ptr(),
         w.scale.data_ptr(),
         0 if w.bias is None else w.bias.data_ptr(),
-        0 if residual is None else residual.data_ptr(),
         d.data_ptr(),
         rows.shape[0],
         w.n,
@@ -142,11 +136,3 @@ def plan_fp8_linear(m: int, n: int) -> Tiling:
 def tilings() -> tuple[Tiling, ...]:
     """What the kernel can do; empty where there is none."""
     return tuple(Tiling(i, *row) for i, row in enumerate(native.fp8_linear_tilings()))
-
-
-def _check_residual(residual: Tensor, rows: Tensor, w: Fp8LinearWeight, *, is_alone: bool) -> None:
-    shape = (rows.shape[0], w.n)
-    require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=rows.device)
-    require_contiguous("residual", residual)
-    if not is_alone:
-        raise ValueError("residual must be None beside an activation or an out_scale")

@@ -235,16 +235,14 @@ def fp8_linear(
     bias: Tensor | None,
     *,
     activation: str,
-    residual: Tensor | None,
     dtype: torch.dtype,
     out_scale: float | None,
 ) -> Tensor:
-    """act(scaled products in f32 + bias + residual); see ops.fp8_linear.fp8_linear."""
+    """act(scaled products in f32 + bias); see ops.fp8_linear.fp8_linear."""
     d = (rows.float() @ weight.float().T) * weight_scale
     if scale is not None:
         d *= scale[:, None]
-    d = d if bias is None else d + bias
-    d = activate(d if residual is None else d + residual.float(), activation)
+    d = activate(d if bias is None else d + bias, activation)
     if out_scale is None:
         return d.to(dtype)
     return (d / out_scale).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -10,7 +10,7 @@
 
 namespace bytetx::gemm {
 
-// Features in the tensor maps of `Params` are pairs of E4M3; its bias is null, its residual of type Out.
+// Features in the tensor maps of `Params` are pairs of E4M3; its bias and residual are null.
 struct Fp8Params : Params {
     const float* a_scale;     // [m], or null for ones
     const float* b_scale;     // [n]
@@ -31,123 +31,69 @@ __device__ __forceinline__ float gelu_erf_coarse(float x) {
     return fmaf(-z, exp2_approx(log2_tail), positive);
 }
 
-#ifdef HALF_GELU
-// Of two values, in f16.
-__device__ __forceinline__ __half2 gelu_erf_coarse(__half2 x) {
-    const __half2 z = __habs2(x), positive = __hmax2_nan(x, __float2half2_rn(0.0f));
-    __half2 t = __hfma2(z, __float2half2_rn(-0.01849038f), __float2half2_rn(-0.52088085f));
-    t = __hfma2(t, z, __float2half2_rn(-1.1127225f));
-    t = __hfma2(t, z, __float2half2_rn(-1.00385553f));
-    return __hfma2(__hneg2(z), h2exp2(t), positive);
-}
-#endif
-
-// Scales and biases of a tile's columns in shared memory: in registers they would be in the way of
-// residuals.
-template <int kTileN>
-struct alignas(16) Fp8Columns {
-    float scale[kTileN], bias[kTileN];
-};
-
 template <typename C, Epilogue kEpilogue, typename Out>
 struct Fp8TileEdge {
     static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
     static constexpr int kColumnGroups = C::kTileN / kPermutedRows;
     static constexpr bool kIsFp8 = sizeof(Out) == 1;
-    static constexpr bool kAddsResidual = !kIsFp8 && kEpilogue == Epilogue::linear;
-    static_assert(C::kTileN <= kWarpgroupThreads);
-    using Columns = Fp8Columns<C::kTileN>;
+    struct Columns {
+        float scale[8], bias[8];
+    };
+    static_assert(C::kRowBlocks * C::kTileN <= 256, "sums leave no room for Columns");
     const Fp8Params& p;
-    Columns& columns;
     int m, n;  // first row, first column
     int lane = static_cast<int>(threadIdx.x) % 32;
     int first_row = m + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16 + lane / 4;
     int first_column = n + lane % 4 * 8;
     float row_scale[kRowsOfThread] = {};
-    uint4 residual[kAddsResidual ? kRowsOfThread : 1][kColumnGroups] = {};
+    Columns columns[kColumnGroups] = {};
 
     __device__ __forceinline__ int row(int i) const { return first_row + i / 2 * 64 + i % 2 * 8; }
-    __device__ __forceinline__ int inside_row(int i) const { return min(row(i), p.m - 1); }
-    __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
 
     // Sum e (of 8) of the thread's row i and column group q.
     __device__ __forceinline__ static constexpr int at(int i, int q, int e) {
         return i / 2 * (C::kTileN / 2) + 16 * q + e / 2 * 4 + i % 2 * 2 + e % 2;
     }
 
+    __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
+
     // Before the products, so that nothing is waited for after them. Addresses outside are moved
     // inside instead of skipped: a branch around each load would let them come one by one.
-    __device__ __forceinline__ void begin(int group) {
+    __device__ __forceinline__ void begin() {
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            row_scale[i] = p.a_scale == nullptr ? 1.0f : p.a_scale[inside_row(i)];
+            row_scale[i] = p.a_scale == nullptr ? 1.0f : p.a_scale[min(row(i), p.m - 1)];
         }
-        if constexpr (kAddsResidual) {
-            if (p.residual != nullptr) load_residual();
-        }
-        const int local = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-        const int column = min(n + local, p.n - 1);
-        const float scale = __ldg(p.b_scale + column);
-        const float bias = p.float_bias == nullptr ? 0.0f : __ldg(p.float_bias + column);
-        sync(group);  // the last tile's reads in store() are over
-        if (local >= C::kTileN) return;
-        columns.scale[local] = scale;
-        columns.bias[local] = bias;
-    }
-
-    __device__ __forceinline__ static void sync(int group) {
-        cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, group);
-    }
-
-    __device__ __forceinline__ void load_residual() {
 #pragma unroll
-        for (int i = 0; i < kRowsOfThread; ++i) {
-            const Out* words = static_cast<const Out*>(p.residual) + int64_t{inside_row(i)} * p.n;
-#pragma unroll
-            for (int q = 0; q < kColumnGroups; ++q) {
-                const int column = first_column + (has_group(q) ? q * kPermutedRows : 0);
-                residual[i][q] = __ldcs(reinterpret_cast<const uint4*>(words + column));
-            }
+        for (int q = 0; q < kColumnGroups; ++q) {
+            const int column = first_column + (has_group(q) ? q * kPermutedRows : 0);
+            load_eight(columns[q].scale, p.b_scale + column);
+            if (p.float_bias != nullptr) load_eight(columns[q].bias, p.float_bias + column);
         }
     }
 
     template <typename Sums>
-    __device__ __forceinline__ void store(const Sums& sums, int group) const {
-        sync(group);  // the writes at the end of begin() are there
+    __device__ __forceinline__ void store(const Sums& sums) const {
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
-            float scale[8], bias[8];
-            load_eight(scale, columns.scale, q);
-            load_eight(bias, columns.bias, q);
+            const Columns& group = columns[q];
 #pragma unroll
             for (int i = 0; i < kRowsOfThread; ++i) {
                 float x[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] = fmaf(sums(at(i, q, e)) * row_scale[i], scale[e], bias[e]);
+                    x[e] = fmaf(sums(at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
                 }
-                if constexpr (kAddsResidual) add_residual(x, residual[i][q]);
                 if (row(i) < p.m && has_group(q)) store_eight(x, i, q);
             }
         }
     }
 
-    __device__ __forceinline__ void load_eight(float (&x)[8], const float* of_tile, int q) const {
-        const float* from = of_tile + lane % 4 * 8 + q * kPermutedRows;
-        const float4 low = *reinterpret_cast<const float4*>(from);
-        const float4 high = *reinterpret_cast<const float4*>(from + 4);
+    __device__ __forceinline__ static void load_eight(float (&x)[8], const float* from) {
+        const float4 low = __ldg(reinterpret_cast<const float4*>(from));
+        const float4 high = __ldg(reinterpret_cast<const float4*>(from + 4));
         x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
         x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
-    }
-
-    __device__ __forceinline__ void add_residual(float (&x)[8], const uint4& eight) const {
-        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-        for (int e = 0; e < 8; e += 2) {
-            const float2 pair = unpack(words[e / 2], Out{});
-            x[e] += pair.x;
-            x[e + 1] += pair.y;
-        }
     }
 
     __device__ __forceinline__ void store_eight(const float (&x)[8], int i, int q) const {
@@ -173,13 +119,6 @@ struct Fp8TileEdge {
     }
 
     __device__ __forceinline__ uint32_t fp8_pair(float low, float high) const {
-#ifdef HALF_GELU
-        if constexpr (kEpilogue == Epilogue::erf) {
-            const __half2 y = __hmul2(gelu_erf_coarse(__floats2half2_rn(low, high)),
-                                      __float2half2_rn(p.inverse_d_scale));
-            return __nv_cvt_halfraw2_to_fp8x2(y, __NV_SATFINITE, __NV_E4M3);
-        }
-#endif
         const float2 pair = make_float2(quantized(low), quantized(high));
         return __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
     }

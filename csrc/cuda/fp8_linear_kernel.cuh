@@ -43,14 +43,8 @@ struct Fp8Config : Tile_ {
     }
 };
 
-template <typename C>
-struct Fp8Smem : Smem<C> {
-    Fp8Columns<C::kTileN> columns[C::kConsumers];
-};
-
 template <typename C, Epilogue kEpilogue, typename Out>
-__device__ __forceinline__ void consume_fp8(const Fp8Params& p, Fp8Smem<C>& s,
-                                            const Schedule<C>& at) {
+__device__ __forceinline__ void consume_fp8(const Fp8Params& p, Smem<C>& s, const Schedule<C>& at) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     RingIndex<C::kStages> ring;
     uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
@@ -61,18 +55,17 @@ __device__ __forceinline__ void consume_fp8(const Fp8Params& p, Fp8Smem<C>& s,
         ring.advance(p.num_k_blocks);
     }
     for (; tile < p.tiles_m * p.tiles_n; tile += C::kConsumers * at.num_clusters) {
-        Fp8TileEdge<C, kEpilogue, Out> edge{p, s.columns[group], at.tile_m(p, tile),
-                                            at.tile_n(p, tile)};
-        edge.begin(group);
+        Fp8TileEdge<C, kEpilogue, Out> edge{p, at.tile_m(p, tile), at.tile_n(p, tile)};
+        edge.begin();
         cute::clear(sums);
         EmptyBarrier::wait(&s.turn[group], turn_phase);  // as in consume()
         turn_phase ^= 1;
         const auto release = [&](int stage) { release_stage(s, stage); };
-        multiply<C>(s, p.num_k_blocks, ring, sums, release, [&] {
+        multiply(s, p.num_k_blocks, ring, sums, release, [&] {
             if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
         });
         ring.advance(p.num_k_blocks);
-        edge.store(sums, group);
+        edge.store(sums);
     }
 }
 
@@ -80,14 +73,14 @@ template <typename C, Epilogue kEpilogue, typename Out>
 __global__ void __launch_bounds__(C::kThreads, 1)
     gemm_fp8_kernel(const __grid_constant__ Fp8Params p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<Fp8Smem<C>*>(smem);
+    auto& s = *reinterpret_cast<Smem<C>*>(smem);
     const Schedule<C> at;
-    init_barriers<C>(s);
+    init_barriers(s);
     release_next_kernel();
     wait_for_prior_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        if (threadIdx.x % kWarpgroupThreads == 0) produce<C>(p, s, at);
+        if (threadIdx.x % kWarpgroupThreads == 0) produce(p, s, at);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume_fp8<C, kEpilogue, Out>(p, s, at);

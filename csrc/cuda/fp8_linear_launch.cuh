@@ -4,7 +4,7 @@
 #include "common/tensor_map.cuh"  // first: CUTLASS includes cuda.h in a way that hides its types
 #include "cuda/fp8_linear_kernel.cuh"
 #include "cuda/linear_launch.cuh"
-#include "ops_fp8.h"
+#include "ops.h"
 
 namespace bytetx::gemm {
 
@@ -50,7 +50,6 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
     p.a = make_fp8_a_map(o, C::kTileM);
     p.b = make_fp8_b_map(o, C::kTileN / C::kClusterCtas);
   
-    p.residual = o.residual;
     p.d = o.d;
     p.m = static_cast<int>(o.m);
     p.n = static_cast<int>(o.n);
@@ -67,7 +66,7 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
 
 template <typename C, Epilogue kEpilogue, typename Out>
 void launch_fp8(const Fp8LinearParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Fp8Smem<C>);
+    constexpr int kSmemBytes = sizeof(Smem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
     const Fp8Params p = make_fp8_params<C>(o);
     const auto kernel = gemm_fp8_kernel<C, kEpilogue, Out>;

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops_fp8.h"
+#include "ops.h"
 
 namespace bytetx::gemm {
 
