@@ -30,7 +30,7 @@ def checkpoint_info(
         "intermediate_size": spec.intermediate_size,
         "vocab_size": spec.vocab_size,
         "max_tokens": max_tokens,
-        "dtype": str(checkpoint.dtype).removeprefix("torch."),
+        "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
         "tp": 1 if split is None else split.size,
         "token_budget": token_budget,
@@ -43,3 +43,8 @@ def checkpoint_info(
         "has_tokenizer": checkpoint.tokenizer is not None,
         "unused_tensors": list(checkpoint.unused_tensors),
     }
+
+
+def _dtype_name(checkpoint: LoadedCheckpoint) -> str:
+    name = str(checkpoint.dtype).removeprefix("torch.")
+    return f"fp8 ({name} outside of GEMMs)" if checkpoint.is_fp8 else name

@@ -24,6 +24,7 @@ from bytetx.heads import (
     load_sequence_classification,
     load_token_classification,
 )
+from bytetx.ops import native
 from bytetx.sentence import Module, SentenceSpec, load_modules, load_sentence_spec
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.tensors import TensorLoader
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,7 @@ class LoadedCheckpoint:
     unused_tensors: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
+    is_fp8: bool = False
     close: Callable[[], None] = _nothing
 
 
@@ -93,8 +96,10 @@ def load_checkpoint(
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
+    is_fp8 = wants_fp8(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
-    transformer, heads = _load_model(spec, weights, dtype=dtype, device=device, blocks=blocks)
+    options = {"dtype": dtype, "device": device, "blocks": blocks, "fp8": is_fp8}
+    transformer, heads = _load_model(spec, weights, **options)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     saved_by_cross_encoder = config.get("sentence_transformers") or {}
@@ -121,6 +126,7 @@ def load_checkpoint(
         unused_tensors=unused,
         device=device,
         dtype=dtype,
+        is_fp8=is_fp8,
     )
 
 
@@ -140,6 +146,8 @@ def load_ranks(
 
     if isinstance(tp, int):
         check_positive("tp", tp)
+    if dtype == FP8:
+        raise InputError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
 
     def budget_of(device: torch.device) -> int:
         return default_token_budget(device) if token_budget is None else token_budget
@@ -179,13 +187,27 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     blocks: Blocks | None,
+    fp8: bool = False,
 ) -> tuple[Transformer, Heads]:
-    weights, prepack = weights.cast(dtype), device.type == "cpu"
-    transformer = Transformer.from_tensors(
-        spec, weights, dtype=dtype, device=device, prepack=prepack, blocks=blocks
-    )
-    loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
+    weights = weights.cast(dtype)
+    options = {"dtype": dtype, "device": device, "prepack": device.type == "cpu"}
+    transformer = Transformer.from_tensors(spec, weights, **options, blocks=blocks, fp8=fp8)
+    loader = TensorLoader(weights, **options)
     return transformer, _load_heads(spec, loader, transformer)
+
+
+def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether dtype is "fp8". Raises InputError where it cannot run this model on this device."""
+    if dtype != FP8:
+        return False
+    if spec.decoder is not None:
+        raise InputError(
+            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
+        )
+    reason = native.why_no_kernel("fp8_linear", device)
+    if reason is not None:
+        raise InputError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
+    return True
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -211,14 +233,17 @@ def resolve_device(device: str | torch.device) -> torch.device:
 def resolve_dtype(
     dtype: str | torch.dtype, device: torch.device, *, saved: torch.dtype
 ) -> torch.dtype:
-    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16."""
-    if dtype == "auto":
+    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
+
+    So is what surrounds the GEMMs of "fp8", which wants_fp8 has looked at.
+    """
+    if dtype in ("auto", FP8):
         if device.type == "cpu":
             return torch.float32
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
     resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     if resolved not in DTYPES.values():
-        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, {FP8}, got {dtype!r}")
     return resolved
 
 

@@ -1,7 +1,7 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,6 +14,7 @@ from bytetx.decoder import Decoder
 from bytetx.decoder_weights import load_decoder
 from bytetx.decoder_weights import tensor_names as decoder_tensor_names
 from bytetx.errors import CheckpointError
+from bytetx.fp8 import Fp8Layer, quantize_layer, run_layers
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
@@ -47,7 +48,8 @@ class LayerWeights:
 class Transformer:
     """A model's weights and its forward pass. Holds no state between calls.
 
-    layers: an encoder's.  decoder: a causal model's layers; then `layers` is empty.
+    layers: an encoder's.  fp8_layers: the same with E4M3 weights, instead of `layers`.
+    decoder: a causal model's layers; then both are empty.
     blocks: how the layers run; where a group shares them, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
     """
@@ -59,6 +61,7 @@ class Transformer:
         layers: list[LayerWeights],
         relative_bias: torch.Tensor | None,
         *,
+        fp8_layers: Sequence[Fp8Layer] = (),
         decoder: Decoder | None = None,
         project_out: LinearWeight | None = None,
         blocks: Blocks | None = None,
@@ -66,7 +69,7 @@ class Transformer:
         self.spec = spec
         self.blocks = WholeBlocks(spec) if blocks is None else blocks
         self.embeddings = embeddings
-        self.layers = layers
+        self.layers, self.fp8_layers = layers, fp8_layers
         self.relative_bias = relative_bias
         self.decoder, self.project_out = decoder, project_out
 
@@ -81,12 +84,14 @@ class Transformer:
         prepack: bool,
         blocks: Blocks | None = None,
         shares: bool = False,
+        fp8: bool = False,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
         blocks: of a rank of a group; of layers that are split, only its share is read.
         prepack: reorder linear weights for the CPU's GEMM.  shares: keep the tensors given in the
         layout that they have, so that a caller who owns them does not hold them twice.
+        fp8: an encoder's layers multiply E4M3 rows; dtype is that of everything else, f16 or bf16.
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
@@ -104,8 +109,11 @@ class Transformer:
             more = {"project_out": _project_out(spec, load), "blocks": blocks}
             decoder = load_decoder(spec, load, blocks=blocks)
             return cls(spec, table, [], None, decoder=decoder, **more)
-        layers = [_layer_weights(spec, load, i, blocks.split) for i in range(spec.num_layers)]
         bias = _relative_bias(spec, load)
+        if fp8:
+            weights = (_layer_weights(spec, load, i, None) for i in range(spec.num_layers))
+            return cls(spec, table, [], bias, fp8_layers=[_fp8_layer(w) for w in weights])
+        layers = [_layer_weights(spec, load, i, blocks.split) for i in range(spec.num_layers)]
         if bias is not None and blocks.split is not None:
             bias = bias[blocks.split.heads.start : blocks.split.heads.stop].contiguous()
         return cls(spec, table, layers, bias, blocks=blocks)
@@ -171,6 +179,10 @@ class Transformer:
             head_dim=self.spec.head_dim,
             has_bias=self.relative_bias is not None,
         )
+        if self.fp8_layers:
+            attend = partial(self._attend, batch=batch, plan=plan)
+            options = {"activation": self.spec.activation, "eps": self.spec.norm_eps}
+            return run_layers(x, self.fp8_layers, attend, **options, on_layer=on_layer)
         for weights in self.layers:
             # Two steps, so that the first one's activations are gone when the second one runs.
             x = self._attention(x, weights, batch, rows, plan)
@@ -343,6 +355,10 @@ def _layer_weights(
         ffn_out=load.out_linear(names["ffn_out"], hidden, inner, inputs=own_inner),
         ffn_norm=load.norm(names["ffn_norm"], hidden),
     )
+
+
+def _fp8_layer(w: LayerWeights) -> Fp8Layer:
+    return quantize_layer(w.qkv, w.attn_out, w.attn_norm, w.ffn_in, w.ffn_out, w.ffn_norm)
 
 
 def _relative_bias(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:

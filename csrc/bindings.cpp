@@ -302,6 +302,29 @@ void bind_rotary_write_kv(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_fp8_linear(py::module_& m) {
+    m.def("fp8_linear_tilings", [] {  // as linear_tilings
+        py::list tilings;
+        for (int i = 0; i < num_fp8_linear_tilings(); ++i) {
+            const LinearTiling t = fp8_linear_tiling(i);
+            tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
+        }
+        return tilings;
+    });
+    m.def(
+        "fp8_linear",
+        [](Address a, Address b, Address a_scale, Address b_scale, Address bias, Address d,
+           int64_t rows, int64_t n, int64_t k, int activation, bool is_d_fp8, float d_scale,
+           int tiling, int dtype, int device, Address stream, int num_threads, int isa) {
+            fp8_linear({pointer<uint8_t>(a), pointer<uint8_t>(b), pointer<float>(a_scale),
+                        pointer<float>(b_scale), pointer<float>(bias), pointer(d), rows, n, k,
+                        static_cast<Activation>(activation), is_d_fp8, d_scale, tiling,
+                        to_dtype(dtype)},
+                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 #else
 
 void bind_varlen_attention(py::module_& m) {
@@ -425,6 +448,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
+    bytetx::bind_fp8_linear(m);
     bytetx::bind_quantize_rows(m);
     bytetx::bind_most_likely(m);
     bytetx::bind_planned_attention(m);

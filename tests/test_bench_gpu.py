@@ -90,6 +90,8 @@ def test_work_of_an_encoder_is_its_weights_ends_and_flop() -> None:
     weights = 2 * (4 * 64 * 64 + 2 * 64 * 128)
     assert work.num_bytes == 2 * (weights + 2 * 3 * 64)
     assert work.flop == 3 * 2 * weights + 2 * 4 * 9 * 64
+    fp8 = encoder.work_of(spec, np.array([3, 0]), torch.float16, fp8_speed=2.0)
+    assert work.flop - fp8.flop == 3 * 2 * (weights - 2 * 64 * 64) / 2
 
 
 def test_floor_is_the_longer_of_bytes_and_flop() -> None:
@@ -250,6 +252,15 @@ def test_encoder_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     found = encoder.Contest().measure(shape, gpu.Gpu())
     check(found, rivals={"transformers", "packed-torch-graph", "packed-torch-compiled"})
     assert found.notes == ()
+
+
+@pytest.mark.gpu
+def test_encoder_measures_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bert.SIZES, "tiny", TINY)
+    shape = encoder.Shape("tiny-fp8", "tiny", np.array([3, 40, 1]), encoder.FP8)
+    found = encoder.Contest().measure(shape, gpu.Gpu())
+    check(found, rivals={"ours-fp16"})
+    assert 0.99 < found.shape["cosine"] < 1
 
 
 @pytest.mark.gpu

@@ -39,6 +39,7 @@ HEIGHTS = {
     "bytetx.engine": 3,
     "bytetx.blocks": 2,
     "bytetx.byte_level": 2,
+    "bytetx.fp8": 2,
     "bytetx.heads": 2,
     "bytetx.parallel": 2,
     "bytetx.rotary": 2,

@@ -77,6 +77,18 @@ class Gpu:
         found = graph_us(runs)
         return Rates(2 * _COPY_BYTES / found["copy"] * 1e6, 2 * _GEMM_SIZE**3 / found["gemm"] * 1e6)
 
+    @cached_property
+    def fp8_flops(self) -> float:
+        """FLOP/s of cuBLAS on E4M3 operands of the rates' GEMM, one scale each."""
+        a, b = (
+            torch.randn(_GEMM_SIZE, _GEMM_SIZE, device="cuda").to(torch.float8_e4m3fn)
+            for _ in range(2)
+        )
+        one = torch.ones((), device="cuda")
+        options = {"scale_a": one, "scale_b": one, "use_fast_accum": True}
+        run = partial(torch._scaled_mm, a, b.t(), **options, out_dtype=torch.float16)
+        return 2 * _GEMM_SIZE**3 / graph_us({"gemm": run})["gemm"] * 1e6
+
 
 def gpu_suite(
     name: str,

@@ -72,7 +72,11 @@ def _encoder(records: Records) -> Chart:
     panels = [
         Panel(
             title,
-            [group(with_best_packed(r)) for case, r in records.items() if case.startswith(size)],
+            [
+                group(with_best_packed(record))
+                for case, record in records.items()
+                if case.startswith(size) and record.dtype == "fp16"
+            ],
         )
         for size, title in sizes.items()
     ]

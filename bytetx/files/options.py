@@ -57,7 +57,7 @@ class JobOptions:
         str,
         typer.Option(
             envvar="BYTETX_DTYPE",
-            help="auto, float32, bfloat16 or float16.",
+            help="auto, float32, bfloat16, float16 or fp8.",
             rich_help_panel=_MODEL,
         ),
     ] = "auto"

@@ -25,6 +25,7 @@ OPS = (
     "pool",
     "quantize_rows",
     "most_likely",
+    "fp8_linear",
 )
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",
@@ -78,6 +79,12 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
     """(name, rows, columns, whether it is for few rows) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
     return [] if isinstance(module, str) else module.linear_tilings()
+
+
+def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
+    """Those of the kernel `fp8_linear`, like linear_tilings()."""
+    module = _modules["cuda"]
+    return [] if isinstance(module, str) else module.fp8_linear_tilings()
 
 
 @cache

@@ -227,6 +227,27 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return fp8, (amax / largest).squeeze(1)
 
 
+def fp8_linear(
+    rows: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    *,
+    activation: str,
+    dtype: torch.dtype,
+    out_scale: float | None,
+) -> Tensor:
+    """act(scaled products in f32 + bias); see ops.fp8_linear.fp8_linear."""
+    d = (rows.float() @ weight.float().T) * weight_scale
+    if scale is not None:
+        d *= scale[:, None]
+    d = activate(d if bias is None else d + bias, activation)
+    if out_scale is None:
+        return d.to(dtype)
+    return (d / out_scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
 def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     shift = None if bias is None else bias.float()
     return F.layer_norm(h, (h.shape[-1],), weight.float(), shift, eps)

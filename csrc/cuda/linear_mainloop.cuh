@@ -70,8 +70,10 @@ __device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C
     mma.accumulate_ = GMMA::ScaleOut::One;
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.full[ring.index], ring.phase);
-        Tensor a_tile = make_tensor(make_smem_ptr(s.a[ring.index]), typename C::LayoutA{});
-        Tensor b_tile = make_tensor(make_smem_ptr(s.b[ring.index]), typename C::LayoutB{});
+        Tensor a_tile =
+            make_tensor(make_smem_ptr(C::operand(s.a[ring.index])), typename C::LayoutA{});
+        Tensor b_tile =
+            make_tensor(make_smem_ptr(C::operand(s.b[ring.index])), typename C::LayoutB{});
         Tensor a = thread.partition_fragment_A(a_tile);
         Tensor b = thread.partition_fragment_B(b_tile);
         warpgroup_arrive();

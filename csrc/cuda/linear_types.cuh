@@ -87,6 +87,9 @@ struct Config : Tiling_ {
             cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
     using Sums = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<kTileM>, cute::Int<Tile::kTileN>>{}));
+
+    // What the matrix unit takes a stage's rows for.
+    static __device__ __forceinline__ T* operand(T* rows) { return rows; }
 };
 
 template <typename C>

@@ -1,0 +1,138 @@
+"""Linear layers of E4M3 rows: checks, choice of kernel and tiling, weights as they take them."""
+
+from dataclasses import dataclass
+from functools import cache, lru_cache
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native, reference
+from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.linear import ACTIVATIONS
+from bytetx.ops.linear_plan import Tiling
+from bytetx.ops.quantize import quantize_rows
+
+KERNEL_COLUMNS = 32  # n in these steps
+KERNEL_FEATURES = 16  # k
+HALVES = (torch.float16, torch.bfloat16)
+
+_NUM_SMS = 132  # of an H200
+_MAX_PLANS = 4096
+# Products of an SM in a given time with each tiling, the best one's as 1 (H200, k = 768 and 3072).
+_RATES = {"128x128": 1.0, "64x128": 0.8, "64x64": 0.6}
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8LinearWeight:
+    """A layer's weight in E4M3: about rows * scale[:, None]."""
+
+    rows: Tensor  # float8_e4m3fn [n, k]
+    scale: Tensor  # f32 [n]
+    bias: Tensor | None  # f32 [n]
+    dtype: torch.dtype  # of results: f16 or bf16
+
+    @property
+    def n(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.rows.shape[1]
+
+
+def prepare_fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Fp8LinearWeight:
+    """weight [n, k] and bias [n], f16 or bf16, rounded to E4M3 with a scale for every output."""
+    require_tensor("weight", weight, shape=(None, None), dtypes=HALVES)
+    if bias is not None:
+        require_tensor("bias", bias, shape=weight.shape[:1], device=weight.device)
+        bias = bias.float()
+    return Fp8LinearWeight(*quantize_rows(weight.contiguous()), bias, weight.dtype)
+
+
+def fp8_linear(
+    rows: Tensor,
+    scale: Tensor | None,
+    w: Fp8LinearWeight,
+    *,
+    activation: str = "none",
+    out_scale: float | None = None,
+) -> Tensor:
+    """act((rows * scale[:, None]) @ w.T + bias).
+
+    rows: float8_e4m3fn [m, k], contiguous.  scale: f32 [m], None for ones.
+    activation: one of ops.linear.ACTIVATIONS.
+    out_scale: where it is given the result is E4M3 of act(...) / out_scale, cut off beyond 448.
+    Returns a new [m, n] in w.dtype or in float8_e4m3fn. A row's result depends on no other row.
+    Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
+    """
+    device = w.rows.device
+    require_tensor("rows", rows, shape=(None, w.k), dtypes=(torch.float8_e4m3fn,), device=device)
+    require_contiguous("rows", rows)
+    if scale is not None:
+        require_tensor("scale", scale, shape=rows.shape[:1], dtypes=(torch.float32,), device=device)
+        require_contiguous("scale", scale)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if out_scale is not None and not out_scale > 0:
+        raise ValueError(f"out_scale must be above 0, got {out_scale}")
+    options = {"activation": activation, "out_scale": out_scale}
+    if has_fp8_linear(w) and is_aligned(rows):
+        return run_kernel(rows, scale, w, plan_fp8_linear(rows.shape[0], w.n).index, **options)
+    return reference.fp8_linear(rows, scale, w.rows, w.scale, w.bias, dtype=w.dtype, **options)
+
+
+def run_kernel(
+    rows: Tensor,
+    scale: Tensor | None,
+    w: Fp8LinearWeight,
+    tiling: int,
+    *,
+    activation: str = "none",
+    out_scale: float | None = None,
+) -> Tensor:
+    """The Hopper kernel on checked arguments, cut as `tiling` says."""
+    is_fp8 = out_scale is not None
+    dtype = torch.float8_e4m3fn if is_fp8 else w.dtype
+    d = torch.empty((rows.shape[0], w.n), dtype=dtype, device=rows.device)
+    native.kernel("fp8_linear", rows.device)(
+        rows.data_ptr(),
+        w.rows.data_ptr(),
+        0 if scale is None else scale.data_ptr(),
+        w.scale.data_ptr(),
+        0 if w.bias is None else w.bias.data_ptr(),
+        d.data_ptr(),
+        rows.shape[0],
+        w.n,
+        w.k,
+        ACTIVATIONS.index(activation),
+        is_fp8,
+        out_scale if is_fp8 else 1.0,
+        tiling,
+        native.DTYPE_CODES[w.dtype],
+        *native.launch_args(rows.device),
+    )
+    return d
+
+
+def has_fp8_linear(w: Fp8LinearWeight) -> bool:
+    """Whether the Hopper kernel takes this weight."""
+    if w.n % KERNEL_COLUMNS or w.k % KERNEL_FEATURES or w.dtype not in HALVES:
+        return False
+    return native.kernel("fp8_linear", w.rows.device) is not None
+
+
+@lru_cache(_MAX_PLANS)
+def plan_fp8_linear(m: int, n: int) -> Tiling:
+    """The tiling that takes the busiest SM the least time for [m, n]; k is the same for all."""
+
+    def cost(tiling: Tiling) -> float:
+        waves = -(-tiling.num_tiles(m, n) // _NUM_SMS)
+        return waves * tiling.rows * tiling.columns / _RATES.get(tiling.name, 0.5)
+
+    return min(tilings(), key=cost)
+
+
+@cache
+def tilings() -> tuple[Tiling, ...]:
+    """What the kernel can do; empty where there is none."""
+    return tuple(Tiling(i, *row) for i, row in enumerate(native.fp8_linear_tilings()))
