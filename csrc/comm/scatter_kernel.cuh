@@ -15,10 +15,12 @@ using comm::Counted;
 
 struct ScatterParams {
     Params gemm;  // residual: partial
+    CUtensorMap slots[kMaxPeers];  // this rank's at each owner: {n, its rows, parity}
     comm::Peers peers;
     int offsets[kMaxPeers + 1];
     Bands bands;
-    bool pairs;
+    int mode;  // experiment: 1 pairs, 2 fence a row, 4 fence two groups, 16 local, 32 no fence
+    bool alternates;
 };
 
 // Where rank `source` puts its part of `row`, and what lies behind it, in elements of the slots.
@@ -26,12 +28,73 @@ __device__ __forceinline__ int64_t slot_row(int source, int num_rows, int row) {
     return int64_t{source} * num_rows + row;
 }
 
+constexpr int kBoxRows = 16, kBoxColumns = 64;  // of a bulk store: a warp's rows, 128 bytes each
+constexpr int kBoxBytes = kBoxRows * kBoxColumns * kElementBytes;
+
 template <typename C>
+struct StagedSmem {
+    Smem<C> gemm;
+    alignas(1024) uint8_t boxes[C::kConsumers * 4][kBoxBytes];
+};
+
+template <typename C, bool kIsStaged>
 struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
     using Base = TileEdge<C, Epilogue::linear, false>;
     using T = typename C::Element;
     const ScatterParams& all;
     uint32_t epoch;
+    uint8_t* box = nullptr;
+
+    // Staged: each warp takes its rows through shared memory, box by box, and its first thread sends
+    // them on by bulk stores, of which few are under way at once.
+    template <typename Sums>
+    __device__ __forceinline__ void store_boxes(const Sums& sums) const {
+        const int lane = this->lane;
+#pragma unroll
+        for (int block = 0; block < C::kRowBlocks; ++block) {
+            const int first = this->m + block * 64 +
+                              static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
+#pragma unroll
+            for (int c = 0; c < C::kTileN / kBoxColumns; ++c) {
+                const int column = this->n + c * kBoxColumns;
+                if (column >= this->p.n || first >= this->p.m) continue;
+                if (lane == 0) {
+                    if (all.mode & 2) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+                    else asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+                }
+                __syncwarp();
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+#pragma unroll
+                    for (int q = 0; q < 2; ++q) {
+                        const int row = lane / 4 + 8 * half;
+                        const int place = (q * 4 + lane % 4) ^ (row % 8);  // 128-byte swizzle
+                        *reinterpret_cast<uint4*>(box + row * 128 + place * 16) =
+                            this->finish(sums, 2 * block + half, 2 * c + q);
+                    }
+                }
+                cutlass::arch::fence_view_async_shared();
+                __syncwarp();
+                if (lane == 0) {
+                    const int last = owner_of(min(first + kBoxRows, this->p.m) - 1);
+                    for (int owner = owner_of(first); owner <= last; ++owner) {
+                        if (all.offsets[owner] == all.offsets[owner + 1]) continue;
+                        cute::SM90_TMA_STORE_3D::copy(&all.slots[owner], box, column,
+                                                      first - all.offsets[owner],
+                                                      static_cast<int>(epoch & 1));
+                    }
+                    cute::tma_store_arrive();
+                }
+            }
+        }
+        if (lane == 0 && this->m < this->p.m) {
+            asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+            comm::fence_proxies();
+            comm::fence_system();
+            count();
+        }
+        __syncwarp();
+    }
 
     __device__ __forceinline__ int owner_of(int row) const {
         int owner = 0;
@@ -41,14 +104,16 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
 
     __device__ __forceinline__ T* slot_of(int row) const {
         const int owner = owner_of(row), first = all.offsets[owner];
-        T* slots = reinterpret_cast<T*>(quarter_at(all.peers, owner, Counted::tiles, epoch));
+        T* slots = reinterpret_cast<T*>(
+            quarter_at(all.peers, (all.mode & 16) ? all.peers.rank : owner, Counted::tiles, epoch));
         return slots + slot_row(all.peers.rank, all.offsets[owner + 1] - first, row - first) *
                            this->p.n;
     }
 
     template <typename Sums>
     __device__ __forceinline__ void store(const Sums& sums) const {
-        if (all.pairs) {
+        if constexpr (kIsStaged) return store_boxes(sums);
+        if (all.mode & 1) {
             store_pairs(sums);
         } else {
             store_rows(sums);
@@ -66,7 +131,9 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
             for (int q = 0; q < Base::kColumnGroups; ++q) {
                 if (!this->has_group(q)) continue;
                 *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
+                if ((all.mode & 4) && q % 2) comm::fence_system();
             }
+            if (all.mode & 2) comm::fence_system();
         }
     }
 
@@ -95,6 +162,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                 if (even) *reinterpret_cast<uint4*>(even + q * kPermutedRows) = is_odd ? got : left;
                 if (odd) *reinterpret_cast<uint4*>(odd + q * kPermutedRows) = is_odd ? right : got;
             }
+            if (all.mode & 2) comm::fence_system();
         }
     }
 
@@ -104,26 +172,30 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
         const int group = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
         cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, group);  // all have stored
         if (thread == 0 && this->m < this->p.m) {
-            comm::fence_system();
-            const int last = min(this->m + C::kTileM, this->p.m) - 1;
-            const int tile = this->m / C::kTileM;
-            for (int owner = owner_of(this->m); owner <= owner_of(last); ++owner) {
-                if (all.offsets[owner] == all.offsets[owner + 1]) continue;
-                const int index = tile - all.offsets[owner] / C::kTileM;
-                comm::add_relaxed(counter_at(all.peers, owner, Counted::tiles, epoch,
-                                             all.peers.rank, index),
-                                  1);
-            }
+            if (!(all.mode & 32)) comm::fence_system();
+            count();
         }
         __syncwarp();
     }
+
+    __device__ __forceinline__ void count() const {
+        const int last = owner_of(min(this->m + C::kTileM, this->p.m) - 1);
+        const int tile = this->m / C::kTileM;
+        for (int owner = owner_of(this->m); owner <= last; ++owner) {
+            if (all.offsets[owner] == all.offsets[owner + 1]) continue;
+            const int index = tile - all.offsets[owner] / C::kTileM;
+            comm::add_relaxed(
+                counter_at(all.peers, owner, Counted::tiles, epoch, all.peers.rank, index), 1);
+        }
+    }
 };
 
-template <typename C>
+template <typename C, bool kIsStaged>
 __global__ void __launch_bounds__(C::kThreads, 1)
     gemm_scatter_kernel(const __grid_constant__ ScatterParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<Smem<C>*>(smem);
+    auto& staged = *reinterpret_cast<StagedSmem<C>*>(smem);
+    Smem<C>& s = staged.gemm;
     const BandSchedule<C> at(p.bands);
     init_barriers(s);
     wait_for_prior_kernel();
@@ -137,7 +209,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
         comm::wait_for_slots(p.peers, epoch);
         consume(p.gemm, s, at, [&](int m, int n) {
-            return ScatterEdge<C>{{p.gemm, m, n}, p, epoch};
+            uint8_t* box = kIsStaged ? staged.boxes[threadIdx.x / 32] : nullptr;
+            return ScatterEdge<C, kIsStaged>{{p.gemm, m, n}, p, epoch, box};
         });
     }
     __syncwarp();
