@@ -3,8 +3,9 @@
 import json
 import os
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -38,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.stderr is None:  # closed (2>&-): a file opened next would take its place
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
-        sys.exit(app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False) or 0)
+        with _torchrun(arguments) as ranks:
+            options = {"prog_name": "bytetx", "standalone_mode": False, "obj": ranks}
+            sys.exit(app(arguments or ["--help"], **options) or 0)
     except CommandError as error:
         if error.format_message():  # a group of commands alone prints its help and has none
             _print_error(error.format_message())
@@ -48,6 +51,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
+
+
+@contextmanager
+def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
+    """The ranks that torchrun started, which this one leads; None where it started none.
+
+    Any other rank follows until it is told to end, and ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
+        yield None
+        return
+    from bytetx.parallel.launch import TorchrunLead, torchrun_rank
+
+    own = torchrun_rank(os.environ)
+    if own is not None and own.rank:
+        from bytetx.following import follow_torchrun
+
+        follow_torchrun(own)
+        sys.exit(0)
+    lead = None if own is None else TorchrunLead(own)
+    try:
+        yield lead
+    finally:
+        if lead is not None:
+            lead.close()
 
 
 def _print_error(message: str) -> None:

@@ -27,3 +27,7 @@ class DeviceMemoryError(StepError, MemoryError):
 
 class DeviceLostError(RuntimeError):
     """The device failed for good: nothing runs on it until the process is started again."""
+
+
+class GroupError(DeviceLostError):
+    """A rank of a tensor-parallel group failed or ended: the model must be loaded again."""

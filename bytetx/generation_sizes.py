@@ -68,7 +68,7 @@ def generation_sizes(
     bytes_each = page_bytes(
         num_layers=spec.num_layers,
         page_size=PAGE_SIZE,
-        num_kv_heads=spec.num_kv_heads,
+        num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
         head_dim=spec.head_dim,
         dtype=checkpoint.dtype,
     )
@@ -96,7 +96,7 @@ def allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
             num_layers=spec.num_layers,
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
-            num_kv_heads=spec.num_kv_heads,
+            num_kv_heads=checkpoint.transformer.blocks.num_kv_heads,
             head_dim=spec.head_dim,
             dtype=checkpoint.dtype,
             device=checkpoint.device,

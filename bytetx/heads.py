@@ -4,13 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
+from bytetx.blocks import Blocks, NormWeight
 from bytetx.errors import CheckpointError
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
 from bytetx.spec import HeadSpec, ModelSpec
-from bytetx.tensors import NormWeight, TensorLoader
+from bytetx.tensors import TensorLoader
+from bytetx.weights import Part
 
 # Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.
 _MAX_LOGITS_BYTES = 128 << 20
@@ -34,32 +36,43 @@ class ClassificationHead:
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMHead:
-    """dense -> activation -> norm -> decoder over the vocabulary."""
+    """dense -> activation -> norm -> decoder over the vocabulary.
+
+    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    """
 
     dense: LinearWeight
     activation: str
     norm: NormWeight
     norm_eps: float
     decoder: LinearWeight
+    blocks: Blocks | None = None
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden_size] -> logits [n, vocab_size]; give it only the rows that are asked."""
         x = linear(rows, self.dense, activation=self.activation)
         x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
-        return linear(x, self.decoder)
+        logits = linear(x, self.decoder)
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """Logits of the next token, on the rows that the caller chose."""
+    """Logits of the next token, on the rows that the caller chose.
+
+    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    """
 
     decoder: LinearWeight
+    vocab_size: int
+    blocks: Blocks | None = None
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, embedding_size] -> logits [n, vocab_size] in the model's dtype."""
-        return linear(rows, self.decoder)
+        logits = linear(rows, self.decoder)
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
     @torch.inference_mode()
     def log_likelihoods(
@@ -69,7 +82,7 @@ class LmHead:
 
         Rows are taken in blocks, so that the logits held at once stay near _MAX_LOGITS_BYTES.
         """
-        block = max(1, _MAX_LOGITS_BYTES // (8 * self.decoder.n))  # logits, their exponentials
+        block = max(1, _MAX_LOGITS_BYTES // (8 * self.vocab_size))  # logits, their exponentials
         out = torch.empty(rows.shape[0], device=x.device)
         for first in range(0, rows.shape[0], block):
             some = slice(first, first + block)
@@ -99,8 +112,12 @@ def load_token_classification(spec: ModelSpec, load: TensorLoader) -> Classifica
     return _classification(spec, load, "token_classification", num_labels=spec.num_labels)
 
 
-def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
+def load_masked_lm(
+    spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None
+) -> MaskedLMHead | None:
     """The head of a ...ForMaskedLM checkpoint, or None where it has none.
+
+    blocks: the transformer's; of a split vocabulary, only its own words are read.
 
     The decoder is the saved one; where none is saved and the config ties them, the word embedding.
     """
@@ -114,36 +131,48 @@ def load_masked_lm(spec: ModelSpec, load: TensorLoader) -> MaskedLMHead | None:
     stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
     load.require([*stems, *saved, bias])
     decoder_name = saved[0] if saved else spec.embeddings["word"]
+    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
     return MaskedLMHead(
         dense=load.linear([head.dense], spec.embedding_size, spec.hidden_size),
         activation=head.activation,
         norm=load.norm(head.norm, spec.embedding_size),
         norm_eps=head.norm_eps,
         decoder=load.linear_from(
-            load.tensor(decoder_name, (spec.vocab_size, spec.embedding_size)),
-            load.tensor(bias, (spec.vocab_size,)),
+            load.tensor(decoder_name, shape, part=own), load.tensor(bias, shape[:1], part=own)
         ),
+        blocks=blocks,
     )
 
 
-def load_lm(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> LmHead | None:
+def load_lm(
+    spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor, blocks: Blocks | None = None
+) -> LmHead | None:
     """The head of a causal checkpoint, or None where the family or the checkpoint has none.
 
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
     it, the two share this memory, unless a decoder that differs was saved all the same.
+    blocks: the transformer's; of a split vocabulary, only its own words are read.
     """
     head = spec.heads.get("lm")
     if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
         return None
-    shape = (spec.vocab_size, spec.embedding_size)
-    bias = None if head.bias is None else load.tensor(head.bias, shape[:1])
+    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
+    bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=own)
+    more = (spec.vocab_size, blocks)
     if not spec.tie_word_embeddings:
-        return LmHead(load.linear_from(load.tensor(head.decoder, shape), bias))
+        return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=own), bias), *more)
+    if own is not None:
+        word = word[:-1]  # without the row of zeros
     if head.decoder in load.tensors:
-        saved = load.tensor(head.decoder, shape)
+        saved = load.tensor(head.decoder, shape, part=own)
         if not torch.equal(saved, word):
-            return LmHead(load.linear_from(saved, bias))
-    return LmHead(prepare_linear(word, bias, prepack=False))  # a reordered one would be a copy
+            return LmHead(load.linear_from(saved, bias), *more)
+    return LmHead(prepare_linear(word, bias, prepack=False), *more)  # reordered, it would be a copy
+
+
+def _own_words(blocks: Blocks | None) -> Part | None:
+    split = None if blocks is None else blocks.split
+    return None if split is None else Part(0, (split.vocab,))
 
 
 def _classification(

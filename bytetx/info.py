@@ -8,11 +8,12 @@ from bytetx.loading import LoadedCheckpoint
 def checkpoint_info(
     checkpoint: LoadedCheckpoint, *, max_tokens: int, token_budget: int
 ) -> dict[str, Any]:
-    """Family, sizes, dtype, device, heads, limits, tensors left unused.
+    """Family, sizes, dtype, device, ranks, heads, limits, tensors left unused.
 
     max_tokens: of one text.  token_budget: tokens of one forward pass.
     """
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
+    split = checkpoint.transformer.blocks.split
     named_heads = {
         "sequence classification": heads.sequence,
         "token classification": heads.token,
@@ -31,6 +32,7 @@ def checkpoint_info(
         "max_tokens": max_tokens,
         "dtype": str(checkpoint.dtype).removeprefix("torch."),
         "device": str(checkpoint.device),
+        "tp": 1 if split is None else split.size,
         "token_budget": token_budget,
         "workspace_bytes": spec.workspace_bytes(token_budget, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],

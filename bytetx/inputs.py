@@ -22,7 +22,7 @@ _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger tha
 
 @dataclass(slots=True)
 class InputReader:
-    """Turns windows of inputs into requests, in order, and numbers them from 0.
+    """Turns windows of inputs into requests. Threads may share one that has read the first window.
 
     prompt: put before every string; token ids get none.  truncate: cut what is too long instead of
     failing it.  with_alignment: keep offsets and words of each token.  keeps_errors: a bad input
@@ -37,7 +37,6 @@ class InputReader:
     with_alignment: bool = False
     keeps_errors: bool = False
     needs_mask: bool = False
-    _num_read: int = 0
     _prompt_tokens: int | None = None
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
@@ -53,10 +52,8 @@ class InputReader:
             return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
         return length or 1
 
-    def read(self, inputs: Sequence[Input]) -> Window:
-        """The next inputs as columns; strings are tokenised in one call."""
-        start = self._num_read
-        self._num_read += len(inputs)
+    def read(self, inputs: Sequence[Input], start: int) -> Window:
+        """Inputs as columns, numbered from `start`; strings are tokenised in one call."""
         errors: Errors = {}
         texts, ids = _by_kind(inputs, start)
         pieces = []

@@ -4,11 +4,14 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from bytetx.arguments import check_positive
+from bytetx.blocks import Blocks
 from bytetx.chat import ChatTemplate, load_chat_template
 from bytetx.config import load_config, read_json
 from bytetx.errors import CheckpointError, InputError
@@ -28,6 +31,9 @@ from bytetx.tokenizer import Tokenizer, load_tokenizer
 from bytetx.transformer import Transformer
 from bytetx.weights import Weights
 
+if TYPE_CHECKING:
+    from bytetx.parallel.launch import TorchrunLead
+
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,12 +49,16 @@ class Heads:
     lm: LmHead | None = None
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
     eos_token_ids: tokens that end a generated text.
-    unused_tensors: names in the files that nothing here reads.
+    unused_tensors: names in the files that nothing here reads.  close: ends the other ranks.
     """
 
     folder: Path
@@ -64,25 +74,27 @@ class LoadedCheckpoint:
     unused_tensors: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
+    close: Callable[[], None] = _nothing
 
 
 def load_checkpoint(
-    folder: Path, *, device: str | torch.device, dtype: str | torch.dtype
+    folder: Path,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    blocks: Blocks | None = None,
 ) -> LoadedCheckpoint:
-    """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError."""
+    """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
+
+    blocks: of a rank of a group; of what is split, only its share is read.
+    """
     device = resolve_device(device)
     sentence = load_sentence_spec(folder)
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
-    weights = weights.cast(dtype)
-    prepack = device.type == "cpu"
-    transformer = Transformer.from_tensors(
-        spec, weights, dtype=dtype, device=device, prepack=prepack
-    )
-    loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
-    heads = _load_heads(spec, loader, word=transformer.embeddings.word)
+    transformer, heads = _load_model(spec, weights, dtype=dtype, device=device, blocks=blocks)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     saved_by_cross_encoder = config.get("sentence_transformers") or {}
@@ -110,6 +122,70 @@ def load_checkpoint(
         device=device,
         dtype=dtype,
     )
+
+
+def load_ranks(
+    folder: Path,
+    tp: "int | TorchrunLead",
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    token_budget: int | None,
+) -> LoadedCheckpoint:
+    """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
+    if tp == 1:
+        return load_checkpoint(folder, device=device, dtype=dtype)
+    # Imported here: torch.distributed takes a while, and few models are shared.
+    from bytetx.leading import load_shared
+
+    if isinstance(tp, int):
+        check_positive("tp", tp)
+
+    def budget_of(device: torch.device) -> int:
+        return default_token_budget(device) if token_budget is None else token_budget
+
+    return load_shared(folder, ranks=tp, device=device, dtype=dtype, token_budget=budget_of)
+
+
+def default_token_budget(device: torch.device) -> int:
+    """Tokens of one forward pass where the caller names none.
+
+    On a CPU each thread needs a few hundred rows for its GEMMs to hide their start, and more only
+    costs cache and memory: MiniLM on two threads runs as fast at 1024 as at 8192 tokens.
+    """
+    if device.type == "cuda":
+        return 16384
+    return min(max(512 * torch.get_num_threads(), 1024), 8192)
+
+
+def load_share(
+    folder: Path,
+    blocks_of: Callable[[ModelSpec], Blocks],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Transformer, Heads]:
+    """What a rank of a group computes with, and nothing else of a checkpoint."""
+    sentence = load_sentence_spec(folder)
+    spec = build_spec(load_config(sentence.folder))
+    weights, blocks = Weights(sentence.folder, spec), blocks_of(spec)
+    return _load_model(spec, weights, dtype=dtype, device=device, blocks=blocks)
+
+
+def _load_model(
+    spec: ModelSpec,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+) -> tuple[Transformer, Heads]:
+    weights, prepack = weights.cast(dtype), device.type == "cpu"
+    transformer = Transformer.from_tensors(
+        spec, weights, dtype=dtype, device=device, prepack=prepack, blocks=blocks
+    )
+    loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
+    return transformer, _load_heads(spec, loader, transformer)
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -157,16 +233,19 @@ def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _load_heads(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> Heads:
+def _load_heads(spec: ModelSpec, load: TensorLoader, transformer: Transformer) -> Heads:
     """The head that `architectures` names; where it names none, those whose tensors are there."""
+    blocks = transformer.blocks
+    lm = partial(load_lm, spec, load, word=transformer.embeddings.word, blocks=blocks)
+    masked_lm = partial(load_masked_lm, spec, load, blocks=blocks)
     architecture = spec.architectures[0] if spec.architectures else ""
     load_heads: dict[str, tuple[str, Callable[[], object]]] = {
         "ForSequenceClassification": ("sequence", lambda: load_sequence_classification(spec, load)),
         "ForTokenClassification": ("token", lambda: load_token_classification(spec, load)),
-        "ForMaskedLM": ("masked_lm", lambda: load_masked_lm(spec, load)),
-        "ForPreTraining": ("masked_lm", lambda: load_masked_lm(spec, load)),
-        "ForCausalLM": ("lm", lambda: load_lm(spec, load, word=word)),
-        "LMHeadModel": ("lm", lambda: load_lm(spec, load, word=word)),
+        "ForMaskedLM": ("masked_lm", masked_lm),
+        "ForPreTraining": ("masked_lm", masked_lm),
+        "ForCausalLM": ("lm", lm),
+        "LMHeadModel": ("lm", lm),
     }
     for ending, (field, load_head) in load_heads.items():
         if architecture.endswith(ending):
@@ -178,8 +257,7 @@ def _load_heads(spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor) -> H
         return Heads()
     sequence = load_sequence_classification(spec, load)
     token = load_token_classification(spec, load) if sequence is None else None
-    lm = load_lm(spec, load, word=word)
-    return Heads(sequence, token, load_masked_lm(spec, load), lm)
+    return Heads(sequence, token, masked_lm(), lm())
 
 
 def _no_head(spec: ModelSpec, architecture: str, field: str) -> str:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Collection, Generator, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from bytetx.errors import InputError
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info
 from bytetx.inputs import Input, InputReader
-from bytetx.loading import LoadedCheckpoint, load_checkpoint
+from bytetx.loading import LoadedCheckpoint, default_token_budget, load_ranks
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.sentence import Normalize, activation_by_name
@@ -37,6 +37,9 @@ from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.hidden_states import HiddenStatesTask
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
+
+if TYPE_CHECKING:
+    from bytetx.parallel.launch import TorchrunLead
 
 logger = logging.getLogger("bytetx")
 
@@ -49,6 +52,7 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    tp: "int | TorchrunLead" = 1,
     token_budget: int | None = None,
     cuda_graphs: bool = True,
     revision: str | None = None,
@@ -59,12 +63,15 @@ def load(
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
     as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
     or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16.
+    tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
+    others are started here, hold their share alone and end with the Model or its close().
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
-    checkpoint = load_checkpoint(folder, device=device, dtype=dtype)
+    options = {"device": device, "dtype": dtype, "token_budget": token_budget}
+    checkpoint = load_ranks(folder, tp, **options)
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
@@ -98,6 +105,16 @@ class Model(GeneratesText):
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
         )
+
+    def close(self) -> None:
+        """Ends the other ranks of a model loaded with tp; the model is of no use then."""
+        self.checkpoint.close()
+
+    def __enter__(self) -> "Model":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @property
     def max_tokens(self) -> int:
@@ -364,17 +381,6 @@ class Model(GeneratesText):
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer, which this task needs")
         return self.tokenizer
-
-
-def default_token_budget(device: torch.device) -> int:
-    """Tokens of one forward pass where the caller names none.
-
-    On a CPU each thread needs a few hundred rows for its GEMMs to hide their start, and more only
-    costs cache and memory: MiniLM on two threads runs as fast at 1024 as at 8192 tokens.
-    """
-    if device.type == "cuda":
-        return 16384
-    return min(max(512 * torch.get_num_threads(), 1024), 8192)
 
 
 def _length(texts: Iterable[Input]) -> int | None:

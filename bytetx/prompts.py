@@ -40,7 +40,7 @@ class PromptReader:
             except InputError as error:
                 errors[index] = type(error)(f"prompts[{index}]: {error}")
                 plain.append(_NOTHING)
-        window = self._reader.read(plain)
+        window = self._reader.read(plain, start)
         read: dict[int, list[int] | InputError] = {
             failure.index: _respelled(failure.error) for failure in window.failures
         }

@@ -1,25 +1,18 @@
 """Named tensors of a checkpoint -> weights in the model's dtype, on its device, checked."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
+from bytetx.blocks import NormWeight, OutWeight, RowWeight
 from bytetx.errors import CheckpointError
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.weights import Part, Weights, take_part
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class NormWeight:
-    """Scale and shift of a norm, each [hidden_size]; an RMS norm has no shift."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
 
 
 class TensorLoader:
@@ -47,13 +40,18 @@ class TensorLoader:
                 f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
             )
 
-    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """A tensor in the model's dtype and on its device; shares memory where nothing changes."""
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, part: Part | None = None
+    ) -> torch.Tensor:
+        """A tensor in the model's dtype and on its device; shares memory where nothing changes.
+
+        shape: of the whole tensor.  part: what of it is wanted; nothing else is held in memory.
+        """
         self.require([name])
-        tensor = self.tensors[name].detach()
-        if tuple(tensor.shape) != shape:
+        saved_shape, tensor = self._read(name, part)
+        if saved_shape != shape:
             raise CheckpointError(
-                f"tensor {name!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+                f"tensor {name!r} has shape {saved_shape}, config.json implies {shape}"
             )
         if not tensor.is_floating_point():
             raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
@@ -66,16 +64,48 @@ class TensorLoader:
             )
         return tensor
 
+    def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:
+        """(shape of the whole tensor, the part of it)"""
+        is_saved = part is not None and isinstance(self.tensors, Weights)
+        tensor = None if is_saved else self.tensors[name].detach()
+        shape = self.tensors.shape(name) if is_saved else tuple(tensor.shape)
+        if part is None:
+            return shape, tensor
+        if part.dim >= len(shape) or part.end > shape[part.dim]:
+            return shape, torch.empty(0)  # its shape is refused in a moment
+        return shape, self.tensors.read(name, part) if is_saved else take_part(tensor, part)
+
     def norm(self, stem: str, size: int) -> NormWeight:
         return NormWeight(
             self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
         )
 
-    def linear(self, stems: list[str], n: int, k: int) -> LinearWeight:
-        """One linear of n outputs from one stem, or from several of n / len(stems) rows each."""
-        rows = n // len(stems)
-        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k)) for stem in stems])
-        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,)) for stem in stems])
+    def linear(
+        self, stems: list[str], n: int, k: int, *, outputs: range | None = None
+    ) -> LinearWeight:
+        """One linear of n outputs from one stem, or from several of n / len(stems) rows each.
+
+        outputs: of each stem, those that are wanted.
+        """
+        rows, part = n // len(stems), None if outputs is None else Part(0, (outputs,))
+        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k), part=part) for stem in stems])
+        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,), part=part) for stem in stems])
+        return self.linear_from(weight, bias)
+
+    def out_linear(self, stem: str, n: int, k: int, *, inputs: range | None = None) -> OutWeight:
+        """A linear that ends a half of a block; inputs: those that are wanted."""
+        part = None if inputs is None else Part(1, (inputs,))
+        weight = self.tensor(f"{stem}.weight", (n, k), part=part)
+        return self.out_linear_from(
+            weight, self.tensor(f"{stem}.bias", (n,)), is_split=part is not None
+        )
+
+    def out_linear_from(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool
+    ) -> OutWeight:
+        """is_split: weight holds some of the inputs, and others add theirs before the bias."""
+        if is_split:
+            return RowWeight(self.linear_from(weight, None), bias)
         return self.linear_from(weight, bias)
 
     def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> LinearWeight:

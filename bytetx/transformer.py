@@ -8,18 +8,21 @@ from itertools import chain
 
 import torch
 
+from bytetx.blocks import Blocks, NormWeight, OutWeight, Rows, WholeBlocks
 from bytetx.cache import KvCache
-from bytetx.decoder import Decoder, load_decoder
-from bytetx.decoder import tensor_names as decoder_tensor_names
+from bytetx.decoder import Decoder
+from bytetx.decoder_weights import load_decoder
+from bytetx.decoder_weights import tensor_names as decoder_tensor_names
 from bytetx.errors import CheckpointError
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
-from bytetx.ops.linear import LinearWeight, fuses_residual, linear
-from bytetx.ops.norm import layer_norm
+from bytetx.ops.linear import LinearWeight, linear
 from bytetx.packed import PackedBatch
+from bytetx.parallel.layout import ModelSplit, features
 from bytetx.spec import ModelSpec
-from bytetx.tensors import NormWeight, TensorLoader
+from bytetx.tensors import TensorLoader
+from bytetx.weights import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +37,10 @@ class EmbeddingWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     qkv: LinearWeight  # rows of q, then k, then v: [3 * hidden_size, hidden_size]
-    attn_out: LinearWeight
+    attn_out: OutWeight
     attn_norm: NormWeight
     ffn_in: LinearWeight
-    ffn_out: LinearWeight
+    ffn_out: OutWeight
     ffn_norm: NormWeight
 
 
@@ -45,6 +48,7 @@ class Transformer:
     """A model's weights and its forward pass. Holds no state between calls.
 
     layers: an encoder's.  decoder: a causal model's layers; then `layers` is empty.
+    blocks: how the layers run; where a group shares them, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
     """
 
@@ -57,8 +61,10 @@ class Transformer:
         *,
         decoder: Decoder | None = None,
         project_out: LinearWeight | None = None,
+        blocks: Blocks | None = None,
     ):
         self.spec = spec
+        self.blocks = WholeBlocks(spec) if blocks is None else blocks
         self.embeddings = embeddings
         self.layers = layers
         self.relative_bias = relative_bias
@@ -73,8 +79,11 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device | str,
         prepack: bool,
+        blocks: Blocks | None = None,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
+
+        blocks: of a rank of a group; of layers that are split, only its share is read.
 
         prepack: reorder linear weights for the CPU's GEMM; False keeps and shares the tensors
         given, so that a caller who owns them does not hold them twice.
@@ -89,16 +98,17 @@ class Transformer:
                 f"the checkpoint has more layers than the {spec.num_layers} of config.json: it "
                 f"holds {extra!r}"
             )
+        blocks = WholeBlocks(spec) if blocks is None else blocks
+        table = _embedding_weights(spec, load, blocks.split)
         if spec.decoder is not None:
-            table = _embedding_weights(spec, load)
-            out = _project_out(spec, load)
-            return cls(spec, table, [], None, decoder=load_decoder(spec, load), project_out=out)
-        return cls(
-            spec,
-            _embedding_weights(spec, load),
-            [_layer_weights(spec, load, i) for i in range(spec.num_layers)],
-            _relative_bias(spec, load),
-        )
+            more = {"project_out": _project_out(spec, load), "blocks": blocks}
+            decoder = load_decoder(spec, load, blocks=blocks)
+            return cls(spec, table, [], None, decoder=decoder, **more)
+        layers = [_layer_weights(spec, load, i, blocks.split) for i in range(spec.num_layers)]
+        bias = _relative_bias(spec, load)
+        if bias is not None and blocks.split is not None:
+            bias = bias[blocks.split.heads.start : blocks.split.heads.stop].contiguous()
+        return cls(spec, table, layers, bias, blocks=blocks)
 
     @property
     def is_capturable(self) -> bool:
@@ -106,7 +116,12 @@ class Transformer:
         word = self.embeddings.word
         if self.decoder is not None and not self.decoder.is_capturable:
             return False
+        if not self.blocks.is_capturable:
+            return False
         return is_planned(word.dtype, self.spec.head_dim, word.device)
+
+    def check(self) -> None:
+        """Raises a GroupError where a rank is gone, and with it what the device still computed."""
 
     @torch.inference_mode()
     def forward(
@@ -121,47 +136,50 @@ class Transformer:
         cache: a causal model's keys and values, with batch.past; this step's are added to it.
         on_layer: called with the embedding's and then each layer's output.
         """
+        rows = self.blocks.begin(batch.total_tokens)
         if self.decoder is not None:
-            embed_tokens = partial(self._embed_causal, batch)
-            x = self.decoder.run(embed_tokens, batch, cache=cache, on_layer=on_layer)
+            embed_tokens = partial(self._embed_causal, batch, rows)
+            x = self.decoder.run(embed_tokens, batch, rows, cache=cache, on_layer=on_layer)
             return x if self.project_out is None else linear(x, self.project_out)
         if cache is not None:
             raise ValueError("cache must be None: an encoder has no past")
-        return self.encode(lambda: self._embed(batch), batch, on_layer=on_layer)
+        return self.encode(lambda: self._embed(batch, rows), batch, rows, on_layer=on_layer)
 
     def encode(
         self,
         embed_tokens: Callable[[], torch.Tensor],
         batch: PackedBatch,
+        rows: Rows | None = None,
         *,
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """An encoder's layers alone, from what embed_tokens returns: [total_tokens, hidden_size].
+        """An encoder's layers alone, from what embed_tokens returns: [own rows, hidden_size].
 
         It is called here, so that no frame above holds the embedding while the layers run.
         on_layer: as in forward, which says what this returns and runs it in inference mode.
         """
+        rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
         x = embed_tokens()
         if on_layer:
-            on_layer(x)
+            on_layer(rows.whole(x))
         plan = plan_attention(
             batch.cu_seqlens,
-            total_tokens=x.shape[0],
+            total_tokens=batch.total_tokens,
             head_dim=self.spec.head_dim,
             has_bias=self.relative_bias is not None,
         )
         for weights in self.layers:
             # Two steps, so that the first one's activations are gone when the second one runs.
-            x = self._attention(x, weights, batch, plan)
-            x = self._feed_forward(x, weights)
+            x = self._attention(x, weights, batch, rows, plan)
+            x = self._feed_forward(x, weights, rows)
             if on_layer:
-                on_layer(x)
-        return x
+                on_layer(rows.whole(x))
+        return rows.whole(x)
 
-    def _embed(self, batch: PackedBatch) -> torch.Tensor:
+    def _embed(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         table = self.embeddings
         assert table.norm is not None  # an encoder's families say so
-        x = embed(
+        x = rows.embed(
             batch.input_ids,
             batch.position_ids,
             batch.token_type_ids,
@@ -175,36 +193,36 @@ class Transformer:
         )
         return x if table.project is None else linear(x, table.project)
 
-    def _embed_causal(self, batch: PackedBatch) -> torch.Tensor:
+    def _embed_causal(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """Words, projected where the table is narrower than the layers, and then positions."""
         table, ids = self.embeddings, batch.input_ids
         words, positions = batch.inputs_embeds, batch.position_ids
         if table.project is not None:
-            narrow = embed(ids, None, None, word=table.word, inputs_embeds=words)
+            narrow = rows.embed(ids, None, None, word=table.word, inputs_embeds=words)
             words = linear(narrow, table.project)
             if table.position is None:
                 return words
-            rows = embed(positions, None, None, word=table.position)
-            return words + rows
+            return words + embed(rows.own(positions), None, None, word=table.position)
         options = {"position": table.position, "inputs_embeds": words}
-        return embed(ids, positions, None, word=table.word, **options)
+        return rows.embed(ids, positions, None, word=table.word, **options)
 
     def _attention(
         self,
         x: torch.Tensor,
         weights: LayerWeights,
         batch: PackedBatch,
+        rows: Rows,
         plan: AttentionPlan | None,
     ) -> torch.Tensor:
-        attended = self._attend(linear(x, weights.qkv), batch, plan)
-        return self._project(attended, weights.attn_out, residual=x, norm=weights.attn_norm)
+        attended = self._attend(rows.column(x, weights.qkv), batch, plan)
+        return rows.project_norm(attended, weights.attn_out, residual=x, norm=weights.attn_norm)
 
     def _attend(
         self, qkv: torch.Tensor, batch: PackedBatch, plan: AttentionPlan | None
     ) -> torch.Tensor:
-        """qkv: [total_tokens, 3 * hidden_size], dropped on return."""
-        spec = self.spec
-        q, k, v = qkv.view(-1, 3, spec.num_heads, spec.head_dim).unbind(1)
+        """qkv: [total_tokens, 3 * num_heads * head_dim], dropped on return."""
+        heads = (self.blocks.num_heads, self.spec.head_dim)
+        q, k, v = qkv.unflatten(1, (3, *heads)).unbind(1)
         attended = varlen_attention(
             q,
             k,
@@ -215,26 +233,11 @@ class Transformer:
             bias_positions=batch.bias_positions,
             plan=plan,
         )
-        return attended.view(-1, spec.hidden_size)
+        return attended.flatten(1)
 
-    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-        inner = linear(x, weights.ffn_in, activation=self.spec.activation)
-        return self._project(inner, weights.ffn_out, residual=x, norm=weights.ffn_norm)
-
-    def _project(
-        self, x: torch.Tensor, weight: LinearWeight, *, residual: torch.Tensor, norm: NormWeight
-    ) -> torch.Tensor:
-        """norm(x @ weight.T + bias + residual); whichever of the two adds the residual for less."""
-        is_fused = fuses_residual(x.shape[0], weight)
-        d = linear(x, weight, residual=residual if is_fused else None)
-        return layer_norm(
-            d,
-            norm.weight,
-            norm.bias,
-            eps=self.spec.norm_eps,
-            residual=None if is_fused else residual,
-            out=d,
-        )
+    def _feed_forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
+        inner = rows.column(x, weights.ffn_in, activation=self.spec.activation)
+        return rows.project_norm(inner, weights.ffn_out, residual=x, norm=weights.ffn_norm)
 
 
 def _tensor_names(spec: ModelSpec) -> Iterator[str]:
@@ -261,7 +264,9 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
         yield f"{stem}.bias"
 
 
-def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
+def _embedding_weights(
+    spec: ModelSpec, load: TensorLoader, split: ModelSplit | None
+) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
     token_type = project = norm = None
     if spec.num_token_types:
@@ -271,12 +276,21 @@ def _embedding_weights(spec: ModelSpec, load: TensorLoader) -> EmbeddingWeights:
     if "norm" in names:
         norm = load.norm(names["norm"], width)
     return EmbeddingWeights(
-        word=load.tensor(names["word"], (spec.vocab_size, width)),
+        word=_word_table(spec, load, split),
         position=_position_table(spec, load),
         token_type=token_type,
         norm=norm,
         project=project,
     )
+
+
+def _word_table(spec: ModelSpec, load: TensorLoader, split: ModelSplit | None) -> torch.Tensor:
+    """All words; a rank's words, and behind them a row of zeros for those of other ranks."""
+    name, shape = spec.embeddings["word"], (spec.vocab_size, spec.embedding_size)
+    if split is None:
+        return load.tensor(name, shape)
+    own = load.tensor(name, shape, part=Part(0, (split.vocab,)))
+    return torch.cat([own, own.new_zeros((1, shape[1]))])
 
 
 def _position_table(spec: ModelSpec, load: TensorLoader) -> torch.Tensor | None:
@@ -310,15 +324,20 @@ def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
     return load.linear_from(load.tensor(name, shape), None)
 
 
-def _layer_weights(spec: ModelSpec, load: TensorLoader, i: int) -> LayerWeights:
+def _layer_weights(
+    spec: ModelSpec, load: TensorLoader, i: int, split: ModelSplit | None
+) -> LayerWeights:
     names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
     hidden, inner = spec.hidden_size, spec.intermediate_size
+    own_heads = None if split is None else features(split.heads, spec.head_dim)
+    own_inner = None if split is None else split.inner
+    qkv = [names["q"], names["k"], names["v"]]
     return LayerWeights(
-        qkv=load.linear([names["q"], names["k"], names["v"]], 3 * hidden, hidden),
-        attn_out=load.linear([names["attn_out"]], hidden, hidden),
+        qkv=load.linear(qkv, 3 * hidden, hidden, outputs=own_heads),
+        attn_out=load.out_linear(names["attn_out"], hidden, hidden, inputs=own_heads),
         attn_norm=load.norm(names["attn_norm"], hidden),
-        ffn_in=load.linear([names["ffn_in"]], inner, hidden),
-        ffn_out=load.linear([names["ffn_out"]], hidden, inner),
+        ffn_in=load.linear([names["ffn_in"]], inner, hidden, outputs=own_inner),
+        ffn_out=load.out_linear(names["ffn_out"], hidden, inner, inputs=own_inner),
         ffn_norm=load.norm(names["ffn_norm"], hidden),
     )
 

@@ -37,6 +37,25 @@ _OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a tensor: ranges of one dim, 0 or 1, put behind one another."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    @property
+    def end(self) -> int:
+        return max(r.stop for r in self.ranges)
+
+
+def take_part(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part of a tensor at hand, contiguous; a view where it lies in one piece."""
+    pieces = [tensor.narrow(part.dim, r.start, len(r)) for r in part.ranges]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
+    return whole.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
 class SavedTensor:
     """Where one tensor lies: its file, its saved name, and its bytes from the file's start."""
 
@@ -47,9 +66,10 @@ class SavedTensor:
     offset: int
     num_bytes: int
 
-    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
         """The tensor in memory of its own, cast to dtype (None: as saved) piece by piece.
 
+        part: what of it is wanted, inside its shape; the rest passes through pieces at most.
         Read, not mapped: a mapping would keep the file's pages beside the prepacked copies (two
         models in memory), and a file cut short under it would end the process.
         """
@@ -58,27 +78,51 @@ class SavedTensor:
                 f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
                 f"of {', '.join(_DTYPES)}"
             )
-        saved = _DTYPES[self.dtype]
-        tensor = _allocate(self.shape, dtype or saved)
-        flat = tensor.view(-1)
+        shape = list(self.shape)
+        if part is not None:
+            shape[part.dim] = sum(map(len, part.ranges))
+        tensor = _allocate(tuple(shape), dtype or _DTYPES[self.dtype])
         try:
             with self.path.open("rb") as file:
-                file.seek(self.offset)
-                if tensor.dtype == saved:
-                    self._fill(file, flat)
-                    return tensor
-                for piece in flat.split(_PIECE_NUMBERS):
-                    staged = torch.empty(piece.shape, dtype=saved)
-                    self._fill(file, staged)
-                    piece.copy_(staged)
+                if part is not None and part.dim == 1:
+                    self._read_columns(file, tensor, part.ranges)
+                else:
+                    self._read_rows(file, tensor, part)
         except OSError as error:
             raise CheckpointError(
                 f"{self.path}: tensor {self.name!r} cannot be read: {error}"
             ) from error
         return tensor
 
-    def _fill(self, file: BinaryIO, flat: torch.Tensor) -> None:
-        room = flat.view(torch.uint8).numpy()
+    def _read_rows(self, file: BinaryIO, tensor: torch.Tensor, part: Part | None) -> None:
+        row = math.prod(self.shape[1:])
+        rows = range(self.shape[0] if self.shape else 1)
+        flat = tensor.view(-1)
+        for wanted in (rows,) if part is None else part.ranges:
+            span, flat = flat[: len(wanted) * row], flat[len(wanted) * row :]
+            file.seek(self.offset + wanted.start * row * _DTYPES[self.dtype].itemsize)
+            if tensor.dtype == _DTYPES[self.dtype]:
+                self._fill(file, span)
+                continue
+            for piece in span.split(_PIECE_NUMBERS):
+                piece.copy_(self._staged(file, piece.shape))
+
+    def _read_columns(
+        self, file: BinaryIO, tensor: torch.Tensor, columns: tuple[range, ...]
+    ) -> None:
+        """Whole rows, some at a time, for a row's part may be smaller than what a disk reads."""
+        file.seek(self.offset)
+        for piece in tensor.split(max(1, _PIECE_NUMBERS // self.shape[1])):
+            staged = self._staged(file, (len(piece), self.shape[1]))
+            piece.copy_(take_part(staged, Part(1, columns)))
+
+    def _staged(self, file: BinaryIO, shape: tuple[int, ...]) -> torch.Tensor:
+        staged = torch.empty(shape, dtype=_DTYPES[self.dtype])
+        self._fill(file, staged)
+        return staged
+
+    def _fill(self, file: BinaryIO, tensor: torch.Tensor) -> None:
+        room = tensor.view(-1).view(torch.uint8).numpy()
         if file.readinto(room) != room.nbytes:
             raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
 
@@ -129,6 +173,15 @@ class Weights(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         self.used.add(name)
         return self._saved[name].read(self._dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As saved; known without reading the tensor."""
+        return self._saved[name].shape
+
+    def read(self, name: str, part: Part) -> torch.Tensor:
+        """A part of a tensor, inside its shape; the whole one is never in memory."""
+        self.used.add(name)
+        return self._saved[name].read(self._dtype, part=part)
 
     def __contains__(self, name: object) -> bool:
         return name in self._saved

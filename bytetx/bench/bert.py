@@ -2,7 +2,9 @@
 
 import copy
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from bytetx.bench.lengths import prefix_sums
 from bytetx.bench.rivals import quiet
+from bytetx.config import load_config
 from bytetx.packed import PackedBatch, pack
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.transformer import Transformer
@@ -56,14 +59,24 @@ def random_bert(
     return Bert(model, spec, transformer)
 
 
-def save_bert(bert: Bert, folder: Path, *, tokenizer_from: Path) -> Path:
-    """The weights as a checkpoint in `folder`, with a real tokenizer's files."""
-    with quiet():
-        bert.model.save_pretrained(folder)
-    for name in _TOKENIZER_FILES:
-        if (tokenizer_from / name).exists():
-            shutil.copy(tokenizer_from / name, folder)
-    return folder
+@contextmanager
+def random_checkpoint(
+    size: str, dtype: torch.dtype, *, like: Path, device: str = "cuda"
+) -> Iterator[Path]:
+    """A folder, for a while, with a BERT of random weights and the tokenizer of another checkpoint.
+
+    size: a key of SIZES.
+    """
+    sizes = SIZES[size] | {"vocab_size": load_config(like)["vocab_size"]}
+    bert = random_bert(sizes, dtype, device=device)
+    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
+        with quiet():
+            bert.model.save_pretrained(folder)
+        for name in _TOKENIZER_FILES:
+            if (like / name).exists():
+                shutil.copy(like / name, folder)
+        del bert  # its memory is for those who load the folder
+        yield Path(folder)
 
 
 class LayerInputs:

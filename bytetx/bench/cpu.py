@@ -1,6 +1,5 @@
 """Suite `cpu`: encoders on this machine's CPU, from strings and from token ids, against rivals."""
 
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -10,7 +9,7 @@ import torch
 
 import bytetx
 from bytetx.bench import measure, rivals, texts
-from bytetx.bench.bert import SIZES, random_bert, save_bert
+from bytetx.bench.bert import random_checkpoint
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected
@@ -164,10 +163,7 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
     demo = demo_checkpoint()
     yield from _model_cases("minilm", demo, sizes, patterns)
     if any(is_selected(name, patterns) for name in _case_names("bert-base")):
-        with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
-            bert = random_bert(SIZES["base"], torch.float32, device="cpu")
-            base = save_bert(bert, Path(folder), tokenizer_from=demo)
-            del bert
+        with random_checkpoint("base", torch.float32, like=demo, device="cpu") as base:
             yield from _model_cases("bert-base", base, sizes, patterns)
 
 

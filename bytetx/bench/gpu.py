@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
@@ -16,10 +16,10 @@ from bytetx.errors import BytetxError
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 Run = Callable[[], object]
 
-_SAMPLES = 5
+SAMPLES = 5
 # Of one sample, and of the same work before it: a GPU at its power limit lowers its clock after
 # some milliseconds, and a GEMM that follows a pass over memory starts with a higher one.
-_SAMPLE_US = 4_000
+SAMPLE_US = 4_000
 _COPY_BYTES = 1 << 31
 _GEMM_SIZE = 8192
 # Cycles that the GPU is kept busy with while the host queues what is timed: about 100 us.
@@ -41,6 +41,7 @@ class Shape(Protocol):
 
 S = TypeVar("S", bound=Shape)
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +119,26 @@ def num_rotated(bytes_per_call: int) -> int:
 
 
 @torch.inference_mode()
-def graph_us(runs: Mapping[str, Run], *, calls: int = 1) -> dict[str, float]:
+def graph_us(
+    runs: Mapping[K, Run],
+    *,
+    calls: int = 1,
+    samples: int = SAMPLES,
+    sample_us: float = SAMPLE_US,
+) -> dict[K, float]:
     """Microseconds of device time of each run, as medians over samples of its captured graph.
 
-    A sample is as many replays as take some milliseconds, after as many that are not timed. The
-    samples are taken in turn, each time from another start, so that heat is the same for all.
+    A sample is as many replays as take sample_us, after as many that are not timed. The samples
+    are taken in turn, each time from another start, so that heat is the same for all.
     calls: how many calls a run makes; its time is divided by them.
     """
     graphs = {name: capture(run) for name, run in runs.items()}
     replays, times = {}, {name: [] for name in runs}
     for name, graph in graphs.items():
         replay_us(graph, 1)
-        replays[name] = max(1, round(_SAMPLE_US / replay_us(graph, 1)))
+        replays[name] = max(1, round(sample_us / replay_us(graph, 1)))
     order = list(graphs)
-    for _ in range(_SAMPLES):
+    for _ in range(samples):
         for name in order:
             replay_us(graphs[name], replays[name])
             times[name].append(replay_us(graphs[name], replays[name]))

@@ -1,8 +1,6 @@
 """Suite `latency`: one text at a time on a GPU, and one sequence through the layers alone."""
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,14 +9,19 @@ import torch
 
 import bytetx
 from bytetx.bench import gpu_rivals
-from bytetx.bench.bert import SIZES, LayerInputs, PackedTorch, random_bert, save_bert
+from bytetx.bench.bert import (
+    SIZES,
+    LayerInputs,
+    PackedTorch,
+    random_bert,
+    random_checkpoint,
+)
 from bytetx.bench.encoder import work_of
 from bytetx.bench.gpu import DTYPES, Gpu, capture, gpu_suite, wall_us
 from bytetx.bench.lengths import dense
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.texts import Lognormal, english_passages
-from bytetx.config import load_config
 from bytetx.demo import demo_checkpoint
 
 _TEXT_TOKENS = 128
@@ -63,7 +66,10 @@ def shapes(checkpoint: Path | None) -> list[Shape]:
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Medians of the time until the result is there, the launches included."""
     if shape.num_tokens is None:
-        with _checkpoint(shape) as folder:
+        real = shape.checkpoint or demo_checkpoint()
+        if shape.model not in SIZES:
+            return _measure_text(shape, gpu, real)
+        with random_checkpoint(shape.model, DTYPES[shape.dtype], like=real) as folder:
             return _measure_text(shape, gpu, folder)
     return _measure_layers(shape, gpu)
 
@@ -118,19 +124,6 @@ def one_text(model: "bytetx.Model", num_tokens: int) -> tuple[str, int]:
     while (found := model.tokenizer.count_tokens(" ".join(words))) > num_tokens:
         words.pop()
     return " ".join(words), found
-
-
-@contextmanager
-def _checkpoint(shape: Shape) -> Iterator[Path]:
-    """The checkpoint's folder, or that of a BERT of random weights with its tokenizer."""
-    real = shape.checkpoint or demo_checkpoint()
-    if shape.model not in SIZES:
-        yield real
-        return
-    sizes = SIZES[shape.model] | {"vocab_size": load_config(real)["vocab_size"]}
-    bert = random_bert(sizes, DTYPES[shape.dtype])
-    with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
-        yield save_bert(bert, Path(folder), tokenizer_from=real)
 
 
 def _latency_us(run: Callable[[], object]) -> float:

@@ -1,6 +1,7 @@
 """Suite `text`: from texts, or from their token ids, to vectors on the host, on one GPU."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,12 +10,14 @@ import numpy as np
 
 import bytetx
 from bytetx.bench import gpu_rivals
+from bytetx.bench.bert import random_checkpoint
 from bytetx.bench.encoder import work_of
 from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite
+from bytetx.bench.lengths import Lengths
 from bytetx.bench.measure import alternate, cosine_distance
 from bytetx.bench.rivals import Inputs, Rival, load_rivals
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.bench.texts import Lognormal, english_passages
+from bytetx.bench.texts import Lognormal, english_passages, random_token_ids
 from bytetx.demo import demo_checkpoint
 
 _NUM_TEXTS = 16384
@@ -31,11 +34,15 @@ _RIVALS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One case: a checkpoint (None: all-MiniLM-L6-v2), and what goes in, a key of _RIVALS."""
+    """One case: a checkpoint (None: all-MiniLM-L6-v2), and what goes in, a key of _RIVALS.
+
+    lengths: of random token ids, through BERT-base of random weights; None: real texts.
+    """
 
     name: str
     inputs: str
     checkpoint: Path | None
+    lengths: tuple[int, ...] | None = None
     dtype: str = "fp16"
 
 
@@ -46,48 +53,75 @@ def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
     checkpoint: an encoder's folder to measure instead of the demo checkpoint.
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    model = checkpoint.resolve().name if checkpoint else "minilm"
-    shapes = [Shape(f"{model}-{inputs}", inputs, checkpoint) for inputs in _RIVALS]
     packages = ("transformers", "sentence-transformers", "tokenizers")
     options = {"patterns": patterns, "unit": "us/text", "packages": packages}
-    return gpu_suite("text", shapes, measure, **options)
+    return gpu_suite("text", shapes(checkpoint), measure, **options)
+
+
+def shapes(checkpoint: Path | None) -> list[Shape]:
+    model = checkpoint.resolve().name if checkpoint else "minilm"
+    real = [Shape(f"{model}-{inputs}", inputs, checkpoint) for inputs in _RIVALS]
+    draw = Lengths()
+    served = {
+        "ln128": draw.lognormal(128, 0.8, 4096, 4, 512),
+        "mean-20": draw.lognormal(20, 0.65, 2048, 3, 128),
+    }
+    return real + [
+        Shape(f"base-ids-{name}", "ids", checkpoint, tuple(lengths.tolist()))
+        for name, lengths in served.items()
+    ]
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Model.embed against its rivals; the floor of strings is the tokenizer's or the GPU's."""
-    checkpoint = shape.checkpoint or demo_checkpoint()
+    real = shape.checkpoint or demo_checkpoint()
+    is_random = shape.lengths is not None
+    source = random_checkpoint("base", DTYPES[shape.dtype], like=real) if is_random else None
+    with source or nullcontext(real) as checkpoint:
+        return _measure(shape, gpu, checkpoint)
+
+
+def _measure(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
     model = bytetx.load(checkpoint, device="cuda", dtype=DTYPES[shape.dtype])
-    passages = english_passages(_NUM_TEXTS, lengths=_LENGTHS)
-    ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
-    lengths = [len(row) for row in ids]
-    inputs: Inputs = passages if shape.inputs == "strings" else ids
+    inputs, lengths = _inputs(shape, model)
     loaded = load_rivals(
         _RIVALS[shape.inputs], checkpoint, DTYPES[shape.dtype], loaders=gpu_rivals.LOADERS
     )
     notes = list(loaded.notes)
     runs = _rival_runs(model, inputs, loaded.rivals, notes)
     if shape.inputs == "strings":
-        runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, passages)
+        runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, inputs)
     ours = partial(model.embed, inputs)
     for _ in range(_WARM_UP):
         ours()
     timing = alternate(ours, runs, min_rounds=2, max_rounds=2, seconds=0.0)
     seconds = dict(timing.rivals)
-    tokenizer_us = seconds.pop("tokenizer", 0.0) / _NUM_TEXTS * 1e6
+    tokenizer_us = seconds.pop("tokenizer", 0.0) / len(inputs) * 1e6
+    num_shared = min(_NUM_RIVAL_TEXTS, len(inputs))
     work = work_of(model.spec, np.array(lengths), DTYPES[shape.dtype])
     return Measurement(
-        ours=timing.ours / _NUM_TEXTS * 1e6,
-        rivals={name: found / _NUM_RIVAL_TEXTS * 1e6 for name, found in seconds.items()},
-        floor=max(tokenizer_us, gpu.rates.floor_us(work) / _NUM_TEXTS),
+        ours=timing.ours / len(inputs) * 1e6,
+        rivals={name: found / num_shared * 1e6 for name, found in seconds.items()},
+        floor=max(tokenizer_us, gpu.rates.floor_us(work) / len(inputs)),
         shape={
-            "sequences": _NUM_TEXTS,
+            "sequences": len(inputs),
             "tokens": sum(lengths),
             "max_seqlen": max(lengths),
-            "rival_sequences": _NUM_RIVAL_TEXTS,
+            "rival_sequences": num_shared,
             "tokenizer_us": round(tokenizer_us, 3),
         },
         notes=tuple(notes),
     )
+
+
+def _inputs(shape: Shape, model: "bytetx.Model") -> tuple[Inputs, list[int]]:
+    """Strings or token ids, and their lengths in tokens."""
+    if shape.lengths is not None:
+        vocab_size = model.spec.vocab_size
+        return random_token_ids(list(shape.lengths), vocab_size=vocab_size), list(shape.lengths)
+    passages = english_passages(_NUM_TEXTS, lengths=_LENGTHS)
+    ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
+    return passages if shape.inputs == "strings" else ids, list(map(len, ids))
 
 
 def _rival_runs(

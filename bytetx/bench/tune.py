@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from bytetx.bench.gpu import DTYPES, capture, num_rotated, replay_us
+from bytetx.bench.gpu import DTYPES, graph_us, num_rotated
 from bytetx.bench.linear import Operands, Shape, make_operands, work_of
 from bytetx.errors import BytetxError
 from bytetx.ops.linear import run_kernel
@@ -106,10 +106,9 @@ def _best(shape: Shape) -> Found:
     torch.manual_seed(0)
     count = num_rotated(int(work_of(shape).num_bytes))
     operands = [make_operands(shape) for _ in range(count)]
-    return min(
-        (Found(_microseconds(shape, operands, c), c) for c in _candidates(shape)),
-        key=lambda found: found.us,
-    )
+    runs = {c: partial(_run, c, operands, shape.epilogue) for c in _candidates(shape)}
+    times = graph_us(runs, calls=count, samples=_SAMPLES, sample_us=_SAMPLE_US)
+    return min((Found(us, c) for c, us in times.items()), key=lambda found: found.us)
 
 
 def _candidates(shape: Shape) -> list[Candidate]:
@@ -123,23 +122,15 @@ def _candidates(shape: Shape) -> list[Candidate]:
     return found
 
 
-@torch.inference_mode()
-def _microseconds(shape: Shape, operands: list[Operands], candidate: Candidate) -> float:
+def _run(candidate: Candidate, operands: list[Operands], epilogue: str) -> None:
     name, splits = candidate
     if name == CUBLAS:
-        call = partial(_cublas, epilogue=shape.epilogue)
+        call = partial(_cublas, epilogue=epilogue)
     else:
         plan = LinearPlan(_named(name).index, splits)
-        call = partial(_kernel, plan=plan, epilogue=shape.epilogue)
-
-    def run() -> None:
-        for o in operands:
-            call(o)
-
-    graph = capture(run)
-    replays = max(1, round(_SAMPLE_US / replay_us(graph, 1)))
-    times = sorted(replay_us(graph, replays) for _ in range(_SAMPLES))
-    return times[_SAMPLES // 2] / len(operands)
+        call = partial(_kernel, plan=plan, epilogue=epilogue)
+    for o in operands:
+        call(o)
 
 
 def _named(name: str) -> Tiling:

@@ -11,7 +11,8 @@ from bytetx.ops.check import describe
 from bytetx.ops.linear import LinearWeight
 
 _OPS = "bytetx.ops."
-_NOT_THE_DEVICE = (NotImplementedError, RecursionError)  # Python's own kinds of RuntimeError
+# Python's own kinds of RuntimeError, and what is lost for good already.
+_NOT_THE_DEVICE = (NotImplementedError, RecursionError, DeviceLostError)
 
 
 def is_out_of_memory(error: Exception) -> bool:

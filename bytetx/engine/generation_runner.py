@@ -44,7 +44,9 @@ class GenerationRunner:
     def run(self, plan: StepPlan) -> Sequence[RowResult]:
         """One result a row; StepError where the device could not run the step."""
         try:
-            return self._sampler.sample(plan, self._logits(plan))
+            results = self._sampler.sample(plan, self._logits(plan))
+            self._transformer.check()
+            return results
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise

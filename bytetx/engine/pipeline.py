@@ -19,10 +19,10 @@ from bytetx.ops.heap import release_heap
 T = TypeVar("T")
 R = TypeVar("R")
 
-Prepare = Callable[[Sequence[T]], Window]
+Prepare = Callable[[Sequence[T], int], Window]
 
-# Windows that are tokenised or wait for the device: with two the thread has the next one at hand
-# when it ends one, and the device has the one that is ready.
+# Windows that are tokenised or wait for the device, a thread each: the tokenizer's own threads go
+# on with one window while Python takes the ids out of the other, which no two threads can do.
 _WINDOWS_AHEAD = 2
 # Steps launched and not collected: one runs, one waits behind it, one is copied to the host.
 _STEPS_RUNNING = 3
@@ -56,10 +56,11 @@ def run(
     """Yields each step's results as soon as they are on the host, window after window.
 
     keeps_errors: a text that the device cannot run is a failure of its step; else it is raised.
-    prepare: tokenises a window; it runs in a thread, ahead of the device.  The input itself is
-    pulled in the caller's thread.  A bounded number of windows is held, and the thread has ended
-    when the generator ends or is closed.  A device never waits for results to be collected: the
-    next steps, of the next window too, are launched behind the one whose results are awaited.
+    prepare: tokenises a window whose texts are numbered from its second argument on; it runs in
+    threads, ahead of the device.  The input itself is pulled in the caller's thread.  A bounded
+    number of windows is held, and the threads have ended when the generator ends or is closed.  A
+    device never waits for results to be collected: the next steps, of the next window too, are
+    launched behind the one whose results are awaited.
     """
     ahead = _WindowsAhead(windows, prepare)
     running: deque[_Running] = deque()
@@ -109,7 +110,7 @@ def _owned(step: Finished[R]) -> Finished[R]:
 
 
 class _WindowsAhead(Generic[T]):
-    """Windows prepared in one thread, in order, before they are asked for.
+    """Windows prepared in threads before they are asked for, and given out in order.
 
     The first window is prepared at once, and no thread starts where there is no second one.
     """
@@ -118,7 +119,7 @@ class _WindowsAhead(Generic[T]):
         self._windows, self._prepare = windows, prepare
         self._pool: ThreadPoolExecutor | None = None
         self._queue: deque[Future[Window]] = deque()
-        self._is_first = True
+        self._num_pulled = 0
 
     def is_ready(self) -> bool:
         """Whether `take` returns at once."""
@@ -126,10 +127,12 @@ class _WindowsAhead(Generic[T]):
 
     def take(self) -> Window | None:
         """The next window, or None at the end."""
-        if self._is_first:
-            self._is_first = False
+        if not self._num_pulled:
             first = next(self._windows, None)
-            ready = None if first is None else self._prepare(first)
+            if first is None:
+                return None
+            self._num_pulled = len(first)
+            ready = self._prepare(first, 0)
             self._pull()
             return ready
         if not self._queue:
@@ -148,8 +151,9 @@ class _WindowsAhead(Generic[T]):
             if window is None:
                 return
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, thread_name_prefix="bytetx-tokenizer")
-            self._queue.append(self._pool.submit(self._prepare, window))
+                self._pool = ThreadPoolExecutor(_WINDOWS_AHEAD, "bytetx-tokenizer")
+            self._queue.append(self._pool.submit(self._prepare, window, self._num_pulled))
+            self._num_pulled += len(window)
 
 
 @dataclass(frozen=True, slots=True)

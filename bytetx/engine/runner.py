@@ -47,11 +47,13 @@ class Launched:
 
     step: the requests that run, their batch on the host.  failures: those that the device could
     not run.  parts: one, or several where the whole step did not fit the device's memory.
+    transformer: what they ran through.
     """
 
     step: Step
     failures: tuple[Failure, ...]
     parts: tuple[Part, ...]
+    transformer: Transformer
 
     def is_ready(self) -> bool:
         """Whether `outputs()` returns at once."""
@@ -60,6 +62,7 @@ class Launched:
     def outputs(self) -> tuple[np.ndarray, ...]:
         """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
         pieces = [part.outputs() for part in self.parts]
+        self.transformer.check()
         if len(pieces) == 1:
             return pieces[0]
         return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
@@ -109,7 +112,7 @@ class Runner:
                         continue
                 waiting += self._after(error, piece, failures, where=where)
         step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
-        return Launched(step, tuple(failures), tuple(parts))
+        return Launched(step, tuple(failures), tuple(parts), self.transformer)
 
     def _start(self, requests: Requests, task: Task[R]) -> Part:
         step = self._step(requests)

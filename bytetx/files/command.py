@@ -137,6 +137,10 @@ def _run(
 
 def _check_output_options(options: JobOptions, task: Task) -> None:
     path = options.output_path
+    if options.ranks is not None and options.tp not in (None, options.ranks.size):
+        raise typer.BadParameter(
+            f"--tp {options.tp}: torchrun started {options.ranks.size} ranks, which all take part"
+        )
     if options.resume and options.overwrite:
         raise typer.BadParameter("--resume goes on, --overwrite starts again; give one of them")
     if options.resume and path is None:
@@ -178,6 +182,7 @@ def _job(options: JobOptions, task: Task, folder: Path) -> dict[str, Any]:
         "model": model_identity(folder),
         "device": options.device,
         "dtype": options.dtype,
+        "tp": options.tp if options.ranks is None else options.ranks.size,
         "column": options.column,
         "output": suffix,
         **task.options,
@@ -193,7 +198,11 @@ def _load(options: JobOptions, folder: Path) -> Any:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     return load(
-        folder, device=options.device, dtype=options.dtype, token_budget=options.token_budget
+        folder,
+        device=options.device,
+        dtype=options.dtype,
+        tp=options.ranks or options.tp or 1,
+        token_budget=options.token_budget,
     )
 
 

@@ -61,6 +61,15 @@ class JobOptions:
             rich_help_panel=_MODEL,
         ),
     ] = "auto"
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="GPUs that share the model's layers. Under torchrun, all its ranks do.",
+            rich_help_panel=_MODEL,
+            show_default=False,
+        ),
+    ] = None
     column: Annotated[
         list[str] | None,
         typer.Option(
@@ -128,6 +137,7 @@ class JobOptions:
         bool,
         typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT),
     ] = False
+    ranks: Any = None  # those that torchrun started (parallel.launch.TorchrunLead)
 
     @property
     def output_path(self) -> Path | None:
@@ -144,16 +154,19 @@ def with_job_options(function: Callable[..., None]) -> Callable[..., None]:
     shared = [
         Parameter(f.name, Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
         for f in fields(JobOptions)
+        if f.name != "ranks"
     ]
+    context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
     own = [
         parameter.replace(kind=Parameter.KEYWORD_ONLY)
         for parameter in list(signature(function).parameters.values())[1:]
     ]
 
     @wraps(function)
-    def command(**values: Any) -> None:
-        options = JobOptions(**{f.name: values.pop(f.name) for f in fields(JobOptions)})
+    def command(context: typer.Context, **values: Any) -> None:
+        given = {parameter.name: values.pop(parameter.name) for parameter in shared}
+        options = JobOptions(**given, ranks=context.obj)
         function(options, **values)
 
-    command.__signature__ = Signature([shared[0], *own, *shared[1:]])  # type: ignore[attr-defined]
+    command.__signature__ = Signature([context, shared[0], *own, *shared[1:]])  # type: ignore[attr-defined]
     return command

@@ -10,7 +10,6 @@ from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.linear import (
     DTYPE_NAMES,
     LinearWeight,
-    has_kernel,
     linear,
     prepare_linear,
     run_kernel,
@@ -79,7 +78,7 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
 
 
 def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
-    if not has_kernel(fused) or not is_aligned(x):
+    if not fused.has_kernel or not is_aligned(x):
         return LinearPlan(None)
     return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
 

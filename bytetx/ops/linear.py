@@ -37,7 +37,10 @@ _ONEDNN_ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A layer's weight as `linear` takes it: plain [n, k], or laid out by oneDNN."""
+    """A layer's weight as `linear` takes it: plain [n, k], or laid out by oneDNN.
+
+    has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -45,6 +48,7 @@ class LinearWeight:
     k: int
     dtype: torch.dtype
     is_prepacked: bool
+    has_kernel: bool
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool) -> LinearWeight:
@@ -61,7 +65,8 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool)
     if is_prepacked:
         dense = weight.detach().contiguous()
         weight = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
-    return LinearWeight(weight, bias, n, k, weight.dtype, is_prepacked)
+    takes_kernel = _has_kernel(weight, bias)
+    return LinearWeight(weight, bias, n, k, weight.dtype, is_prepacked, takes_kernel)
 
 
 def linear(
@@ -100,13 +105,13 @@ def linear(
 
 def fuses_residual(m: int, w: LinearWeight) -> bool:
     """Whether `linear` on m rows adds a residual for free; else whoever reads d next should."""
-    if not w.weight.is_cuda or torch.compiler.is_compiling() or not has_kernel(w):
+    if torch.compiler.is_compiling() or not w.has_kernel:
         return False
     return not leaves_residual(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
 
 
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling() or not has_kernel(w) or not is_aligned(x):
+    if torch.compiler.is_compiling() or not w.has_kernel or not is_aligned(x):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     fuses = residual is not None and activation == "none" and is_aligned(residual)
     epilogue = RESIDUAL if fuses else EPILOGUES[activation]
@@ -149,15 +154,13 @@ def run_kernel(
     return d
 
 
-def has_kernel(w: LinearWeight) -> bool:
-    """Whether the Hopper kernel takes this weight; x and residual must be aligned as well."""
-    if w.dtype not in DTYPE_NAMES or w.n % KERNEL_COLUMNS or w.k % KERNEL_FEATURES:
+def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
+    n, k = weight.shape
+    if not weight.is_cuda or native.kernel("linear", weight.device) is None:
         return False
-    if not is_aligned(w.weight) or not w.weight.is_contiguous():
+    if weight.dtype not in DTYPE_NAMES or n % KERNEL_COLUMNS or k % KERNEL_FEATURES:
         return False
-    if w.bias is not None and not (is_aligned(w.bias) and w.bias.is_contiguous()):
-        return False
-    return native.kernel("linear", w.weight.device) is not None
+    return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 
 def _has_onednn(weight: Tensor) -> bool:

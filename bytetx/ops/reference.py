@@ -222,9 +222,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 rows and their scales; see ops.quantize.quantize_rows."""
     rows = x.float()
     amax = rows.abs().amax(1, keepdim=True).clamp(min=2.0**-100)
-    inverse = torch.full_like(amax, 448) / amax  # 448 / amax would be 448 * (1 / amax)
-    fp8 = (rows * inverse).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return fp8, (amax / 448).squeeze(1)
+    largest = torch.full_like(amax, 448)  # a plain number would be multiplied by its inverse
+    fp8 = (rows * (largest / amax)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return fp8, (amax / largest).squeeze(1)
 
 
 def _norm(h: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

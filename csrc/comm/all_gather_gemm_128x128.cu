@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void all_gather_gemm_128x128(const AllGatherGemmParams& p, cudaStream_t stream) {
-    launch_gather_tiling<Tiling<2, 128, 6, true, 2>>(p, stream);
+    launch_gather_tiling<Tiling<2, 128, 6, 2>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void all_gather_gemm_128x192(const AllGatherGemmParams& p, cudaStream_t stream) {
-    launch_gather_tiling<Tiling<2, 192, 5, true, 2>>(p, stream);
+    launch_gather_tiling<Tiling<2, 192, 5, 2>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

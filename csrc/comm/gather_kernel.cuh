@@ -78,7 +78,6 @@ struct GatherEdge : TileEdge<C, kEpilogue, kGated> {
 template <typename C>
 __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
                                                  const BandSchedule<C>& at, uint32_t epoch) {
-    static_assert(C::kClusterN == 1);  // every CTA of a cluster loads rows of its own
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const int own_first = p.offsets[p.peers.rank], own_last = p.offsets[p.peers.rank + 1];
     const Params& gemm = p.gemm;
@@ -96,7 +95,7 @@ __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>&
             FullBarrier::arrive_and_expect_tx(full, C::kStageBytes);
             const int k = block * kBlockK;
             cute::SM90_TMA_LOAD_2D::copy(a, full, hint, s.a[ring.index], k, row);
-            fetch_b(gemm, s, ring.index, at.row, column_mask(at), k, n);
+            fetch_b(gemm, s, ring.index, at.rank, k, n);
         }
     }
 }

@@ -33,7 +33,7 @@ GatherParams make_gather_params(const AllGatherGemmParams& o) {
     const int whole = std::max(own_rows - 1, 0) / kPieceRows;  // pieces before the last
     p.own_chunks = whole * p.chunks_of_piece + chunks_of(p, own_rows - whole * kPieceRows);
     for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
-    constexpr int kRows = C::kTileM * C::kClusterM;
+    constexpr int kRows = C::kTileM * C::kClusterCtas;
     // The first rows of tiles that have no rows of the rank before.
     p.bands = {static_cast<int>((first + kRows - 1) / kRows) % p.gemm.tiles_m,
                band_rows(p.gemm.tiles_m, peers.size)};

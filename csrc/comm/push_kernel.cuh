@@ -27,7 +27,11 @@ __device__ __forceinline__ void put_down_share(const PushParams& p, Smem<C>& s, 
     typename C::Sums sums;
     const TileEdge<C, Epilogue::linear, false> edge{p.gemm, m, n};
     edge.load(sums, rank == 0);
-    consume_share(s, share, sums);
+    RingIndex<C::kStages> ring;
+    const auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
+    };
+    multiply(s, share.end - share.begin, ring, sums, release, [] {});
     put_down(s, edge, sums);
 }
 
@@ -78,7 +82,7 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     gemm_push_kernel(const __grid_constant__ PushParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<Smem<C>*>(smem);
-    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kGroupRows * C::kTileN * sizeof(float));
+    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileM * C::kTileN * sizeof(float));
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
     const int tile = static_cast<int>(blockIdx.x) / num_ranks;

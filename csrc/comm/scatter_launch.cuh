@@ -23,7 +23,7 @@ template <typename C, bool kIsStaged>
 void launch_scatter(const GemmSumParams& o, cudaStream_t stream) {
     constexpr int kSmemBytes = kIsStaged ? sizeof(StagedSmem<C>) : sizeof(Smem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
-    constexpr int kRows = C::kTileM * C::kClusterM;
+    constexpr int kRows = C::kTileM * C::kClusterCtas;
     const PeerMemory& peers = o.peers;
     ScatterParams p{};
     p.gemm = make_params<C>(o.linear);

@@ -41,10 +41,10 @@ struct BandSchedule : Schedule<C> {
         return {row, within / height};
     }
     __device__ __forceinline__ int tile_m(const Params& p, int tile) const {
-        return (place(p, tile).m * C::kClusterM + this->row) * C::kTileM;
+        return (place(p, tile).m * C::kClusterCtas + this->rank) * C::kTileM;
     }
     __device__ __forceinline__ int tile_n(const Params& p, int tile) const {
-        return (place(p, tile).n * C::kClusterN + this->column) * C::kTileN;
+        return place(p, tile).n * C::kTileN;
     }
 };
 

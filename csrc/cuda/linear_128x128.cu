@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void linear_128x128(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<Tiling<2, 128, 7, true, 2>>(p, stream);
+    launch_tiling<Tiling<2, 128, 7, 2>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void linear_128x192(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<Tiling<2, 192, 5, true, 2>>(p, stream);
+    launch_tiling<Tiling<2, 192, 5, 2>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

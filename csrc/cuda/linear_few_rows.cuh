@@ -7,7 +7,7 @@
 
 #include "common/launch.cuh"
 #include "cuda/linear_epilogue.cuh"
-#include "cuda/linear_types.cuh"
+#include "cuda/linear_mainloop.cuh"
 
 namespace bytetx::gemm {
 
@@ -16,9 +16,7 @@ struct FewRowsTiling {
     static constexpr int kRowBlocks = kRowBlocks_;
     static constexpr int kTileN = kTileN_;
     static constexpr int kStages = kStages_;
-    static constexpr bool kPingPong = false;
-    static constexpr int kClusterM = 1;
-    static constexpr int kClusterN = 1;
+    static constexpr int kClusterCtas = 1;  // that share columns; those that share k come at launch
     static constexpr int kConsumers = 1;
     static constexpr bool kIsForFewRows = true;
 };
@@ -49,47 +47,12 @@ __device__ __forceinline__ void fetch_all(const Params& p, Smem<C>& s, Share sha
     RingIndex<C::kStages> ring;
     for (int block = share.begin; block < share.end; ++block, ring.advance()) {
         if (block - share.begin >= early) {
-            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with consume_share
+            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with consume_tile
             fetch_weights(ring.index, block);
         }
         cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[ring.index], hint, s.a[ring.index],
                                      block * kBlockK, m);
     }
-}
-
-template <typename C>
-__device__ __forceinline__ void consume_share(Smem<C>& s, Share share, typename C::Sums& sums) {
-    using namespace cute;
-    typename C::Mma mma;
-    auto thread = mma.get_thread_slice(static_cast<int>(threadIdx.x));
-    mma.accumulate_ = GMMA::ScaleOut::One;
-    RingIndex<C::kStages> ring;
-    const auto multiply_stage = [&] {
-        FullBarrier::wait(&s.full[ring.index], ring.phase);
-        Tensor a_tile = make_tensor(make_smem_ptr(s.a[ring.index]), typename C::LayoutA{});
-        Tensor b_tile = make_tensor(make_smem_ptr(s.b[ring.index]), typename C::LayoutB{});
-        Tensor a = thread.partition_fragment_A(a_tile);
-        Tensor b = thread.partition_fragment_B(b_tile);
-        warpgroup_arrive();
-        cute::gemm(mma, a, b, sums);
-        warpgroup_commit_batch();
-    };
-    const auto release = [&](int stage) {
-        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
-    };
-    warpgroup_fence_operand(sums);
-    int previous = ring.index;
-    multiply_stage();
-    ring.advance();
-    for (int block = share.begin + 1; block < share.end; ++block) {
-        multiply_stage();
-        warpgroup_wait<1>();
-        release(previous);
-        previous = ring.index;
-        ring.advance();
-    }
-    warpgroup_wait<0>();
-    warpgroup_fence_operand(sums);
 }
 
 // Eight neighbouring sums of a row: where they lie in the ring's memory once that is free.
@@ -126,7 +89,7 @@ __device__ __forceinline__ void add_up(const Params& p, Smem<C>& s, int m, int n
     };
     constexpr int kOutGroups = kGated ? kGroups / 2 : kGroups;
     for (int v = rank * kWarpgroupThreads + static_cast<int>(threadIdx.x);
-         v < C::kGroupRows * kOutGroups; v += num_ranks * kWarpgroupThreads) {
+         v < C::kTileM * kOutGroups; v += num_ranks * kWarpgroupThreads) {
         const int row = v / kOutGroups, group = v % kOutGroups;
         // Gated: 32 gates, then their 32 values.
         const int of_sums = kGated ? group / 4 * 8 + group % 4 : group;
@@ -171,7 +134,11 @@ __device__ __forceinline__ void consume_tile(const Params& p, Smem<C>& s, Share 
     const TileEdge<C, kEpilogue, kGated> edge{p, m, n};
     wait_for_prior_kernel();  // the residual is another kernel's, and d may be what one still reads
     edge.load(sums, rank == 0);
-    consume_share(s, share, sums);
+    RingIndex<C::kStages> ring;
+    const auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
+    };
+    multiply(s, share.end - share.begin, ring, sums, release, [] {});
     if (num_ranks == 1) return edge.store(sums);
     put_down(s, edge, sums);
 }
@@ -181,7 +148,7 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     gemm_few_rows_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<Smem<C>*>(smem);
-    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kGroupRows * C::kTileN * sizeof(float));
+    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileM * C::kTileN * sizeof(float));
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
     const int tile = static_cast<int>(blockIdx.x) / num_ranks;

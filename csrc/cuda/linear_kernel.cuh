@@ -8,9 +8,7 @@ namespace bytetx::gemm {
 
 template <typename C>
 __device__ __forceinline__ void init_barriers(Smem<C>& s) {
-    // Warps that read a stage, over all CTAs that this one's fetches reach.
-    constexpr int kReaders =
-        (C::kClusterM + C::kClusterN - 1) * 4 * (C::kPingPong ? 1 : C::kConsumers);
+    constexpr int kReaders = 4 * C::kClusterCtas;  // warps, over all CTAs that a fetch reaches
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kStages; ++i) {
             FullBarrier::init(&s.full[i], 1);
@@ -32,27 +30,26 @@ template <typename C, typename At, typename MakeEdge>
 __device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const At& at,
                                         const MakeEdge& make_edge) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    constexpr int kTurns = C::kPingPong ? C::kConsumers : 1;
-    const int group_row = C::kPingPong ? 0 : group * C::kGroupRows;
     RingIndex<C::kStages> ring;
     uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
     typename C::Sums sums;
     int tile = at.cluster;
-    if (C::kPingPong && group > 0) {  // the other warpgroup's first tile
+    if (group > 0) {  // the other warpgroup's first tile
         tile += at.num_clusters;
         ring.advance(p.num_k_blocks);
     }
-    for (; tile < p.tiles_m * p.tiles_n; tile += kTurns * at.num_clusters) {
-        const auto edge = make_edge(at.tile_m(p, tile) + group_row, at.tile_n(p, tile));
+    for (; tile < p.tiles_m * p.tiles_n; tile += C::kConsumers * at.num_clusters) {
+        const auto edge = make_edge(at.tile_m(p, tile), at.tile_n(p, tile));
         edge.load(sums);
         // A stage's barrier tells odd fills from even ones, no more: whoever runs ahead of the
         // other warpgroup would take an older fill for its own.
-        if constexpr (C::kPingPong) EmptyBarrier::wait(&s.turn[group], turn_phase);
+        EmptyBarrier::wait(&s.turn[group], turn_phase);
         turn_phase ^= 1;
-        multiply(p, s, at, group_row, ring, sums, [&] {
-            if (C::kPingPong && threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
+        const auto release = [&](int stage) { release_stage(s, stage); };
+        multiply(s, p.num_k_blocks, ring, sums, release, [&] {
+            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
         });
-        if constexpr (C::kPingPong) ring.advance(p.num_k_blocks);
+        ring.advance(p.num_k_blocks);
         edge.store(sums);
     }
 }

@@ -71,16 +71,16 @@ template <typename C>
 Params make_params(const LinearParams& o) {
     const auto tiles = [](int64_t size, int tile) { return int((size + tile - 1) / tile); };
     Params p{};
-    p.a = make_a_map(o, C::kTileM / C::kClusterN);
-    p.b = make_b_map(o, C::kTileN / C::kClusterM);
+    p.a = make_a_map(o, C::kTileM);
+    p.b = make_b_map(o, C::kTileN / C::kClusterCtas);
     p.bias = o.bias;
     p.residual = o.residual;
     p.d = o.d;
     p.m = static_cast<int>(o.m);
     p.n = static_cast<int>(o.n);
     p.num_k_blocks = tiles(o.k, kBlockK);
-    p.tiles_m = tiles(o.m, C::kTileM * C::kClusterM);
-    p.tiles_n = tiles(o.n, C::kTileN * C::kClusterN);
+    p.tiles_m = tiles(o.m, C::kTileM * C::kClusterCtas);
+    p.tiles_n = tiles(o.n, C::kTileN);
     p.activation = activation_constants(o.activation);
     return p;
 }
@@ -139,7 +139,7 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
             if (is_erf) return launch<C, Epilogue::erf, true>(o, stream);
             return launch<C, Epilogue::sigmoid, true>(o, stream);
         }
-        throw std::invalid_argument("linear: this tiling is too narrow for gates");
+        throw std::invalid_argument("linear: only tilings of 64 or 128 columns gate");
     }
     if (is_erf) return launch<C, Epilogue::erf, false>(o, stream);
     if (o.activation == Activation::none || o.activation == Activation::relu) {

@@ -6,50 +6,28 @@
 
 namespace bytetx::gemm {
 
-// A CTA's share of a stage's rows: all of them, or a part that all CTAs of `mask` get.
 template <typename C>
-__device__ __forceinline__ void fetch_a(const Params& p, Smem<C>& s, int stage, int share,
-                                        uint16_t mask, int k, int row) {
-    constexpr int kRows = C::kTileM / C::kClusterN;
-    static_assert(kRows % 8 == 0);
+__device__ __forceinline__ void fetch_a(const Params& p, Smem<C>& s, int stage, int k, int row) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    auto* part = s.a[stage] + share * kRows * kBlockK;
-    if constexpr (C::kClusterN == 1) {
-        cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[stage], hint, part, k, row);
-    } else {
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&p.a, &s.full[stage], mask, hint, part, k,
-                                               row + share * kRows);
-    }
+    cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[stage], hint, s.a[stage], k, row);
 }
 
+// A CTA's share of a stage's rows, which all CTAs of the cluster get.
 template <typename C>
-__device__ __forceinline__ void fetch_b(const Params& p, Smem<C>& s, int stage, int share,
-                                        uint16_t mask, int k, int row) {
-    constexpr int kRows = C::kTileN / C::kClusterM;
+__device__ __forceinline__ void fetch_b(const Params& p, Smem<C>& s, int stage, int rank, int k,
+                                        int row) {
+    constexpr int kRows = C::kTileN / C::kClusterCtas;
     static_assert(kRows % kPermutedRows == 0);
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
-    auto* part = s.b[stage] + share * kRows * kBlockK;
-    if constexpr (C::kClusterM == 1) {
+    auto* part = s.b[stage] + rank * kRows * kBlockK;
+    if constexpr (C::kClusterCtas == 1) {
         cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.full[stage], hint, part, k, 0, 0, 0,
                                      row / kPermutedRows);
     } else {
-        cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&p.b, &s.full[stage], mask, hint, part, k, 0, 0, 0,
-                                               (row + share * kRows) / kPermutedRows);
+        constexpr uint16_t kAll = (1 << C::kClusterCtas) - 1;
+        cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&p.b, &s.full[stage], kAll, hint, part, k, 0, 0, 0,
+                                               (row + rank * kRows) / kPermutedRows);
     }
-}
-
-// CTAs of this one's row and column of the cluster, as multicast masks.
-template <typename C>
-__device__ __forceinline__ uint16_t row_mask(const Schedule<C>& at) {
-    return static_cast<uint16_t>(((1 << C::kClusterN) - 1) << (at.row * C::kClusterN));
-}
-
-template <typename C>
-__device__ __forceinline__ uint16_t column_mask(const Schedule<C>& at) {
-    uint16_t mask = 0;
-#pragma unroll
-    for (int i = 0; i < C::kClusterM; ++i) mask |= 1 << (i * C::kClusterN + at.column);
-    return mask;
 }
 
 template <typename C, typename At>
@@ -62,39 +40,37 @@ __device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& a
             uint64_t* full = &s.full[ring.index];
             FullBarrier::arrive_and_expect_tx(full, C::kStageBytes);
             const int k = block * kBlockK;
-            fetch_a(p, s, ring.index, at.column, row_mask(at), k, m);
-            fetch_b(p, s, ring.index, at.row, column_mask(at), k, n);
+            fetch_a(p, s, ring.index, k, m);
+            fetch_b(p, s, ring.index, at.rank, k, n);
         }
     }
 }
 
 // Arrives, once a warp, at every CTA that writes to this stage of this CTA.
 template <typename C>
-__device__ __forceinline__ void release_stage(Smem<C>& s, int stage, const Schedule<C>& at) {
+__device__ __forceinline__ void release_stage(Smem<C>& s, int stage) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (C::kClusterCtas == 1) {
         if (lane == 0) EmptyBarrier::arrive(&s.empty[stage]);
     } else {
-        const uint32_t writers = row_mask(at) | column_mask(at);
-        EmptyBarrier::arrive(&s.empty[stage], static_cast<uint32_t>(lane),
-                             lane < C::kClusterCtas && (writers >> lane & 1));
+        EmptyBarrier::arrive(&s.empty[stage], static_cast<uint32_t>(lane), lane < C::kClusterCtas);
     }
 }
 
-// sums += rows of a times rows of b; `ring` is at the tile's first stage and ends behind its last.
-// on_last is called when every stage has been seen full.
-template <typename C, typename OnLast>
-__device__ __forceinline__ void multiply(const Params& p, Smem<C>& s, const Schedule<C>& at,
-                                         int group_row, RingIndex<C::kStages>& ring,
-                                         typename C::Sums& sums, OnLast&& on_last) {
+// sums += rows of a times rows of b over `num_blocks` stages; `ring` is at the first of them and
+// ends behind the last. release(stage) gives one back; on_last() is called when all have been seen
+// full.
+template <typename C, typename Release, typename OnLast>
+__device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C::kStages>& ring,
+                                         typename C::Sums& sums, Release&& release,
+                                         OnLast&& on_last) {
     using namespace cute;
     typename C::Mma mma;
     auto thread = mma.get_thread_slice(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
     mma.accumulate_ = GMMA::ScaleOut::One;
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.full[ring.index], ring.phase);
-        Tensor a_tile = make_tensor(make_smem_ptr(s.a[ring.index] + group_row * kBlockK),
-                                    typename C::LayoutA{});
+        Tensor a_tile = make_tensor(make_smem_ptr(s.a[ring.index]), typename C::LayoutA{});
         Tensor b_tile = make_tensor(make_smem_ptr(s.b[ring.index]), typename C::LayoutB{});
         Tensor a = thread.partition_fragment_A(a_tile);
         Tensor b = thread.partition_fragment_B(b_tile);
@@ -106,17 +82,17 @@ __device__ __forceinline__ void multiply(const Params& p, Smem<C>& s, const Sche
     int previous = ring.index;
     multiply_stage();
     ring.advance();
-    for (int block = 1; block < p.num_k_blocks; ++block) {
+    for (int block = 1; block < num_blocks; ++block) {
         multiply_stage();
         warpgroup_wait<1>();  // the block before is done with its stage
-        release_stage(s, previous, at);
+        release(previous);
         previous = ring.index;
         ring.advance();
     }
     on_last();
     warpgroup_wait<0>();
     warpgroup_fence_operand(sums);
-    release_stage(s, previous, at);
+    release(previous);
 }
 
 }  // namespace bytetx::gemm

@@ -2,11 +2,9 @@
 //
 //   d[m, n] = act(a[m, k] b[n, k]^T + bias[n] + residual[m, n])             f32 accumulation
 //
-// A tile of d belongs to one warpgroup (ping-pong: two warpgroups take tiles in turn, so that one's
-// loads of residuals, activation and stores run under the other's products) or to both
-// (cooperative: each has half of its rows). CTAs of a cluster work on neighbouring tiles and share
-// operands: those of one row of tiles each fetch a part of a's rows and send it to all, those of
-// one column the same with b.
+// A tile of d belongs to one warpgroup. Where rows are many, two warpgroups take tiles in turn, so
+// that one's loads of residuals, activation and stores run under the other's products, and the CTAs
+// of a cluster work on tiles below one another: each fetches a part of b and sends it to all.
 #pragma once
 
 #include <cuda.h>
@@ -58,15 +56,12 @@ struct Params {
 };
 
 // One way to cut a GEMM. Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums.
-template <int kRowBlocks_, int kTileN_, int kStages_, bool kPingPong_, int kClusterM_ = 1,
-          int kClusterN_ = 1>
+template <int kRowBlocks_, int kTileN_, int kStages_, int kClusterCtas_>
 struct Tiling {
     static constexpr int kRowBlocks = kRowBlocks_;  // wgmmas of 64 rows that a warpgroup issues
     static constexpr int kTileN = kTileN_;
     static constexpr int kStages = kStages_;
-    static constexpr bool kPingPong = kPingPong_;
-    static constexpr int kClusterM = kClusterM_;
-    static constexpr int kClusterN = kClusterN_;
+    static constexpr int kClusterCtas = kClusterCtas_;  // that share columns, and so b
     static constexpr int kConsumers = 2;
     static constexpr bool kIsForFewRows = false;
 };
@@ -78,15 +73,13 @@ struct Config : Tiling_ {
     static constexpr int kThreads = (Tile::kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
-    static constexpr int kGroupRows = 64 * Tile::kRowBlocks;  // of a warpgroup
-    static constexpr int kTileM = Tile::kPingPong ? kGroupRows : Tile::kConsumers * kGroupRows;
-    static constexpr int kClusterCtas = Tile::kClusterM * Tile::kClusterN;
+    static constexpr int kTileM = 64 * Tile::kRowBlocks;
     static constexpr int kAElements = kTileM * kBlockK;
     static constexpr int kBElements = Tile::kTileN * kBlockK;
     static constexpr int kStageBytes = (kAElements + kBElements) * kElementBytes;
     using Atom = cute::GMMA::Layout_K_SW128_Atom<T>;
     using LayoutA = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<kBlockK>>{}));
+        Atom{}, cute::Shape<cute::Int<kTileM>, cute::Int<kBlockK>>{}));
     using LayoutB = decltype(cute::tile_to_shape(
         Atom{}, cute::Shape<cute::Int<Tile::kTileN>, cute::Int<kBlockK>>{}));
     using Mma = decltype(cute::make_tiled_mma(
@@ -94,7 +87,7 @@ struct Config : Tiling_ {
             T, T, float,
             cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
     using Sums = decltype(cute::partition_fragment_C(
-        Mma{}, cute::Shape<cute::Int<kGroupRows>, cute::Int<Tile::kTileN>>{}));
+        Mma{}, cute::Shape<cute::Int<kTileM>, cute::Int<Tile::kTileN>>{}));
 };
 
 template <typename C>
@@ -102,7 +95,7 @@ struct Smem {
     alignas(1024) typename C::Element a[C::kStages][C::kAElements];
     alignas(1024) typename C::Element b[C::kStages][C::kBElements];
     uint64_t full[C::kStages], empty[C::kStages];
-    uint64_t turn[C::kConsumers];  // ping-pong: the other warpgroup has taken all its stages
+    uint64_t turn[C::kConsumers];  // the other warpgroup has taken all its stages
 };
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -112,16 +105,15 @@ using EmptyBarrier = cutlass::arch::ClusterBarrier;
 template <typename C>
 struct Schedule {
     int rank = C::kClusterCtas > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
-    int row = rank / C::kClusterN, column = rank % C::kClusterN;
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
     int num_clusters = static_cast<int>(gridDim.x) / C::kClusterCtas;
 
     // Neighbours along n run together: they read the same rows of a.
     __device__ __forceinline__ int tile_m(const Params& p, int tile) const {
-        return (tile / p.tiles_n * C::kClusterM + row) * C::kTileM;
+        return (tile / p.tiles_n * C::kClusterCtas + rank) * C::kTileM;
     }
     __device__ __forceinline__ int tile_n(const Params& p, int tile) const {
-        return (tile % p.tiles_n * C::kClusterN + column) * C::kTileN;
+        return tile % p.tiles_n * C::kTileN;
     }
 };
 

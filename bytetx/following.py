@@ -1,0 +1,157 @@
+"""The other ranks of a model: each computes, with its share, what rank 0 asks for."""
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from bytetx.cache import KvCache, allocate_cache
+from bytetx.loading import Heads, load_share
+from bytetx.parallel.control import Follower
+from bytetx.parallel.launch import Meeting, TorchrunRank, follower_of
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.messages import (
+    DropCache,
+    Forward,
+    Join,
+    Load,
+    Logits,
+    NewCache,
+    batch_of,
+    flat_size,
+)
+from bytetx.parallel.sharded import ShardedBlocks
+from bytetx.parallel.tp import TpGroup, join_group
+from bytetx.spec import ModelSpec
+from bytetx.transformer import Transformer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """A process that bytetx.parallel.launch.spawn started: rank, size, connection, threads."""
+    rank, size, fd, num_threads = arguments
+    torch.set_num_threads(int(num_threads))
+    serve(follower_of(fd), rank=int(rank), size=int(size))
+
+
+def follow_torchrun(own: TorchrunRank) -> None:
+    """A rank that torchrun started, until rank 0 ends it."""
+    try:
+        follower = own.follow()
+    except (EOFError, OSError):
+        return  # rank 0 had no use for it
+    serve(follower, rank=own.rank, size=own.size, meeting=own)
+
+
+def serve(
+    follower: Follower, *, rank: int, size: int, meeting: Meeting | TorchrunRank | None = None
+) -> None:
+    """Does what rank 0 asks until it asks for no more. Ends the process where that fails."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt means
+    own = _Rank(follower, rank=rank, size=size, meeting=meeting)
+    try:
+        follower.answer()
+        while (message := follower.receive()) is not None:
+            own.do(message)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        follower.fail(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+        _end(1)
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """At once: destructors of collectives may wait for ranks that are gone."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class _Rank:
+    """A rank's share and what belongs to it."""
+
+    def __init__(
+        self, follower: Follower, *, rank: int, size: int, meeting: Meeting | TorchrunRank | None
+    ):
+        self._follower, self._rank, self._size = follower, rank, size
+        self._meeting = meeting
+        self._caches: dict[int, KvCache] = {}
+        self._group: TpGroup | None = None
+        self._transformer: Transformer | None = None
+        self._heads = Heads()
+        self._dtype = torch.float32
+
+    def do(self, message: object) -> None:
+        match message:
+            case Forward():
+                self._forward(message)
+            case Logits():
+                self._logits(message)
+            case NewCache():
+                self._caches[message.cache_id] = self._new_cache(message)
+            case DropCache():
+                del self._caches[message.cache_id]
+            case Join():
+                self._join(message)
+            case Load():
+                self._load(message)
+            case _:
+                raise TypeError(f"rank 0 sent a {type(message).__name__}")
+
+    def _join(self, message: Join) -> None:
+        device = torch.device("cpu")
+        if message.device_type == "cuda":
+            device = torch.device("cuda", self._rank)
+        meeting = self._meeting if message.meeting is None else message.meeting
+        self._group = join_group(
+            meeting.store(),
+            rank=self._rank,
+            size=self._size,
+            device=device,
+            workspace_bytes=message.workspace_bytes,
+            rows=message.rows,
+        )
+        self._follower.answer()
+
+    def _load(self, message: Load) -> None:
+        self._dtype = message.dtype
+        self._transformer, self._heads = load_share(
+            message.folder, self._blocks, dtype=message.dtype, device=self._group.device
+        )
+        self._follower.answer()
+
+    def _blocks(self, spec: ModelSpec) -> ShardedBlocks:
+        split = split_model(spec, rank=self._rank, size=self._size)
+        return ShardedBlocks(spec, self._group, split)
+
+    @torch.inference_mode()
+    def _forward(self, message: Forward) -> None:
+        flat = torch.empty(flat_size(message), dtype=torch.int32, device=self._group.device)
+        batch = batch_of(message, self._group.collectives.broadcast(flat))
+        cache = None if message.past is None else self._caches[message.past[0]]
+        on_layer = _ignore if message.wants_layers else None
+        self._transformer.forward(batch, cache=cache, on_layer=on_layer)
+
+    @torch.inference_mode()
+    def _logits(self, message: Logits) -> None:
+        head, spec = getattr(self._heads, message.head), self._transformer.spec
+        shape = (message.num_rows, spec.output_size)
+        rows = torch.empty(shape, dtype=self._dtype, device=self._group.device)
+        head.forward(self._group.collectives.broadcast(rows))
+
+    def _new_cache(self, message: NewCache) -> KvCache:
+        spec = self._transformer.spec
+        return allocate_cache(
+            num_layers=spec.num_layers,
+            num_pages=message.num_pages,
+            page_size=message.page_size,
+            num_kv_heads=self._transformer.blocks.num_kv_heads,
+            head_dim=spec.head_dim,
+            dtype=self._dtype,
+            device=self._group.device,
+        )
+
+
+def _ignore(x: torch.Tensor) -> None:
+    pass

@@ -1,0 +1,269 @@
+"""Rank 0 of a model that several ranks share: whatever it computes, the others compute with it."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from bytetx.cache import KvCache
+from bytetx.config import load_config
+from bytetx.errors import BytetxError, GroupError, InputError
+from bytetx.heads import LmHead, MaskedLMHead
+from bytetx.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
+from bytetx.ops.comm_gemm import workspace_bytes
+from bytetx.packed import PackedBatch
+from bytetx.parallel.control import Followers
+from bytetx.parallel.launch import Meeting, TorchrunLead, spawn
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.messages import (
+    DropCache,
+    Join,
+    Load,
+    Logits,
+    NewCache,
+    flat_batch,
+    forward_message,
+)
+from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.sharded import ShardedBlocks
+from bytetx.parallel.tp import TpGroup, join_group
+from bytetx.sentence import load_sentence_spec
+from bytetx.spec import ModelSpec, build_spec
+from bytetx.transformer import Transformer
+from bytetx.weights import Weights
+
+
+def load_shared(
+    folder: Path,
+    *,
+    ranks: int | TorchrunLead,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    token_budget: Callable[[torch.device], int],
+    rows: RowScheme | None = None,
+) -> LoadedCheckpoint:
+    """A checkpoint of which every rank holds a share; this process is rank 0.
+
+    ranks: how many to start on this machine, this one included, or those of torchrun.
+    token_budget: rows of the largest step on a device.  rows: None is the device's own scheme.
+    Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
+    where a rank fails.
+    """
+    size = ranks if isinstance(ranks, int) else ranks.size
+    device = _device_of_rank_0(device, size)
+    sentence = load_sentence_spec(folder)
+    spec = build_spec(load_config(sentence.folder))
+    split_model(spec, rank=0, size=size)  # what cannot be split is refused before ranks start
+    dtype = resolve_dtype(dtype, device, saved=Weights(sentence.folder, spec).dtype)
+    shared_bytes = workspace_bytes(
+        max_tokens=token_budget(device),
+        hidden_size=spec.hidden_size,
+        size=size,
+        itemsize=dtype.itemsize,
+    )
+    followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
+    try:
+        checkpoint = load_led(folder, group, followers, dtype=dtype)
+    except BaseException as error:
+        _give_up(followers, error)
+        raise
+    weakref.finalize(checkpoint.transformer, followers.close)
+    return replace(checkpoint, close=followers.close)
+
+
+def load_led(
+    folder: Path, group: TpGroup, followers: Followers, *, dtype: torch.dtype
+) -> LoadedCheckpoint:
+    """A checkpoint onto ranks that have met; they let go of the one before it."""
+    followers.send(Load(folder, dtype))
+    spec = build_spec(load_config(load_sentence_spec(folder).folder))
+    blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=group.size))
+    checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, blocks=blocks)
+    followers.answers()
+    lead = _Lead(group, followers, spec)
+    heads = checkpoint.heads
+    led = {
+        name: kind(**{f.name: getattr(head, f.name) for f in fields(head)}, lead=lead)
+        for name, kind in (("lm", _LedLmHead), ("masked_lm", _LedMaskedLMHead))
+        if (head := getattr(heads, name)) is not None
+    }
+    heads = Heads(heads.sequence, heads.token, led.get("masked_lm"), led.get("lm"))
+    return replace(
+        checkpoint, transformer=_LedTransformer(checkpoint.transformer, lead), heads=heads
+    )
+
+
+def _device_of_rank_0(device: str | torch.device, size: int) -> torch.device:
+    own = resolve_device(device)
+    if own.type == "cuda":
+        if own.index:
+            raise InputError(f"tp={size} takes GPUs 0 to {size - 1}, got device {str(device)!r}")
+        if size > torch.cuda.device_count():
+            raise InputError(
+                f"tp={size} needs {size} GPUs, torch sees {torch.cuda.device_count()} CUDA devices"
+            )
+    return own
+
+
+def start_ranks(
+    ranks: int | TorchrunLead,
+    device: torch.device,
+    *,
+    shared_bytes: int = 0,
+    rows: RowScheme | None = None,
+) -> tuple[Followers, TpGroup]:
+    """The other ranks, and the group that this one has joined with them; they close together."""
+    meeting: Meeting | None = None
+    if isinstance(ranks, int):
+        size, num_threads = ranks, max(1, torch.get_num_threads() // ranks)
+        followers, store, meeting = spawn(size, module="bytetx.following", num_threads=num_threads)
+    else:
+        size, followers, store = ranks.size, ranks.followers(), ranks.store
+    try:
+        followers.answers()  # they are there: what they meet at the store has an end
+        followers.send(Join(meeting, device.type, shared_bytes, rows))
+        group = join_group(
+            store, rank=0, size=size, device=device, workspace_bytes=shared_bytes, rows=rows
+        )
+        followers.on_failure = group.abort
+        followers.answers()
+    except BaseException as error:
+        _give_up(followers, error)
+        raise
+    return followers, group
+
+
+def _give_up(followers: Followers, error: BaseException) -> None:
+    """Ends the followers; raises a GroupError where one of them is why, and not the checkpoint."""
+    try:
+        if not isinstance(error, BytetxError):
+            followers.check()
+    except GroupError as reason:
+        raise reason from error
+    finally:
+        followers.close()
+
+
+class _Lead:
+    """Asks the other ranks for what this one is about to compute; threads take turns."""
+
+    def __init__(self, group: TpGroup, followers: Followers, spec: ModelSpec):
+        self.group, self.followers, self.spec = group, followers, spec
+        self._lock = threading.Lock()
+        self._cache_ids: dict[int, int] = {}  # by the id of a cache's first tensor
+        self._dropped: deque[int] = deque()  # ids of caches that are gone here
+        self._num_caches = 0
+        self._last_step: torch.cuda.Event | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """What all ranks do together; a failure in it, whatever it is, ends the group.
+
+        On GPUs a step begins after the one before it, for they may be on different streams, and
+        the ranks share memory.
+        """
+        with self._lock:
+            self.followers.check()
+            try:
+                while self._dropped:
+                    self.followers.send(DropCache(self._dropped.popleft()))
+                is_cuda = self.group.device.type == "cuda"
+                if is_cuda and self._last_step is not None:
+                    torch.cuda.current_stream().wait_event(self._last_step)
+                yield
+                if is_cuda:
+                    self._last_step = torch.cuda.current_stream().record_event()
+            except GroupError:
+                raise
+            except Exception as error:
+                self.followers.raise_failure(error)
+            except BaseException:
+                self.followers.close()
+                raise
+
+    def send(self, message: object) -> None:
+        self.followers.send(message)
+
+    def cache_id(self, cache: KvCache | None) -> int | None:
+        """The number of a cache, of which the others have one that is as large."""
+        if cache is None:
+            return None
+        owner = cache.layers[0].k_cache
+        known = self._cache_ids.get(id(owner))
+        if known is not None:
+            return known
+        cache_id = self._cache_ids[id(owner)] = self._num_caches
+        self._num_caches += 1
+        weakref.finalize(owner, _forget, self._cache_ids, id(owner), self._dropped).atexit = False
+        self.send(NewCache(cache_id, cache.num_pages, cache.page_size))
+        return cache_id
+
+
+def _forget(cache_ids: dict[int, int], owner_id: int, dropped: deque[int]) -> None:
+    dropped.append(cache_ids.pop(owner_id))
+
+
+class _LedTransformer(Transformer):
+    """Rank 0's share; its forward pass is every rank's."""
+
+    def __init__(self, own: Transformer, lead: _Lead):
+        vars(self).update(vars(own))
+        self._lead = lead
+
+    def check(self) -> None:
+        self._lead.followers.check()
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        cache: KvCache | None = None,
+        on_layer: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
+        lead = self._lead
+        with lead.step():
+            message = forward_message(
+                batch, cache_id=lead.cache_id(cache), wants_layers=on_layer is not None
+            )
+            lead.send(message)
+            lead.group.collectives.broadcast(flat_batch(batch))
+            return super().forward(batch, cache=cache, on_layer=on_layer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LedLmHead(LmHead):
+    lead: _Lead
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _led_logits(self.lead, "lm", rows, lambda own: LmHead.forward(self, own))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LedMaskedLMHead(MaskedLMHead):
+    lead: _Lead
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return _led_logits(
+            self.lead, "masked_lm", rows, lambda own: MaskedLMHead.forward(self, own)
+        )
+
+
+def _led_logits(
+    lead: _Lead,
+    head: str,
+    rows: torch.Tensor,
+    forward: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    if not rows.shape[0]:
+        return rows.new_empty((0, lead.spec.vocab_size))
+    with lead.step():
+        lead.send(Logits(head, rows.shape[0]))
+        return forward(lead.group.collectives.broadcast(rows.contiguous()))

@@ -1,0 +1,217 @@
+"""Linear layers that carry their own communication: checks, choice of kernel, reference.
+
+The rows of a pass are dealt to the ranks of a group in whole tiles (row_offsets) or held by all of
+them.  Weights are split over the ranks: by outputs before a block's middle, by inputs after it.
+This room knows nothing of torch.distributed: a Peers says where the other ranks' memory is, and its
+collectives are what runs where there is no kernel.
+Source: Flux (arXiv 2406.06858), sections 3 and 4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from bytetx.ops import reference
+from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.gated import GatedWeight, gated_linear
+from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.norm import layer_norm, rms_norm
+
+
+class Collectives(Protocol):
+    """Collectives of a group on the current stream; every rank calls them in the same order."""
+
+    def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
+        """[own rows, n] of every rank -> [total_tokens, n], in the order of ranks."""
+        ...
+
+    def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
+        """[total_tokens, n] of every rank -> the sum's own rows, in partial's dtype or f32."""
+        ...
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """[m, n] of every rank -> their sum, in its dtype or f32; may overwrite it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Memory of every rank that this device can read and write, of one size and layout on all.
+
+    buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
+    flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
+        torch's signal pads); what they count never goes back (epochs), so that graphs replay.
+    epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
+    peers_table: int64 [2, size] on the device: buffers, then flags.  owner: keeps it all alive.
+    """
+
+    buffers: tuple[int, ...]
+    flags: tuple[int, ...]
+    buffer_bytes: int
+    num_flags: int
+    epochs: Tensor
+    peers_table: Tensor
+    owner: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """The ranks that share the layers of a model. workspace: None where there is no such memory."""
+
+    rank: int
+    size: int
+    collectives: Collectives
+    workspace: Workspace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowNorm:
+    """The norm behind a sum: weight, bias [n] (an RMS norm has no bias)."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
+
+
+# Flag words of a rank, for all fused ops together.
+NUM_FLAGS = 16384
+
+
+def workspace_bytes(*, max_tokens: int, hidden_size: int, size: int, itemsize: int) -> int:
+    """Bytes of each rank's data that the fused ops need, for passes of up to max_tokens rows.
+
+    Twice the gathered rows (one is read while the next one arrives) and, for the partial sums, a
+    slot a rank of its largest share of rows (a share has at most one tile of 128 rows more than
+    total_tokens / size).
+    """
+    row = hidden_size * itemsize
+    gathered = 2 * (max_tokens + 128) * row
+    slots = 2 * (max_tokens + 128 * size) * row
+    return gathered + slots
+
+
+def all_gather_gemm(
+    x: Tensor,
+    w: LinearWeight | GatedWeight,
+    *,
+    peers: Peers,
+    row_offsets: Sequence[int],
+    activation: str = "none",
+) -> Tensor:
+    """act(all ranks' x @ w.T + bias): the rows of everyone, this rank's outputs.
+
+    x: [own rows, k], contiguous, this rank's rows row_offsets[rank] to row_offsets[rank + 1].
+    w: this rank's outputs [n, k] with their bias, gated or plain.  activation: as of `linear`.
+    row_offsets: size + 1 host ints from 0 to total_tokens, the same on every rank; shares may be
+        empty, and all but the last non-empty one are whole tiles (multiples of 16 rows at least).
+    Returns a new [total_tokens, n].  Raises ValueError on shape, dtype or device mismatch.
+    """
+    _check_offsets(row_offsets, peers)
+    own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
+    plain = w.fused if isinstance(w, GatedWeight) else w
+    _check_rows("x", x, (own, plain.k), plain)
+    rows = peers.collectives.all_gather(x, row_offsets)
+    if isinstance(w, GatedWeight):
+        return gated_linear(rows, w, activation=activation)
+    return linear(rows, w, activation=activation)
+
+
+def gemm_reduce_scatter(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    peers: Peers,
+    row_offsets: Sequence[int],
+    residual: Tensor,
+    bias: Tensor | None = None,
+    partial: Tensor | None = None,
+    norm: RowNorm,
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of this rank's rows of h = sum over ranks (x @ w.T + partial) + bias + residual.
+
+    x: [total_tokens, k], this rank's inputs of every row.  w: [n, k], these inputs' columns of the
+    weight, without bias.  bias: [n], added once, to the sum.  partial: [total_tokens, n], added to
+    this rank's product (a parallel block's other half); it may be overwritten.
+    residual: [own rows, n]; it may be overwritten.  row_offsets: as of all_gather_gemm.
+    Sums in f32, in the order of ranks.  Returns two new tensors [own rows, n] in x's dtype.
+    """
+    _check_offsets(row_offsets, peers)
+    own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
+    _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
+    product = linear(x, w, residual=partial)
+    sums = peers.collectives.reduce_scatter(product, row_offsets)
+    return _finish(sums, residual, bias, norm)
+
+
+def gemm_all_reduce(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    peers: Peers,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    partial: Tensor | None = None,
+    norm: RowNorm,
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of every row, on every rank: gemm_reduce_scatter for few rows, which all hold.
+
+    residual: [m, n], the same on every rank; else as of gemm_reduce_scatter.
+    Returns two new tensors [m, n], bit for bit the same on every rank.
+    """
+    _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
+    sums = peers.collectives.all_reduce(linear(x, w, residual=partial))
+    return _finish(sums, residual, bias, norm)
+
+
+def _finish(
+    sums: Tensor, residual: Tensor, bias: Tensor | None, norm: RowNorm
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of h = sums + bias + residual; sums may be f32 where residual is a half type."""
+    if sums.dtype == residual.dtype:
+        h = sums if bias is None else sums.add_(bias)
+        options = {"eps": norm.eps, "residual": residual, "sum_out": h}
+        if norm.kind == "rms_norm":
+            return rms_norm(h, norm.weight, **options), h
+        return layer_norm(h, norm.weight, norm.bias, **options), h
+    h = sums.float() + residual.float()
+    if bias is not None:
+        h += bias.float()
+    if norm.kind == "rms_norm":
+        normed = reference.rms_norm(h, norm.weight, eps=norm.eps)
+    else:
+        normed = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
+    return normed.to(residual.dtype), h.to(residual.dtype)
+
+
+def _check_offsets(row_offsets: Sequence[int], peers: Peers) -> None:
+    if len(row_offsets) != peers.size + 1 or row_offsets[0] != 0:
+        raise ValueError(
+            f"row_offsets must be {peers.size + 1} row numbers from 0, got {list(row_offsets)}"
+        )
+
+
+def _check_sum(
+    x: Tensor,
+    w: LinearWeight,
+    shape: tuple[int, int],
+    *,
+    residual: Tensor,
+    bias: Tensor | None,
+    partial: Tensor | None,
+) -> None:
+    if w.bias is not None:
+        raise ValueError("w must have no bias: every rank would add it; give it as bias")
+    _check_rows("x", x, (x.shape[0], w.k), w)
+    _check_rows("residual", residual, shape, w)
+    if partial is not None:
+        _check_rows("partial", partial, (x.shape[0], w.n), w)
+    if bias is not None:
+        require_tensor("bias", bias, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
+
+
+def _check_rows(name: str, x: Tensor, shape: tuple[int, int], w: LinearWeight) -> None:
+    require_tensor(name, x, shape=shape, dtypes=(w.dtype,), device=w.weight.device)
+    require_contiguous(name, x)

@@ -1,0 +1,104 @@
+"""Which heads, features, words and rows each rank of a tensor-parallel group has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bytetx.errors import InputError
+from bytetx.spec import ModelSpec
+
+# Steps that shares of features are cut in, best first: those that whole GEMM tiles take.
+_FEATURE_STEPS = (64, 32, 16, 8, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSplit:
+    """One rank's share of a model.
+
+    heads, kv_heads: attention heads, of which neighbours share a key and value head; one of the
+    latter is on several ranks where there are fewer of them than ranks.
+    inner: features between the two feed-forward layers.  vocab: rows of the word embedding and
+    of the logits' weight.
+    """
+
+    rank: int
+    size: int
+    heads: range
+    kv_heads: range
+    inner: range
+    vocab: range
+
+
+def split_model(spec: ModelSpec, *, rank: int, size: int) -> ModelSplit:
+    """The share of one rank; the first ranks have the larger ones where they differ.
+
+    Raises InputError where there are more ranks than something that is split has parts.
+    """
+    heads, kv_heads = _split_heads(spec.num_heads, spec.num_kv_heads, rank=rank, size=size)
+    return ModelSplit(
+        rank,
+        size,
+        heads,
+        kv_heads,
+        share(deal_features(spec.intermediate_size, size), rank),
+        share(deal_features(spec.vocab_size, size), rank),
+    )
+
+
+def features(heads: range, head_dim: int) -> range:
+    """The features of consecutive heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def share(offsets: Sequence[int], rank: int) -> range:
+    return range(offsets[rank], offsets[rank + 1])
+
+
+def deal(count: int, size: int, *, step: int = 1) -> tuple[int, ...]:
+    """size + 1 offsets: whole steps in shares that differ by one step, the first ones larger.
+
+    Where the last step is not whole, the last share with any is shorter; shares may be empty.
+    """
+    num_steps = -(-count // step)
+    each, more = divmod(num_steps, size)
+    ends = (each * i + min(i, more) for i in range(size + 1))
+    return tuple(min(end * step, count) for end in ends)
+
+
+def deal_features(count: int, size: int) -> tuple[int, ...]:
+    """Offsets of equal shares in large steps; where there are none, shares in the largest steps."""
+    for step in _FEATURE_STEPS:
+        if count % (step * size) == 0:
+            return deal(count, size, step=step)
+    step = next(step for step in _FEATURE_STEPS if count >= step * size or step == 1)
+    return deal(count, size, step=step)
+
+
+def _split_heads(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> tuple[range, range]:
+    group = num_heads // num_kv_heads
+    if num_kv_heads >= size:
+        kv_heads = share(deal(num_kv_heads, size), rank)
+        return range(kv_heads.start * group, kv_heads.stop * group), kv_heads
+    ranks_each = size // num_kv_heads
+    if size % num_kv_heads or group < ranks_each:
+        fitting = [n for n in range(1, num_heads + 1) if _fits(num_heads, num_kv_heads, n)]
+        raise InputError(
+            f"tp must be one of {_shown(fitting)} for a model of {num_heads} attention heads with "
+            f"{num_kv_heads} for keys and values, got {size}"
+        )
+    kv_head = rank // ranks_each
+    own = share(deal(group, ranks_each), rank % ranks_each)
+    return range(kv_head * group + own.start, kv_head * group + own.stop), range(
+        kv_head, kv_head + 1
+    )
+
+
+def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
+    group = num_heads // num_kv_heads
+    return size <= num_kv_heads or (size % num_kv_heads == 0 and group >= size // num_kv_heads)
+
+
+def _shown(sizes: list[int]) -> str:
+    """1 ... 12, or a list where there are holes."""
+    if sizes == list(range(1, len(sizes) + 1)) and len(sizes) > 2:
+        return f"1 ... {len(sizes)}"
+    return ", ".join(map(str, sizes))

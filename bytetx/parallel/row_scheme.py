@@ -1,0 +1,33 @@
+"""RowScheme: whether the rows of a pass are dealt to the ranks, and where the shares end."""
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+from bytetx.parallel.layout import deal
+
+
+@dataclass(frozen=True, slots=True)
+class RowScheme:
+    """From which number of rows on they are dealt to the ranks, and in which tiles.
+
+    Below shard_from_tokens every rank holds all rows, and sums go through an all-reduce.
+    tiles: (total_tokens, rows of a tile from there on), the largest total first.
+    """
+
+    shard_from_tokens: int
+    tiles: tuple[tuple[int, int], ...]
+
+    def offsets(self, total_tokens: int, size: int) -> tuple[int, ...] | None:
+        """size + 1 row offsets in whole tiles, or None where every rank holds all rows."""
+        if total_tokens < self.shard_from_tokens:
+            return None
+        tile = next(rows for first, rows in self.tiles if total_tokens >= first)
+        return deal(total_tokens, size, step=tile)
+
+
+def row_scheme(device_type: str) -> RowScheme:
+    """The scheme of a kind of device (cpu, cuda), from row_schemes.json."""
+    table = json.loads(files("bytetx.parallel").joinpath("row_schemes.json").read_text())
+    own = table[device_type]
+    return RowScheme(own["shard_from_tokens"], tuple(map(tuple, own["tiles"])))

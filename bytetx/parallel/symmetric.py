@@ -1,0 +1,82 @@
+"""Memory that the GPUs of a host share: the only place that knows torch's symmetric memory."""
+
+import logging
+import os
+from uuid import uuid4
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from bytetx.ops.comm_gemm import NUM_FLAGS, Workspace
+
+logger = logging.getLogger("bytetx")
+
+_ALIGNMENT_BYTES = 1024
+
+
+def symmetric_workspace(
+    store: dist.Store, *, rank: int, size: int, device: torch.device, buffer_bytes: int
+) -> Workspace | None:
+    """A workspace on every rank, zeroed; None where the GPUs cannot reach one another's memory.
+
+    All ranks call it with the same buffer_bytes.  It lives as long as the process: peers may read
+    it as long as they run.
+    """
+    reaches = _reaches_all(device, size)
+    if not _all_agree(store, "reaches", rank=rank, size=size, answer=reaches):
+        return None
+    buffer_bytes = -(-buffer_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    workspace = None
+    try:
+        workspace = _shared(store, rank=rank, size=size, device=device, buffer_bytes=buffer_bytes)
+    except RuntimeError as error:
+        logger.warning("ranks share no memory, NCCL is used instead: %s", error)
+    is_there = workspace is not None
+    return workspace if _all_agree(store, "has", rank=rank, size=size, answer=is_there) else None
+
+
+def turn_multicast_off() -> None:
+    """For NCCL and torch's symmetric memory, in this process: not every host's NVLink has it, and
+    where it fails, it fails after minutes.
+    """
+    os.putenv("NCCL_NVLS_ENABLE", "0")
+    os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def _shared(
+    store: dist.Store, *, rank: int, size: int, device: torch.device, buffer_bytes: int
+) -> Workspace:
+    name = _shared_name(store, rank)
+    _SymmetricMemory.set_group_info(name, rank, size, store)
+    flag_bytes = 4 * NUM_FLAGS
+    memory = symm_mem.empty(buffer_bytes + flag_bytes, dtype=torch.uint8, device=device)
+    memory.zero_()
+    torch.cuda.synchronize(device)
+    handle = _SymmetricMemory.rendezvous(memory, name)
+    handle.barrier(channel=0)  # no rank's flags are written before they are zero
+    torch.cuda.synchronize(device)
+    buffers = tuple(handle.buffer_ptrs)
+    flags = tuple(address + buffer_bytes for address in buffers)
+    epochs = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
+    table = torch.tensor([buffers, flags], dtype=torch.int64, device=device)
+    return Workspace(buffers, flags, buffer_bytes, NUM_FLAGS, epochs, table, (memory, handle))
+
+
+def _reaches_all(device: torch.device, size: int) -> bool:
+    """Rank i has GPU i: the launcher sees to it."""
+    others = [i for i in range(size) if i != device.index]
+    return all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
+
+
+def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bool) -> bool:
+    store.set(f"{what}-{rank}", str(int(answer)))
+    return all(store.get(f"{what}-{i}") == b"1" for i in range(size))
+
+
+def _shared_name(store: dist.Store, rank: int) -> str:
+    """A name that no other group of any of these processes has: torch knows groups by name."""
+    if rank == 0:
+        store.set("name", f"bytetx-{uuid4()}")
+    return store.get("name").decode()

@@ -1,0 +1,170 @@
+"""TpGroup: the ranks that hold one model's layers together, and their collectives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bytetx.ops.comm_gemm import Peers, Workspace
+from bytetx.parallel.row_scheme import RowScheme, row_scheme
+
+# A rank that computes answers within seconds; one that has died is noticed long before.
+_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class TpGroup:
+    """This rank among those that split a model.
+
+    collectives: gloo between CPUs, NCCL between GPUs.  workspace: memory that the ranks share,
+    None where their GPUs are not NVLink peers.  rows: when and how rows are dealt to the ranks.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    collectives: "GroupCollectives"
+    workspace: Workspace | None
+    rows: RowScheme
+
+    @property
+    def peers(self) -> Peers:
+        return Peers(self.rank, self.size, self.collectives, self.workspace)
+
+    def abort(self) -> None:
+        """Ends collectives that wait for a rank which will never come; the group is of no use."""
+        self.collectives.abort()
+
+
+def join_group(
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    workspace_bytes: int = 0,
+    rows: RowScheme | None = None,
+) -> TpGroup:
+    """Joins the group that meets at `store`; all ranks call it with the same sizes.
+
+    workspace_bytes: of memory that the ranks share, for the fused ops; 0 is none.
+    rows: None is the device's own scheme.
+    """
+    backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
+    collectives = GroupCollectives(backend, rank=rank, size=size)
+    collectives.all_reduce(torch.zeros(1, device=device))  # what cannot work fails here
+    workspace = None
+    if workspace_bytes and device.type == "cuda":
+        # Imported here: it brings triton, which CPUs have no use for.
+        from bytetx.parallel.symmetric import symmetric_workspace
+
+        shared = dist.PrefixStore("bytetx-symmetric", store)
+        workspace = symmetric_workspace(
+            shared, rank=rank, size=size, device=device, buffer_bytes=workspace_bytes
+        )
+    return TpGroup(rank, size, device, collectives, workspace, rows or row_scheme(device.type))
+
+
+def _backend(
+    store: dist.Store, *, rank: int, size: int, device: torch.device
+) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
+    """A backend of its own, not torch's default group: that one may be the caller's."""
+    if device.type == "cuda":
+        from bytetx.parallel.symmetric import turn_multicast_off
+
+        torch.cuda.set_device(device)
+        turn_multicast_off()
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _TIMEOUT
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = _TIMEOUT
+    # All ranks are processes of one machine, whose own name may resolve to nothing.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+class GroupCollectives:
+    """Collectives on the current stream; see bytetx.ops.comm_gemm.Collectives.
+
+    Half types are summed in f32 on CPUs, which is what the fused ops on GPUs do; NCCL sums them
+    as they are.
+    """
+
+    def __init__(self, backend: dist.Backend, *, rank: int, size: int):
+        self._backend, self._rank, self._size = backend, rank, size
+        self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+
+    def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
+        """[own rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
+        shares = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
+        largest, tail = max(shares), shard.shape[1:]
+        if not largest:
+            return shard.new_empty((0, *tail))
+        sent = shard.contiguous()
+        if shares[self._rank] < largest:
+            sent = shard.new_empty((largest, *tail))
+            sent[: shares[self._rank]] = shard
+        received = shard.new_empty((self._size * largest, *tail))
+        self._backend._allgather_base(received, sent).wait()
+        if min(shares) == largest:
+            return received
+        pieces = received.view(self._size, largest, *tail)
+        return torch.cat([pieces[i, :rows] for i, rows in enumerate(shares)])
+
+    def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
+        """[total rows, n] of every rank -> the sum's own rows; f32 where gloo sums a half type."""
+        own = slice(row_offsets[self._rank], row_offsets[self._rank + 1])
+        if self._is_gloo:
+            # In the order of gloo's ring and the same on every rank, as all_reduce's.
+            return self.all_reduce(partial)[own].clone()
+        shares = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
+        largest = max(shares)
+        if not largest:
+            return partial
+        if min(shares) < largest:
+            spread = partial.new_zeros((self._size, largest, *partial.shape[1:]))
+            for place, piece in zip(spread, partial.split(shares), strict=True):
+                place[: len(piece)] = piece
+            partial = spread.flatten(0, 1)
+        summed = partial.new_empty((largest, *partial.shape[1:]))
+        self._backend._reduce_scatter_base(summed, partial).wait()
+        return summed[: shares[self._rank]]
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """[m, n] of every rank -> their sum, which may lie in partial's place; f32 as above."""
+        summed = partial.float() if self._is_gloo else partial
+        if summed.numel():
+            self._backend.allreduce([summed]).wait()
+        return summed
+
+    def all_gather_columns(self, x: Tensor, column_offsets: Sequence[int]) -> Tensor:
+        """[m, own columns] of every rank -> [m, all columns], in the order of ranks."""
+        shares = [column_offsets[i + 1] - column_offsets[i] for i in range(self._size)]
+        rows, largest = len(x), max(shares)
+        sent = x.contiguous()
+        if x.shape[1] < largest:
+            sent = x.new_empty((rows, largest))
+            sent[:, : x.shape[1]] = x
+        received = x.new_empty((self._size * rows, largest))
+        self._backend._allgather_base(received, sent).wait()
+        pieces = received.view(self._size, rows, largest)
+        return torch.cat([pieces[i, :, :columns] for i, columns in enumerate(shares)], dim=1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """What rank 0's x holds, into x on every rank."""
+        if x.numel():
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            self._backend.broadcast([x], options).wait()
+        return x
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._backend.barrier().wait()
+
+    def abort(self) -> None:
+        self._backend.abort()

@@ -1,0 +1,211 @@
+"""A rank that dies or fails takes its group down at once, and says so; shards hold shares alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
+from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import tiny_decoder
+
+import bytetx
+from bytetx import weights as weights_module
+from bytetx.errors import CheckpointError, GroupError, InputError
+from bytetx.leading import load_led, start_ranks
+from bytetx.loading import load_share
+from bytetx.model import Model
+from bytetx.parallel.control import Followers
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import row_scheme
+from bytetx.parallel.sharded import ShardedBlocks
+from bytetx.parallel.tp import TpGroup
+from bytetx.spec import ModelSpec
+
+ROOT = Path(__file__).resolve().parent.parent
+# Far above what a group needs to end (about a second), far below any timeout of a collective.
+SECONDS = 20.0
+WIDER = {"num_attention_heads": 4}
+
+
+def shared_model(folder: Path, size: int) -> tuple[Model, Followers]:
+    followers, group = start_ranks(size, torch.device("cpu"))
+    checkpoint = load_led(folder, group, followers, dtype=torch.float32)
+    return Model(checkpoint, token_budget=64), followers
+
+
+def test_a_killed_rank_ends_the_group_while_it_works(tmp_path: Path) -> None:
+    model, followers = shared_model(save(tiny_decoder("llama"), tmp_path), 2)
+    prompts = random_ids([9, 20, 3] * 4)
+    process = followers._processes[0]
+    killer = threading.Timer(0.5, lambda: process.send_signal(signal.SIGKILL))
+    killer.start()
+    end = time.monotonic() + SECONDS
+    with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL; .* load the model again"):
+        while time.monotonic() < end:
+            model.generate(prompts)
+    with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
+        model.generate(prompts)
+    assert all(process.poll() is not None for process in followers._processes)
+    followers.close()
+
+
+def test_the_death_of_one_rank_is_not_blamed_on_the_others(tmp_path: Path) -> None:
+    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 4)
+    assert len(model.embed(SENTENCES)) == len(SENTENCES)
+    followers._processes[1].send_signal(signal.SIGKILL)
+    end = time.monotonic() + SECONDS
+    with pytest.raises(GroupError, match="rank 2 was killed by SIGKILL"):
+        while time.monotonic() < end:
+            model.embed(SENTENCES)
+    followers.close()
+
+
+def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
+    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    followers.send("nonsense")
+    end = time.monotonic() + SECONDS
+    with pytest.raises(GroupError, match="rank 1 failed: TypeError: rank 0 sent a str"):
+        while time.monotonic() < end:
+            model.embed(SENTENCES)
+    followers.close()
+
+
+def test_a_failure_of_rank_0_ends_the_group(tmp_path: Path) -> None:
+    """Its steps are out of step with the others' from then on."""
+    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    model.transformer.layers[1] = None
+    with pytest.raises(GroupError, match="rank 0 failed, .*: AttributeError: 'NoneType'"):
+        model.embed(SENTENCES)
+    with pytest.raises(GroupError, match="rank 0 failed"):
+        model.embed(SENTENCES)
+    assert followers._processes[0].poll() is not None
+    followers.close()
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    folder = save(tiny_model("bert", **WIDER), tmp_path)
+    code = (
+        "import bytetx, sys, time\n"
+        f"model = bytetx.load({str(folder)!r}, device='cpu', tp=2)\n"
+        "process = model.transformer._lead.followers._processes[0]\n"
+        "print(process.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    own = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    pid = int(own.stdout.readline())
+    assert is_running(pid)
+    own.kill()
+    own.wait()
+    end = time.monotonic() + SECONDS
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(pid)
+    own.stdout.close()
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody waits for has ended, too."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_load_close_and_what_cannot_be_split(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "bert", **WIDER)
+    wanted = bytetx.load(folder, device="cpu").embed(SENTENCES)
+    with bytetx.load(folder, device="cpu", tp=2) as model:
+        processes = model.transformer._lead.followers._processes
+        assert np.allclose(model.embed(SENTENCES), wanted, atol=1e-4)
+        assert model.info()["tp"] == 2
+        assert len(processes) == 1 and processes[0].poll() is None
+    assert processes[0].poll() == 0
+    with pytest.raises(GroupError, match="the model is closed"):
+        model.embed(SENTENCES)
+    with pytest.raises(InputError, match="tp must be one of 1 ... 4 for a model of 4 attention"):
+        bytetx.load(folder, device="cpu", tp=5)
+    with pytest.raises(InputError, match="tp must be a positive integer, got 0"):
+        bytetx.load(folder, device="cpu", tp=0)
+
+
+def test_a_damaged_checkpoint_is_a_checkpoint_error(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, "bert", **WIDER)
+    os.truncate(folder / "model.safetensors", 4000)
+    with pytest.raises(CheckpointError, match="model.safetensors"):
+        bytetx.load(folder, device="cpu", tp=2)
+
+
+@pytest.mark.parametrize("launcher", ["--tp", "torchrun"])
+def test_the_command_line(launcher: str, tmp_path: Path) -> None:
+    folder = save(tiny_decoder("llama", vocab_size=400), tmp_path / "model")
+    make_tokenizer("bpe").save_pretrained(folder)
+    (tmp_path / "in.txt").write_text("\n".join(SENTENCES[:3]))
+    command = ["-m", "bytetx", "generate", str(tmp_path / "in.txt"), "-m", str(folder)]
+    command += ["--device", "cpu", "--temperature", "0", "--max-tokens", "5", "--threads", "1"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    shared = [*torchrun, *command] if launcher == "torchrun" else [*command, "--tp", "2"]
+    outputs = [
+        subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, capture_output=True, check=True, timeout=300
+        ).stdout
+        for arguments in (shared, command)
+    ]
+    assert outputs[0].count(b"\n") == 3
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_reads_its_share_alone(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor in memory is larger than the largest share of one, and they add up to the model."""
+    wide = {"hidden_size": 256, "num_attention_heads": 8, "vocab_size": 4096}
+    if name == "bert":
+        model = tiny_model(name, "ForMaskedLM", intermediate_size=1024, **wide)
+    elif name == "gpt2":
+        model = tiny_decoder(name, n_embd=256, n_head=8, vocab_size=4096)
+    else:
+        model = tiny_decoder(name, intermediate_size=1024, num_key_value_heads=8, **wide)
+    folder, size, sizes = save(model, tmp_path), 4, []
+    allocate, staged = weights_module._allocate, weights_module.SavedTensor._staged
+
+    def tracked(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(int(np.prod(shape)))
+        return allocate(shape, dtype)
+
+    def tracked_piece(
+        self: weights_module.SavedTensor, file: object, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        assert np.prod(shape) <= weights_module._PIECE_NUMBERS
+        return staged(self, file, shape)
+
+    monkeypatch.setattr(weights_module, "_allocate", tracked)
+    monkeypatch.setattr(weights_module.SavedTensor, "_staged", tracked_piece)
+    monkeypatch.setattr(weights_module, "_PIECE_NUMBERS", 8192)
+    transformer, _ = load_share(
+        folder, lambda spec: blocks_of(spec, 1, size), dtype=dtype, device=torch.device("cpu")
+    )
+    largest = max(p.numel() for p in model.parameters())
+    assert largest == 4096 * 256
+    assert max(sizes) == largest // size
+    # Norms, positions and biases of sums are whole on every rank, as are small layers of heads;
+    # a masked-LM head reads the words that are tied to it a second time.
+    share = sum(p.numel() for p in model.parameters() if p.dim() == 2) / size
+    head = 256 * 256 + largest / size if name == "bert" else 0
+    assert sum(sizes) < 1.2 * share + head + 200 * 256
+    assert transformer.blocks.num_heads == 2
+
+
+def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
+    """Of a rank that has met no other one: enough to load."""
+    group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu"))
+    return ShardedBlocks(spec, group, split_model(spec, rank=rank, size=size))

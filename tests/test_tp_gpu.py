@@ -1,0 +1,117 @@
+"""Models that GPUs share, against the same checkpoints on one GPU."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import save_checkpoint
+from checkpoints import texts as random_texts
+from tiny import random_ids, save
+from tiny_decoders import tiny_decoder
+
+import bytetx
+from bytetx.errors import GroupError
+from bytetx.leading import load_led, start_ranks
+from bytetx.model import Model
+from bytetx.packed import pack
+from bytetx.parallel.control import Followers
+from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.tp import TpGroup
+from bytetx.sampling import SamplingParams
+
+pytestmark = pytest.mark.gpus(2)
+
+ROWS = RowScheme(64, ((256, 64), (0, 16)))
+BATCHES = [[1], [3, 0, 5], [64], [60, 40, 17], [90, 1, 0, 80, 95, 77]]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+BERT = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+LLAMA = BERT | {"num_key_value_heads": 2}
+SECONDS = 30.0
+
+Ranks = tuple[TpGroup, Followers]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    device = torch.device("cuda", 0)
+    followers, group = start_ranks(2, device, shared_bytes=64 << 20, rows=ROWS)
+    yield group, followers
+    followers.close()
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("bert"), "bert", head="ForMaskedLM", **BERT)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tiny_decoder("llama", **LLAMA), tmp_path_factory.mktemp("llama"))
+
+
+def last_states(model: Model, seqlens: list[int]) -> torch.Tensor:
+    spec, ids = model.spec, random_ids(seqlens)
+    batch = pack(ids, has_token_types=spec.num_token_types > 0, device="cuda")
+    return model.transformer.forward(batch).float()
+
+
+def test_ranks_share_memory(ranks: Ranks) -> None:
+    group, _ = ranks
+    assert group.workspace is not None
+    assert len(group.workspace.buffers) == 2
+    assert group.workspace.buffer_bytes >= 64 << 20
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_float32(kind: str, ranks: Ranks, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(kind)
+    shared = Model(load_led(folder, *ranks, dtype=torch.float32))
+    whole = bytetx.load(folder, device="cuda", dtype="float32")
+    for seqlens in BATCHES:
+        seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
+        found, wanted = last_states(shared, seqlens), last_states(whole, seqlens)
+        assert (found - wanted).abs().max() < 1e-3  # cuBLAS sums in other orders
+    if kind == "bert":
+        texts = random_texts(40, max_words=5)
+        assert np.allclose(shared.embed(texts), whole.embed(texts), atol=1e-3)
+        return
+    prompts = random_ids([1, 13, 37, 2, 30, 64])
+    found, wanted = (model.generate(prompts, GREEDY) for model in (shared, whole))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_within_twice_the_error_of_one_gpu(
+    kind: str, dtype: torch.dtype, ranks: Ranks, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(kind)
+    exact = bytetx.load(folder, device="cuda", dtype="float32")
+    whole = bytetx.load(folder, device="cuda", dtype=dtype)
+    shared = Model(load_led(folder, *ranks, dtype=dtype))
+    for seqlens in BATCHES:
+        seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
+        wanted = last_states(exact, seqlens)
+        errors = [(last_states(m, seqlens) - wanted).norm() for m in (shared, whole)]
+        noise = torch.finfo(dtype).eps * wanted.norm()
+        assert errors[0] <= 2 * errors[1] + noise
+
+
+def test_a_killed_rank_ends_the_group(llama: Path) -> None:
+    """While rank 0 waits for NCCL; within seconds, and with the reason."""
+    model = bytetx.load(llama, device="cuda", dtype="bfloat16", tp=2)
+    process = model.transformer._lead.followers._processes[0]
+    prompts = random_ids([30, 60, 9] * 8)
+    model.generate(prompts, GREEDY)
+    threading.Timer(0.3, lambda: process.send_signal(signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
+        while time.monotonic() < start + SECONDS:
+            model.generate(prompts, GREEDY)
+    assert time.monotonic() < start + SECONDS
+    model.close()
