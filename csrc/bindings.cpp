@@ -151,15 +151,18 @@ void bind_planned_attention(py::module_& m) {
         ReleaseGil());
 }
 
+// (name, rows, columns, whether it is for few rows) by index
+py::list list_tilings(int32_t count, LinearTiling (*tiling)(int32_t)) {
+    py::list tilings;
+    for (int32_t i = 0; i < count; ++i) {
+        const LinearTiling t = tiling(i);
+        tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
+    }
+    return tilings;
+}
+
 void bind_linear(py::module_& m) {
-    m.def("linear_tilings", [] {  // (name, rows, columns, whether it is for few rows) by index
-        py::list tilings;
-        for (int i = 0; i < num_linear_tilings(); ++i) {
-            const LinearTiling t = linear_tiling(i);
-            tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
-        }
-        return tilings;
-    });
+    m.def("linear_tilings", [] { return list_tilings(num_linear_tilings(), linear_tiling); });
     m.def(
         "linear",
         [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
@@ -245,6 +248,7 @@ void bind_comm(py::module_& m) {
             all_gather_gemm(p, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
+    m.def("push_tilings", [] { return list_tilings(num_push_tilings(), push_tiling); });
     bind_gemm_sum(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
     bind_gemm_sum(m, "gemm_all_reduce", &gemm_all_reduce);
 }

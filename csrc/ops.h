@@ -164,6 +164,11 @@ struct GemmSumParams {
     bool deals_rows;  // gemm_all_reduce: each row is summed by its rank alone, which sends it round
 };
 
+// Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops take
+// those of linear() that have 128 rows.
+int32_t num_push_tilings();
+LinearTiling push_tiling(int32_t index);
+
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 

@@ -24,6 +24,9 @@ OPS = (
     "rotary",
     "pool",
     "quantize_rows",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
 )
 _CUDA_KERNELS = {"varlen_attention": "planned_attention"}  # where the kernel's name is another
 
@@ -74,6 +77,12 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
     """(name, rows, columns, whether it is for few rows) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
     return [] if isinstance(module, str) else module.linear_tilings()
+
+
+def push_tilings() -> list[tuple[str, int, int, bool]]:
+    """The same of the kernel `gemm_all_reduce`."""
+    module = _modules["cuda"]
+    return [] if isinstance(module, str) else module.push_tilings()
 
 
 @cache

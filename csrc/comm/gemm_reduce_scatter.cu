@@ -63,6 +63,17 @@ int64_t dealt_rows(const GemmSumParams& p) {
 
 }  // namespace
 
+int32_t num_push_tilings() { return sizeof(kPushes) / sizeof(Entry); }
+
+LinearTiling push_tiling(int32_t index) {
+    if (index < 0 || index >= num_push_tilings()) {
+        throw std::invalid_argument("gemm_all_reduce has tilings 0 to " +
+                                    std::to_string(num_push_tilings() - 1) + ", got " +
+                                    std::to_string(index));
+    }
+    return kPushes[index].tiling;
+}
+
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     const PeerMemory& peers = p.peers;
     check_sum("gemm_reduce_scatter", p, dealt_rows(p),
@@ -85,6 +96,7 @@ void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
     if (p.deals_rows && (p.norm.out == nullptr || p.norm.sum_out == nullptr)) {
         throw std::invalid_argument("gemm_all_reduce sends rows round with both their results");
     }
+    push_tiling(o.tiling);
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
