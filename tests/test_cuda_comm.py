@@ -145,6 +145,10 @@ def gather_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
     return Layer(f"gather {m} {n} {k} {activation} {offsets}", call, expected)
 
 
+def rms(h: Tensor, weight: Tensor) -> Tensor:
+    return F.rms_norm(h, weight.shape, weight, EPS)
+
+
 def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool) -> Layer:
     m, n, k = random.randint(1, max_rows), 32 * random.randint(1, 80), 8 * random.randint(1, 200)
     ranks = range(group.size)
@@ -175,19 +179,12 @@ def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool
         return gemm_all_reduce(xs[rank], ws[rank], **options)
 
     def expected(rank: int, to: torch.dtype) -> tuple[Tensor, ...]:
-        here = f"cuda:{rank}"
-        h = residual.to(here, to)
+        h, (weight, shift, bias) = residual.to(f"cuda:{rank}", to), on_rank[rank].to(to)
         for x, w, partial in zip(xs, weights, partials, strict=True):
-            h = h + F.linear(x.to(here, to), w.to(here, to))
-            h = h if partial is None else h + partial.to(here, to)
-        weight, shift, bias = on_rank[rank].to(to)
+            h = h + F.linear(x.to(h), w.to(h)) + (0 if partial is None else partial.to(h))
         h = h + bias if has_bias else h
-        norm = (
-            F.rms_norm(h, (n,), weight, EPS)
-            if is_rms
-            else F.layer_norm(h, (n,), weight, shift, EPS)
-        )
-        return norm[own[rank]], h[own[rank]]
+        normed = rms(h, weight) if is_rms else F.layer_norm(h, (n,), weight, shift, EPS)
+        return normed[own[rank]], h[own[rank]]
 
     return Layer(f"sum {m} {n} {k} dealt {is_dealt} {offsets}", call, expected)
 
