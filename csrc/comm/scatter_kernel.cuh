@@ -50,6 +50,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
     template <typename Sums>
     __device__ __forceinline__ void store_boxes(const Sums& sums) const {
         const int lane = this->lane;
+        const int64_t began = clock64();
 #pragma unroll
         for (int block = 0; block < C::kRowBlocks; ++block) {
             const int first = this->m + block * 64 +
@@ -85,6 +86,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                     }
                     cute::tma_store_arrive();
                 }
+                pace(began, block * (C::kTileN / kBoxColumns) + c + 1, C::kRowBlocks * (C::kTileN / kBoxColumns));
             }
         }
         if (lane == 0 && this->m < this->p.m) {
@@ -110,6 +112,16 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                            this->p.n;
     }
 
+    // Stores to a peer that come faster than the links take them hold up the loads of the other
+    // warpgroup's tile; so they are spread over the time that its products take.
+    __device__ __forceinline__ void pace(int64_t began, int step, int num_steps) const {
+        if (!(all.mode & 128) || owner_of(min(this->m, this->p.m - 1)) == all.peers.rank) return;
+        constexpr int kCyclesOfBlock = C::kTileM * C::kTileN * kBlockK / 2048;
+        const int64_t until =
+            began + int64_t{this->p.num_k_blocks} * (kCyclesOfBlock * 7 / 8) * step / num_steps;
+        while (clock64() < until) __nanosleep(40);
+    }
+
     template <typename Sums>
     __device__ __forceinline__ void store(const Sums& sums) const {
         if constexpr (kIsStaged) return store_boxes(sums);
@@ -123,6 +135,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
 
     template <typename Sums>
     __device__ __forceinline__ void store_rows(const Sums& sums) const {
+        const int64_t began = clock64();
 #pragma unroll
         for (int i = 0; i < Base::kRowsOfThread; ++i) {
             if (this->row(i) >= this->p.m) continue;
@@ -132,6 +145,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                 if (!this->has_group(q)) continue;
                 *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
                 if ((all.mode & 4) && q % 2) comm::fence_system();
+                pace(began, i * Base::kColumnGroups + q + 1, Base::kRowsOfThread * Base::kColumnGroups);
             }
             if (all.mode & 2) comm::fence_system();
         }
@@ -143,6 +157,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
     __device__ __forceinline__ void store_pairs(const Sums& sums) const {
         static_assert(Base::kColumnGroups % 2 == 0);
         const bool is_odd = this->lane & 4;
+        const int64_t began = clock64();
 #pragma unroll
         for (int i = 0; i < Base::kRowsOfThread; ++i) {
             const int even_row = this->row(i) & ~1;
@@ -161,6 +176,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                 if (!this->has_group(q + (is_odd ? 1 : 0))) continue;
                 if (even) *reinterpret_cast<uint4*>(even + q * kPermutedRows) = is_odd ? got : left;
                 if (odd) *reinterpret_cast<uint4*>(odd + q * kPermutedRows) = is_odd ? right : got;
+                pace(began, i * Base::kColumnGroups + q + 2, Base::kRowsOfThread * Base::kColumnGroups);
             }
             if (all.mode & 2) comm::fence_system();
         }
