@@ -49,7 +49,6 @@ template <typename C>
 __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch, int m,
                                           int n, int rank, int num_ranks) {
     const comm::Peers& peers = p.peers;
-    comm::wait_for_slots(peers, epoch);
     add_up<C, Epilogue::linear, false>(
         p.gemm, s, m, n, rank, num_ranks, [&](int row, int column, uint4 eight) {
             if (p.deals_rows) {
@@ -97,6 +96,7 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     }
     __syncthreads();
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
+    uint32_t epoch = 0;
     if (is_fetcher) {
         if (threadIdx.x % 32 == 0) fetch_all(p.gemm, s, share, m, n);
         __syncwarp();
@@ -104,14 +104,13 @@ __global__ void __launch_bounds__(kFewRowsThreads)
         wait_for_prior_kernel();
         // Only now: what follows relies on all kernels before this one having ended.
         release_next_kernel();
+        epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
+        comm::wait_for_slots(p.peers, epoch);  // under the first loads
         put_down_share(p, s, share, m, n, rank);
     }
     cute::cluster_arrive();
     cute::cluster_wait();  // every rank has put its sums down
-    if (!is_fetcher) {
-        const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
-        push_part(p, s, epoch, m, n, rank, num_ranks);
-    }
+    if (!is_fetcher) push_part(p, s, epoch, m, n, rank, num_ranks);
     __syncwarp();
     cute::cluster_arrive();
     cute::cluster_wait();  // and nobody reads this CTA's any more
