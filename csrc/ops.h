@@ -152,16 +152,14 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 // cuda only. h = sum over ranks (a b^T + partial) + bias + residual, in f32 and in the order of
 // ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
 // has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
-// gemm_all_reduce: of all rows, on every rank, bit for bit the same; size * m * n elements, or where
-// rows are dealt size * (a rank's most rows) * n and 2 * m * n.
+// gemm_all_reduce: of all rows, on every rank, bit for bit the same; size * m * n elements.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
     const void* bias;     // [n], or null for none
     PeerMemory peers;
-    RowOffsets row_offsets;
+    RowOffsets row_offsets;  // gemm_reduce_scatter alone goes by them
     bool is_rms;
-    bool deals_rows;  // gemm_all_reduce: each row is summed by its rank alone, which sends it round
 };
 
 // Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops take

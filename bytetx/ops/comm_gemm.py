@@ -80,8 +80,8 @@ class RowNorm:
     kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
 
 
-# Flag words of a rank, for all fused ops together: three kinds, odd and even calls, 8 ranks, and
-# for each of them 682 counters of tiles or pieces of 128 rows that one rank owns.
+# Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
+# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns.
 NUM_FLAGS = 32768
 
 
@@ -210,12 +210,9 @@ def gemm_all_reduce(
     Returns two new tensors [m, n], bit for bit the same on every rank.
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
-    workspace, m = _kernel_workspace(peers), x.shape[0]
-    slot_rows = comm_kernels.all_reduce_rows(m, w.n, size=peers.size)
-    if (
-        workspace is not None
-        and comm_kernels.has_few_rows(m)
-        and comm_kernels.takes_sum(x, w, slot_rows=slot_rows, buffer_bytes=workspace.buffer_bytes)
+    workspace = _kernel_workspace(peers)
+    if workspace is not None and comm_kernels.takes_all_reduce(
+        x, w, size=peers.size, buffer_bytes=workspace.buffer_bytes
     ):
         return _sum_by_kernel(
             x, w, peers, None, residual=residual, bias=bias, partial=partial, norm=norm

@@ -17,13 +17,17 @@ from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
 TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
-_MOST_FEW_ROWS = 512  # above, an all-reduce goes through NCCL: such passes deal their rows
 _NUM_SMS = 132
-# Bytes a rank sends before the second exchange of dealt rows costs less than sending everything.
-_DEALT_BYTES = 1_400_000
+# Of gemm_all_reduce, whose ranks send every row to every other one. Bytes that a rank sends, beyond
+# which NCCL's two exchanges cost less; and bytes of the weight, beyond which cuBLAS is faster at it
+# (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
+_MOST_SENT_BYTES = 8 << 20
+_MOST_WEIGHT_BYTES = 96 << 20
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
-_MANY_ROWS = {"128x192": 192, "128x128": 128}  # name in linear_tilings() -> columns
+# Name in linear_tilings() -> columns, and what a tile of all_gather_gemm takes beside its columns'
+# share (two H200s, bf16, 4096 rows of 12288 features to 6144: 938 us against 992).
+_MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
 
 
 def peer_memory(
@@ -72,7 +76,7 @@ def all_gather_gemm(
     """The fused kernel on checked arguments."""
     total_tokens = row_offsets[-1]
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
-    name = "128x128" if is_gated else _many_rows(total_tokens, w.n)
+    name = "128x128" if is_gated else _many_rows(total_tokens, w.n, is_gather=True)
     native.kernel("all_gather_gemm", x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
@@ -114,10 +118,9 @@ def gemm_sum(
     """
     m = len(x)
     is_dealt = row_offsets is not None
-    deals_rows = not is_dealt and _deals_rows(m, w.n, size)
     if row_offsets is None:
-        row_offsets = [m * i // size for i in range(size + 1)]
-    tiling, splits = (_index(_many_rows(m, w.n)), 1) if is_dealt else plan_push(m, w.n, w.k)
+        row_offsets = (*[0] * size, m)
+    tiling, splits = (_index(_many_rows(m, w.n)), 1) if is_dealt else _plan_push(m, w.n, w.k)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
     name = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
     native.kernel(name, x.device)(
@@ -138,7 +141,6 @@ def gemm_sum(
         own_rows,
         eps,
         is_rms,
-        deals_rows,
         memory,
         list(row_offsets),
         native.DTYPE_CODES[x.dtype],
@@ -147,47 +149,34 @@ def gemm_sum(
     return out, h
 
 
-def all_reduce_rows(m: int, n: int, *, size: int) -> int:
-    """Rows of slots, and of what is sent round, that gemm_all_reduce of m rows needs."""
-    return -(-m // size) * size + 2 * m if _deals_rows(m, n, size) else m * size
-
-
-def has_few_rows(m: int) -> bool:
-    """Whether gemm_all_reduce has a kernel for m rows."""
-    return 0 < m <= _MOST_FEW_ROWS
-
-
-def _deals_rows(m: int, n: int, size: int) -> bool:
-    saved = m * n * 2 * (size - 1) * (size - 2) // size
-    return m >= size and saved > _DEALT_BYTES
+def takes_all_reduce(x: Tensor, w: LinearWeight, *, size: int, buffer_bytes: int) -> bool:
+    """Whether gemm_all_reduce has a kernel for x, and it is the faster way."""
+    m = len(x)
+    sent = (size - 1) * m * w.n * x.itemsize
+    if sent > _MOST_SENT_BYTES or w.n * w.k * x.itemsize > _MOST_WEIGHT_BYTES:
+        return False
+    return takes_sum(x, w, slot_rows=m * size, buffer_bytes=buffer_bytes)
 
 
 @lru_cache(4096)
-def _many_rows(m: int, n: int) -> str:
+def _many_rows(m: int, n: int, *, is_gather: bool = False) -> str:
     """The tiling whose busiest SM has the least to do."""
 
-    def work(name: str) -> int:
-        columns = _MANY_ROWS[name]
+    def work(name: str) -> float:
+        columns, factor = _MANY_ROWS[name]
         tiles = -(-m // 128) * -(-n // columns)
-        return -(-tiles // _NUM_SMS) * columns
+        return -(-tiles // _NUM_SMS) * columns * (factor if is_gather else 1.0)
 
     return min(_MANY_ROWS, key=work)
 
 
 @lru_cache(4096)
-def plan_push(m: int, n: int, k: int) -> tuple[int, int]:
-    """(tiling, splits) of gemm_all_reduce: the fewest waves of CTAs, then the widest tiles."""
-    tilings = native.push_tilings()
-    rows = 64 if m <= 64 else 128
-
-    def cost(i: int) -> tuple[int, int]:
-        tiles = -(-m // tilings[i][1]) * -(-n // tilings[i][2])
-        return -(-tiles // _NUM_SMS) * tilings[i][1] * tilings[i][2], -tilings[i][2]
-
-    able = [i for i, tiling in enumerate(tilings) if tiling[1] == rows]
-    best = min(able, key=cost)
-    tiles = -(-m // rows) * -(-n // tilings[best][2])
-    return best, max(1, min(4, _NUM_SMS // tiles, k // 512))
+def _plan_push(m: int, n: int, k: int) -> tuple[int, int]:
+    """(tiling, splits) of gemm_all_reduce: CTAs share k where there are too few for all SMs."""
+    rows, columns = (64, 64) if m <= 64 else (128, 128)
+    names = [name for name, *_ in native.push_tilings()]
+    tiles = -(-m // rows) * -(-n // columns)
+    return names.index(f"{rows}x{columns}"), max(1, min(8, _NUM_SMS // tiles, k // 512))
 
 
 @lru_cache(16)

@@ -16,11 +16,7 @@ void gemm_scatter_128x192(const GemmSumParams& p, cudaStream_t stream);
 void gemm_scatter_128x128(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_64x32(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_64x64_shallow(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_64x96(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_128x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_128x96(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

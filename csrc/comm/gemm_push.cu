@@ -8,22 +8,10 @@ void gemm_push_64x32(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<1, 32, 8>>(p, stream);
 }
 void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 64, 12>>(p, stream);
-}
-void gemm_push_64x64_shallow(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<1, 64, 6>>(p, stream);
 }
-void gemm_push_64x96(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 96, 10>>(p, stream);
-}
-void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 128, 8>>(p, stream);
-}
 void gemm_push_128x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<2, 64, 8>>(p, stream);
-}
-void gemm_push_128x96(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<2, 96, 7>>(p, stream);
+    launch_push_tiling<FewRowsTiling<2, 64, 4>>(p, stream);
 }
 void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<2, 128, 6>>(p, stream);

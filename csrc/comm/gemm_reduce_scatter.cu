@@ -4,9 +4,7 @@
 //   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
-// gemm_all_reduce: for few rows; push_kernel.cuh stores tiles everywhere, and every rank sums all
-// rows; or, where rows are dealt, to their owners, which send round what they have summed: less to
-// send from four ranks on, one exchange more.
+// gemm_all_reduce: for few rows, which every rank sums; push_kernel.cuh stores tiles everywhere.
 // The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
 // tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
 // 2406.06858), section 4.2; its all-to-all in the epilogue.
@@ -28,11 +26,7 @@ struct Entry {
 constexpr Entry kPushes[] = {
     {{"64x32", 64, 32, true}, gemm::gemm_push_64x32},
     {{"64x64", 64, 64, true}, gemm::gemm_push_64x64},
-    {{"64x64-shallow", 64, 64, true}, gemm::gemm_push_64x64_shallow},
-    {{"64x96", 64, 96, true}, gemm::gemm_push_64x96},
-    {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x64", 128, 64, true}, gemm::gemm_push_128x64},
-    {{"128x96", 128, 96, true}, gemm::gemm_push_128x96},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
 };
 
@@ -52,15 +46,6 @@ void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_
     }
 }
 
-// Rows of slots where rows are dealt.
-int64_t dealt_rows(const GemmSumParams& p) {
-    int64_t most = 0;
-    for (int i = 0; i < std::min(p.peers.size, kMaxPeers); ++i) {
-        most = std::max(most, p.row_offsets[i + 1] - p.row_offsets[i]);
-    }
-    return most * p.peers.size;
-}
-
 }  // namespace
 
 int32_t num_push_tilings() { return sizeof(kPushes) / sizeof(Entry); }
@@ -76,7 +61,11 @@ LinearTiling push_tiling(int32_t index) {
 
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     const PeerMemory& peers = p.peers;
-    check_sum("gemm_reduce_scatter", p, dealt_rows(p),
+    int64_t most = 0;
+    for (int i = 0; i < std::min(peers.size, kMaxPeers); ++i) {
+        most = std::max(most, p.row_offsets[i + 1] - p.row_offsets[i]);
+    }
+    check_sum("gemm_reduce_scatter", p, most * peers.size,
               p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank]);
     if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
@@ -91,11 +80,7 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
-    check_sum("gemm_all_reduce", p, p.deals_rows ? dealt_rows(p) + 2 * o.m : o.m * p.peers.size,
-              o.m);
-    if (p.deals_rows && (p.norm.out == nullptr || p.norm.sum_out == nullptr)) {
-        throw std::invalid_argument("gemm_all_reduce sends rows round with both their results");
-    }
+    check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m);
     push_tiling(o.tiling);
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);

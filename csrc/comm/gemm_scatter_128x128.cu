@@ -5,7 +5,6 @@
 namespace bytetx::gemm {
 
 void gemm_scatter_128x128(const GemmSumParams& p, cudaStream_t stream) {
-    if (p.linear.splits & 64) return launch_scatter_tiling<Tiling<2, 128, 6, 2>, true>(p, stream);
     launch_scatter_tiling<Tiling<2, 128, 6, 2>>(p, stream);
 }
 

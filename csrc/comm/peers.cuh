@@ -19,12 +19,11 @@ namespace bytetx::comm {
 constexpr int kStarted = 0;           // [source] its last all_gather_gemm that has begun
 constexpr int kConsumed = kMaxPeers;  // [source] its last sum that has read all slots
 constexpr int kCounters = 2 * kMaxPeers;
-constexpr int kNumKinds = 3;
+constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
 // Words of `epochs`: the last call that has ended, and the CTAs of this one that have.
 enum EpochWord : int { kGatherEpoch = 0, kGatherTicket = 1, kSumEpoch = 2, kSumTicket = 3 };
 
-// What is counted: pieces of gathered rows, tiles of partial sums, rows that another rank summed.
-enum class Counted : int { pieces = 0, tiles = 1, rows = 2 };
+enum class Counted : int { pieces = 0, tiles = 1 };
 
 // PeerMemory as kernels use it: nothing is left to be divided.
 struct Peers : PeerMemory {
@@ -47,7 +46,7 @@ __device__ __forceinline__ uint32_t* counter_at(const Peers& p, int owner, Count
     return p.flags[owner] + kCounters + block * p.counters_of_source + index;
 }
 
-// Quarters 0 and 1 hold gathered rows, 2 and 3 slots and rows that another rank summed.
+// Quarters 0 and 1 hold gathered rows, 2 and 3 slots.
 __device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owner, Counted kind,
                                                uint32_t epoch) {
     const int quarter = static_cast<int>(kind) * 2 + static_cast<int>(epoch & 1);

@@ -1,8 +1,7 @@
-// The GEMM kernel for few rows whose tiles go to other ranks: the first half of gemm_all_reduce.
+// The GEMM kernel for few rows whose tiles go to every rank: the first half of gemm_all_reduce.
 //
 // As cuda/linear_few_rows.cuh up to the sums that a cluster's CTAs add up; then each CTA stores its
-// part of the tile into this rank's slots in the memory of all ranks, or of the rows' owners, and
-// counts it there.
+// part of the tile into this rank's slot in everyone's memory and counts it there.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -17,8 +16,6 @@ using comm::Counted;
 struct PushParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
-    int offsets[kMaxPeers + 1];
-    bool deals_rows;
 };
 
 template <typename C>
@@ -35,43 +32,27 @@ __device__ __forceinline__ void put_down_share(const PushParams& p, Smem<C>& s, 
     put_down(s, edge, sums);
 }
 
-// Eight neighbours of one row, into this rank's slot at `peer`, which holds rows from `first` on.
-__device__ __forceinline__ void store_eight(const PushParams& p, uint32_t epoch, int peer,
-                                            int first, int num_rows, int row, int column,
-                                            uint4 eight) {
-    const int64_t at = int64_t{p.peers.rank} * num_rows + row - first;
-    uint8_t* slots = comm::quarter_at(p.peers, peer, Counted::tiles, epoch);
-    *reinterpret_cast<uint4*>(slots + (at * p.gemm.n + column) * kElementBytes) = eight;
-}
-
-// This CTA's part of the tile, to those who sum it. The slots hold [size, rows summed, n].
+// This CTA's part of the tile, to all ranks. The slots hold [size, m, n].
 template <typename C>
 __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch, int m,
                                           int n, int rank, int num_ranks) {
     const comm::Peers& peers = p.peers;
+    comm::wait_for_slots(peers, epoch);
+    const int64_t own_slot = int64_t{peers.rank} * p.gemm.m;
     add_up<C, Epilogue::linear, false>(
         p.gemm, s, m, n, rank, num_ranks, [&](int row, int column, uint4 eight) {
-            if (p.deals_rows) {
-                int owner = 0;
-                while (row >= p.offsets[owner + 1]) ++owner;
-                const int first = p.offsets[owner], num_rows = p.offsets[owner + 1] - first;
-                return store_eight(p, epoch, owner, first, num_rows, row, column, eight);
-            }
+            const int64_t offset = ((own_slot + row) * p.gemm.n + column) * kElementBytes;
             for (int peer = 0; peer < peers.size; ++peer) {
-                store_eight(p, epoch, peer, 0, p.gemm.m, row, column, eight);
+                uint8_t* slots = comm::quarter_at(peers, peer, Counted::tiles, epoch);
+                *reinterpret_cast<uint4*>(slots + offset) = eight;
             }
         });
     cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // all have stored
     const int peer = static_cast<int>(threadIdx.x);
     if (peer < peers.size) {  // pairs with wait_for_tile() there
-        const int first = p.deals_rows ? p.offsets[peer] : 0;
-        const int last = p.deals_rows ? p.offsets[peer + 1] : p.gemm.m;
-        if (first < last && m < last && m + C::kTileM > first) {
-            comm::fence_system();
-            comm::add_relaxed(counter_at(peers, peer, Counted::tiles, epoch, peers.rank,
-                                         m / C::kTileM - first / C::kTileM),
-                              1);
-        }
+        comm::fence_system();
+        comm::add_relaxed(counter_at(peers, peer, Counted::tiles, epoch, peers.rank, m / C::kTileM),
+                          1);
     }
     __syncwarp();
 }
@@ -96,7 +77,6 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     }
     __syncthreads();
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
-    uint32_t epoch = 0;
     if (is_fetcher) {
         if (threadIdx.x % 32 == 0) fetch_all(p.gemm, s, share, m, n);
         __syncwarp();
@@ -104,13 +84,14 @@ __global__ void __launch_bounds__(kFewRowsThreads)
         wait_for_prior_kernel();
         // Only now: what follows relies on all kernels before this one having ended.
         release_next_kernel();
-        epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
-        comm::wait_for_slots(p.peers, epoch);  // under the first loads
         put_down_share(p, s, share, m, n, rank);
     }
     cute::cluster_arrive();
     cute::cluster_wait();  // every rank has put its sums down
-    if (!is_fetcher) push_part(p, s, epoch, m, n, rank, num_ranks);
+    if (!is_fetcher) {
+        const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
+        push_part(p, s, epoch, m, n, rank, num_ranks);
+    }
     __syncwarp();
     cute::cluster_arrive();
     cute::cluster_wait();  // and nobody reads this CTA's any more
@@ -122,8 +103,6 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
     PushParams p{};
     p.gemm = make_params<C>(o.linear);
     p.peers = comm::make_peers(o.peers);
-    for (int i = 0; i <= o.peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
-    p.deals_rows = o.deals_rows;
     const auto kernel = gemm_push_kernel<C>;
     allow_smem(kernel, kSmemBytes);
     const int splits = std::min(std::max(o.linear.splits, 1), p.gemm.num_k_blocks);
@@ -131,10 +110,14 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
                   {dim3(p.gemm.tiles_m * p.gemm.tiles_n * splits), dim3(kFewRowsThreads),
                    kSmemBytes, stream, splits},
                   p);
-    const int first = p.deals_rows ? p.offsets[o.peers.rank] : 0;
-    const int last = p.deals_rows ? p.offsets[o.peers.rank + 1] : p.gemm.m;
-    comm::launch_sum(
-        o, comm::sum_shape(first, last, C::kTileM, p.gemm.tiles_n * splits, p.deals_rows), stream);
+    comm::launch_sum(o,
+                     {.first_row = 0,
+                      .num_rows = p.gemm.m,
+                      .first_tile = 0,
+                      .num_tiles = p.gemm.tiles_m,
+                      .tile_rows = C::kTileM,
+                      .count_of_tile = p.gemm.tiles_n * splits},
+                     stream);
 }
 
 // The body of a tiling's launcher.

@@ -17,7 +17,6 @@ struct CommConfig : Config<T, Tile> {
 struct Bands {
     int first;  // row of cluster tiles that comes first
     int rows;   // of cluster tiles in a band
-    int alternates = 0;
 };
 
 template <typename C>
@@ -34,9 +33,7 @@ struct BandSchedule : Schedule<C> {
         const int whole = bands.rows * p.tiles_n;
         const int band = tile / whole, within = tile % whole;
         const int height = min(bands.rows, p.tiles_m - band * bands.rows);
-        int row = band * bands.rows + within % height;
-        if (bands.alternates) row = row % 2 ? (row + p.tiles_m) / 2 : row / 2;
-        row += bands.first;
+        int row = band * bands.rows + within % height + bands.first;
         if (row >= p.tiles_m) row -= p.tiles_m;
         return {row, within / height};
     }

@@ -13,16 +13,7 @@ struct SumShape {
     int first_tile, num_tiles;  // those that hold these rows, counted from row 0
     int tile_rows;
     int count_of_tile;  // what a source counts for one of them in all
-    bool sends_round;   // every rank gets the rows that another one summed
 };
-
-inline SumShape sum_shape(int first_row, int last_row, int tile_rows, int count_of_tile,
-                          bool sends_round) {
-    const int first_tile = first_row / tile_rows;
-    const int num_tiles = last_row > first_row ? (last_row - 1) / tile_rows + 1 - first_tile : 0;
-    return {first_row, last_row - first_row, first_tile, num_tiles, tile_rows, count_of_tile,
-            sends_round};
-}
 
 // Behind the kernel that fills the slots, which has let this one start.
 void launch_sum(const GemmSumParams& p, const SumShape& shape, cudaStream_t stream);
