@@ -167,9 +167,17 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
         assert torch.equal(captured, eager)
 
 
+@pytest.mark.parametrize("name", ["128x192", "few-64x32"])
+def test_tilings_that_cannot_gate_say_which_can(name: str) -> None:
+    x, w, _ = random_layer(50, 192, 64, torch.float16)
+    with pytest.raises(ValueError, match="only tilings of 64 or 128 columns gate"):
+        run_kernel(x, w, plan=LinearPlan(index_of(name)), activation="gelu", is_gated=True)
+
+
 def test_shapes_that_no_kernel_takes_run_all_the_same() -> None:
     for n, k in ((33, 64), (2, 768), (64, 36)):
         x, w, residual = random_layer(50, n, k, torch.float16)
+        assert not w.has_kernel
         assert not fuses_residual(50, w)
         assert_right(linear(x, w, residual=residual), x, w, "none", residual)
     x, w, _ = random_layer(50, 64, 64, torch.float32)
