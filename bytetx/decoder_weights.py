@@ -79,10 +79,11 @@ class _LayerReader:
             for key in ("q_norm", "k_norm")
             if key in names
         }
+        qkv = self._qkv(names)
         attn_out, ffn_out = self._out_linears(names)
         return DecoderLayer(
             attn_norm=norms["attn_norm"],
-            qkv=self._qkv(names),
+            qkv=qkv,
             q_norm=head_norms.get("q_norm"),
             k_norm=head_norms.get("k_norm"),
             attn_out=attn_out,
@@ -132,10 +133,10 @@ class _LayerReader:
     def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)
         outputs = _ranges(self.inner)
-        up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
         if "ffn_gate" not in names:
-            return self.load.linear_from(up, up_bias)
+            return self.load.linear_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
         gate, gate_bias = self._tensors(names, "ffn_gate", *sizes, outputs=outputs)
+        up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
         return self.load.gated(gate, up, gate_bias, up_bias)
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:

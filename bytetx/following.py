@@ -55,6 +55,7 @@ def serve(
         follower.answer()
         while (message := follower.receive()) is not None:
             own.do(message)
+        own.finish()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         follower.fail(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
@@ -98,6 +99,11 @@ class _Rank:
                 self._load(message)
             case _:
                 raise TypeError(f"rank 0 sent a {type(message).__name__}")
+
+    def finish(self) -> None:
+        """Waits for what rank 0 may still wait for, too."""
+        if self._group is not None and self._group.device.type == "cuda":
+            torch.cuda.synchronize(self._group.device)
 
     def _join(self, message: Join) -> None:
         device = torch.device("cpu")

@@ -45,12 +45,15 @@ def load_shared(
     device: str | torch.device,
     dtype: str | torch.dtype,
     token_budget: Callable[[torch.device], int],
+    shares_memory: bool = False,
     rows: RowScheme | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a share; this process is rank 0.
 
     ranks: how many to start on this machine, this one included, or those of torchrun.
-    token_budget: rows of the largest step on a device.  rows: None is the device's own scheme.
+    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs reach into one
+    another's memory for the fused ops; without, all goes through NCCL.
+    rows: None is the device's own scheme.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
@@ -60,20 +63,24 @@ def load_shared(
     spec = build_spec(load_config(sentence.folder))
     split_model(spec, rank=0, size=size)  # what cannot be split is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=Weights(sentence.folder, spec).dtype)
-    shared_bytes = workspace_bytes(
-        max_tokens=token_budget(device),
-        hidden_size=spec.hidden_size,
-        size=size,
-        itemsize=dtype.itemsize,
-    )
+    shared_bytes = 0
+    if shares_memory:
+        sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
+        shared_bytes = workspace_bytes(max_tokens=token_budget(device), **sizes)
     followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
     try:
         checkpoint = load_led(folder, group, followers, dtype=dtype)
     except BaseException as error:
         _give_up(followers, error)
         raise
-    weakref.finalize(checkpoint.transformer, followers.close)
-    return replace(checkpoint, close=followers.close)
+    close = weakref.finalize(checkpoint.transformer, _close, followers, group)
+    return replace(checkpoint, close=close)
+
+
+def _close(followers: Followers, group: TpGroup) -> None:
+    """Ends the other ranks, and what may still wait for them here."""
+    followers.close()
+    group.abort()
 
 
 def load_led(

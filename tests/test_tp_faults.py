@@ -150,7 +150,7 @@ def test_the_command_line(launcher: str, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("\n".join(SENTENCES[:3]))
     command = ["-m", "bytetx", "generate", str(tmp_path / "in.txt"), "-m", str(folder)]
     command += ["--device", "cpu", "--temperature", "0", "--max-tokens", "5", "--threads", "1"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shared = [*torchrun, *command] if launcher == "torchrun" else [*command, "--tp", "2"]
     outputs = [
         subprocess.run(

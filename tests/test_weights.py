@@ -14,9 +14,13 @@ from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
 from bytetx import heads
+from bytetx import weights as weights_module
+from bytetx.config import load_config
 from bytetx.errors import CheckpointError
 from bytetx.loading import load_checkpoint
-from bytetx.weights import read_header
+from bytetx.spec import build_spec
+from bytetx.tensors import TensorLoader
+from bytetx.weights import Part, Weights, read_header
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
@@ -302,3 +306,42 @@ def test_a_damaged_index(weight_map: object, message: str, sharded: Path) -> Non
     write_index(sharded, weight_map)
     with pytest.raises(CheckpointError, match=message):
         load(sharded)
+
+
+@pytest.mark.parametrize("asked", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dim", "ranges"),
+    [
+        (0, (range(0, 60),)),
+        (0, (range(7, 19),)),
+        (0, (range(0, 5), range(40, 60))),
+        (1, (range(3, 20),)),
+        (1, (range(0, 1), range(47, 48))),
+    ],
+)
+def test_parts_are_slices(
+    dim: int,
+    ranges: tuple[range, ...],
+    asked: torch.dtype,
+    bert: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Read and cast in pieces that end within rows and ranges."""
+    monkeypatch.setattr(weights_module, "_PIECE_NUMBERS", 100)
+    name = "embeddings.word_embeddings.weight"
+    saved = load_file(bert / "model.safetensors")[name]  # [60, 48]
+    weights = Weights(bert, build_spec(load_config(bert))).cast(asked)
+    wanted = torch.cat([saved.narrow(dim, r.start, len(r)) for r in ranges], dim=dim)
+    assert weights.shape(name) == (60, 48)
+    part = weights.read(name, Part(dim, ranges))
+    assert part.is_contiguous()
+    assert torch.equal(part, wanted.to(asked))
+    assert name in weights.used
+
+
+def test_a_part_of_a_tensor_that_is_too_small(bert: Path) -> None:
+    spec = build_spec(load_config(bert))
+    loader = TensorLoader(Weights(bert, spec), dtype=torch.float32, device="cpu", prepack=False)
+    name = "embeddings.word_embeddings.weight"
+    with pytest.raises(CheckpointError, match=r"shape \(60, 48\), config.json implies \(80, 48\)"):
+        loader.tensor(name, (80, 48), part=Part(0, (range(40, 80),)))

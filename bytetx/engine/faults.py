@@ -19,6 +19,8 @@ def is_out_of_memory(error: Exception) -> bool:
     """torch's CPU allocator and cuBLAS raise a plain RuntimeError; its text is all there is."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    if isinstance(error, DeviceLostError):  # whose text may say why
+        return False
     text = str(error).lower()
     signs = ("can't allocate memory", "out of memory", "alloc_failed")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -1,6 +1,7 @@
 """What rank 0 tells the other ranks, and how each side notices that the other one is gone."""
 
 import os
+import pickle
 import signal
 import subprocess
 import threading
@@ -52,9 +53,10 @@ class Followers:
     def send(self, message: object) -> None:
         """The same message to every follower. Raises GroupError where one is gone."""
         self.check()
+        packed = pickle.dumps(message)
         for connection in self._connections:
             try:
-                connection.send(message)
+                connection.send_bytes(packed)
             except OSError:
                 self.raise_failure()
 

@@ -53,6 +53,7 @@ def spawn(size: int, *, module: str, num_threads: int) -> tuple[Followers, dist.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # rank 0's may be the output of a job
                 pass_fds=[theirs.fileno()],
+                process_group=0,  # a terminal's Ctrl-C is rank 0's to deal with
             )
         processes.append(process)
         connections.append(Connection(ours.detach()))

@@ -7,7 +7,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _SymmetricMemory
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 from bytetx.ops.comm_gemm import NUM_FLAGS, Workspace, make_workspace
 
@@ -17,20 +17,21 @@ _ALIGNMENT_BYTES = 1024
 
 
 def symmetric_workspace(
-    store: dist.Store, *, rank: int, size: int, device: torch.device, buffer_bytes: int
+    store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace | None:
     """A workspace on every rank, zeroed; None where the GPUs cannot reach one another's memory.
 
-    All ranks call it with the same buffer_bytes.  It lives as long as the process: peers may read
-    it as long as they run.
+    backend: the group's.  All ranks call it with the same buffer_bytes.  It lives as long as the
+    process: peers may read it as long as they run.
     """
+    rank, size = backend.rank(), backend.size()
     reaches = _reaches_all(device, size)
     if not _all_agree(store, "reaches", rank=rank, size=size, answer=reaches):
         return None
     buffer_bytes = -(-buffer_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     workspace = None
     try:
-        workspace = _shared(store, rank=rank, size=size, device=device, buffer_bytes=buffer_bytes)
+        workspace = _shared(store, backend, device=device, buffer_bytes=buffer_bytes)
     except RuntimeError as error:
         logger.warning("ranks share no memory, NCCL is used instead: %s", error)
     is_there = workspace is not None
@@ -46,10 +47,9 @@ def turn_multicast_off() -> None:
 
 
 def _shared(
-    store: dist.Store, *, rank: int, size: int, device: torch.device, buffer_bytes: int
+    store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
-    name = _shared_name(store, rank)
-    _SymmetricMemory.set_group_info(name, rank, size, store)
+    name = _register(store, backend)
     flag_bytes = 4 * NUM_FLAGS
     memory = symm_mem.empty(buffer_bytes + flag_bytes, dtype=torch.uint8, device=device)
     memory.zero_()
@@ -80,8 +80,15 @@ def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bo
     return all(store.get(f"{what}-{i}") == b"1" for i in range(size))
 
 
-def _shared_name(store: dist.Store, rank: int) -> str:
-    """A name that no other group of any of these processes has: torch knows groups by name."""
-    if rank == 0:
+def _register(store: dist.Store, backend: dist.Backend) -> str:
+    """The name by which torch finds the group: no other one of any of these processes has it."""
+    if backend.rank() == 0:
         store.set("name", f"bytetx-{uuid4()}")
-    return store.get("name").decode()
+    name = store.get("name").decode()
+    group = dist.ProcessGroup(store, backend.rank(), backend.size())
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return name

@@ -62,9 +62,8 @@ def join_group(
         from bytetx.parallel.symmetric import symmetric_workspace
 
         shared = dist.PrefixStore("bytetx-symmetric", store)
-        workspace = symmetric_workspace(
-            shared, rank=rank, size=size, device=device, buffer_bytes=workspace_bytes
-        )
+        options = {"device": device, "buffer_bytes": workspace_bytes}
+        workspace = symmetric_workspace(shared, backend, **options)
     return TpGroup(rank, size, device, collectives, workspace, rows or row_scheme(device.type))
 
 
