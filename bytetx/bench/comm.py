@@ -29,6 +29,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.parallel.layout import deal
+from bytetx.parallel.symmetric import turn_multicast_off
 from bytetx.parallel.tp import TpGroup, join_group
 
 # (model, layer): outputs and inputs of all ranks.
@@ -95,6 +96,7 @@ def this_rank() -> int | None:
     """This process's rank, when the ranks have met; None where torchrun did not start it."""
     if not dist.is_torchelastic_launched():
         return None
+    turn_multicast_off()  # before NCCL and symmetric memory look for it
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
     return dist.get_rank()

@@ -18,11 +18,11 @@ from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _NUM_SMS = 132
-# Of gemm_all_reduce, whose ranks send every row to every other one. Bytes that a rank sends, beyond
-# which NCCL's two exchanges cost less; and bytes of the weight, beyond which cuBLAS is faster at it
-# (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
+# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
+# which NCCL's two exchanges cost less; and columns, beyond which its tiles take a second wave of
+# CTAs (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
 _MOST_SENT_BYTES = 8 << 20
-_MOST_WEIGHT_BYTES = 96 << 20
+_MOST_COLUMNS = 64 * _NUM_SMS
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 # Name in linear_tilings() -> columns, and what a tile of all_gather_gemm takes beside its columns'
@@ -153,7 +153,7 @@ def takes_all_reduce(x: Tensor, w: LinearWeight, *, size: int, buffer_bytes: int
     """Whether gemm_all_reduce has a kernel for x, and it is the faster way."""
     m = len(x)
     sent = (size - 1) * m * w.n * x.itemsize
-    if sent > _MOST_SENT_BYTES or w.n * w.k * x.itemsize > _MOST_WEIGHT_BYTES:
+    if sent > _MOST_SENT_BYTES or w.n > _MOST_COLUMNS:
         return False
     return takes_sum(x, w, slot_rows=m * size, buffer_bytes=buffer_bytes)
 

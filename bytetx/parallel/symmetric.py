@@ -63,7 +63,7 @@ def _shared(
         buffers,
         flags,
         buffer_bytes=buffer_bytes,
-        rank=rank,
+        rank=backend.rank(),
         device=device,
         owner=(memory, handle),
     )
