@@ -3,10 +3,13 @@
 // arguments (device, stream, num_threads, isa), which make a Launch.
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <stdexcept>
+#include <algorithm>
 #include <string>
+#include <vector>
 
 #include "ops.h"
 
@@ -185,15 +188,18 @@ void bind_planned_attention(py::module_& m) {
         ReleaseGil());
 }
 
+// (name, rows, columns, whether it is for few rows) by index
+py::list list_tilings(int32_t count, LinearTiling (*tiling)(int32_t)) {
+    py::list tilings;
+    for (int32_t i = 0; i < count; ++i) {
+        const LinearTiling t = tiling(i);
+        tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
+    }
+    return tilings;
+}
+
 void bind_linear(py::module_& m) {
-    m.def("linear_tilings", [] {  // (name, rows, columns, whether it is for few rows) by index
-        py::list tilings;
-        for (int i = 0; i < num_linear_tilings(); ++i) {
-            const LinearTiling t = linear_tiling(i);
-            tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
-        }
-        return tilings;
-    });
+    m.def("linear_tilings", [] { return list_tilings(num_linear_tilings(), linear_tiling); });
     m.def(
         "linear",
         [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
@@ -303,14 +309,8 @@ void bind_rotary_write_kv(py::module_& m) {
 }
 
 void bind_fp8_linear(py::module_& m) {
-    m.def("fp8_linear_tilings", [] {  // as linear_tilings
-        py::list tilings;
-        for (int i = 0; i < num_fp8_linear_tilings(); ++i) {
-            const LinearTiling t = fp8_linear_tiling(i);
-            tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
-        }
-        return tilings;
-    });
+    m.def("fp8_linear_tilings",
+          [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
     m.def(
         "fp8_linear",
         [](Address a, Address b, Address a_scale, Address b_scale, Address bias, Address d,
@@ -323,6 +323,83 @@ void bind_fp8_linear(py::module_& m) {
                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
+}
+
+PeerMemory make_peer_memory(const std::vector<Address>& buffers, const std::vector<Address>& flags,
+                            Address epochs, int64_t buffer_bytes, int64_t num_flags, Address fault,
+                            int64_t timeout_cycles, int rank) {
+    if (buffers.empty() || buffers.size() > kMaxPeers || flags.size() != buffers.size()) {
+        throw std::invalid_argument("a group has 1 to 8 ranks, with a buffer and flags each; got " +
+                                    std::to_string(buffers.size()) + " buffers");
+    }
+    PeerMemory p{};
+    for (size_t i = 0; i < buffers.size(); ++i) {
+        p.buffers[i] = pointer(buffers[i]);
+        p.flags[i] = pointer<uint32_t>(flags[i]);
+    }
+    p.epochs = pointer<uint32_t>(epochs);
+    p.buffer_bytes = buffer_bytes;
+    p.num_flags = num_flags;
+    p.fault = pointer<PeerFault>(fault);
+    p.timeout_cycles = timeout_cycles;
+    p.rank = rank;
+    p.size = static_cast<int32_t>(buffers.size());
+    return p;
+}
+
+void copy_offsets(const std::vector<int64_t>& from, const PeerMemory& peers, RowOffsets& to) {
+    if (from.size() != static_cast<size_t>(peers.size) + 1) {
+        throw std::invalid_argument("row_offsets must be one more than ranks, got " +
+                                    std::to_string(from.size()));
+    }
+    std::copy(from.begin(), from.end(), to);
+}
+
+void bind_gemm_sum(py::module_& m, const char* name,
+                   void (*op)(const GemmSumParams&, const Launch&)) {
+    m.def(
+        name,
+        [op](Address a, Address b, Address partial, int64_t rows, int64_t n, int64_t k, int tiling,
+             int splits, Address bias, Address residual, Address out, Address sum_out,
+             Address norm_weight, Address norm_bias, int64_t rows_summed, float eps, bool is_rms,
+             const PeerMemory& peers, const std::vector<int64_t>& row_offsets, int dtype,
+             int device, Address stream, int num_threads, int isa) {
+            const DType type = to_dtype(dtype);
+            GemmSumParams p{};
+            p.linear = {pointer(a), pointer(b), nullptr, pointer(partial), nullptr, rows, n, k,
+                        Activation::none, false, tiling, splits, type};
+            p.norm = {nullptr, pointer(residual), pointer(out), pointer(sum_out),
+                      pointer(norm_weight), pointer(norm_bias), nullptr, nullptr, rows_summed, n,
+                      eps, type};
+            p.bias = pointer(bias);
+            p.peers = peers;
+            copy_offsets(row_offsets, peers, p.row_offsets);
+            p.is_rms = is_rms;
+            op(p, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+// Ops that several GPUs do together.
+void bind_comm(py::module_& m) {
+    py::class_<PeerMemory>(m, "PeerMemory").def(py::init(&make_peer_memory));
+    m.def(
+        "all_gather_gemm",
+        [](Address a, Address b, Address bias, Address d, int64_t rows, int64_t n, int64_t k,
+           int activation, bool gated, int tiling, const PeerMemory& peers,
+           const std::vector<int64_t>& row_offsets, int dtype, int device, Address stream,
+           int num_threads, int isa) {
+            AllGatherGemmParams p{};
+            p.linear = {pointer(a), pointer(b), pointer(bias), nullptr, pointer(d), rows, n, k,
+                        static_cast<Activation>(activation), gated, tiling, 1, to_dtype(dtype)};
+            p.peers = peers;
+            copy_offsets(row_offsets, peers, p.row_offsets);
+            all_gather_gemm(p, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def("push_tilings", [] { return list_tilings(num_push_tilings(), push_tiling); });
+    bind_gemm_sum(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
+    bind_gemm_sum(m, "gemm_all_reduce", &gemm_all_reduce);
 }
 
 #else
@@ -454,6 +531,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
     bytetx::bind_planned_attention(m);
     bytetx::bind_planned_paged_attention(m);
     bytetx::bind_rotary_write_kv(m);
+    bytetx::bind_comm(m);
 #else
     m.def("isa", [] { return bytetx::cpu::isa_name(bytetx::cpu::best_isa()); });
     bytetx::bind_varlen_attention(m);

@@ -1,6 +1,7 @@
 """`bytetx bench`: run a suite, keep its records, draw them."""
 
 import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -148,6 +149,24 @@ def generate(
     _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)
 
 
+@app.command(name="ag_gemm")
+def ag_gemm(record: RecordOption = None, case: CaseOption = None) -> None:
+    """All-gather and GEMM in one kernel, on all GPUs: bytetx, cuBLAS and NCCL, torch's own."""
+    _run_ranks("ag_gemm", record=record, case=case)
+
+
+@app.command(name="gemm_rs")
+def gemm_rs(record: RecordOption = None, case: CaseOption = None) -> None:
+    """GEMM and reduce-scatter, with what follows, on all GPUs: bytetx, cuBLAS and NCCL, torch."""
+    _run_ranks("gemm_rs", record=record, case=case)
+
+
+@app.command(name="gemm_ar")
+def gemm_ar(record: RecordOption = None, case: CaseOption = None) -> None:
+    """GEMM and all-reduce of few rows, with what follows, on all GPUs: bytetx, NCCL, torch."""
+    _run_ranks("gemm_ar", record=record, case=case)
+
+
 @app.command(name="plot")
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER
@@ -198,6 +217,22 @@ def _run_gpu(
         _run_suite(console, suite, command=_command(name, patterns, model), record=record)
         if plot and record is not None:
             _draw(console, record)
+    except BytetxError as error:
+        _fail(error)
+
+
+def _run_ranks(name: str, *, record: Path | None, case: list[str] | None) -> None:
+    """Runs a suite in one process a GPU: starts them, or is one of them."""
+    from bytetx.bench.comm import comm_suite, start_ranks, this_rank
+
+    try:
+        rank = this_rank()
+        if rank is None:
+            return start_ranks(sys.argv[1:])
+        patterns, command = case or [], _command(name, case or [])
+        suite = comm_suite(name, patterns=patterns)
+        own_record = record if rank == 0 else None
+        _run_suite(Console(quiet=rank > 0), suite, command=command, record=own_record)
     except BytetxError as error:
         _fail(error)
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
-from bytetx.ops import reference
+from bytetx.ops import comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
@@ -44,7 +45,9 @@ class Workspace:
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
     epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
-    peers_table: int64 [2, size] on the device: buffers, then flags.  owner: keeps it all alive.
+    memory: what the kernels are told of all this, None where there are none.
+    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
+    owner: keeps it all alive.
     """
 
     buffers: tuple[int, ...]
@@ -52,7 +55,8 @@ class Workspace:
     buffer_bytes: int
     num_flags: int
     epochs: Tensor
-    peers_table: Tensor
+    memory: object | None
+    fault: Tensor
     owner: object = None
 
 
@@ -76,21 +80,44 @@ class RowNorm:
     kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
 
 
-# Flag words of a rank, for all fused ops together.
-NUM_FLAGS = 16384
+# Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
+# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns.
+NUM_FLAGS = 32768
+
+
+def make_workspace(
+    buffers: Sequence[int],
+    flags: Sequence[int],
+    *,
+    buffer_bytes: int,
+    rank: int,
+    device: torch.device,
+    owner: object = None,
+) -> Workspace:
+    """A workspace of rank's, from the addresses of what all ranks share."""
+    epochs = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
+    fault = comm_kernels.new_fault()
+    memory = comm_kernels.peer_memory(
+        buffers,
+        flags,
+        epochs=epochs,
+        buffer_bytes=buffer_bytes,
+        num_flags=NUM_FLAGS,
+        fault=fault,
+        rank=rank,
+    )
+    return Workspace(
+        tuple(buffers), tuple(flags), buffer_bytes, NUM_FLAGS, epochs, memory, fault, owner
+    )
 
 
 def workspace_bytes(*, max_tokens: int, hidden_size: int, size: int, itemsize: int) -> int:
     """Bytes of each rank's data that the fused ops need, for passes of up to max_tokens rows.
 
-    Twice the gathered rows (one is read while the next one arrives) and, for the partial sums, a
-    slot a rank of its largest share of rows (a share has at most one tile of 128 rows more than
-    total_tokens / size).
+    Four quarters: gathered rows, and a slot a rank of its largest share of rows (a share has at
+    most one tile of 256 rows more than total_tokens / size), for odd and for even calls.
     """
-    row = hidden_size * itemsize
-    gathered = 2 * (max_tokens + 128) * row
-    slots = 2 * (max_tokens + 128 * size) * row
-    return gathered + slots
+    return 4 * (max_tokens + 256 * size) * hidden_size * itemsize
 
 
 def all_gather_gemm(
@@ -111,8 +138,21 @@ def all_gather_gemm(
     """
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
-    plain = w.fused if isinstance(w, GatedWeight) else w
+    is_gated = isinstance(w, GatedWeight)
+    plain = w.fused if is_gated else w
     _check_rows("x", x, (own, plain.k), plain)
+    workspace = _kernel_workspace(peers)
+    if workspace is not None and comm_kernels.takes_gather(
+        x, plain, total_tokens=row_offsets[-1], buffer_bytes=workspace.buffer_bytes
+    ):
+        return comm_kernels.all_gather_gemm(
+            x,
+            plain,
+            memory=workspace.memory,
+            row_offsets=row_offsets,
+            activation=activation,
+            is_gated=is_gated,
+        )
     rows = peers.collectives.all_gather(x, row_offsets)
     if isinstance(w, GatedWeight):
         return gated_linear(rows, w, activation=activation)
@@ -141,6 +181,14 @@ def gemm_reduce_scatter(
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
     _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
+    workspace = _kernel_workspace(peers)
+    most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
+    if workspace is not None and comm_kernels.takes_sum(
+        x, w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
+    ):
+        return _sum_by_kernel(
+            x, w, peers, row_offsets, residual=residual, bias=bias, partial=partial, norm=norm
+        )
     product = linear(x, w, residual=partial)
     sums = peers.collectives.reduce_scatter(product, row_offsets)
     return _finish(sums, residual, bias, norm)
@@ -162,8 +210,48 @@ def gemm_all_reduce(
     Returns two new tensors [m, n], bit for bit the same on every rank.
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
+    workspace = _kernel_workspace(peers)
+    if workspace is not None and comm_kernels.takes_all_reduce(
+        x, w, size=peers.size, buffer_bytes=workspace.buffer_bytes
+    ):
+        return _sum_by_kernel(
+            x, w, peers, None, residual=residual, bias=bias, partial=partial, norm=norm
+        )
     sums = peers.collectives.all_reduce(linear(x, w, residual=partial))
     return _finish(sums, residual, bias, norm)
+
+
+def _kernel_workspace(peers: Peers) -> Workspace | None:
+    workspace = peers.workspace
+    return None if workspace is None or workspace.memory is None else workspace
+
+
+def _sum_by_kernel(
+    x: Tensor,
+    w: LinearWeight,
+    peers: Peers,
+    row_offsets: Sequence[int] | None,
+    *,
+    residual: Tensor,
+    bias: Tensor | None,
+    partial: Tensor | None,
+    norm: RowNorm,
+) -> tuple[Tensor, Tensor]:
+    return comm_kernels.gemm_sum(
+        x,
+        w,
+        memory=peers.workspace.memory,
+        row_offsets=row_offsets,
+        own_rows=len(residual),
+        size=peers.size,
+        residual=residual,
+        bias=bias,
+        partial=partial,
+        norm_weight=norm.weight,
+        norm_bias=norm.bias,
+        eps=norm.eps,
+        is_rms=norm.kind == "rms_norm",
+    )
 
 
 def _finish(

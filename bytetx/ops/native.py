@@ -26,6 +26,9 @@ OPS = (
     "quantize_rows",
     "most_likely",
     "fp8_linear",
+    "all_gather_gemm",
+    "gemm_reduce_scatter",
+    "gemm_all_reduce",
 )
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",
@@ -85,6 +88,12 @@ def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
     """Those of the kernel `fp8_linear`, like linear_tilings()."""
     module = _modules["cuda"]
     return [] if isinstance(module, str) else module.fp8_linear_tilings()
+
+
+def push_tilings() -> list[tuple[str, int, int, bool]]:
+    """The same of the kernel `gemm_all_reduce`."""
+    module = _modules["cuda"]
+    return [] if isinstance(module, str) else module.push_tilings()
 
 
 @cache

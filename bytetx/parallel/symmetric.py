@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-from bytetx.ops.comm_gemm import NUM_FLAGS, Workspace
+from bytetx.ops.comm_gemm import NUM_FLAGS, Workspace, make_workspace
 
 logger = logging.getLogger("bytetx")
 
@@ -59,9 +59,14 @@ def _shared(
     torch.cuda.synchronize(device)
     buffers = tuple(handle.buffer_ptrs)
     flags = tuple(address + buffer_bytes for address in buffers)
-    epochs = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
-    table = torch.tensor([buffers, flags], dtype=torch.int64, device=device)
-    return Workspace(buffers, flags, buffer_bytes, NUM_FLAGS, epochs, table, (memory, handle))
+    return make_workspace(
+        buffers,
+        flags,
+        buffer_bytes=buffer_bytes,
+        rank=backend.rank(),
+        device=device,
+        owner=(memory, handle),
+    )
 
 
 def _reaches_all(device: torch.device, size: int) -> bool:

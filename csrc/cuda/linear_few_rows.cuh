@@ -62,12 +62,12 @@ __device__ __forceinline__ float4* eight_sums(Smem<C>& s, int row, int group) {
 }
 
 // Adds what all ranks of the cluster have put down; each rank finishes its part of the tile.
-template <typename C, Epilogue kEpilogue, bool kGated>
+// store(row, column, eight): of d.
+template <typename C, Epilogue kEpilogue, bool kGated, typename Store>
 __device__ __forceinline__ void add_up(const Params& p, Smem<C>& s, int m, int n, int rank,
-                                       int num_ranks) {
+                                       int num_ranks, const Store& store) {
     using T = typename C::Element;
     constexpr int kGroups = C::kTileN / 8;
-    const int d_columns = kGated ? p.n / 2 : p.n;
     const auto total = [&](int row, int group, float (&sum)[8]) {
         const uint32_t local = cute::cast_smem_ptr_to_uint(eight_sums(s, row, group));
         for (int e = 0; e < 8; ++e) sum[e] = 0.0f;
@@ -105,9 +105,25 @@ __device__ __forceinline__ void add_up(const Params& p, Smem<C>& s, int m, int n
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) words[i] = pack(x[2 * i], x[2 * i + 1], T{});
-        T* out = static_cast<T*>(p.d) + int64_t{m + row} * d_columns + (kGated ? n / 2 : n);
-        *reinterpret_cast<uint4*>(out + group * 8) =
-            make_uint4(words[0], words[1], words[2], words[3]);
+        store(m + row, (kGated ? n / 2 : n) + group * 8,
+              make_uint4(words[0], words[1], words[2], words[3]));
+    }
+}
+
+// Every thread's sums, where add_up() finds them.
+template <typename C, typename Edge>
+__device__ __forceinline__ void put_down(Smem<C>& s, const Edge& edge,
+                                         const typename C::Sums& sums) {
+    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
+#pragma unroll
+    for (int i = 0; i < edge.kRowsOfThread; ++i) {
+#pragma unroll
+        for (int q = 0; q < edge.kColumnGroups; ++q) {
+            float4* place = eight_sums(s, edge.row(i) - edge.m, q * 4 + edge.lane % 4);
+            const auto at = [&](int e) { return sums(edge.at(i, q, e)); };
+            place[0] = make_float4(at(0), at(1), at(2), at(3));
+            place[1] = make_float4(at(4), at(5), at(6), at(7));
+        }
     }
 }
 
@@ -124,17 +140,7 @@ __device__ __forceinline__ void consume_tile(const Params& p, Smem<C>& s, Share 
     };
     multiply(s, share.end - share.begin, ring, sums, release, [] {});
     if (num_ranks == 1) return edge.store(sums);
-    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
-#pragma unroll
-    for (int i = 0; i < edge.kRowsOfThread; ++i) {
-#pragma unroll
-        for (int q = 0; q < edge.kColumnGroups; ++q) {
-            float4* place = eight_sums(s, edge.row(i) - m, q * 4 + edge.lane % 4);
-            const auto at = [&](int e) { return sums(edge.at(i, q, e)); };
-            place[0] = make_float4(at(0), at(1), at(2), at(3));
-            place[1] = make_float4(at(4), at(5), at(6), at(7));
-        }
-    }
+    put_down(s, edge, sums);
 }
 
 template <typename C, Epilogue kEpilogue, bool kGated>
@@ -167,7 +173,15 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     if (num_ranks == 1) return;
     cute::cluster_arrive();
     cute::cluster_wait();  // every rank has put its sums down
-    if (!is_fetcher) add_up<C, kEpilogue, kGated>(p, s, m, n, rank, num_ranks);
+    if (!is_fetcher) {
+        using T = typename C::Element;
+        const int64_t d_columns = kGated ? p.n / 2 : p.n;
+        add_up<C, kEpilogue, kGated>(
+            p, s, m, n, rank, num_ranks, [&](int row, int column, uint4 eight) {
+                T* out = static_cast<T*>(p.d) + row * d_columns + column;
+                *reinterpret_cast<uint4*>(out) = eight;
+            });
+    }
     __syncwarp();
     cute::cluster_arrive();
     cute::cluster_wait();  // and nobody reads this CTA's any more

@@ -25,8 +25,10 @@ __device__ __forceinline__ void init_barriers(Smem<C>& s) {
     }
 }
 
-template <typename C, Epilogue kEpilogue, bool kGated>
-__device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const Schedule<C>& at) {
+// make_edge(m, n): what loads and stores the tile that begins there.
+template <typename C, typename At, typename MakeEdge>
+__device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const At& at,
+                                        const MakeEdge& make_edge) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     RingIndex<C::kStages> ring;
     uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
@@ -37,7 +39,7 @@ __device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const Sched
         ring.advance(p.num_k_blocks);
     }
     for (; tile < p.tiles_m * p.tiles_n; tile += C::kConsumers * at.num_clusters) {
-        const TileEdge<C, kEpilogue, kGated> edge{p, at.tile_m(p, tile), at.tile_n(p, tile)};
+        const auto edge = make_edge(at.tile_m(p, tile), at.tile_n(p, tile));
         edge.load(sums);
         // A stage's barrier tells odd fills from even ones, no more: whoever runs ahead of the
         // other warpgroup would take an older fill for its own.
@@ -65,7 +67,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
         if (threadIdx.x % kWarpgroupThreads == 0) produce(p, s, at);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-        consume<C, kEpilogue, kGated>(p, s, at);
+        consume(p, s, at,
+                [&](int m, int n) { return TileEdge<C, kEpilogue, kGated>{p, m, n}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

@@ -30,8 +30,8 @@ __device__ __forceinline__ void fetch_b(const Params& p, Smem<C>& s, int stage, 
     }
 }
 
-template <typename C>
-__device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const Schedule<C>& at) {
+template <typename C, typename At>
+__device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& at) {
     RingIndex<C::kStages> ring;
     for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters) {
         const int m = at.tile_m(p, tile), n = at.tile_n(p, tile);

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <cudaTypedefs.h>  // before CUTLASS, which includes it inside its namespace
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>

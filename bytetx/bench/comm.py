@@ -1,0 +1,326 @@
+"""Suites `ag_gemm`, `gemm_rs`, `gemm_ar`: GEMMs that carry their communication, on several GPUs.
+
+Every rank is a process and runs the same cases; times are the slowest rank's.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+
+from bytetx.bench.gpu import DTYPES, Gpu, Run, capture, gpu_suite, left_out, num_rotated, replay_us
+from bytetx.bench.suite import Measurement, Suite
+from bytetx.errors import BytetxError
+from bytetx.ops.comm_gemm import (
+    Peers,
+    RowNorm,
+    all_gather_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+    workspace_bytes,
+)
+from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.parallel.layout import deal
+from bytetx.parallel.symmetric import turn_multicast_off
+from bytetx.parallel.tp import TpGroup, join_group
+
+# (model, layer): outputs and inputs of all ranks.
+_GATHER_LAYERS = {
+    ("gpt3", "ffn1"): (49152, 12288),
+    ("gpt3", "qkv"): (36864, 12288),
+    ("llama-70b", "ffn"): (28672, 8192),
+    ("bert-large", "ffn1"): (4096, 1024),
+    ("gpt2-xl", "ffn1"): (6400, 1600),
+}
+_SUM_LAYERS = {
+    ("gpt3", "ffn2"): (12288, 49152),
+    ("gpt3", "o"): (12288, 12288),
+    ("llama-70b", "down"): (8192, 28672),
+    ("llama-70b", "o"): (8192, 8192),
+    ("bert-large", "ffn2"): (1024, 4096),
+    ("gpt2-xl", "ffn2"): (1600, 6400),
+}
+# 16384 is a prefill of 8 x 2048, 9830 the same at a mean fill of 0.6.
+_MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 9830, 16384)
+_FEW_TOKENS = (16, 64, 256, 512)
+_SAMPLES = 5
+_SAMPLE_US = 4_000
+_MIN_CALLS = 4  # in one graph, so that its start is no part of the time
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: m rows; n outputs and k inputs of all ranks together."""
+
+    name: str
+    m: int
+    n: int
+    k: int
+    dtype: str = "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks. device: as records name all of them together."""
+
+    group: TpGroup
+    name: str  # of torch's own group
+
+    @property
+    def peers(self) -> Peers:
+        return self.group.peers
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+def start_ranks(arguments: list[str]) -> None:
+    """Runs `bytetx *arguments` in one process a GPU, in this one's place."""
+    size = torch.cuda.device_count()
+    if size < 2:
+        raise BytetxError(f"{arguments[1]} takes 2 GPUs or more, torch finds {size}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "bytetx", *arguments])
+
+
+def this_rank() -> int | None:
+    """This process's rank, when the ranks have met; None where torchrun did not start it."""
+    if not dist.is_torchelastic_launched():
+        return None
+    turn_multicast_off()  # before NCCL and symmetric memory look for it
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    return dist.get_rank()
+
+
+def comm_suite(op: str, *, patterns: list[str]) -> Suite:
+    """The selected cases of a suite, for a process that torchrun started.
+
+    op: "ag_gemm", "gemm_rs" or "gemm_ar".  patterns: parts or globs of case names.
+    """
+    ranks = _join()
+    measure = partial(_MEASURES[op], ranks=ranks)
+    return gpu_suite(op, shapes(op), measure, patterns=patterns, unit="us")
+
+
+def shapes(op: str) -> list[Shape]:
+    """Every layer at every number of rows."""
+    layers = _GATHER_LAYERS if op == "ag_gemm" else _SUM_LAYERS
+    return [
+        Shape(f"{model}-{layer}-{m}", m, n, k)
+        for (model, layer), (n, k) in layers.items()
+        for m in (_FEW_TOKENS if op == "gemm_ar" else _MANY_TOKENS)
+    ]
+
+
+def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
+    """Ours; cuBLAS and NCCL behind one another; torch's fused op."""
+    m, n, k = shape.m, shape.n // ranks.size, shape.k
+    offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
+    weights = _weights(n, k, shape.dtype)
+    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
+    shard, even = torch.randn(own, k, **options), torch.randn(-(-m // ranks.size), k, **options)
+    rows = torch.empty(len(even) * ranks.size, k, **options)
+
+    def ours(w: LinearWeight) -> None:
+        all_gather_gemm(shard, w, peers=ranks.peers, row_offsets=offsets)
+
+    def gemm(w: LinearWeight) -> None:
+        F.linear(rows, w.weight, w.bias)
+
+    def collective(_: LinearWeight) -> None:
+        dist.all_gather_into_tensor(rows, even)
+
+    def nccl(w: LinearWeight) -> None:
+        collective(w)
+        gemm(w)
+
+    def symmetric(w: LinearWeight) -> None:
+        torch.ops.symm_mem.fused_all_gather_matmul(even, [w.weight.t()], 0, ranks.name)
+
+    runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
+    return _measure(shape, ranks, weights, runs | {"torch-symm-mem": symmetric})
+
+
+def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
+    """Ours with bias, residual and norm; cuBLAS and NCCL without and with them; torch's op."""
+    m, n, k = shape.m, shape.n, shape.k // ranks.size
+    offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
+    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    weights = _weights(n, k, shape.dtype, has_bias=False)
+    own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
+    even = -(-m // ranks.size)
+    x = torch.randn(even * ranks.size, k, **options)
+    product = torch.empty(len(x), n, **options)
+    part = torch.empty(even, n, **options)
+    residual, rest = torch.randn(own, n, **options), torch.randn(even, n, **options)
+    vector = torch.randn(n, **options)
+    norm = RowNorm(vector, vector, 1e-5)
+
+    def ours(w: LinearWeight) -> None:
+        given = {"row_offsets": offsets, "residual": residual, "bias": vector, "norm": norm}
+        gemm_reduce_scatter(x[:m], w, peers=ranks.peers, **given)
+
+    def gemm(w: LinearWeight) -> None:
+        torch.mm(x, w.weight.t(), out=product)
+
+    def collective(_: LinearWeight) -> None:
+        dist.reduce_scatter_tensor(part, product)
+
+    def nccl(w: LinearWeight) -> None:
+        gemm(w)
+        collective(w)
+
+    def normed(w: LinearWeight) -> None:
+        nccl(w)
+        layer_norm(part, vector, vector, eps=1e-5, residual=rest)
+
+    def symmetric(w: LinearWeight) -> None:
+        torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.weight.t(), "sum", 0, ranks.name)
+
+    runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
+    rivals = {"cublas-nccl-norm": normed, "torch-symm-mem": symmetric}
+    return _measure(shape, ranks, weights, runs | rivals)
+
+
+def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
+    """Ours with bias, residual and norm; cuBLAS, then NCCL's or torch's all-reduce."""
+    m, n, k = shape.m, shape.n, shape.k // ranks.size
+    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    weights = _weights(n, k, shape.dtype, has_bias=False)
+    x, residual = torch.randn(m, k, **options), torch.randn(m, n, **options)
+    vector = torch.randn(n, **options)
+    norm = RowNorm(vector, vector, 1e-5)
+    product = symm_mem.empty(m, n, **options)
+    symm_mem.rendezvous(product, ranks.name)
+
+    def ours(w: LinearWeight) -> None:
+        given = {"residual": residual, "bias": vector, "norm": norm}
+        gemm_all_reduce(x, w, peers=ranks.peers, **given)
+
+    def gemm(w: LinearWeight) -> None:
+        torch.mm(x, w.weight.t(), out=product)
+
+    def collective(_: LinearWeight) -> None:
+        dist.all_reduce(product)
+
+    def nccl(w: LinearWeight) -> None:
+        gemm(w)
+        collective(w)
+
+    def normed(w: LinearWeight) -> None:
+        nccl(w)
+        layer_norm(product, vector, vector, eps=1e-5, residual=residual)
+
+    def two_shot(w: LinearWeight) -> None:
+        gemm(w)
+        torch.ops.symm_mem.two_shot_all_reduce_(product, "sum", ranks.name)
+
+    def one_shot(w: LinearWeight) -> None:
+        gemm(w)
+        torch.ops.symm_mem.one_shot_all_reduce(product, "sum", ranks.name)
+
+    runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
+    rivals = {"cublas-nccl-norm": normed, "cublas-two-shot": two_shot, "cublas-one-shot": one_shot}
+    return _measure(shape, ranks, weights, runs | rivals)
+
+
+_MEASURES = {"ag_gemm": measure_gather, "gemm_rs": measure_scatter, "gemm_ar": measure_reduce}
+
+
+def _join() -> Ranks:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    bytes_needed = workspace_bytes(
+        max_tokens=max(_MANY_TOKENS), hidden_size=12288, size=size, itemsize=2
+    )
+    store = dist.distributed_c10d._get_default_store()
+    device = torch.device("cuda", rank)
+    group = join_group(store, rank=rank, size=size, device=device, workspace_bytes=bytes_needed)
+    name = dist.group.WORLD.group_name
+    symm_mem.enable_symm_mem_for_group(name)
+    return Ranks(group, name)
+
+
+def _row_step(m: int, size: int) -> int:
+    """Rows of a step in which ranks get theirs: whole tiles where these are few beside a share."""
+    return next(step for step in (256, 128, 64, 16) if m >= 8 * step * size or step == 16)
+
+
+def _weights(n: int, k: int, dtype: str, *, has_bias: bool = True) -> list[LinearWeight]:
+    options = {"device": "cuda", "dtype": DTYPES[dtype]}
+    bias = torch.randn(n, **options) if has_bias else None
+    count = num_rotated(n * k * DTYPES[dtype].itemsize)
+    return [prepare_linear(torch.randn(n, k, **options), bias, prepack=False) for _ in range(count)]
+
+
+def _measure(
+    shape: Shape,
+    ranks: Ranks,
+    weights: list[LinearWeight],
+    calls: dict[str, Callable[[LinearWeight], None]],
+) -> Measurement:
+    count = max(len(weights), _MIN_CALLS)
+
+    def in_turn(call: Callable[[LinearWeight], None]) -> None:
+        for i in range(count):
+            call(weights[i % len(weights)])
+
+    notes: list[str] = list(_NOTES)
+    found = ranks_us({name: partial(in_turn, call) for name, call in calls.items()}, notes)
+    found = {name: us / count for name, us in found.items()}
+    ours, gemm, nccl = (found.pop(name) for name in ("ours", "gemm", "nccl"))
+    serial = found["cublas-nccl"]
+    sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
+    parts = {"gemm_us": round(gemm, 1), "collective_us": round(nccl, 1)}
+    overlap = {"e_overlap": round(1 - (ours - gemm) / (serial - gemm), 3)}
+    return Measurement(ours, found, max(gemm, nccl), sizes | parts | overlap, tuple(notes))
+
+
+@torch.inference_mode()
+def ranks_us(runs: dict[str, Run], notes: list[str]) -> dict[str, float]:
+    """Microseconds of each run's graph on the slowest rank, medians; every rank calls it.
+
+    A rival that cannot be captured is left out, which a line of `notes` says.
+    """
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, run in runs.items():
+        try:
+            graphs[name] = capture(run)
+        except Exception as error:  # a rival may raise anything, and costs no other number
+            if name in ("ours", "gemm", "nccl", "cublas-nccl"):
+                raise
+            notes.append(left_out(name, error))
+    replays, times = {}, {name: [] for name in graphs}
+    for name, graph in graphs.items():
+        replay_us(graph, 1)
+        replays[name] = max(1, round(_SAMPLE_US / _slowest(replay_us(graph, 1))))
+    for _ in range(_SAMPLES):
+        for name, graph in graphs.items():
+            dist.barrier()
+            replay_us(graph, replays[name])
+            times[name].append(_slowest(replay_us(graph, replays[name])))
+    return {name: statistics.median(of_run) for name, of_run in times.items()}
+
+
+def _slowest(us: float) -> float:
+    found = torch.tensor(us, device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
+
+
+_NOTES = (
+    "floor: the longer of cuBLAS alone and NCCL alone, which no fused op that uses them beats",
+    "e_overlap: 1 - (ours - gemm) / (cublas-nccl - gemm); 1 hides all communication",
+    "gemm_rs and gemm_ar: ours adds bias and residual and norms; cublas-nccl does not, "
+    "cublas-nccl-norm does",
+)

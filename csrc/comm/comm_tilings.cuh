@@ -1,0 +1,47 @@
+// The tilings of fused ops, each compiled in a file of its own, and what all of them check.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "ops.h"
+
+namespace bytetx::gemm {
+
+void all_gather_gemm_128x192(const AllGatherGemmParams& p, cudaStream_t stream);
+void all_gather_gemm_128x128(const AllGatherGemmParams& p, cudaStream_t stream);
+void gemm_scatter_128x192(const GemmSumParams& p, cudaStream_t stream);
+void gemm_scatter_128x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_64x32(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_128x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream);
+
+}  // namespace bytetx::gemm
+
+namespace bytetx::comm {
+
+inline void check(const char* op, const LinearParams& p, const PeerMemory& peers,
+                  const RowOffsets& row_offsets) {
+    const auto fail = [&](const std::string& need) {
+        throw std::invalid_argument(std::string(op) + " needs " + need + "; got m, n, k = " +
+                                    std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +
+                                    std::to_string(p.k) + " on rank " +
+                                    std::to_string(peers.rank) + " of " +
+                                    std::to_string(peers.size));
+    };
+    if (peers.size < 1 || peers.size > kMaxPeers) fail("1 to 8 ranks");
+    if (peers.rank < 0 || peers.rank >= peers.size) fail("a rank below the number of ranks");
+    if (p.m < 0 || p.m > INT32_MAX || p.n <= 0 || p.n > INT32_MAX) fail("0 <= m and 0 < n < 2^31");
+    if (p.n % (p.gated ? 64 : 32) != 0) fail("n % 32 == 0 (gated: n % 64 == 0)");
+    if (p.k <= 0 || p.k % 8 != 0 || p.k > INT32_MAX) fail("k > 0 and k % 8 == 0");
+    if (p.dtype == DType::f32) fail("f16 or bf16");
+    if (row_offsets[0] != 0 || row_offsets[peers.size] != p.m) fail("row offsets from 0 to m");
+    for (int i = 0; i < peers.size; ++i) {
+        if (row_offsets[i] > row_offsets[i + 1]) fail("row offsets that do not fall");
+    }
+}
+
+}  // namespace bytetx::comm

@@ -1,0 +1,265 @@
+// The persistent GEMM kernel over rows that arrive while it runs.
+//
+// Every CTA has one more thread at work: it takes chunks of this rank's rows through shared memory
+// to the other ranks' buffers (bulk copies both ways), first to the rank that needs them first, and
+// counts each chunk there. Whoever loads a tile's rows waits for their counters first. Tiles begin
+// with the rank's own rows, which are read where they are, and go on in the order of arrival.
+#pragma once
+
+#include "comm/peers.cuh"
+#include "comm/schedule.cuh"
+#include "cuda/linear_kernel.cuh"
+
+namespace bytetx::gemm {
+
+using comm::Counted;
+
+constexpr int kChunkBytes = 8192;  // of one bulk copy
+constexpr int kChunksInFlight = 3;
+constexpr int kPieceRows = 128;  // rows that are counted together, from the owner's first on
+
+struct GatherParams {
+    Params gemm;  // a: this rank's rows
+    CUtensorMap gathered[2];  // {k, m}, for even and odd calls
+    comm::Peers peers;
+    const uint8_t* own_rows;
+    int offsets[kMaxPeers + 1];
+    int row_bytes;
+    int chunks_of_piece, own_chunks;
+    Bands bands;
+    bool pushes_to_self;  // a tile has rows of this rank and of another
+};
+
+template <typename C>
+struct GatherSmem {
+    Smem<C> gemm;
+    alignas(128) uint8_t chunks[kChunksInFlight][kChunkBytes];
+    uint64_t arrived[kChunksInFlight];
+};
+
+__device__ __forceinline__ int num_rows(const GatherParams& p, int rank) {
+    return p.offsets[rank + 1] - p.offsets[rank];
+}
+
+// Chunks of `rows` rows from a piece's first on.
+__host__ __device__ __forceinline__ int chunks_of(const GatherParams& p, int rows) {
+    const int64_t bytes = int64_t{rows} * p.row_bytes;
+    return static_cast<int>((bytes + kChunkBytes - 1) / kChunkBytes);
+}
+
+// Until rows [first, last) of all ranks' rows lie in this rank's buffer. One thread.
+__device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t epoch, int first,
+                                              int last) {
+    for (int source = 0; source < p.peers.size; ++source) {
+        const int begin = max(first, p.offsets[source]) - p.offsets[source];
+        const int end = min(last, p.offsets[source + 1]) - p.offsets[source];
+        for (int piece = begin / kPieceRows; piece * kPieceRows < end && begin < end; ++piece) {
+            const int rows = min(kPieceRows, num_rows(p, source) - piece * kPieceRows);
+            comm::wait_for(p.peers, source,
+                           comm::counter_at(p.peers, p.peers.rank, Counted::pieces, epoch, source,
+                                            piece),
+                           chunks_of(p, rows));
+        }
+    }
+    comm::fence_proxies();  // what follows are loads by TMA
+}
+
+// A tile's ends, without a residual.
+template <typename C, Epilogue kEpilogue, bool kGated>
+struct GatherEdge : TileEdge<C, kEpilogue, kGated> {
+    template <typename Sums>
+    __device__ __forceinline__ void load(Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        if (this->p.bias != nullptr) this->add_bias(sums);
+    }
+};
+
+template <typename C>
+__device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
+                                                 const BandSchedule<C>& at, uint32_t epoch) {
+    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
+    const int own_first = p.offsets[p.peers.rank], own_last = p.offsets[p.peers.rank + 1];
+    const Params& gemm = p.gemm;
+    RingIndex<C::kStages> ring;
+    for (int tile = at.cluster; tile < gemm.tiles_m * gemm.tiles_n; tile += at.num_clusters) {
+        const int m = at.tile_m(gemm, tile), n = at.tile_n(gemm, tile);
+        const int last = min(m + C::kTileM, gemm.m);
+        const bool is_own = m >= own_first && last <= own_last;
+        if (!is_own) wait_for_rows(p, epoch, m, last);
+        const CUtensorMap* a = is_own ? &gemm.a : &p.gathered[epoch & 1];
+        const int row = is_own ? m - own_first : m;
+        for (int block = 0; block < gemm.num_k_blocks; ++block, ring.advance()) {
+            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with release_stage
+            uint64_t* full = &s.full[ring.index];
+            FullBarrier::arrive_and_expect_tx(full, C::kStageBytes);
+            const int k = block * kBlockK;
+            cute::SM90_TMA_LOAD_2D::copy(a, full, hint, s.a[ring.index], k, row);
+            fetch_b(gemm, s, ring.index, at.rank, k, n);
+        }
+    }
+}
+
+// A chunk of this rank's rows on its way to a peer. The rank before this one needs them first;
+// this one itself needs them last.
+struct Chunk {
+    int peer, index;
+
+    __device__ __forceinline__ explicit Chunk(const GatherParams& p)
+        : peer(p.peers.rank), index(blockIdx.x) {
+        turn(p);
+    }
+    __device__ __forceinline__ void turn(const GatherParams& p) {
+        peer = (peer == 0 ? p.peers.size : peer) - 1;
+    }
+    __device__ __forceinline__ void advance(const GatherParams& p) {
+        index += static_cast<int>(gridDim.x);
+        if (index < p.own_chunks) return;
+        index = static_cast<int>(blockIdx.x);
+        turn(p);
+    }
+    __device__ __forceinline__ int piece(const GatherParams& p) const {
+        return index / p.chunks_of_piece;
+    }
+    // Bytes from this rank's first row on.
+    __device__ __forceinline__ int64_t offset(const GatherParams& p) const {
+        const int whole = piece(p);
+        return int64_t{whole} * kPieceRows * p.row_bytes +
+               int64_t{index - whole * p.chunks_of_piece} * kChunkBytes;
+    }
+    // The last chunk of a piece ends with its rows.
+    __device__ __forceinline__ int num_bytes(const GatherParams& p, int64_t offset) const {
+        const int rows = min((piece(p) + 1) * kPieceRows, num_rows(p, p.peers.rank));
+        return static_cast<int>(min(int64_t{kChunkBytes}, int64_t{rows} * p.row_bytes - offset));
+    }
+};
+
+// This rank's gathered rows of the call before the last are no longer read.
+__device__ __forceinline__ void announce(const GatherParams& p, uint32_t epoch) {
+    for (int peer = 0; peer < p.peers.size; ++peer) {
+        comm::store_release(p.peers.flags[peer] + comm::kStarted + p.peers.rank, epoch);
+    }
+}
+
+// Until all but kLeft of the thread's bulk stores have been performed where they go.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_stores() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kLeft) : "memory");
+    comm::fence_proxies();
+}
+
+template <typename S>
+__device__ __forceinline__ void load_chunk(const GatherParams& p, S& s, int slot, const Chunk& c) {
+    const int64_t offset = c.offset(p);
+    const int num_bytes = c.num_bytes(p, offset);
+    FullBarrier::arrive_and_expect_tx(&s.arrived[slot], num_bytes);
+    cute::SM90_BULK_COPY_G2S::copy(p.own_rows + offset, &s.arrived[slot], s.chunks[slot],
+                                   num_bytes);
+}
+
+template <typename S>
+__device__ __forceinline__ void store_chunk(const GatherParams& p, S& s, int slot, const Chunk& c,
+                                            uint32_t epoch) {
+    // The peer reads this parity's rows in its call before the last; pairs with announce().
+    if (c.index == static_cast<int>(blockIdx.x)) {
+        comm::wait_for(p.peers, c.peer, p.peers.flags[p.peers.rank] + comm::kStarted + c.peer,
+                       epoch - 1);
+    }
+    const int64_t offset = c.offset(p);
+    uint8_t* rows = comm::quarter_at(p.peers, c.peer, Counted::pieces, epoch) +
+                    int64_t{p.offsets[p.peers.rank]} * p.row_bytes;
+    cute::SM90_BULK_COPY_S2G::copy(s.chunks[slot], rows + offset, c.num_bytes(p, offset));
+    cute::tma_store_arrive();
+}
+
+// Of a chunk that has been written; pairs with wait_for_rows().
+__device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& c,
+                                            uint32_t epoch) {
+    comm::add_release(comm::counter_at(p.peers, c.peer, Counted::pieces, epoch, p.peers.rank,
+                                       c.piece(p)),
+                      1);
+}
+
+// One thread: this CTA's chunks of this rank's rows, to every peer.
+template <typename S>
+__device__ __forceinline__ void push_rows(const GatherParams& p, S& s, uint32_t epoch) {
+    if (blockIdx.x == 0) announce(p, epoch);
+    const int mine =
+        (p.own_chunks - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
+        static_cast<int>(gridDim.x);
+    const int total = mine * (p.peers.size - (p.pushes_to_self ? 0 : 1));
+    if (total <= 0) return;
+    Chunk loaded(p), stored(p), counted(p);
+    RingIndex<kChunksInFlight> ring;
+    int left_to_load = total;
+    for (int slot = 0; slot < kChunksInFlight && left_to_load > 0; ++slot, --left_to_load) {
+        load_chunk(p, s, slot, loaded);
+        loaded.advance(p);
+    }
+    int before = 0;  // the slot of the chunk before
+    for (int left = total; left > 0; --left) {
+        FullBarrier::wait(&s.arrived[ring.index], ring.phase);
+        store_chunk(p, s, ring.index, stored, epoch);
+        stored.advance(p);
+        if (left < total) {
+            wait_for_stores<1>();
+            count_chunk(p, counted, epoch);
+            counted.advance(p);
+            if (left_to_load > 0) {
+                load_chunk(p, s, before, loaded);
+                loaded.advance(p);
+                --left_to_load;
+            }
+        }
+        before = ring.index;
+        ring.advance();
+    }
+    wait_for_stores<0>();
+    count_chunk(p, counted, epoch);
+}
+
+// By one CTA, when all others have ended: nobody counts for this call any more.
+__device__ __forceinline__ void end_gather(const GatherParams& p) {
+    const int rank = p.peers.rank;
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
+    for (int source = 0; source < p.peers.size; ++source) {
+        const int pieces = (num_rows(p, source) + kPieceRows - 1) / kPieceRows;
+        for (int i = 0; i < pieces; ++i) {
+            *comm::counter_at(p.peers, rank, Counted::pieces, epoch, source, i) = 0;
+        }
+    }
+    p.peers.epochs[comm::kGatherEpoch] = epoch;
+}
+
+template <typename C, Epilogue kEpilogue, bool kGated>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    all_gather_gemm_kernel(const __grid_constant__ GatherParams p) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    auto& s = *reinterpret_cast<GatherSmem<C>*>(smem);
+    const BandSchedule<C> at(p.bands);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < kChunksInFlight; ++i) FullBarrier::init(&s.arrived[i], 1);
+    }
+    init_barriers(s.gemm);
+    release_next_kernel();
+    wait_for_prior_kernel();
+    if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
+        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+        const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
+        if (threadIdx.x % kWarpgroupThreads == 0) produce_gathered(p, s.gemm, at, epoch);
+        if (threadIdx.x % kWarpgroupThreads == 32) push_rows(p, s, epoch);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+        consume(p.gemm, s.gemm, at,
+                [&](int m, int n) { return GatherEdge<C, kEpilogue, kGated>{{p.gemm, m, n}}; });
+    }
+    __syncwarp();
+    if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && comm::is_last_cta(p.peers, comm::kGatherTicket)) end_gather(p);
+}
+
+}  // namespace bytetx::gemm

@@ -1,0 +1,92 @@
+// Linear layers whose inputs are dealt to ranks: the products' sum, each rank its own rows, with
+// what comes behind it.
+//
+//   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
+//
+// gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
+// gemm_all_reduce: for few rows, which every rank sums; push_kernel.cuh stores tiles everywhere.
+// The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
+// tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
+// 2406.06858), section 4.2; its all-to-all in the epilogue.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "comm/comm_tilings.cuh"
+#include "common/check.cuh"
+
+namespace bytetx {
+namespace {
+
+struct Entry {
+    LinearTiling tiling;
+    void (*launch)(const GemmSumParams&, cudaStream_t);
+};
+
+constexpr Entry kPushes[] = {
+    {{"64x32", 64, 32, true}, gemm::gemm_push_64x32},
+    {{"64x64", 64, 64, true}, gemm::gemm_push_64x64},
+    {{"128x64", 128, 64, true}, gemm::gemm_push_128x64},
+    {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
+};
+
+void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows) {
+    const LinearParams& o = p.linear;
+    comm::check(op, o, p.peers, p.row_offsets);
+    if (o.bias || o.gated || o.activation != Activation::none) {
+        throw std::invalid_argument(std::string(op) + ": the product takes no bias, no activation");
+    }
+    if (p.norm.total_tokens != rows || p.norm.hidden_size != o.n || p.norm.out_fp8) {
+        throw std::invalid_argument(std::string(op) + ": the norm must have the sum's rows, " +
+                                    std::to_string(rows) + " of " + std::to_string(o.n));
+    }
+    if (slot_rows * o.n * 2 > p.peers.buffer_bytes / 4) {
+        throw std::invalid_argument(std::string(op) + ": " + std::to_string(slot_rows) +
+                                    " rows of slots do not fit the workspace");
+    }
+}
+
+}  // namespace
+
+int32_t num_push_tilings() { return sizeof(kPushes) / sizeof(Entry); }
+
+LinearTiling push_tiling(int32_t index) {
+    if (index < 0 || index >= num_push_tilings()) {
+        throw std::invalid_argument("gemm_all_reduce has tilings 0 to " +
+                                    std::to_string(num_push_tilings() - 1) + ", got " +
+                                    std::to_string(index));
+    }
+    return kPushes[index].tiling;
+}
+
+void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
+    const PeerMemory& peers = p.peers;
+    int64_t most = 0;
+    for (int i = 0; i < std::min(peers.size, kMaxPeers); ++i) {
+        most = std::max(most, p.row_offsets[i + 1] - p.row_offsets[i]);
+    }
+    check_sum("gemm_reduce_scatter", p, most * peers.size,
+              p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank]);
+    if (p.linear.m == 0) return;
+    const DeviceGuard guard(launch.device);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    if (std::string(linear_tiling(p.linear.tiling).name) == "128x128") {
+        gemm::gemm_scatter_128x128(p, stream);
+    } else {
+        gemm::gemm_scatter_128x192(p, stream);
+    }
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
+    const LinearParams& o = p.linear;
+    check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m);
+    push_tiling(o.tiling);
+    if (o.m == 0) return;
+    const DeviceGuard guard(launch.device);
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    kPushes[o.tiling].launch(p, stream);
+    BYTETX_CUDA_CHECK(cudaGetLastError());
+}
+
+}  // namespace bytetx

@@ -1,0 +1,11 @@
+// The GEMM of gemm_reduce_scatter in tiles of 128 rows and 192 columns: see scatter_kernel.cuh.
+#include "comm/comm_tilings.cuh"
+#include "comm/scatter_launch.cuh"
+
+namespace bytetx::gemm {
+
+void gemm_scatter_128x192(const GemmSumParams& p, cudaStream_t stream) {
+    launch_scatter_tiling<Tiling<2, 192, 5, 2>>(p, stream);
+}
+
+}  // namespace bytetx::gemm

@@ -1,0 +1,135 @@
+// Memory that the GPUs of a group write to each other: where it is, and how a kernel waits for it.
+//
+// Every rank owns a buffer and flag words that all others can write. A buffer has four quarters:
+// rows that were gathered, for odd and for even calls, and slots of partial sums, likewise. A call
+// has a number, its epoch, which lies in device memory and is counted up by the call's last CTA, so
+// that a captured graph can be replayed; all ranks make the same calls in the same order, so their
+// epochs agree. What arrives is counted: whoever has written a piece of data adds one to its counter
+// on the rank that reads it. The reader sets its counters back to zero at the end of the call and
+// then says so (kStarted, kConsumed); nobody writes to a quarter, or counts for it, before that.
+#pragma once
+
+#include <cstdint>
+
+#include "ops.h"
+
+namespace bytetx::comm {
+
+// Flag words of a rank.
+constexpr int kStarted = 0;           // [source] its last all_gather_gemm that has begun
+constexpr int kConsumed = kMaxPeers;  // [source] its last sum that has read all slots
+constexpr int kCounters = 2 * kMaxPeers;
+constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
+// Words of `epochs`: the last call that has ended, and the CTAs of this one that have.
+enum EpochWord : int { kGatherEpoch = 0, kGatherTicket = 1, kSumEpoch = 2, kSumTicket = 3 };
+
+enum class Counted : int { pieces = 0, tiles = 1 };
+
+// PeerMemory as kernels use it: nothing is left to be divided.
+struct Peers : PeerMemory {
+    int64_t quarter_bytes;
+    int counters_of_source;  // for one kind and parity
+};
+
+inline Peers make_peers(const PeerMemory& memory) {
+    Peers p{memory};
+    p.quarter_bytes = memory.buffer_bytes / 4 / 1024 * 1024;
+    p.counters_of_source =
+        static_cast<int>((memory.num_flags - kCounters) / (2 * kNumKinds * memory.size));
+    return p;
+}
+
+// Counter `index` of what `source` writes to `owner` in call `epoch`.
+__device__ __forceinline__ uint32_t* counter_at(const Peers& p, int owner, Counted kind,
+                                                uint32_t epoch, int source, int index) {
+    const int block = (static_cast<int>(kind) * 2 + static_cast<int>(epoch & 1)) * p.size + source;
+    return p.flags[owner] + kCounters + block * p.counters_of_source + index;
+}
+
+// Quarters 0 and 1 hold gathered rows, 2 and 3 slots.
+__device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owner, Counted kind,
+                                               uint32_t epoch) {
+    const int quarter = static_cast<int>(kind) * 2 + static_cast<int>(epoch & 1);
+    return static_cast<uint8_t*>(p.buffers[owner]) + quarter * p.quarter_bytes;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release(uint32_t* at, uint32_t value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release(uint32_t* at, uint32_t value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed(uint32_t* at, uint32_t value) {
+    asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void fence_system() {
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
+// Between ordinary accesses and those of the copy engines (TMA) of the same thread.
+__device__ __forceinline__ void fence_proxies() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+// Says who waited for whom and ends the kernel, and with it everything that the process has on the
+// GPU. Not by printf: a function call in a kernel serialises its wgmma.
+__device__ __forceinline__ void fail_wait(const Peers& p, int source, const uint32_t* at,
+                                          uint32_t seen, uint32_t expected) {
+    if (p.fault != nullptr && atomicCAS_system(&p.fault->is_set, 0, 1) == 0) {
+        p.fault->rank = p.rank;
+        p.fault->source = source;
+        p.fault->flag = static_cast<int32_t>(at - p.flags[p.rank]);
+        p.fault->seen = seen;
+        p.fault->expected = expected;
+        fence_system();
+    }
+    __trap();
+}
+
+// Until `source` has brought *at to `expected`; differences are signed, for epochs wrap around.
+// Pairs with the release of whoever counts there.
+__device__ __forceinline__ void wait_for(const Peers& p, int source, const uint32_t* at,
+                                         uint32_t expected) {
+    uint32_t seen = load_acquire(at);
+    if (static_cast<int32_t>(seen - expected) >= 0) return;
+    const int64_t began = clock64();
+    while (static_cast<int32_t>((seen = load_acquire(at)) - expected) < 0) {
+        if (clock64() - began > p.timeout_cycles) fail_wait(p, source, at, seen, expected);
+    }
+}
+
+// Until every rank has read the slots of the call before the last, which this one's replace.
+// Whole warps; pairs with end_sum().
+__device__ __forceinline__ void wait_for_slots(const Peers& p, uint32_t epoch) {
+    const int peer = static_cast<int>(threadIdx.x) % 32;
+    if (peer < p.size) {
+        wait_for(p, peer, p.flags[p.rank] + kConsumed + peer, epoch - 2);
+    }
+    __syncwarp();
+}
+
+// Number of this call: one more than the last that has ended.
+__device__ __forceinline__ uint32_t this_epoch(const Peers& p, EpochWord word) {
+    return load_acquire(p.epochs + word) + 1;
+}
+
+// Whether the calling CTA (one thread of it) is the grid's last; what the others did before their
+// call is then visible. The ticket is left at zero for the next call.
+__device__ __forceinline__ bool is_last_cta(const Peers& p, EpochWord ticket) {
+    __threadfence();
+    const bool is_last = atomicAdd(p.epochs + ticket, 1) == gridDim.x - 1;
+    __threadfence();
+    if (is_last) p.epochs[ticket] = 0;
+    return is_last;
+}
+
+}  // namespace bytetx::comm

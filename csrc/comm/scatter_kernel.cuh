@@ -1,0 +1,120 @@
+// The persistent GEMM kernel whose tiles go straight to the ranks that sum them up.
+//
+// A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of whoever owns
+// them; when all have been performed, the tile is counted there. Tiles begin with the rows of the
+// next rank and end with this one's, so that no two ranks write to one at a time.
+#pragma once
+
+#include "comm/peers.cuh"
+#include "comm/schedule.cuh"
+#include "cuda/linear_kernel.cuh"
+
+namespace bytetx::gemm {
+
+using comm::Counted;
+
+struct ScatterParams {
+    Params gemm;  // residual: partial
+    comm::Peers peers;
+    int offsets[kMaxPeers + 1];
+    Bands bands;
+};
+
+// Where rank `source` puts its part of `row`, and what lies behind it, in elements of the slots.
+__device__ __forceinline__ int64_t slot_row(int source, int num_rows, int row) {
+    return int64_t{source} * num_rows + row;
+}
+
+template <typename C>
+struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
+    using Base = TileEdge<C, Epilogue::linear, false>;
+    using T = typename C::Element;
+    const ScatterParams& all;
+
+    // The partial sums alone: bias and residual belong to the sum over ranks.
+    template <typename Sums>
+    __device__ __forceinline__ void load(Sums& sums) const {
+#pragma unroll
+        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        if (this->p.residual != nullptr) this->add_residual(sums);
+    }
+
+    __device__ __forceinline__ int owner_of(int row) const {
+        int owner = 0;
+        while (row >= all.offsets[owner + 1]) ++owner;
+        return owner;
+    }
+
+    __device__ __forceinline__ T* slot_of(int row, uint32_t epoch) const {
+        const int owner = owner_of(row), first = all.offsets[owner];
+        T* slots = reinterpret_cast<T*>(quarter_at(all.peers, owner, Counted::tiles, epoch));
+        return slots + slot_row(all.peers.rank, all.offsets[owner + 1] - first, row - first) *
+                           this->p.n;
+    }
+
+    template <typename Sums>
+    __device__ __forceinline__ void store(const Sums& sums) const {
+        // Read here, not kept in a register through the products.
+        const uint32_t epoch = comm::this_epoch(all.peers, comm::kSumEpoch);
+#pragma unroll
+        for (int i = 0; i < Base::kRowsOfThread; ++i) {
+            if (this->row(i) >= this->p.m) continue;
+            T* out = slot_of(this->row(i), epoch) + this->first_column;
+#pragma unroll
+            for (int q = 0; q < Base::kColumnGroups; ++q) {
+                if (!this->has_group(q)) continue;
+                *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
+            }
+        }
+        publish(epoch);
+    }
+
+    // Counts the tile at every rank that owns some of its rows; pairs with wait_for_tile().
+    __device__ __forceinline__ void publish(uint32_t epoch) const {
+        const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
+        const int group = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
+        cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, group);  // all have stored
+        if (thread == 0 && this->m < this->p.m) {
+            comm::fence_system();
+            const int last = min(this->m + C::kTileM, this->p.m) - 1;
+            const int tile = this->m / C::kTileM;
+            for (int owner = owner_of(this->m); owner <= owner_of(last); ++owner) {
+                if (all.offsets[owner] == all.offsets[owner + 1]) continue;
+                const int index = tile - all.offsets[owner] / C::kTileM;
+                comm::add_relaxed(counter_at(all.peers, owner, Counted::tiles, epoch,
+                                             all.peers.rank, index),
+                                  1);
+            }
+        }
+        __syncwarp();
+    }
+};
+
+template <typename C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    gemm_scatter_kernel(const __grid_constant__ ScatterParams p) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    auto& s = *reinterpret_cast<Smem<C>*>(smem);
+    const BandSchedule<C> at(p.bands);
+    init_barriers(s);
+    wait_for_prior_kernel();
+    // Only now: what follows relies on all kernels before this one having ended (sum_rows.cuh).
+    release_next_kernel();
+    if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
+        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
+        if (threadIdx.x % kWarpgroupThreads == 0) produce(p.gemm, s, at);
+    } else {
+        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+        comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
+        consume(p.gemm, s, at, [&](int m, int n) {
+            return ScatterEdge<C>{{p.gemm, m, n}, p};
+        });
+    }
+    __syncwarp();
+    if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
+        cute::cluster_arrive_relaxed();
+        cute::cluster_wait();
+    }
+}
+
+}  // namespace bytetx::gemm
