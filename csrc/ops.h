@@ -122,7 +122,6 @@ struct LinearTiling {
     int32_t columns;
     bool is_for_few_rows;
 };
-
 int32_t num_linear_tilings();
 LinearTiling linear_tiling(int32_t index);
 void linear(const LinearParams& p, const Launch& launch);
@@ -144,66 +143,9 @@ struct Fp8LinearParams {
     int32_t tiling;  // an index into fp8_linear_tilings()
     DType dtype;     // f16 or bf16
 };
-
 int32_t num_fp8_linear_tilings();
 LinearTiling fp8_linear_tiling(int32_t index);
 void fp8_linear(const Fp8LinearParams& p, const Launch& launch);
-
-// Memory of a group of GPUs that share a model's layers: every rank's buffer and flag words, as
-// addresses on this device. All ranks make the same calls, with the same sizes, in the same order.
-constexpr int kMaxPeers = 8;
-
-// A wait for another rank that took too long; its kernel has trapped.
-struct PeerFault {
-    int32_t is_set, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
-    uint32_t seen, expected;
-};
-
-struct PeerMemory {
-    void* buffers[kMaxPeers];      // buffer_bytes each, 1024-byte aligned
-    uint32_t* flags[kMaxPeers];    // num_flags words each, zero before the first call
-    uint32_t* epochs;              // 4 words of this device alone, zero before the first call
-    int64_t buffer_bytes;
-    int64_t num_flags;
-    PeerFault* fault;        // in host memory that the device can write, zero at first; or null
-    int64_t timeout_cycles;  // that a kernel waits for another rank before it traps
-    int32_t rank;
-    int32_t size;
-};
-
-// Ranks own rows row_offsets[rank] to row_offsets[rank + 1] of m; any numbers that do not fall.
-using RowOffsets = int64_t[kMaxPeers + 1];
-
-// cuda only. d = act(rows b^T + bias) of everyone's rows. A quarter of peers' buffers holds
-// them: (m + 128) * k elements.
-struct AllGatherGemmParams {
-    LinearParams linear;  // a: this rank's rows; m: rows of all; no residual, no splits
-    PeerMemory peers;
-    RowOffsets row_offsets;
-};
-
-void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
-
-// cuda only. h = sum over ranks (a b^T + partial) + bias + residual, in f32 and in the order of
-// ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
-// has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
-// gemm_all_reduce: of all rows, on every rank, bit for bit the same; size * m * n elements.
-struct GemmSumParams {
-    LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
-    NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
-    const void* bias;     // [n], or null for none
-    PeerMemory peers;
-    RowOffsets row_offsets;  // gemm_reduce_scatter alone goes by them
-    bool is_rms;
-};
-
-// Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops take
-// those of linear() that have 128 rows.
-int32_t num_push_tilings();
-LinearTiling push_tiling(int32_t index);
-
-void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
-void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
 enum class PoolMode : int {
     cls = 0,
@@ -448,7 +390,6 @@ struct PlannedPagedAttentionParams {
     float softmax_scale;
     DType dtype;
 };
-
 int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim);
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);
 

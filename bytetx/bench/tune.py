@@ -47,7 +47,7 @@ _LAYERS = [
         (hidden, inner, "residual", "bf16"),
     )
 ]
-_ROWS = [32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536]
+_ROWS = [32, 64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 16384, 32768, 65536]
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _FEW_ROWS_END = 512  # tilings for few rows are tried up to here, those for many from here on
 _SPLIT_FEATURES = 128  # k that one CTA has at least

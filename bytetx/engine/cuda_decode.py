@@ -108,7 +108,8 @@ class CudaDecode:
     def is_capturable(self) -> bool:
         """The reference of the paged ops reads lengths on the host, which no graph can."""
         decoder, layer = self._transformer.decoder, self._cache.layers[0]
-        has_kernel = takes_paged_plan(layer.k_cache.flatten(0, 1), layer.k_cache, layer.v_cache)
+        rows = layer.k_cache.flatten(0, 1)
+        has_kernel = takes_paged_plan(rows, layer.k_cache, layer.v_cache, 1.0)
         return decoder is not None and decoder.is_capturable and has_kernel
 
     def __del__(self) -> None:

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "ops.h"
+#include "comm_ops.h"
 
 namespace bytetx::gemm {
 

@@ -11,7 +11,7 @@
 
 #include <cstdint>
 
-#include "ops.h"
+#include "comm_ops.h"
 
 namespace bytetx::comm {
 

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops.h"
+#include "comm_ops.h"
 
 namespace bytetx::comm {
 
