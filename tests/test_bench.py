@@ -294,7 +294,7 @@ def test_a_rival_that_does_not_load_is_noted(tmp_path: Path) -> None:
     [
         (["--quick", "--record", "x.jsonl"], "--quick measures too little"),
         (["--plot"], "add --record FILE"),
-        (["--case", "gpt"], "no case fits gpt; the cases are: minilm-fp32-arrival"),
+        (["--case", "t5"], "no case fits t5; the cases are: minilm-fp32-arrival"),
     ],
 )
 def test_wrong_options_say_what_to_do(arguments: list[str], message: str) -> None:
