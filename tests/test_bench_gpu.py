@@ -260,7 +260,7 @@ def test_encoder_measures_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = encoder.Shape("tiny-fp8", "tiny", np.array([3, 40, 1]), encoder.FP8)
     found = encoder.Contest().measure(shape, gpu.Gpu())
     check(found, rivals={"ours-fp16"})
-    assert 0.99 < found.shape["cosine"] < 1
+    assert 0.99 < found.shape["cosine"] <= 1  # rounded
 
 
 @pytest.mark.gpu

@@ -49,7 +49,7 @@ def turn_multicast_off() -> None:
 def _shared(
     store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
-    name = _register(store, backend)
+    name, group = _register(store, backend)
     flag_bytes = 4 * NUM_FLAGS
     memory = symm_mem.empty(buffer_bytes + flag_bytes, dtype=torch.uint8, device=device)
     memory.zero_()
@@ -65,7 +65,7 @@ def _shared(
         buffer_bytes=buffer_bytes,
         rank=backend.rank(),
         device=device,
-        owner=(memory, handle),
+        owner=(memory, handle, group),
     )
 
 
@@ -80,8 +80,9 @@ def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bo
     return all(store.get(f"{what}-{i}") == b"1" for i in range(size))
 
 
-def _register(store: dist.Store, backend: dist.Backend) -> str:
-    """The name by which torch finds the group: no other one of any of these processes has it."""
+def _register(store: dist.Store, backend: dist.Backend) -> tuple[str, dist.ProcessGroup]:
+    """(a name by which torch finds the group, which no other one of these processes has; the group,
+    which torch does not keep alive)."""
     if backend.rank() == 0:
         store.set("name", f"bytetx-{uuid4()}")
     name = store.get("name").decode()
@@ -91,4 +92,4 @@ def _register(store: dist.Store, backend: dist.Backend) -> str:
     group._register_backend(torch.device("cuda"), kind, backend)
     group._set_group_name(name)
     _register_process_group(name, group)
-    return name
+    return name, group
