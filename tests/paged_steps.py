@@ -83,16 +83,22 @@ def make_step(
 
 
 def attend_exactly(
-    step: Step, dtype: torch.dtype, *, window: int = 0, scale: float | None = None
+    step: Step,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """Plain torch on the keys in order, in `dtype` throughout."""
     parts = []
     group = step.q.shape[1] // step.k_cache.shape[2]
     scale = step.q.shape[2] ** -0.5 if scale is None else scale
     for q, k, v in zip(step.q.split(step.seqlens), step.keys, step.values, strict=True):
-        k, v = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
-        scores = torch.einsum("ihd,jhd->hij", q.to(dtype), k) * scale
-        at = torch.arange(len(k))
+        q, k, v = (t.to(device, dtype) for t in (q, k, v))
+        k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        at = torch.arange(len(k), device=device)
         distance = at[None, :] - at[len(k) - len(q) :, None]
         is_hidden = distance > 0
         if window:
@@ -108,6 +114,7 @@ def assert_exact(got: Tensor, step: Step, **options: object) -> None:
     Taken over the whole step, and for each one against torch's worst: in a single row the rounding
     of one large score decides, so that neither side wins everywhere.
     """
+    options |= {"device": got.device}
     exact = attend_exactly(step, torch.float64, **options)
     theirs = attend_exactly(step, got.dtype, **options).double()
     assert got.isfinite().all()

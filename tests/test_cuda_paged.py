@@ -73,7 +73,7 @@ class Inputs:
 
 def check(lengths: list[tuple[int, int]], *, window: int = 0, **options: object) -> None:
     step, inputs = make(lengths, window=window, given_back=window > 0, **options)
-    assert_exact(inputs.attend(window=window).cpu(), step, window=window)
+    assert_exact(inputs.attend(window=window), step, window=window)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
@@ -113,7 +113,7 @@ def test_longer_than_staged_pages() -> None:
 def test_scales() -> None:
     step, inputs = make([*MIXED, *DECODE])
     for scale in (0.0, 0.7, -0.3):
-        assert_exact(inputs.attend(softmax_scale=scale).cpu(), step, scale=scale)
+        assert_exact(inputs.attend(softmax_scale=scale), step, scale=scale)
 
 
 @pytest.mark.parametrize("window", [0, 100])
@@ -171,7 +171,7 @@ def test_sequences_without_rows_write_nothing() -> None:
     total = inputs.q.shape[0]
     inputs.q = torch.cat([inputs.q, torch.full_like(inputs.q[:9], torch.nan)])
     got = inputs.attend()
-    assert_exact(got[:total].cpu(), step)
+    assert_exact(got[:total], step)
     assert got[total:].isnan().all()  # rows of no sequence
 
 
@@ -208,7 +208,7 @@ def test_unaligned_rows_take_the_slow_path() -> None:
     rows = torch.zeros(len(step.q), 4 * 64 + 1, dtype=torch.bfloat16).cuda()
     rows[:, 1:].unflatten(1, (4, 64)).copy_(inputs.q)
     inputs.q = rows[:, 1:].unflatten(1, (4, 64))
-    assert_exact(inputs.attend(out=None).cpu(), step)
+    assert_exact(inputs.attend(out=None), step)
 
 
 def test_captured_step_serves_any_lengths() -> None:
@@ -245,7 +245,7 @@ def test_captured_step_serves_any_lengths() -> None:
             values=tuple(v[:n] for v, n in zip(big.values, keys.tolist(), strict=True))[:used],
             seqlens=(1,) * used,
         )
-        assert_exact(out[:used].cpu(), step)
+        assert_exact(out[:used], step)
 
 
 @pytest.mark.parametrize("seed", range(12))
