@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
+from tiny import one_thread  # noqa: F401
 
 import bytetx
 from bytetx.bench.texts import Lognormal, english_passages
@@ -20,8 +22,6 @@ from bytetx.packed import split
 from bytetx.tensors import NormWeight
 from bytetx.transformer import Transformer
 from bytetx.weights import Weights
-from tests import tiny
-from tests.tiny import one_thread  # noqa: F401
 
 # Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.
 _GEMM_NOISE = 0.037
