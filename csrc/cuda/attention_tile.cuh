@@ -284,7 +284,7 @@ struct RowTile {
             is_raised =
                 raise_top(quad_max(largest[0]) * scale(), quad_max(largest[1]) * scale(), factor);
         }
-        float added[2] = {kHasTop ? 0.0f : sum[0], kHasTop ? 0.0f : sum[1]};
+        float added[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int chunk = 0; chunk < kN / 2; chunk += 8) {
             if (!is_live(chunk)) {
@@ -300,13 +300,9 @@ struct RowTile {
                 added[half] += scores(i);
             }
         }
-        if constexpr (kHasTop) {
-            is_raised = raise_after<kN>(scores, added, factor);
-            added[0] += sum[0];
-            added[1] += sum[1];
-        }
-        sum[0] = added[0];
-        sum[1] = added[1];
+        if constexpr (kHasTop) is_raised = raise_after<kN>(scores, added, factor);
+        sum[0] += added[0];
+        sum[1] += added[1];
         return is_raised;
     }
 
