@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from exact_rotary import turn
 from torch import Tensor
 
 from bytetx.ops.paged import write_kv
@@ -20,20 +21,6 @@ NUM_POSITIONS, NUM_HEADS, NUM_KV_HEADS = 300, 6, 2
 @pytest.fixture(params=DTYPES.values(), ids=DTYPES)
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, is_interleaved: bool) -> Tensor:
-    """Complex multiplication, in float64."""
-    half, x = cos.shape[1], x.double()
-    if is_interleaved:
-        pairs = torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
-    else:
-        pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
-    at = positions.long()
-    turned = pairs * torch.complex(cos[at].double(), sin[at].double())[:, None]
-    parts = (turned.real, turned.imag)
-    rotated = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
-    return torch.cat((rotated, x[..., 2 * half :]), -1)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

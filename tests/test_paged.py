@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exact_rotary import turn
 from paged_steps import Step, assert_exact, make_step, pack_past
 from torch import Tensor
 
@@ -166,21 +167,6 @@ def test_slots_outside_the_cache_are_refused(slot: int) -> None:
 
 
 # ---- rotary
-
-
-def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, is_interleaved: bool) -> Tensor:
-    """Complex multiplication, in float64."""
-    half = cos.shape[1]
-    x = x.double()
-    if is_interleaved:
-        pairs = torch.view_as_complex(x[..., : 2 * half].unflatten(-1, (half, 2)).contiguous())
-    else:
-        pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
-    at = positions.long()
-    turned = pairs * torch.complex(cos[at].double(), sin[at].double())[:, None]
-    parts = (turned.real, turned.imag)
-    rotated = torch.stack(parts, -1).flatten(-2) if is_interleaved else torch.cat(parts, -1)
-    return torch.cat((rotated, x[..., 2 * half :]), -1)
 
 
 @pytest.mark.parametrize("is_interleaved", [False, True])

@@ -76,6 +76,21 @@ def random_prompts(requests: Sequence[Request], *, vocab_size: int, seed: int) -
     return [rng.integers(0, vocab_size, r.prompt_tokens).tolist() for r in requests]
 
 
+@torch.inference_mode()
+def padded_generate(model: Any, prompts: Sequence[list[int]], num_tokens: int) -> list[list[int]]:
+    """transformers' greedy answers of num_tokens each, to one batch padded on the left."""
+    longest = max(map(len, prompts))
+    device = model.device
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
+    answers = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
+    given = answers.shape[1] - longest
+    if given != num_tokens:
+        raise RuntimeError(f"it gave {given} tokens of {num_tokens}")
+    return answers[:, longest:].tolist()
+
+
 def prefill_work(spec: ModelSpec, requests: Sequence[Request]) -> Work:
     """FLOP of the prompts' tokens: two a weight of the layers, and causal attention."""
     tokens = sum(r.prompt_tokens for r in requests)

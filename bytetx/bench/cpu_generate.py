@@ -10,6 +10,7 @@ import torch
 
 import bytetx
 from bytetx.bench import measure, texts
+from bytetx.bench.causal import padded_generate
 from bytetx.bench.rivals import quiet
 from bytetx.bench.suite import Measurement
 from bytetx.model import Model
@@ -37,7 +38,7 @@ def measure_generate(
         # A model of its own each time, which has no pages of these prompts yet.
         return Model(model.checkpoint).generate(prompts, params)
 
-    rival = partial(_transformers_answers, theirs, prompts, num_tokens)
+    rival = partial(padded_generate, theirs, prompts, num_tokens)
     notes = _differences([answer.token_ids for answer in ours()], rival())
     timing = measure.alternate(
         ours,
@@ -77,17 +78,6 @@ def _random_gpt2(folder: Path) -> Any:
     model = GPT2LMHeadModel(GPT2Config(eos_token_id=None, bos_token_id=None)).eval()
     model.save_pretrained(folder)
     return model
-
-
-def _transformers_answers(model: Any, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    options = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
-    return model.generate(input_ids=ids, attention_mask=mask, **options)[:, width:].tolist()
 
 
 def _differences(ours: list[list[int]], theirs: list[list[int]]) -> tuple[str, ...]:

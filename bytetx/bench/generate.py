@@ -12,6 +12,7 @@ import bytetx
 from bytetx.bench.causal import (
     Request,
     decode_bytes,
+    padded_generate,
     prefill_work,
     random_checkpoint,
     random_prompts,
@@ -159,26 +160,12 @@ def _measure_transformers(shape: Shape, folder: Path, notes: list[str]) -> dict[
             dtype = DTYPES[shape.dtype]
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
             prompts = random_prompts(shape.requests, vocab_size=model.config.vocab_size, seed=0)
-            _generate(model, prompts, num_tokens=4)
+            padded_generate(model, prompts, 4)
             torch.cuda.synchronize()
             began = time.perf_counter()
-            _generate(model, prompts, num_tokens=num_tokens)
+            padded_generate(model, prompts, num_tokens)
             torch.cuda.synchronize()
             return {"transformers": time.perf_counter() - began}
     except Exception as error:  # a rival may raise anything, and costs no other number
         notes.append(left_out("transformers", error))
         return {}
-
-
-@torch.inference_mode()
-def _generate(model: Any, prompts: list[list[int]], *, num_tokens: int) -> None:
-    """num_tokens each, for one batch padded on the left."""
-    longest = max(map(len, prompts))
-    device = model.device
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": False}
-    answers = model.generate(ids, attention_mask=mask, pad_token_id=0, **options)
-    given = answers.shape[1] - longest
-    if given != num_tokens:
-        raise RuntimeError(f"it gave {given} tokens of {num_tokens}")

@@ -74,9 +74,9 @@ class BlockLayout:
 @lru_cache(maxsize=256)
 def block_layout(bucket: Bucket, *, has_token_types: bool) -> BlockLayout:
     """The layout of a step of these sizes."""
-    sequences, tokens = bucket.batch_size, _aligned(bucket.total_tokens)
-    prompts = _aligned(sequences + 1)
-    ids = prompts + _aligned(sequences)
+    sequences, tokens = bucket.batch_size, aligned(bucket.total_tokens)
+    prompts = aligned(sequences + 1)
+    ids = prompts + aligned(sequences)
     positions, types = ids + tokens, ids + 2 * tokens
     num_ints = types + has_token_types * tokens
     return BlockLayout(bucket, has_token_types, prompts, ids, positions, types, num_ints)
@@ -111,7 +111,8 @@ class PinnedRing:
         return block
 
 
-def _aligned(num_ints: int) -> int:
+def aligned(num_ints: int) -> int:
+    """The next place where a part of a block may start."""
     return -(-num_ints // _ALIGNMENT) * _ALIGNMENT
 
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.engine.block import aligned
 from bytetx.engine.step_columns import StepColumns
 from bytetx.packed import PackedBatch, Past
 
-_ALIGNMENT = 4  # int32s: every part starts at a multiple of 16 bytes
 # Rows share tiles of 64 in the GEMMs and cost attention nothing, so that few buckets lose little;
 # below, a step is the read of the weights whatever its rows.
 _FEW_ROWS = (1, 2, 4, 8, 16, 32)
@@ -85,8 +85,8 @@ class DecodeLayout:
 def decode_layout(num_rows: int, num_pages: int) -> DecodeLayout:
     """The layout of the smallest bucket that holds such a step."""
     rows, pages = round_rows(num_rows), max(_MIN_PAGES, 1 << (num_pages - 1).bit_length())
-    kv_seqlens = _aligned(rows + 1)
-    seats, positions, slots, table = (kv_seqlens + i * _aligned(rows) for i in range(1, 5))
+    kv_seqlens = aligned(rows + 1)
+    seats, positions, slots, table = (kv_seqlens + i * aligned(rows) for i in range(1, 5))
     return DecodeLayout(
         rows, pages, kv_seqlens, seats, positions, slots, table, table + rows * pages
     )
@@ -99,7 +99,3 @@ def round_rows(num_rows: int) -> int:
             return rows
     step = next((step for most, step in _ROW_STEPS if num_rows <= most), _MANY_ROWS_STEP)
     return -(-num_rows // step) * step
-
-
-def _aligned(num_ints: int) -> int:
-    return -(-num_ints // _ALIGNMENT) * _ALIGNMENT

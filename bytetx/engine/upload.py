@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.block import PinnedRing
+from bytetx.engine.block import PinnedRing, aligned
 
-_ALIGNMENT = 4  # int32s: every part starts at a multiple of 16 bytes
 _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -55,7 +54,7 @@ def _parts(arrays: Sequence[np.ndarray]) -> tuple[list[_Part], int]:
     """Each array's place, and the int32s of all."""
     parts, end = [], 0
     for array in arrays:
-        first = -(-end // _ALIGNMENT) * _ALIGNMENT
+        first = aligned(end)
         end = first + array.nbytes // 4
         parts.append(_Part(first, end))
     return parts, max(end, 1)
