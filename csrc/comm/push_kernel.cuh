@@ -4,6 +4,7 @@
 // part of the tile into this rank's slot in everyone's memory and counts it there.
 #pragma once
 
+#include "comm/cluster_sum.cuh"
 #include "comm/peers.cuh"
 #include "comm/schedule.cuh"
 #include "comm/sum_rows.cuh"
@@ -58,7 +59,7 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
 }
 
 template <typename C>
-__global__ void __launch_bounds__(kFewRowsThreads)
+__global__ void __launch_bounds__(C::Tile::kThreads)
     gemm_push_kernel(const __grid_constant__ PushParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<Smem<C>*>(smem);
@@ -107,7 +108,7 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     const int splits = std::min(std::max(o.linear.splits, 1), p.gemm.num_k_blocks);
     launch_kernel(kernel,
-                  {dim3(p.gemm.tiles_m * p.gemm.tiles_n * splits), dim3(kFewRowsThreads),
+                  {dim3(p.gemm.tiles_m * p.gemm.tiles_n * splits), dim3(C::Tile::kThreads),
                    kSmemBytes, stream, splits},
                   p);
     comm::launch_sum(o,

@@ -72,6 +72,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high, cutlass::bfloat1
     return reinterpret_cast<const uint32_t&>(pair);
 }
 
+// 16 bytes that are read once, or zeros; a predicate, so that loads overlap.
+__device__ __forceinline__ uint4 load_if(bool condition, const void* address) {
+    uint4 x;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %5, 0;\n"
+        "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+        "@p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+        : "l"(address), "r"(static_cast<int>(condition)));
+    return x;
+}
+
 // One warpgroup's rows of one tile.
 template <typename C, Epilogue kEpilogue, bool kGated>
 struct TileEdge {
@@ -79,6 +94,9 @@ struct TileEdge {
     static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
     static constexpr int kColumnGroups = C::kTileN / kPermutedRows;
     static_assert(!kGated || kColumnGroups % 2 == 0);
+    // A unit: eight neighbours in a row, or eight gates and their eight values.
+    static constexpr int kUnitsOfRow = kColumnGroups / (kGated ? 2 : 1);
+    static constexpr int kUnits = kRowsOfThread * kUnitsOfRow;
     const Params& p;
     int m, n;  // first row, first column of sums
     int lane = static_cast<int>(threadIdx.x) % 32;
@@ -92,6 +110,23 @@ struct TileEdge {
         return i / 2 * (C::kTileN / 2) + 16 * q + e / 2 * 4 + i % 2 * 2 + e % 2;
     }
 
+    struct Everything {
+        __device__ __forceinline__ constexpr bool operator()(int, int) const { return true; }
+        __device__ __forceinline__ uint4 load(int, int, const T* eight) const {
+            return __ldcs(reinterpret_cast<const uint4*>(eight));
+        }
+    };
+
+    struct OwnUnits {
+        uint32_t bits;
+        __device__ __forceinline__ bool operator()(int i, int q) const {
+            return (bits >> (i * kUnitsOfRow + q / (kGated ? 2 : 1)) & 1) != 0;
+        }
+        __device__ __forceinline__ uint4 load(int i, int q, const T* eight) const {
+            return load_if((*this)(i, q), eight);
+        }
+    };
+
     __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
 
     // sums = bias + residual, or 0: of several CTAs that share k one adds them. Addresses outside
@@ -100,16 +135,30 @@ struct TileEdge {
     __device__ __forceinline__ void load(Sums& sums, bool is_first = true) const {
 #pragma unroll
         for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
-        if (is_first && p.residual != nullptr) add_residual(sums);
-        if (is_first && p.bias != nullptr) add_bias(sums);
+        if (is_first && p.residual != nullptr) add_residual(sums, Everything{});
+        if (is_first && p.bias != nullptr) add_bias(sums, Everything{});
+    }
+
+    // The same where each of these CTAs adds them to the units that it will finish. The bias is a
+    // constant: it is under way before wait(), which must come before what kernels write.
+    template <typename Sums, typename Wait>
+    __device__ __forceinline__ void load_units(Sums& sums, int rank, int num_ranks,
+                                               const Wait& wait) const {
+        OwnUnits owns{0};
+        for (int u = rank; u < kUnits; u += num_ranks) owns.bits |= 1u << u;
+#pragma unroll
+        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        if (p.bias != nullptr) add_bias(sums, owns);
+        wait();
+        if (p.residual != nullptr) add_residual(sums, owns);
     }
 
     __device__ __forceinline__ int inside_column(int q) const {
         return first_column + (has_group(q) ? q * kPermutedRows : 0);
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void add_residual(Sums& sums) const {
+    template <typename Sums, typename Owns>
+    __device__ __forceinline__ void add_residual(Sums& sums, const Owns& owns) const {
         uint4 eights[kRowsOfThread][kColumnGroups];
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
@@ -117,7 +166,7 @@ struct TileEdge {
                 static_cast<const T*>(p.residual) + int64_t{min(row(i), p.m - 1)} * p.n;
 #pragma unroll
             for (int q = 0; q < kColumnGroups; ++q) {
-                eights[i][q] = __ldcs(reinterpret_cast<const uint4*>(words + inside_column(q)));
+                eights[i][q] = owns.load(i, q, words + inside_column(q));
             }
         }
 #pragma unroll
@@ -127,8 +176,8 @@ struct TileEdge {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void add_bias(Sums& sums) const {
+    template <typename Sums, typename Owns>
+    __device__ __forceinline__ void add_bias(Sums& sums, const Owns& owns) const {
         uint4 eights[kColumnGroups];
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
@@ -138,7 +187,9 @@ struct TileEdge {
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
 #pragma unroll
-            for (int i = 0; i < kRowsOfThread; ++i) add(sums, i, q, eights[q]);
+            for (int i = 0; i < kRowsOfThread; ++i) {
+                if (owns(i, q)) add(sums, i, q, eights[q]);
+            }
         }
     }
 

@@ -61,12 +61,12 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     const Schedule<C> at;
     init_barriers(s);
     release_next_kernel();
-    wait_for_prior_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
         if (threadIdx.x % kWarpgroupThreads == 0) produce(p, s, at);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
+        wait_for_prior_kernel();
         consume(p, s, at,
                 [&](int m, int n) { return TileEdge<C, kEpilogue, kGated>{p, m, n}; });
     }

@@ -104,20 +104,35 @@ int max_clusters(Kernel kernel, int smem_bytes) {
     return count;
 }
 
+constexpr int kMostSmemBytes = 227 * 1024;
+
+// Fewer splits than asked for where k has not as many blocks, or shared memory no room.
+template <typename C, Epilogue kEpilogue, bool kGated>
+void launch_few_rows(const Params& p, int splits, cudaStream_t stream) {
+    static_assert(sizeof(FewRowsSmem<C>) <= kMostSmemBytes);
+    const auto smem_bytes = [](int ranks) {
+        const bool has_parts = Parts<C, kEpilogue, kGated>::are_used(ranks);
+        const int bytes = has_parts ? Parts<C, kEpilogue, kGated>::memory_bytes(ranks) : 0;
+        return static_cast<int>(sizeof(FewRowsSmem<C>)) + bytes;
+    };
+    int ranks = std::clamp(splits, 1, p.num_k_blocks);
+    while (ranks > 1 && smem_bytes(ranks) > kMostSmemBytes) --ranks;
+    const auto kernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
+    allow_smem(kernel, kMostSmemBytes);
+    launch_kernel(kernel,
+                  {dim3(p.tiles_m * p.tiles_n * ranks), dim3(C::Tile::kThreads), smem_bytes(ranks),
+                   stream, ranks},
+                  p);
+}
+
 template <typename C, Epilogue kEpilogue, bool kGated>
 void launch(const LinearParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Smem<C>);
-    static_assert(kSmemBytes <= 227 * 1024);
     const Params p = make_params<C>(o);
     if constexpr (C::Tile::kIsForFewRows) {
-        const auto kernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
-        allow_smem(kernel, kSmemBytes);
-        const int splits = std::min(std::max(o.splits, 1), p.num_k_blocks);
-        launch_kernel(kernel,
-                      {dim3(p.tiles_m * p.tiles_n * splits), dim3(kFewRowsThreads), kSmemBytes,
-                       stream, splits},
-                      p);
+        launch_few_rows<C, kEpilogue, kGated>(p, o.splits, stream);
     } else {
+        constexpr int kSmemBytes = sizeof(Smem<C>);
+        static_assert(kSmemBytes <= kMostSmemBytes);
         const auto kernel = gemm_kernel<C, kEpilogue, kGated>;
         allow_smem(kernel, kSmemBytes);
         static const int most = max_clusters<C>(kernel, kSmemBytes);

@@ -30,18 +30,28 @@ __device__ __forceinline__ void fetch_b(const Params& p, Smem<C>& s, int stage, 
     }
 }
 
+// One thread. Weights are nobody's result: the first stages of them are under way while the kernel
+// before still runs.
 template <typename C, typename At>
 __device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& at) {
+    const auto fetch_weights = [&](int stage, int block, int n) {
+        FullBarrier::arrive_and_expect_tx(&s.full[stage], C::kStageBytes);
+        fetch_b(p, s, stage, at.rank, block * kBlockK, n);
+    };
+    const int early = min(C::kStages, p.num_k_blocks);  // of the first tile, which every CTA has
+    cute::prefetch_tma_descriptor(&p.a);
+    for (int i = 0; i < early; ++i) fetch_weights(i, i, at.tile_n(p, at.cluster));
+    wait_for_prior_kernel();
     RingIndex<C::kStages> ring;
+    int num_fetched = 0;
     for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters) {
         const int m = at.tile_m(p, tile), n = at.tile_n(p, tile);
-        for (int block = 0; block < p.num_k_blocks; ++block, ring.advance()) {
-            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with release_stage
-            uint64_t* full = &s.full[ring.index];
-            FullBarrier::arrive_and_expect_tx(full, C::kStageBytes);
-            const int k = block * kBlockK;
-            fetch_a(p, s, ring.index, k, m);
-            fetch_b(p, s, ring.index, at.rank, k, n);
+        for (int block = 0; block < p.num_k_blocks; ++block, ++num_fetched, ring.advance()) {
+            if (num_fetched >= early) {
+                EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // with release_stage
+                fetch_weights(ring.index, block, n);
+            }
+            fetch_a(p, s, ring.index, block * kBlockK, m);
         }
     }
 }
@@ -63,7 +73,7 @@ __device__ __forceinline__ void release_stage(Smem<C>& s, int stage) {
 template <typename C, typename Release, typename OnLast>
 __device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C::kStages>& ring,
                                          typename C::Sums& sums, Release&& release,
-                                         OnLast&& on_last) {
+                                         OnLast&& on_last, int a_offset = 0) {
     using namespace cute;
     typename C::Mma mma;
     auto thread = mma.get_thread_slice(static_cast<int>(threadIdx.x) % kWarpgroupThreads);
@@ -71,7 +81,7 @@ __device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.full[ring.index], ring.phase);
         Tensor a_tile =
-            make_tensor(make_smem_ptr(C::operand(s.a[ring.index])), typename C::LayoutA{});
+            make_tensor(make_smem_ptr(C::operand(s.a[ring.index]) + a_offset), typename C::LayoutA{});
         Tensor b_tile =
             make_tensor(make_smem_ptr(C::operand(s.b[ring.index])), typename C::LayoutB{});
         Tensor a = thread.partition_fragment_A(a_tile);

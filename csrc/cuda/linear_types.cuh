@@ -52,6 +52,7 @@ struct Params {
     int m, n;
     int num_k_blocks;
     int tiles_m, tiles_n;  // of clusters
+    int rolls;
     ActivationConstants activation;
 };
 
@@ -63,6 +64,7 @@ struct Tiling {
     static constexpr int kStages = kStages_;
     static constexpr int kClusterCtas = kClusterCtas_;  // that share columns, and so b
     static constexpr int kConsumers = 2;
+    static constexpr int kTogether = 1;  // warpgroups that share a tile's rows
     static constexpr bool kIsForFewRows = false;
 };
 
@@ -73,13 +75,14 @@ struct Config : Tiling_ {
     static constexpr int kThreads = (Tile::kConsumers + 1) * kWarpgroupThreads;
     static constexpr int kConsumerRegisters = 240;
     static constexpr int kProducerRegisters = 24;
-    static constexpr int kTileM = 64 * Tile::kRowBlocks;
+    static constexpr int kWarpgroupM = 64 * Tile::kRowBlocks;
+    static constexpr int kTileM = kWarpgroupM * Tile::kTogether;
     static constexpr int kAElements = kTileM * kBlockK;
     static constexpr int kBElements = Tile::kTileN * kBlockK;
     static constexpr int kStageBytes = (kAElements + kBElements) * kElementBytes;
     using Atom = cute::GMMA::Layout_K_SW128_Atom<T>;
     using LayoutA = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kTileM>, cute::Int<kBlockK>>{}));
+        Atom{}, cute::Shape<cute::Int<kWarpgroupM>, cute::Int<kBlockK>>{}));
     using LayoutB = decltype(cute::tile_to_shape(
         Atom{}, cute::Shape<cute::Int<Tile::kTileN>, cute::Int<kBlockK>>{}));
     using Mma = decltype(cute::make_tiled_mma(
@@ -87,7 +90,7 @@ struct Config : Tiling_ {
             T, T, float,
             cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
     using Sums = decltype(cute::partition_fragment_C(
-        Mma{}, cute::Shape<cute::Int<kTileM>, cute::Int<Tile::kTileN>>{}));
+        Mma{}, cute::Shape<cute::Int<kWarpgroupM>, cute::Int<Tile::kTileN>>{}));
 
     // What the matrix unit takes a stage's rows for.
     static __device__ __forceinline__ T* operand(T* rows) { return rows; }
