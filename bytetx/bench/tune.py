@@ -23,6 +23,7 @@ from bytetx.ops.linear_plan import (
     LinearPlan,
     Tiling,
     gating_tilings,
+    ranked_plans,
     tilings,
 )
 
@@ -47,10 +48,15 @@ _LAYERS = [
         (hidden, inner, "residual", "bf16"),
     )
 ]
-_ROWS = [32, 64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 6144, 8192, 16384, 32768, 65536]
-_SPLITS = (1, 2, 3, 4, 6, 8)
-_FEW_ROWS_END = 512  # tilings for few rows are tried up to here, those for many from here on
-_SPLIT_FEATURES = 128  # k that one CTA has at least
+# Up to 4096 a tile more or less in an SM's share decides: hence the short steps.
+_ROWS = [
+    *(32, 64, 128, 192, 256, 384),
+    *range(512, 2304, 128),
+    *range(2304, 4096, 256),
+    *(4096, 5120, 6144, 7168, 8192, 12288, 16384, 32768, 65536),
+]
+_FAR_OFF = 1.35  # what is predicted to take that many times the least is not measured
+_MOST_CANDIDATES = 8
 _SAMPLE_US = 1_000
 _SAMPLES = 3
 _COPY_BYTES_PER_US = 4.0e6
@@ -90,35 +96,35 @@ def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, 
     head = {"n": n, "k": k, "dtype": dtype}
     if epilogue == GATED:
         gated = [_best(Shape("", m, n, k, GATED, dtype)) for m in _ROWS]
-        plans = [_plan(*pair) for pair in zip(_ROWS, gated, strict=True)]
-        yield {**head, "epilogue": GATED, "plans": plans}
+        yield {**head, "epilogue": GATED, **_plans(gated)}
         return
     shapes = [Shape("", m, n, k, "bias", dtype) for m in _ROWS]
     plain = [_best(shape) for shape in shapes]
-    yield {
-        **head,
-        "epilogue": "bias",
-        "plans": [_plan(*pair) for pair in zip(_ROWS, plain, strict=True)],
-    }
+    yield {**head, "epilogue": "bias", **_plans(plain)}
     if epilogue == "bias":
         return
     best = [_best(replace(shape, epilogue=epilogue)) for shape in shapes]
-    line = {
-        **head,
-        "epilogue": epilogue,
-        "plans": [_plan(*pair) for pair in zip(_ROWS, best, strict=True)],
-    }
-    if epilogue == RESIDUAL:
-        line["left_to_norm"] = [
-            shape.m
-            for shape, alone, fused in zip(shapes, plain, best, strict=True)
-            if alone.us + _read_us(shape) < fused.us
-        ]
-    yield line
+    left = [
+        alone.us + _read_us(shape) < fused.us
+        for shape, alone, fused in zip(shapes, plain, best, strict=True)
+    ]
+    yield {**head, "epilogue": epilogue, **_plans(best, left if epilogue == RESIDUAL else None)}
 
 
-def _plan(m: int, found: Found) -> tuple[int, str, int]:
-    return (m, *found.candidate)
+def _plans(found: list[Found], left: list[bool] | None = None) -> dict[str, object]:
+    """The best of each of _ROWS, as a line has it: the last row of every run of one plan.
+
+    left: whether the residual is left to the norm.
+    """
+    kept: list[tuple[int, Candidate, bool]] = []
+    for m, best, flag in zip(_ROWS, found, left or [False] * len(found), strict=True):
+        if kept and kept[-1][1:] == (best.candidate, flag):
+            kept.pop()
+        kept.append((m, best.candidate, flag))
+    line: dict[str, object] = {"plans": [(m, *candidate) for m, candidate, _ in kept]}
+    if left is not None:
+        line["left_to_norm"] = [m for m, _, flag in kept if flag]
+    return line
 
 
 def _read_us(shape: Shape) -> float:
@@ -136,14 +142,12 @@ def _best(shape: Shape) -> Found:
 
 
 def _candidates(shape: Shape) -> list[Candidate]:
-    found = [] if shape.epilogue in (RESIDUAL, GATED) else [(CUBLAS, 1)]
-    for tiling in gating_tilings() if shape.epilogue == GATED else tilings():
-        if tiling.is_for_few_rows and shape.m <= _FEW_ROWS_END:
-            most = min(8, shape.k // _SPLIT_FEATURES)
-            found += [(tiling.name, splits) for splits in _SPLITS if splits <= most]
-        if not tiling.is_for_few_rows and shape.m >= _FEW_ROWS_END:
-            found.append((tiling.name, 1))
-    return found
+    """What is worth a measurement: the plans that are predicted to take the least, and cuBLAS."""
+    able = gating_tilings() if shape.epilogue == GATED else tilings()
+    ranked = ranked_plans(able, shape.m, shape.n, shape.k)
+    near = [(t.name, s) for us, t, s in ranked if us < _FAR_OFF * ranked[0][0]]
+    found = near[:_MOST_CANDIDATES]
+    return found if shape.epilogue in (RESIDUAL, GATED) else [*found, (CUBLAS, 1)]
 
 
 def _run(candidate: Candidate, operands: list[Operands], epilogue: str) -> None:
