@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
     };
     multiply(s, share.end - share.begin, ring, sums, release, [] {},
              group * C::kWarpgroupM * kBlockK);
-    if (!(parts.are_used(num_ranks) || p.rolls)) return edge.store(sums);
+    if (!parts.are_used(num_ranks)) return edge.store(sums);
     if (num_ranks > 1) cute::cluster_wait();  // all ranks expect what now comes
     parts.push(sums);
     parts.finish(edge);

@@ -52,7 +52,6 @@ struct Params {
     int m, n;
     int num_k_blocks;
     int tiles_m, tiles_n;  // of clusters
-    int rolls;
     ActivationConstants activation;
 };
 
