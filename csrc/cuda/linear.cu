@@ -25,17 +25,14 @@ constexpr Entry kEntries[] = {
     {{"128x192", 128, 192, false}, gemm::linear_128x192},
     {{"192x128", 192, 128, false}, gemm::linear_192x128},
     {{"128x128", 128, 128, false}, gemm::linear_128x128},
-    {{"128x192-single", 128, 192, false}, gemm::linear_128x192_single},
     {{"192x128-single", 192, 128, false}, gemm::linear_192x128_single},
     {{"few-64x32", 64, 32, true}, gemm::linear_few_64x32},
     {{"few-64x64", 64, 64, true}, gemm::linear_few_64x64},
     {{"few-64x96", 64, 96, true}, gemm::linear_few_64x96},
-    {{"few-64x128", 64, 128, true}, gemm::linear_few_64x128},
     {{"few-128x64", 128, 64, true}, gemm::linear_few_128x64},
     {{"few-128x96", 128, 96, true}, gemm::linear_few_128x96},
     {{"few-128x128", 128, 128, true}, gemm::linear_few_128x128},
     {{"few-192x128", 192, 128, true}, gemm::linear_few_192x128},
-    {{"few-192x192", 192, 192, true}, gemm::linear_few_192x192},
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

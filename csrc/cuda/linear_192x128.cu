@@ -1,5 +1,4 @@
-// The tilings of 192 rows and 128 columns, by pairs of CTAs and
-// by single ones: see linear_kernel.cuh.
+// The tiling of 192 rows and 128 columns: see linear_kernel.cuh.
 #include "cuda/linear_launch.cuh"
 #include "cuda/linear_tilings.cuh"
 
@@ -7,10 +6,6 @@ namespace bytetx::gemm {
 
 void linear_192x128(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<Tiling<3, 128, 5, 2>>(p, stream);
-}
-
-void linear_192x128_single(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<Tiling<3, 128, 5, 1>>(p, stream);
 }
 
 }  // namespace bytetx::gemm
