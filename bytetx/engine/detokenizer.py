@@ -34,10 +34,21 @@ class ByteStream:
         middle of a character."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_open = False  # whether the decoder holds the start of a character
         self.feed(context)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join([self._token_bytes[token] for token in token_ids]))
+        table = self._token_bytes
+        is_one = len(token_ids) == 1
+        data = table[token_ids[0]] if is_one else b"".join([table[token] for token in token_ids])
+        if not self._is_open:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_open = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -160,23 +160,27 @@ class GenerationEngine:
         except StepError as error:
             results = _FailedStep(len(plan.rows), error).results()
         self._in_flight.popleft()
-        failed = []
+        failed, answer_of, append = [], self._answer_of.get, self._scheduler.append
         for row, result in zip(plan.rows, results, strict=True):
             sequence = row.sequence
-            answer = self._answer_of.get(sequence)
+            answer = answer_of(sequence)
             if answer is None:  # it ended after this step was planned
                 continue
             if type(result) is int:
                 if row.is_stale:
                     continue
-                self._scheduler.append(sequence, result)
-                if answer.is_quiet and not sequence.may_end:  # most tokens of long answers
-                    continue
+                if not append(sequence, result):  # most tokens of long answers
+                    if answer.is_quiet:
+                        continue
+                    if answer.is_plain:
+                        pieces.append(answer.next_piece(result))
+                        self._close(answer)
+                        continue
                 result = RowResult(result)
             elif row.is_stale:
                 result = RowResult(prompt_logprobs=result.prompt_logprobs)
             elif result.token_id is not None:
-                self._scheduler.append(sequence, result.token_id)
+                append(sequence, result.token_id)
             answer.add(result)
             if result.error is not None:
                 failed.append(sequence)
@@ -197,6 +201,10 @@ class GenerationEngine:
         piece = answer.take_piece()
         if piece is not None:
             pieces.append(piece)
+        self._close(answer)
+
+    def _close(self, answer: Answer) -> None:
+        """Lets go of an answer that has ended."""
         if answer.reason is None:
             return
         if answer.reason != "error":

@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -208,7 +207,7 @@ class GenerationRun:
                 del self._num_open[piece.request_id], self._places[piece.request_id]
         if piece.error is not None:
             return self._failed(place, type(piece.error)(f"prompts[{place}]: {piece.error}"), piece)
-        return replace(piece, request_id=place)
+        return AnswerPiece(place, *piece[1:])
 
     def _failed(
         self, place: int, error: InputError, piece: AnswerPiece | None = None
@@ -218,7 +217,7 @@ class GenerationRun:
         self._num_errors += 1
         if piece is None:
             return AnswerPiece(place, 0, "", (), finish_reason="error", error=error)
-        return replace(piece, request_id=place, error=error)
+        return piece._replace(request_id=place, error=error)
 
     def _whole(self, place: int, pieces: list[AnswerPiece]) -> Generation | InputError:
         num_prompt_tokens = self._num_prompt_tokens.pop(place, 0)
