@@ -47,6 +47,10 @@ class StepRunner(Protocol):
         """
         ...
 
+    def follow_caller(self) -> None:
+        """Steps from now on see what the caller's device was given to do before."""
+        ...
+
 
 class GenerationEngine:
     """Continuous batching over a runner; not thread-safe (AsyncEngine is the way from threads).
@@ -126,6 +130,13 @@ class GenerationEngine:
         for answer in list(self._answers.get(request_id, ())):
             answer.end("abort")
             self._give(answer, self._ended)
+
+    def start_afresh(self) -> None:
+        """For weights that may have changed, where there is no work: forgets prefixes computed with
+        them, and runs behind whatever the caller's stream was given to do."""
+        assert not self.has_work
+        self._scheduler.pages.forget_kept()
+        self._runner.follow_caller()
 
     def step(self) -> list[AnswerPiece]:
         """Starts a forward pass, and returns what one before it, or this one, added to answers."""

@@ -58,7 +58,7 @@ class GenerationRunner:
         self._decode: CudaDecode | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            self.follow_caller()
             self._decode = CudaDecode(
                 transformer,
                 head,
@@ -67,6 +67,11 @@ class GenerationRunner:
                 device=self.device,
                 has_graphs=cuda_graphs,
             )
+
+    def follow_caller(self) -> None:
+        """Steps from now on run behind what the current stream was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
     @property
     def runs_ahead(self) -> bool:
