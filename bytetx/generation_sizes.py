@@ -9,6 +9,7 @@ import torch
 from bytetx.arguments import check_positive
 from bytetx.cache import KvCache, allocate_cache, page_bytes
 from bytetx.engine.faults import is_out_of_memory
+from bytetx.engine.mixed_block import MAX_MIXED_TOKENS
 from bytetx.errors import DeviceMemoryError
 from bytetx.loading import LoadedCheckpoint
 
@@ -129,13 +130,14 @@ def _cache_limit_bytes(device: torch.device) -> int:
 def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_seqs: int) -> int:
     """Activations of a full step, and logits of all sequences with two f32 copies of them.
 
-    On a GPU the graphs of decode steps hold activations and logits of their own.
+    On a GPU the graphs of small steps hold activations and logits of their own.
     """
     spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
     logits = max_num_seqs * spec.vocab_size
     step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
     if checkpoint.device.type == "cuda":
-        step += spec.workspace_bytes(max_num_seqs, itemsize) + logits * itemsize
+        captured = max(max_num_seqs, min(MAX_MIXED_TOKENS, token_budget))
+        step += spec.workspace_bytes(captured, itemsize) + logits * itemsize
     return step
 
 

@@ -38,7 +38,7 @@ class StepRunner(Protocol):
 
     vocab_size: int
     runs_ahead: bool
-    num_graphs: int  # that decode steps are replayed from
+    num_graphs: int  # that small steps are replayed from
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Runs the step, or lets it run behind those before it. A StepError ends its rows alone.
@@ -89,7 +89,7 @@ class GenerationEngine:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that decode steps are replayed from."""
+        """CUDA graphs that small steps are replayed from."""
         return self._runner.num_graphs
 
     def add_request(
