@@ -16,6 +16,7 @@ from bytetx.loading import LoadedCheckpoint
 PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and shares whole pages only
 _TYPICAL_TOKENS = 1024  # of a sequence, prompt and answer
 _CPU_SEQS, _CUDA_SEQS = 64, 256
+_CUBLAS_BYTES = 32 << 20  # that torch gives cuBLAS on Hopper, once for graphs and once beside them
 # The rest of a CPU's memory is the caller's; on a GPU a step's activations need some of it.
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
 
@@ -136,6 +137,7 @@ def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_se
     logits = max_num_seqs * spec.vocab_size
     step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
     if checkpoint.device.type == "cuda":
+        step += 2 * _CUBLAS_BYTES
         captured = max(max_num_seqs, min(MAX_MIXED_TOKENS, token_budget))
         step += spec.workspace_bytes(captured, itemsize) + logits * itemsize
     return step
