@@ -16,7 +16,7 @@ _BLOCK_TOKENS = 256  # of its cache, by default
 _STEP_TOKENS = (
     2048  # most of one forward pass: its mask has a row a token and a column a cached one
 )
-_WARM_UP_TOKENS = 4
+_WARM_UP_PROMPTS, _WARM_UP_TOKENS = 8, 4
 
 Generate = Callable[[Any, Sequence[list[int]], int], list[list[int]]]
 
@@ -36,7 +36,7 @@ def measure_transformers(
         try:
             with quiet():
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
-                generate(model, prompts, _WARM_UP_TOKENS)
+                generate(model, prompts[:_WARM_UP_PROMPTS], _WARM_UP_TOKENS)
                 found[name] = _seconds(generate, model, prompts, num_tokens)
         except Exception as error:  # a rival may raise anything, and costs no other number
             notes.append(left_out(name, error))
