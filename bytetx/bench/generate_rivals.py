@@ -18,7 +18,8 @@ _STEP_TOKENS = (
 )
 _WARM_UP_PROMPTS, _WARM_UP_TOKENS = 8, 4
 
-Generate = Callable[[Any, Sequence[list[int]], int], list[list[int]]]
+# (model, prompts, tokens of each answer) -> the answers, and the seconds that they took.
+Generate = Callable[[Any, Sequence[list[int]], int], tuple[list[list[int]], float]]
 
 
 def measure_transformers(
@@ -28,7 +29,7 @@ def measure_transformers(
     from transformers import AutoModelForCausalLM
 
     ways: dict[str, Generate] = {
-        "transformers": padded_generate,
+        "transformers": _padded_generate,
         "transformers-continuous": continuous_generate,
     }
     found, notes = {}, []
@@ -37,7 +38,7 @@ def measure_transformers(
             with quiet():
                 model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
                 generate(model, prompts[:_WARM_UP_PROMPTS], _WARM_UP_TOKENS)
-                found[name] = _seconds(generate, model, prompts, num_tokens)
+                _, found[name] = generate(model, prompts, num_tokens)
         except Exception as error:  # a rival may raise anything, and costs no other number
             notes.append(left_out(name, error))
         model = None  # its memory is the next one's
@@ -47,8 +48,9 @@ def measure_transformers(
 
 def continuous_generate(
     model: Any, prompts: Sequence[list[int]], num_tokens: int
-) -> list[list[int]]:
-    """Greedy answers of num_tokens each by transformers' generate_batch, in the prompts' order.
+) -> tuple[list[list[int]], float]:
+    """Greedy answers of num_tokens each by transformers' generate_batch, in the prompts' order, and
+    the seconds from the first request to the last token: setting up and winding up take more.
 
     Its cache holds these prompts and answers, not nine tenths of the memory as by default.
     """
@@ -76,14 +78,14 @@ def continuous_generate(
         whole = sum(len(answer) == num_tokens for answer in answers)
         reason = errors[0] if errors else "no error"
         raise RuntimeError(f"it gave {whole} whole answers of {len(prompts)}: {reason}")
-    return answers
+    first = min(output.created_time for output in outputs)
+    return answers, max(output.lifespan[1] for output in outputs) - first
 
 
-def _seconds(
-    generate: Generate, model: Any, prompts: Sequence[list[int]], num_tokens: int
-) -> float:
+def _padded_generate(
+    model: Any, prompts: Sequence[list[int]], num_tokens: int
+) -> tuple[list[list[int]], float]:
     torch.cuda.synchronize()
     began = time.perf_counter()
-    generate(model, prompts, num_tokens)
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
+    answers = padded_generate(model, prompts, num_tokens)  # on the host
+    return answers, time.perf_counter() - began
