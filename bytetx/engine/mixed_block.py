@@ -2,9 +2,11 @@
 
 Launched one by one, the kernels of such a step take the host longer than the GPU: 250 of them for
 28 layers, whatever its tokens. As one graph they give a prompt of 50 to 500 tokens its first token
-after 2.4 ms instead of 9.0 (Qwen3-0.6B's shape, H200, 2026-11-21). Behind the step's own sequences stands one more, a filler of as many
-rows as the bucket has to spare. It reads whatever page 0 holds and writes nowhere. Places for
-sequences that the step does not have are empty.
+after 2.4 ms instead of 9.0 (Qwen3-0.6B's shape, H200, 2026-11-21).
+
+Behind the step's own sequences stands one more, a filler of as many rows as the bucket has to
+spare. It reads whatever page 0 holds and writes nowhere. Places for sequences that the step does
+not have are empty.
 """
 
 from dataclasses import dataclass, field
