@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from bytetx.byte_level import token_bytes
+from bytetx.byte_level import token_bytes, token_pieces
 from bytetx.engine.detokenizer import ByteStream, DecodedStream, TextStream
 
 
@@ -96,6 +96,21 @@ def test_byte_fallback_streams_whole_characters_and_spaces(words: list[str]) -> 
         known = tokenizer.token_to_id(f"\u2581{word}") or tokenizer.token_to_id(word)
         ids += [known] if known is not None else list(word.encode())
     check_stream(tokenizer, ids, DecodedStream(tokenizer.decode))
+    check_stream(tokenizer, ids, DecodedStream(tokenizer.decode, pieces=token_pieces(tokenizer)))
+
+
+@given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 256, 257, 258, 259, 260]), max_size=60))
+def test_known_pieces_give_the_decoders_text(ids: list[int]) -> None:
+    """Words, spaces, special tokens and bytes, of which some are no text."""
+    tokenizer = byte_fallback()
+    tokenizer.add_tokens(["\u2581"])
+    tokenizer.add_special_tokens(["</s>"])
+    plain, known = DecodedStream(tokenizer.decode), token_pieces(tokenizer)
+    joined = DecodedStream(tokenizer.decode, pieces=known)
+    for token in ids:
+        assert joined.feed([token]) == plain.feed([token])
+    assert joined.flush() == plain.flush()
+    assert known[259] == "" and known[0xC3] is None and token_pieces(byte_level([b"a"])) is None
 
 
 @pytest.mark.parametrize("head", [[], [256], [*"你".encode()]])

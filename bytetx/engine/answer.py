@@ -10,7 +10,7 @@ from bytetx.engine.stopping import StopStrings, finish_reason
 from bytetx.errors import InputError
 
 # Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
-# partial(DecodedStream, decode).
+# partial(DecodedStream, decode, pieces=pieces).
 OpenText = Callable[[Sequence[int]], TextStream]
 
 _CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back

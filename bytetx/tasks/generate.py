@@ -6,7 +6,7 @@ from functools import partial
 from itertools import islice
 from time import perf_counter
 
-from bytetx.byte_level import token_bytes
+from bytetx.byte_level import token_bytes, token_pieces
 from bytetx.engine.answer import OpenText
 from bytetx.engine.detokenizer import ByteStream, DecodedStream
 from bytetx.engine.engine import GenerationEngine
@@ -74,7 +74,10 @@ def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     def decode(token_ids: Sequence[int]) -> str:
         return backend.decode(list(token_ids), skip_special_tokens=True)
 
-    return partial(DecodedStream, decode)
+    pieces = token_pieces(backend)
+    if pieces is not None:
+        pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))
+    return partial(DecodedStream, decode, pieces=pieces)
 
 
 def count_error(num_params: int, num_prompts: int | str) -> InputError:
