@@ -1,5 +1,7 @@
 """Text of tokens as they come: whole characters, nothing taken back, all of it in the end."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from bytetx.byte_level import token_bytes, token_pieces
 from bytetx.engine.detokenizer import ByteStream, DecodedStream, TextStream
+from bytetx.tasks.generate import text_opener
 
 
 def byte_level(chunks: list[bytes]) -> Tokenizer:
@@ -127,3 +130,15 @@ def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
     tokenizer = byte_fallback()
     assert DecodedStream(tokenizer.decode, context=[256]).feed([257]) == " you"
     assert DecodedStream(tokenizer.decode).feed([257]) == "you"
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level([b" a", b"b"])])
+def test_an_engines_streams_take_ids_beyond_the_tokenizers(tokenizer: Tokenizer) -> None:
+    checkpoint = SimpleNamespace(
+        tokenizer=SimpleNamespace(backend=tokenizer), spec=SimpleNamespace(vocab_size=300)
+    )
+    last = tokenizer.get_vocab_size() - 1
+    stream = text_opener(checkpoint)([last - 1])
+    pieces = [stream.feed([token]) for token in (last, 299, last)]
+    assert pieces[0] == pieces[2] and pieces[1] == ""
+    assert "".join(pieces) + stream.flush() == tokenizer.decode([last, last])

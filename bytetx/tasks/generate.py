@@ -55,13 +55,13 @@ def build_engine(
     return GenerationEngine(
         runner,
         scheduler,
-        open_text=_text_opener(checkpoint),
+        open_text=text_opener(checkpoint),
         eos_token_ids=checkpoint.eos_token_ids,
         seed=seed,
     )
 
 
-def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
+def text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     """Text without special tokens; ids that the model has beyond the tokenizer's add nothing."""
     if checkpoint.tokenizer is None:
         return None
