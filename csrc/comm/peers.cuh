@@ -32,7 +32,7 @@ struct Peers : PeerMemory {
 };
 
 inline Peers make_peers(const PeerMemory& memory) {
-    Peers p{memory};
+    Peers p{memory, 0, 0};
     p.quarter_bytes = memory.buffer_bytes / 4 / 1024 * 1024;
     p.counters_of_source =
         static_cast<int>((memory.num_flags - kCounters) / (2 * kNumKinds * memory.size));

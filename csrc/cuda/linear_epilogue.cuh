@@ -135,8 +135,8 @@ struct TileEdge {
     __device__ __forceinline__ void load(Sums& sums, bool is_first = true) const {
 #pragma unroll
         for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
-        if (is_first && p.residual != nullptr) add_residual(sums, Everything{});
-        if (is_first && p.bias != nullptr) add_bias(sums, Everything{});
+        if (is_first && p.residual != nullptr) add_residual(sums);
+        if (is_first && p.bias != nullptr) add_bias(sums);
     }
 
     // The same where each of these CTAs adds them to the units that it will finish. The bias is a
@@ -157,8 +157,8 @@ struct TileEdge {
         return first_column + (has_group(q) ? q * kPermutedRows : 0);
     }
 
-    template <typename Sums, typename Owns>
-    __device__ __forceinline__ void add_residual(Sums& sums, const Owns& owns) const {
+    template <typename Sums, typename Owns = Everything>
+    __device__ __forceinline__ void add_residual(Sums& sums, const Owns& owns = {}) const {
         uint4 eights[kRowsOfThread][kColumnGroups];
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
@@ -176,8 +176,8 @@ struct TileEdge {
         }
     }
 
-    template <typename Sums, typename Owns>
-    __device__ __forceinline__ void add_bias(Sums& sums, const Owns& owns) const {
+    template <typename Sums, typename Owns = Everything>
+    __device__ __forceinline__ void add_bias(Sums& sums, const Owns& owns = {}) const {
         uint4 eights[kColumnGroups];
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {

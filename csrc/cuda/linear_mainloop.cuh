@@ -38,13 +38,14 @@ __device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& a
         FullBarrier::arrive_and_expect_tx(&s.full[stage], C::kStageBytes);
         fetch_b(p, s, stage, at.rank, block * kBlockK, n);
     };
-    const int early = min(C::kStages, p.num_k_blocks);  // of the first tile, which every CTA has
+    const int num_tiles = p.tiles_m * p.tiles_n;
+    const int early = at.cluster < num_tiles ? min(C::kStages, p.num_k_blocks) : 0;  // of one tile
     cute::prefetch_tma_descriptor(&p.a);
     for (int i = 0; i < early; ++i) fetch_weights(i, i, at.tile_n(p, at.cluster));
     wait_for_prior_kernel();
     RingIndex<C::kStages> ring;
     int num_fetched = 0;
-    for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters) {
+    for (int tile = at.cluster; tile < num_tiles; tile += at.num_clusters) {
         const int m = at.tile_m(p, tile), n = at.tile_n(p, tile);
         for (int block = 0; block < p.num_k_blocks; ++block, ++num_fetched, ring.advance()) {
             if (num_fetched >= early) {
