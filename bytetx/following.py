@@ -9,11 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from bytetx.cache import KvCache, allocate_cache
+from bytetx.engine.decode_share import DecodeShare
 from bytetx.loading import Heads, load_share
 from bytetx.parallel.control import Follower
 from bytetx.parallel.launch import Meeting, TorchrunRank, follower_of
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
+    Decode,
     DropCache,
     Forward,
     Join,
@@ -78,6 +80,7 @@ class _Rank:
         self._follower, self._rank, self._size = follower, rank, size
         self._meeting = meeting
         self._caches: dict[int, KvCache] = {}
+        self._decodes: dict[int, DecodeShare] = {}  # by their cache
         self._group: TpGroup | None = None
         self._transformer: Transformer | None = None
         self._heads = Heads()
@@ -87,12 +90,15 @@ class _Rank:
         match message:
             case Forward():
                 self._forward(message)
+            case Decode():
+                self._decode(message)
             case Logits():
                 self._logits(message)
             case NewCache():
                 self._caches[message.cache_id] = self._new_cache(message)
             case DropCache():
                 del self._caches[message.cache_id]
+                self._decodes.pop(message.cache_id, None)
             case Join():
                 self._join(message)
             case Load():
@@ -109,6 +115,8 @@ class _Rank:
         device = torch.device("cpu")
         if message.device_type == "cuda":
             device = torch.device("cuda", self._rank)
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one captures no graph
         meeting = self._meeting if message.meeting is None else message.meeting
         self._group = join_group(
             meeting.store(),
@@ -138,6 +146,20 @@ class _Rank:
         cache = None if message.past is None else self._caches[message.past[0]]
         on_layer = _ignore if message.wants_layers else None
         self._transformer.forward(batch, cache=cache, on_layer=on_layer)
+
+    @torch.inference_mode()
+    def _decode(self, message: Decode) -> None:
+        share = self._decodes.get(message.cache_id)
+        if share is None:
+            share = self._decodes[message.cache_id] = DecodeShare(
+                self._transformer,
+                self._heads.lm,
+                cache=self._caches[message.cache_id],
+                receive=self._group.collectives.broadcast,
+                device=self._group.device,
+            )
+        sizes = message.num_rows, message.num_pages
+        share.run(*sizes, is_greedy=message.is_greedy, is_captured=message.is_captured)
 
     @torch.inference_mode()
     def _logits(self, message: Logits) -> None:

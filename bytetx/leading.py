@@ -21,6 +21,7 @@ from bytetx.parallel.control import Followers
 from bytetx.parallel.launch import Meeting, TorchrunLead, spawn
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
+    Decode,
     DropCache,
     Join,
     Load,
@@ -162,6 +163,7 @@ class _Lead:
     def __init__(self, group: TpGroup, followers: Followers, spec: ModelSpec):
         self.group, self.followers, self.spec = group, followers, spec
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose step consists of several passes
         self._cache_ids: dict[int, int] = {}  # by the id of a cache's first tensor
         self._dropped: deque[int] = deque()  # ids of caches that are gone here
         self._num_caches = 0
@@ -193,6 +195,19 @@ class _Lead:
                 self.followers.close()
                 raise
 
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """In a step whose passes the others run without being asked for each."""
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = None
+
+    @property
+    def is_in_whole_step(self) -> bool:
+        return self._owner == threading.get_ident()
+
     def send(self, message: object) -> None:
         self.followers.send(message)
 
@@ -222,8 +237,27 @@ class _LedTransformer(Transformer):
         vars(self).update(vars(own))
         self._lead = lead
 
+    @property
+    def is_capturable(self) -> bool:
+        """Only decode steps are: others ask the ranks each time."""
+        return False
+
     def check(self) -> None:
         self._lead.followers.check()
+
+    @contextmanager
+    def decode_step(
+        self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
+    ) -> Iterator[None]:
+        lead, options = self._lead, (num_rows, num_pages, is_greedy, is_captured)
+        with lead.step():
+            lead.send(Decode(lead.cache_id(cache), *options))
+            with lead.whole_step():
+                yield
+
+    def share(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self._lead.group.collectives.broadcast(tensor)
 
     @torch.inference_mode()
     def forward(
@@ -234,6 +268,8 @@ class _LedTransformer(Transformer):
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         lead = self._lead
+        if lead.is_in_whole_step:
+            return super().forward(batch, cache=cache, on_layer=on_layer)
         with lead.step():
             message = forward_message(
                 batch, cache_id=lead.cache_id(cache), wants_layers=on_layer is not None
@@ -271,6 +307,8 @@ def _led_logits(
 ) -> torch.Tensor:
     if not rows.shape[0]:
         return rows.new_empty((0, lead.spec.vocab_size))
+    if lead.is_in_whole_step:
+        return forward(rows)
     with lead.step():
         lead.send(Logits(head, rows.shape[0]))
         return forward(lead.group.collectives.broadcast(rows.contiguous()))

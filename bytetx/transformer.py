@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -130,6 +131,18 @@ class Transformer:
 
     def check(self) -> None:
         """Raises a GroupError where a rank is gone, and with it what the device still computed."""
+
+    def decode_step(
+        self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
+    ) -> AbstractContextManager[None]:
+        """Around a decode step of these sizes: the other ranks run it, too.
+
+        is_greedy: with the language model head.  is_captured: whether such steps become graphs.
+        """
+        return nullcontext()
+
+    def share(self, *tensors: torch.Tensor) -> None:
+        """What the other ranks of a decode step read first, in this order."""
 
     @torch.inference_mode()
     def forward(

@@ -97,6 +97,23 @@ def test_half_types_within_twice_the_error_of_one_gpu(
         assert errors[0] <= 2 * errors[1] + noise
 
 
+def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) -> None:
+    prompts, checkpoint = (
+        random_ids([1, 13, 37, 2, 30, 64]),
+        load_led(llama, *ranks, dtype=torch.bfloat16),
+    )
+    captured, eager = (Model(checkpoint, cuda_graphs=has_graphs) for has_graphs in (True, False))
+    found, wanted = (model.generate(prompts, GREEDY) for model in (captured, eager))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+    again = captured.generate(prompts[::-1], GREEDY)
+    assert [answer.token_ids for answer in again][::-1] == [a.token_ids for a in wanted]
+    assert captured._idle_engines[0][1]._runner.num_graphs
+    assert not eager._idle_engines[0][1]._runner.num_graphs
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
+    found, wanted = (model.generate(prompts, sampled) for model in (captured, eager))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+
+
 def test_a_killed_rank_ends_the_group(llama: Path) -> None:
     """While rank 0 waits for NCCL; within seconds, and with the reason."""
     model = bytetx.load(llama, device="cuda", dtype="bfloat16", tp=2)

@@ -23,7 +23,7 @@ from bytetx.spec import ModelSpec
 class ShardedBlocks:
     """The calls of WholeBlocks, of every rank at the same time with the same rows in total."""
 
-    is_capturable = False
+    is_capturable = True  # by graphs that all ranks replay together
 
     def __init__(self, spec: ModelSpec, group: TpGroup, split: ModelSplit):
         self.num_heads, self.num_kv_heads = len(split.heads), len(split.kv_heads)
