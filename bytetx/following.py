@@ -10,6 +10,7 @@ import torch
 
 from bytetx.cache import KvCache, allocate_cache
 from bytetx.engine.decode_share import DecodeShare
+from bytetx.errors import GroupError
 from bytetx.loading import Heads, load_share
 from bytetx.parallel.control import Follower
 from bytetx.parallel.launch import Meeting, TorchrunRank, follower_of
@@ -55,12 +56,13 @@ def serve(
     own = _Rank(follower, rank=rank, size=size, meeting=meeting)
     try:
         follower.answer()
-        while (message := follower.receive()) is not None:
+        while (message := follower.receive(own.check)) is not None:
             own.do(message)
         own.finish()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        follower.fail(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+        text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        follower.fail(own.fault_text() or text)
         _end(1)
     _end(0)
 
@@ -97,14 +99,23 @@ class _Rank:
             case NewCache():
                 self._caches[message.cache_id] = self._new_cache(message)
             case DropCache():
-                del self._caches[message.cache_id]
-                self._decodes.pop(message.cache_id, None)
+                self._drop_cache(message.cache_id)
             case Join():
                 self._join(message)
             case Load():
                 self._load(message)
             case _:
                 raise TypeError(f"rank 0 sent a {type(message).__name__}")
+
+    def fault_text(self) -> str | None:
+        """For whom a kernel of this rank waited in vain."""
+        return None if self._group is None else self._group.fault_text()
+
+    def check(self) -> None:
+        """Raises a GroupError where a kernel waited in vain: no call of this rank tells it so."""
+        waited = self.fault_text()
+        if waited is not None:
+            raise GroupError(waited)
 
     def finish(self) -> None:
         """Waits for what rank 0 may still wait for, too."""
@@ -130,10 +141,12 @@ class _Rank:
 
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
+        self._decodes.clear()
         self._transformer, self._heads = load_share(
             message.folder, self._blocks, dtype=message.dtype, device=self._group.device
         )
         self._follower.answer()
+        self._transformer.blocks.agree_on_kernels(self._transformer.all_layers)
 
     def _blocks(self, spec: ModelSpec) -> ShardedBlocks:
         split = split_model(spec, rank=self._rank, size=self._size)
@@ -160,6 +173,12 @@ class _Rank:
             )
         sizes = message.num_rows, message.num_pages
         share.run(*sizes, is_greedy=message.is_greedy, is_captured=message.is_captured)
+
+    def _drop_cache(self, cache_id: int) -> None:
+        share = self._decodes.pop(cache_id, None)
+        if share is not None:
+            share.clear()
+        del self._caches[cache_id]
 
     @torch.inference_mode()
     def _logits(self, message: Logits) -> None:

@@ -16,6 +16,7 @@ from bytetx.errors import BytetxError, GroupError, InputError
 from bytetx.heads import LmHead, MaskedLMHead
 from bytetx.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
 from bytetx.ops.comm_gemm import workspace_bytes
+from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
 from bytetx.parallel.control import Followers
 from bytetx.parallel.launch import Meeting, TorchrunLead, spawn
@@ -46,14 +47,14 @@ def load_shared(
     device: str | torch.device,
     dtype: str | torch.dtype,
     token_budget: Callable[[torch.device], int],
-    shares_memory: bool = False,
+    shares_memory: bool = True,
     rows: RowScheme | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a share; this process is rank 0.
 
     ranks: how many to start on this machine, this one included, or those of torchrun.
-    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs reach into one
-    another's memory for the fused ops; without, all goes through NCCL.
+    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs that can reach
+    into one another's memory for the fused ops, which are of half types; else all is NCCL's.
     rows: None is the device's own scheme.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
@@ -65,7 +66,7 @@ def load_shared(
     split_model(spec, rank=0, size=size)  # what cannot be split is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=Weights(sentence.folder, spec).dtype)
     shared_bytes = 0
-    if shares_memory:
+    if shares_memory and device.type == "cuda" and dtype in DTYPE_NAMES:
         sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
         shared_bytes = workspace_bytes(max_tokens=token_budget(device), **sizes)
     followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
@@ -93,6 +94,7 @@ def load_led(
     blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=group.size))
     checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, blocks=blocks)
     followers.answers()
+    blocks.agree_on_kernels(checkpoint.transformer.all_layers)
     lead = _Lead(group, followers, spec)
     heads = checkpoint.heads
     led = {
@@ -177,7 +179,7 @@ class _Lead:
         the ranks share memory.
         """
         with self._lock:
-            self.followers.check()
+            self.check()
             try:
                 while self._dropped:
                     self.followers.send(DropCache(self._dropped.popleft()))
@@ -190,10 +192,17 @@ class _Lead:
             except GroupError:
                 raise
             except Exception as error:
-                self.followers.raise_failure(error)
+                self.followers.raise_failure(error, reason=self.group.fault_text() or "")
             except BaseException:
                 self.followers.close()
                 raise
+
+    def check(self) -> None:
+        """Raises a GroupError where a rank is gone, or one of them waited for another in vain."""
+        waited = self.group.fault_text()
+        if waited is not None:
+            self.followers.raise_failure(reason=waited)
+        self.followers.check()
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -243,7 +252,7 @@ class _LedTransformer(Transformer):
         return False
 
     def check(self) -> None:
-        self._lead.followers.check()
+        self._lead.check()
 
     @contextmanager
     def decode_step(

@@ -167,6 +167,12 @@ def gemm_ar(record: RecordOption = None, case: CaseOption = None) -> None:
     _run_ranks("gemm_ar", record=record, case=case)
 
 
+@app.command(name="tp_layer")
+def tp_layer(record: RecordOption = None, case: CaseOption = None) -> None:
+    """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
+    _run_ranks("tp_layer", record=record, case=case)
+
+
 @app.command(name="plot")
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER
@@ -223,14 +229,17 @@ def _run_gpu(
 
 def _run_ranks(name: str, *, record: Path | None, case: list[str] | None) -> None:
     """Runs a suite in one process a GPU: starts them, or is one of them."""
-    from bytetx.bench.comm import comm_suite, start_ranks, this_rank
+    from bytetx.bench.comm import comm_suite
+    from bytetx.bench.ranks import start_ranks, this_rank
+    from bytetx.bench.tp_layer import tp_layer_suite
 
     try:
         rank = this_rank()
         if rank is None:
             return start_ranks(sys.argv[1:])
         patterns, command = case or [], _command(name, case or [])
-        suite = comm_suite(name, patterns=patterns)
+        make_suite = tp_layer_suite if name == "tp_layer" else partial(comm_suite, name)
+        suite = make_suite(patterns=patterns)
         own_record = record if rank == 0 else None
         _run_suite(Console(quiet=rank > 0), suite, command=command, record=own_record)
     except BytetxError as error:

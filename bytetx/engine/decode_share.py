@@ -53,6 +53,10 @@ class DecodeShare:
             return
         compute(torch.empty(layout.num_ints, dtype=torch.int32, device=self._device))
 
+    def clear(self) -> None:
+        """Lets go of the graphs, when they have run."""
+        self._graphs.clear()
+
     def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         self._receive(block)
         batch, seats = layout.read(block, page_size=self._cache.page_size)

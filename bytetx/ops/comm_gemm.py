@@ -46,7 +46,8 @@ class Workspace:
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
     epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
     memory: what the kernels are told of all this, None where there are none.
-    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
+    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom, and where
+        the host says that it need not wait any more.
     owner: keeps it all alive.
     """
 
@@ -58,6 +59,14 @@ class Workspace:
     memory: object | None
     fault: Tensor
     owner: object = None
+
+    def fault_text(self) -> str | None:
+        """Which rank of this device waited in vain, for whom; None where none has."""
+        return comm_kernels.fault_text(self.fault)
+
+    def give_up(self) -> None:
+        """Ends kernels that wait for a rank which is gone; from then on results are wrong."""
+        comm_kernels.give_up(self.fault)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +151,12 @@ def all_gather_gemm(
     plain = w.fused if is_gated else w
     _check_rows("x", x, (own, plain.k), plain)
     workspace = _kernel_workspace(peers)
-    if workspace is not None and comm_kernels.takes_gather(
-        x, plain, total_tokens=row_offsets[-1], buffer_bytes=workspace.buffer_bytes
+    if (
+        workspace is not None
+        and w.has_kernel
+        and comm_kernels.takes_gather(
+            plain, total_tokens=row_offsets[-1], buffer_bytes=workspace.buffer_bytes
+        )
     ):
         return comm_kernels.all_gather_gemm(
             x,
@@ -184,7 +197,7 @@ def gemm_reduce_scatter(
     workspace = _kernel_workspace(peers)
     most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     if workspace is not None and comm_kernels.takes_sum(
-        x, w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
+        w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
     ):
         return _sum_by_kernel(
             x, w, peers, row_offsets, residual=residual, bias=bias, partial=partial, norm=norm
@@ -212,7 +225,7 @@ def gemm_all_reduce(
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     workspace = _kernel_workspace(peers)
     if workspace is not None and comm_kernels.takes_all_reduce(
-        x, w, size=peers.size, buffer_bytes=workspace.buffer_bytes
+        len(x), w, size=peers.size, buffer_bytes=workspace.buffer_bytes
     ):
         return _sum_by_kernel(
             x, w, peers, None, residual=residual, bias=bias, partial=partial, norm=norm

@@ -1,7 +1,8 @@
 """The GPU kernels of linear layers that carry their own communication: what they take, their calls.
 
-Whether a kernel runs must come out the same on every rank, or one waits for ever: it depends on
-sizes that all ranks share, and on weights that are dealt in equal shares of whole tiles.
+Whether a kernel runs must come out the same on every rank, or one waits for another in vain: it
+depends on sizes that all ranks share, and on weights that either all have kernels or none has, as
+whoever loads them agrees with the other ranks (ShardedBlocks.agree_on_kernels).
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _NUM_SMS = 132
 # CTAs (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
 _MOST_SENT_BYTES = 8 << 20
 _MOST_COLUMNS = 64 * _NUM_SMS
+# FaultState of csrc/comm_ops.h.
+_WAITED_IN_VAIN, _GIVEN_UP = 1, 2
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 # Name in linear_tilings() -> columns, and what a tile of all_gather_gemm takes beside its columns'
@@ -51,17 +54,16 @@ def peer_memory(
     return make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
 
 
-def takes_gather(x: Tensor, w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
-    """Whether all_gather_gemm has a kernel for this weight and everyone's rows."""
-    fits = (total_tokens + 128) * w.k * x.itemsize <= buffer_bytes // _QUARTERS
-    return w.has_kernel and fits and w.n > 0 and is_aligned(x) and total_tokens > 0
+def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
+    """Whether all_gather_gemm's kernel takes everyone's rows; w: a weight that has kernels."""
+    fits = (total_tokens + 128) * w.k * w.dtype.itemsize <= buffer_bytes // _QUARTERS
+    return fits and total_tokens > 0
 
 
-def takes_sum(x: Tensor, w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+def takes_sum(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
     """Whether the sums over ranks have a kernel for this weight; slot_rows: of all slots."""
-    fits = slot_rows * w.n * x.itemsize <= buffer_bytes // _QUARTERS
-    is_whole = w.k > 0 and w.n <= _MOST_FEATURES
-    return w.has_kernel and fits and is_whole and is_aligned(x) and len(x) > 0
+    fits = slot_rows * w.n * w.dtype.itemsize <= buffer_bytes // _QUARTERS
+    return w.has_kernel and fits and w.n <= _MOST_FEATURES and slot_rows > 0
 
 
 def all_gather_gemm(
@@ -74,7 +76,7 @@ def all_gather_gemm(
     is_gated: bool,
 ) -> Tensor:
     """The fused kernel on checked arguments."""
-    total_tokens = row_offsets[-1]
+    total_tokens, x = row_offsets[-1], _aligned(x)
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
     name = "128x128" if is_gated else _many_rows(total_tokens, w.n, is_gather=True)
     native.kernel("all_gather_gemm", x.device)(
@@ -116,7 +118,9 @@ def gemm_sum(
 
     own_rows: rows of the results, [own_rows, n] each.
     """
-    m = len(x)
+    m, x = len(x), _aligned(x)
+    partial = None if partial is None else _aligned(partial)
+    residual = _aligned(residual)
     is_dealt = row_offsets is not None
     if row_offsets is None:
         row_offsets = (*[0] * size, m)
@@ -149,13 +153,12 @@ def gemm_sum(
     return out, h
 
 
-def takes_all_reduce(x: Tensor, w: LinearWeight, *, size: int, buffer_bytes: int) -> bool:
-    """Whether gemm_all_reduce has a kernel for x, and it is the faster way."""
-    m = len(x)
-    sent = (size - 1) * m * w.n * x.itemsize
+def takes_all_reduce(m: int, w: LinearWeight, *, size: int, buffer_bytes: int) -> bool:
+    """Whether gemm_all_reduce has a kernel for m rows, and it is the faster way."""
+    sent = (size - 1) * m * w.n * w.dtype.itemsize
     if sent > _MOST_SENT_BYTES or w.n > _MOST_COLUMNS:
         return False
-    return takes_sum(x, w, slot_rows=m * size, buffer_bytes=buffer_bytes)
+    return takes_sum(w, slot_rows=m * size, buffer_bytes=buffer_bytes)
 
 
 @lru_cache(4096)
@@ -184,15 +187,26 @@ def _index(name: str) -> int:
     return next(i for i, tiling in enumerate(native.linear_tilings()) if tiling[0] == name)
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy that begins at 16 bytes: one rank alone cannot go another way."""
+    return x if is_aligned(x) else x.clone()
+
+
 def fault_text(fault: Tensor) -> str | None:
     """What a kernel that waited in vain has left, in words; None where none has."""
-    is_set, rank, source, flag, seen, expected = fault[:6].tolist()
-    if not is_set:
+    state, rank, source, flag, seen, expected = fault[:6].tolist()
+    if state != _WAITED_IN_VAIN:
         return None
     return (
         f"rank {rank} waited in vain for rank {source}: "
         f"flag {flag} holds {seen}, expected {expected}"
     )
+
+
+def give_up(fault: Tensor) -> None:
+    """Lets kernels that wait for a rank which is gone end, with wrong results."""
+    if int(fault[0]) != _WAITED_IN_VAIN:
+        fault[0] = _GIVEN_UP
 
 
 def new_fault() -> Tensor:

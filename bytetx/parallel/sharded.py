@@ -1,6 +1,8 @@
 """Blocks whose layers are split over the ranks of a group, between which rows are dealt, too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +22,15 @@ from bytetx.parallel.tp import TpGroup
 from bytetx.spec import ModelSpec
 
 
+class SplitLayer(Protocol):
+    """What a layer of either kind of model has."""
+
+    qkv: LinearWeight
+    attn_out: RowWeight
+    ffn_in: LinearWeight | GatedWeight
+    ffn_out: RowWeight
+
+
 class ShardedBlocks:
     """The calls of WholeBlocks, of every rank at the same time with the same rows in total."""
 
@@ -35,6 +46,20 @@ class ShardedBlocks:
 
         self._vocab_offsets = deal_features(spec.vocab_size, group.size)
 
+    def agree_on_kernels(self, layers: Iterable[SplitLayer]) -> None:
+        """Once all ranks have loaded: the fused ops' kernels run on all of them, or on none.
+
+        layers: this rank's.  All ranks call it. Shares may differ by a head, and a kernel that
+        takes one of them alone would wait in vain for the others.
+        """
+        workspace = self.group.workspace
+        if workspace is None:
+            return  # on every rank
+        has_all = workspace.memory is not None and all(map(_has_kernels, layers))
+        lacking = torch.tensor([float(not has_all)], device=self.group.device)
+        if self.group.collectives.all_reduce(lacking).item():
+            self.peers = replace(self.peers, workspace=None)
+
     def begin(self, total_tokens: int) -> "_Rows":
         return _Rows(self, self.group.rows.offsets(total_tokens, self.group.size))
 
@@ -43,6 +68,14 @@ class ShardedBlocks:
         if not logits.shape[0]:
             return logits.new_empty((0, self._vocab_offsets[-1]))
         return self.group.collectives.all_gather_columns(logits, self._vocab_offsets)
+
+
+def _has_kernels(layer: SplitLayer) -> bool:
+    """Empty shares have none."""
+    columns, rows = (layer.qkv, layer.ffn_in), (layer.attn_out.linear, layer.ffn_out.linear)
+    return all(w.has_kernel and w.n > 0 for w in columns) and all(
+        w.has_kernel and w.k > 0 for w in rows
+    )
 
 
 class _Rows:

@@ -34,8 +34,14 @@ class TpGroup:
     def peers(self) -> Peers:
         return Peers(self.rank, self.size, self.collectives, self.workspace)
 
+    def fault_text(self) -> str | None:
+        """Which kernel of this rank waited in vain, for whom; None where none has."""
+        return None if self.workspace is None else self.workspace.fault_text()
+
     def abort(self) -> None:
-        """Ends collectives that wait for a rank which will never come; the group is of no use."""
+        """Ends what waits for a rank that will never come; the group is of no use then."""
+        if self.workspace is not None:
+            self.workspace.give_up()
         self.collectives.abort()
 
 
