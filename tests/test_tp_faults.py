@@ -228,5 +228,5 @@ def test_a_rank_reads_its_share_alone(
 
 def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
     """Of a rank that has met no other one: enough to load."""
-    group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu"))
+    group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu", size))
     return ShardedBlocks(spec, group, split_model(spec, rank=rank, size=size))

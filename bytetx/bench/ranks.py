@@ -106,6 +106,7 @@ def ranks_us(
     *,
     required: Iterable[str] = ("ours", "gemm", "nccl", "cublas-nccl"),
     samples: int = _SAMPLES,
+    sample_us: float = _SAMPLE_US,
 ) -> dict[str, float]:
     """Microseconds of each run's graph on the slowest rank, medians; every rank calls it.
 
@@ -122,7 +123,7 @@ def ranks_us(
     replays, times = {}, {name: [] for name in graphs}
     for name, graph in graphs.items():
         replay_us(graph, 1)
-        replays[name] = max(1, round(_SAMPLE_US / slowest(replay_us(graph, 1))))
+        replays[name] = max(1, round(sample_us / slowest(replay_us(graph, 1))))
     for _ in range(samples):
         for name, graph in graphs.items():
             dist.barrier()

@@ -17,7 +17,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.parallel.layout import ModelSplit, deal_features
+from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
 from bytetx.parallel.tp import TpGroup
 from bytetx.spec import ModelSpec
 
@@ -38,7 +38,8 @@ class ShardedBlocks:
 
     def __init__(self, spec: ModelSpec, group: TpGroup, split: ModelSplit):
         self.num_heads, self.num_kv_heads = len(split.heads), len(split.kv_heads)
-        self.group, self.split, self.peers = group, split, group.peers
+        self.group, self.split = group, split
+        self.peers = replace(group.peers, is_even=has_even_shares(spec, group.size))
         self.whole_blocks = WholeBlocks(spec)
         self.norm_eps = spec.norm_eps
         is_rms = spec.decoder is not None and spec.decoder.norm == "rms_norm"

@@ -70,7 +70,9 @@ def join_group(
         shared = dist.PrefixStore("bytetx-symmetric", store)
         options = {"device": device, "buffer_bytes": workspace_bytes}
         workspace = symmetric_workspace(shared, backend, **options)
-    return TpGroup(rank, size, device, collectives, workspace, rows or row_scheme(device.type))
+    return TpGroup(
+        rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
+    )
 
 
 def _backend(
@@ -117,6 +119,8 @@ class GroupCollectives:
         self._backend._allgather_base(received, sent).wait()
         if min(shares) == largest:
             return received
+        if all(row_offsets[i] == i * largest for i in range(self._size)):
+            return received[: row_offsets[-1]]  # only the last share is shorter
         pieces = received.view(self._size, largest, *tail)
         return torch.cat([pieces[i, :rows] for i, rows in enumerate(shares)])
 
