@@ -16,7 +16,7 @@ from bytetx.ops.comm_gemm import Peers
 from bytetx.parallel.symmetric import turn_multicast_off
 from bytetx.parallel.tp import TpGroup, join_group
 
-_SAMPLES = 5
+_SAMPLES = 3
 _SAMPLE_US = 4_000
 
 NOTES = (

@@ -33,7 +33,6 @@ from bytetx.parallel.tp import TpGroup
 _CONTEXT = 128  # keys of a sequence that decodes
 _LAYERS_OF_LARGE = 2  # whose weights are gigabytes
 _LARGE = ("gpt3", "llama-70b")
-_SAMPLES = 3
 _NOTE = "times are of one layer; one-gpu is ours with the whole layer on each GPU"
 
 
@@ -125,11 +124,11 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
         "cublas-nccl": layers_run(plain, batch, cache),
     }
     notes: list[str] = []
-    found = ranks_us(runs, notes, samples=_SAMPLES)
+    found = ranks_us(runs, notes)
     del ours, plain, batch, cache, runs
     whole = random_share(spec, WholeBlocks(spec), count=count, dtype=dtype)
     runs = {"one-gpu": layers_run(whole, *_step(shape, whole))}
-    found |= ranks_us(runs, notes, required=(), samples=_SAMPLES)
+    found |= ranks_us(runs, notes, required=())
     sizes = {
         "batch_size": len(shape.lengths),
         "total_tokens": int(shape.lengths.sum()),
