@@ -31,7 +31,8 @@ _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most step
 _SPLITS = (1, 2, 4, 8)
 _SMS = 132
 _SAMPLES = 3
-_SAMPLE_US = 1_000
+# Of a sample; where many rows keep a GPU at its power limit, longer than it takes to get there.
+_SAMPLE_US, _HOT_SAMPLE_US, _HOT_ROWS = 1_000, 12_000, 2048
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], None]
@@ -109,7 +110,8 @@ def _best(layer: Layer, m: int, ranks: Ranks) -> CommPlan:
             call(w, plan)
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
-    options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
+    sample_us = _SAMPLE_US if m < _HOT_ROWS else _HOT_SAMPLE_US
+    options = {"required": runs, "samples": _SAMPLES, "sample_us": sample_us}
     found = ranks_us(runs, [], **options)
     return plans[int(min(found, key=found.__getitem__))]
 
