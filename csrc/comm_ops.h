@@ -11,9 +11,12 @@ namespace bytetx {
 // addresses on this device. All ranks make the same calls, with the same sizes, in the same order.
 constexpr int kMaxPeers = 8;
 
-// A wait for another rank that took too long; its kernel has trapped.
+// A wait for another rank that took too long; its kernel has trapped. The host, where it knows that
+// a rank is gone, sets state to kGivenUp: kernels that wait then go on without what they wait for,
+// so that they end and the device can be used on; nobody may look at their results.
+enum FaultState : int32_t { kNoFault = 0, kWaitedInVain = 1, kGivenUp = 2 };
 struct PeerFault {
-    int32_t is_set, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
+    int32_t state, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
     uint32_t seen, expected;
 };
 

@@ -1,8 +1,12 @@
 """The fused ops' kernels: random shapes and shares against float64, thousands of calls, graphs."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -291,3 +295,52 @@ def test_graphs_of_changing_sizes_with_a_late_rank(group: Group) -> None:
                 graph.replay()
     group.wait()
     assert [int(w) for w in wrong] == [0] * group.size
+
+
+def test_kernels_end_when_the_host_gives_up(group: Group) -> None:
+    """A rank that is gone leaves the others' devices usable."""
+    if group.size == 1:
+        pytest.skip("one rank waits for nobody")
+    own = make_group(group.size)
+    layers = [random_layer(own, torch.float16, max_rows=300) for _ in range(12)]
+    own.wait()
+    for layer in layers:
+        layer.call(0)
+    assert not torch.cuda.current_stream(0).query()
+    assert own.peers[0].workspace.fault_text() is None
+    own.peers[0].workspace.give_up()
+    torch.cuda.synchronize(0)
+    assert own.peers[0].workspace.fault_text() is None
+    assert torch.ones(3, device="cuda:0").sum() == 3
+
+
+IN_VAIN = """
+import torch
+from bytetx.ops import comm_kernels
+comm_kernels.TIMEOUT_CYCLES = 100_000_000
+from test_cuda_comm import make_group, sum_layer
+group = make_group(2)
+layer = sum_layer(group, torch.float16, max_rows=300, is_dealt=False)
+group.wait()
+layer.call(0)
+try:
+    torch.cuda.synchronize(0)
+except RuntimeError:
+    print(group.peers[0].workspace.fault_text(), flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.gpus(2)
+def test_a_wait_in_vain_says_for_whom() -> None:
+    """In a process of its own: its device is lost."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_VAIN],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "rank 0 waited in vain for rank 1: flag" in done.stdout, done.stderr

@@ -78,6 +78,16 @@ class CudaDecode:
             idle_seat=self._last_tokens.idle_seat,
         )
         source = pinned.tensor[: layout.num_ints]
+        sizes = {"num_rows": layout.num_rows, "num_pages": layout.num_pages}
+        options = {"is_greedy": is_greedy, "is_captured": self._graphs is not None}
+        with self._transformer.decode_step(self._cache, **sizes, **options):
+            output = self._replay(layout, is_greedy, source)
+        pinned.is_free = torch.cuda.Event()
+        pinned.is_free.record()
+        return output[:num_rows]
+
+    def _replay(self, layout: DecodeLayout, is_greedy: bool, source: Tensor) -> Tensor:
+        """source: the step's block, in pinned memory."""
         compute = partial(self._compute, layout, is_greedy)
         captured = None
         if self._graphs is not None:
@@ -86,19 +96,16 @@ class CudaDecode:
             if captured is None and self._graphs.is_due(key):
                 sizes = {"num_ints": layout.num_ints, "total_tokens": layout.num_rows}
                 captured = self._graphs.capture(key, compute, **sizes)
-        if captured is not None:
-            captured.block.copy_(source, non_blocking=True)
-            captured.graph.replay()
-            (output,) = captured.outputs
-        else:
-            (output,) = compute(source.to(self._device, non_blocking=True))
-        pinned.is_free = torch.cuda.Event()
-        pinned.is_free.record()
-        return output[:num_rows]
+        if captured is None:
+            return compute(source.to(self._device, non_blocking=True))[0]
+        captured.block.copy_(source, non_blocking=True)
+        captured.graph.replay()
+        return captured.outputs[0]
 
     def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         batch, seats = layout.read(block, page_size=self._cache.page_size)
         batch = replace(batch, input_ids=self._last_tokens.of(seats))
+        self._transformer.share(block, batch.input_ids)
         hidden_states = self._transformer.forward(batch, cache=self._cache)
         if not is_greedy:
             return (hidden_states,)

@@ -26,8 +26,12 @@ class RowScheme:
         return deal(total_tokens, size, step=tile)
 
 
-def row_scheme(device_type: str) -> RowScheme:
-    """The scheme of a kind of device (cpu, cuda), from row_schemes.json."""
+def row_scheme(device_type: str, size: int) -> RowScheme:
+    """The scheme of a group of so many devices of a kind (cpu, cuda), from row_schemes.json.
+
+    Where none was measured for the size, that of the next larger group, or of the largest.
+    """
     table = json.loads(files("bytetx.parallel").joinpath("row_schemes.json").read_text())
-    own = table[device_type]
+    schemes = sorted(table[device_type], key=lambda scheme: scheme["tp"])
+    own = next((scheme for scheme in schemes if scheme["tp"] >= size), schemes[-1])
     return RowScheme(own["shard_from_tokens"], tuple(map(tuple, own["tiles"])))

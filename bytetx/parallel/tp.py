@@ -34,8 +34,14 @@ class TpGroup:
     def peers(self) -> Peers:
         return Peers(self.rank, self.size, self.collectives, self.workspace)
 
+    def fault_text(self) -> str | None:
+        """Which kernel of this rank waited in vain, for whom; None where none has."""
+        return None if self.workspace is None else self.workspace.fault_text()
+
     def abort(self) -> None:
-        """Ends collectives that wait for a rank which will never come; the group is of no use."""
+        """Ends what waits for a rank that will never come; the group is of no use then."""
+        if self.workspace is not None:
+            self.workspace.give_up()
         self.collectives.abort()
 
 
@@ -64,7 +70,9 @@ def join_group(
         shared = dist.PrefixStore("bytetx-symmetric", store)
         options = {"device": device, "buffer_bytes": workspace_bytes}
         workspace = symmetric_workspace(shared, backend, **options)
-    return TpGroup(rank, size, device, collectives, workspace, rows or row_scheme(device.type))
+    return TpGroup(
+        rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
+    )
 
 
 def _backend(
@@ -111,6 +119,8 @@ class GroupCollectives:
         self._backend._allgather_base(received, sent).wait()
         if min(shares) == largest:
             return received
+        if all(row_offsets[i] == i * largest for i in range(self._size)):
+            return received[: row_offsets[-1]]  # only the last share is shorter
         pieces = received.view(self._size, largest, *tail)
         return torch.cat([pieces[i, :rows] for i, rows in enumerate(shares)])
 

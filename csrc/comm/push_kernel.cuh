@@ -13,6 +13,10 @@ namespace bytetx::gemm {
 
 using comm::Counted;
 
+// That a cluster counts for its tile in all, however many CTAs share k: ranks whose shares of k
+// differ may split them differently, and know only their own splits.
+constexpr int kCountOfTile = 8;
+
 struct PushParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
@@ -52,7 +56,7 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
     if (peer < peers.size) {  // pairs with wait_for_tile() there
         comm::fence_system();
         comm::add_relaxed(counter_at(peers, peer, Counted::tiles, epoch, peers.rank, m / C::kTileM),
-                          1);
+                          rank == 0 ? kCountOfTile - num_ranks + 1 : 1);
     }
     __syncwarp();
 }
@@ -116,7 +120,7 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
                       .first_tile = 0,
                       .num_tiles = p.gemm.tiles_m,
                       .tile_rows = C::kTileM,
-                      .count_of_tile = p.gemm.tiles_n * splits},
+                      .count_of_tile = p.gemm.tiles_n * kCountOfTile},
                      stream);
 }
 

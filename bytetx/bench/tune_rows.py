@@ -1,0 +1,97 @@
+"""`bytetx bench tp_layer --tune FILE`: from how many rows on ranks deal them, and in which tiles.
+
+Whole layers of several models, with every rank holding all rows and with shares of several tiles;
+the scheme that is written loses the least over all of them. bytetx/parallel/row_scheme.py reads it.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bytetx.bench.gpu import DTYPES
+from bytetx.bench.lengths import dense
+from bytetx.bench.ranks import Ranks, ranks_us
+from bytetx.bench.tp_models import layers_run, prefill_batch, random_share, spec_of
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.sharded import ShardedBlocks
+
+_MODELS = ("gpt3", "llama-70b", "bert-large")
+_ROWS = (64, 128, 192, 320, 512, 704, 1024, 1472, 2112, 4160)  # whole sequences
+_TILES = (16, 64, 128)  # rows
+_SEQUENCE = 64  # tokens
+_LAYERS = 2
+_SAMPLES, _SAMPLE_US = 3, 1_000
+_REPLICATED = 0  # in the place of a tile
+
+Times = Mapping[tuple[str, int], Mapping[int, float]]  # (model, rows) -> tile -> microseconds
+
+
+def tune_rows(path: Path, ranks: Ranks) -> Iterator[str]:
+    """Measures and yields a text a line; rank 0 writes the table at the end. All ranks call it."""
+    times: dict[tuple[str, int], dict[int, float]] = {}
+    for model in _MODELS:
+        for rows in _ROWS:
+            times[model, rows] = _measure(model, rows, ranks)
+            found = ", ".join(f"{tile}: {us:.1f}" for tile, us in times[model, rows].items())
+            yield f"{model}, {rows} rows; us by rows of a tile (0: no shares): {found}"
+    scheme = best_scheme(times)
+    yield f"{scheme}"
+    if ranks.group.rank == 0:
+        write_scheme(path, scheme, size=ranks.size)
+
+
+def best_scheme(times: Times) -> RowScheme:
+    """The threshold and the tiles whose times are nearest to the best, over all cases."""
+    rows = sorted({rows for _, rows in times})
+
+    def loss(count: int, tile: int) -> float:
+        cases = [by_tile for (_, r), by_tile in times.items() if r == count]
+        return sum(by_tile[tile] / min(by_tile.values()) for by_tile in cases)
+
+    tiles = sorted({tile for by_tile in times.values() for tile in by_tile} - {_REPLICATED})
+    best = {count: min(tiles, key=lambda tile: loss(count, tile)) for count in rows}
+
+    def total(first: int) -> float:
+        return sum(loss(r, best[r]) if r >= first else loss(r, _REPLICATED) for r in rows)
+
+    first = min([*rows, 2 * rows[-1]], key=total)
+    steps = [(count, best[count]) for count in rows if count > first]
+    lowest = best.get(first, tiles[-1])
+    changes = [(0, lowest)]
+    for count, tile in steps:
+        if tile != changes[-1][1]:
+            changes.append((count, tile))
+    return RowScheme(first, tuple(reversed(changes)))
+
+
+def write_scheme(path: Path, scheme: RowScheme, *, size: int) -> None:
+    """Puts the scheme of groups of this size on CUDA in the place of theirs."""
+    table = json.loads(path.read_text())
+    own = {"tp": size, "shard_from_tokens": scheme.shard_from_tokens, "tiles": scheme.tiles}
+    others = [other for other in table["cuda"] if other["tp"] != size]
+    table["cuda"] = sorted([*others, own], key=lambda each: each["tp"])
+    lines = (f'  "{kind}": {json.dumps(schemes)}' for kind, schemes in table.items())
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _measure(model: str, rows: int, ranks: Ranks) -> dict[int, float]:
+    torch.manual_seed(0)
+    spec, group = spec_of(model), ranks.group
+    split = split_model(spec, rank=group.rank, size=group.size)
+    count = _LAYERS if spec.hidden_size > 4096 else spec.num_layers
+    blocks = ShardedBlocks(spec, group, split)
+    share = random_share(spec, blocks, count=count, dtype=DTYPES["bf16"])
+    blocks.agree_on_kernels(share.layers)
+    batch = prefill_batch(share, dense(_SEQUENCE, rows // _SEQUENCE))
+    runs = {}
+    for tile in (_REPLICATED, *_TILES):
+        scheme = RowScheme(0 if tile else rows + 1, ((0, tile or 1),))
+        own = ShardedBlocks(spec, replace(group, rows=scheme), split)
+        own.peers = blocks.peers
+        runs[str(tile)] = layers_run(replace(share, blocks=own), batch, None)
+    options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
+    return {int(tile): us / count for tile, us in ranks_us(runs, [], **options).items()}
