@@ -46,6 +46,7 @@ _SUM_LAYERS = {
 _MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
 _MIN_CALLS = 4  # in one graph, so that its start is no part of the time
+_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a call that is long enough alone; of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +220,8 @@ def _measure(
     weights: list[LinearWeight],
     calls: dict[str, Callable[[LinearWeight], None]],
 ) -> Measurement:
-    count = max(len(weights), _MIN_CALLS)
+    expected_us = 2 * shape.m * shape.n * shape.k / ranks.size / _FLOP_PER_US
+    count = 1 if expected_us > _LONG_US else max(len(weights), _MIN_CALLS)
 
     def in_turn(call: Callable[[LinearWeight], None]) -> None:
         for i in range(count):

@@ -27,14 +27,17 @@ from bytetx.cache import KvCache
 from bytetx.ops.comm_gemm import workspace_bytes
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
 
 _CONTEXT = 128  # keys of a sequence that decodes
 _LAYERS_OF_LARGE = 2  # whose weights are gigabytes
 _LARGE = ("gpt3", "llama-70b")
-_SAMPLES = 3
-_NOTE = "times are of one layer; one-gpu is ours with the whole layer on each GPU"
+_NOTE = (
+    "times are of one layer; bytetx-nccl is ours with NCCL behind every kernel, cublas-nccl takes "
+    "cuBLAS as well, one-gpu is ours with the whole layer on each GPU"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,30 +109,35 @@ class NoCollectives:
 
 
 def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
-    """Ours; cuBLAS and NCCL; what cuBLAS computes alone, and what NCCL sends; one GPU."""
+    """Ours; with NCCL instead, and cuBLAS; each rank's kernels alone, NCCL alone; one GPU."""
     torch.manual_seed(0)
     spec, group, dtype = spec_of(shape.model), ranks.group, DTYPES[shape.dtype]
     count = _LAYERS_OF_LARGE if shape.model in _LARGE else spec.num_layers
     split = split_model(spec, rank=group.rank, size=group.size)
     ours = random_share(spec, ShardedBlocks(spec, group, split), count=count, dtype=dtype)
     ours.blocks.agree_on_kernels(ours.layers)
-    plain_group = replace(group, workspace=None)
+    # NCCL takes equal shares, and would have others padded.
+    rows = RowScheme(group.rows.shard_from_tokens, ((0, 1),))
+    plain_group = replace(group, workspace=None, rows=rows)
     plain = without_kernels(ours, ShardedBlocks(spec, plain_group, split))
     silent = ShardedBlocks(spec, plain_group, split)
     silent.peers = replace(silent.peers, collectives=NoCollectives(group.rank))
     batch, cache = _step(shape, ours)
     runs = {
         "ours": layers_run(ours, batch, cache),
-        "gemm": layers_run(without_kernels(ours, silent), batch, cache),
-        "nccl": partial(communicate, group, shape, spec.hidden_size, count=count, dtype=dtype),
+        "gemm": layers_run(replace(ours, blocks=silent), batch, cache),
+        "nccl": partial(
+            communicate, plain_group, shape, spec.hidden_size, count=count, dtype=dtype
+        ),
+        "bytetx-nccl": layers_run(replace(ours, blocks=plain.blocks), batch, cache),
         "cublas-nccl": layers_run(plain, batch, cache),
     }
     notes: list[str] = []
-    found = ranks_us(runs, notes, samples=_SAMPLES)
+    found = ranks_us(runs, notes)
     del ours, plain, batch, cache, runs
     whole = random_share(spec, WholeBlocks(spec), count=count, dtype=dtype)
     runs = {"one-gpu": layers_run(whole, *_step(shape, whole))}
-    found |= ranks_us(runs, notes, required=(), samples=_SAMPLES)
+    found |= ranks_us(runs, notes, required=())
     sizes = {
         "batch_size": len(shape.lengths),
         "total_tokens": int(shape.lengths.sum()),
@@ -138,7 +146,8 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
         "tp": ranks.size,
     }
     per_layer = {name: us / count for name, us in found.items()}
-    return overlap_measurement(per_layer, shape=sizes, notes=(*notes, _NOTE))
+    options = {"shape": sizes, "notes": (*notes, _NOTE), "serial": "bytetx-nccl"}
+    return overlap_measurement(per_layer, **options)
 
 
 def _step(shape: Shape, share: Share) -> tuple[PackedBatch, KvCache | None]:
