@@ -30,10 +30,15 @@ struct PushParams {
     int tiles_n;  // of weights
 };
 
+template <typename C>
+struct PushSmem : Smem<C> {
+    uint32_t epoch;
+};
+
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
 __device__ __forceinline__ void fetch_operands(const PushParams& p, Smem<C>& s, Share share,
-                                                int token, int column) {
+                                               int token, int column) {
     const auto once = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const auto often = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
     const auto fetch_weights = [&](int stage, int block) {
@@ -105,15 +110,24 @@ __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float 
     }
 }
 
+// Number of this call, when all ranks' slots are free for it. The warp that fetches, while the last
+// of it is on its way; one lane has waited for the kernels before.
+__device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
+    uint32_t epoch = 0;
+    if (threadIdx.x % 32 == 0) epoch = comm::this_epoch(peers, comm::kSumEpoch);
+    epoch = __shfl_sync(0xffffffffu, epoch, 0);
+    comm::wait_for_slots(peers, epoch);
+    return epoch;
+}
+
 // This CTA's part of the tile, to all ranks. The slots hold [size, m, n].
 template <typename C>
 __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch,
-                                            int first_token, int first_column, int rank,
-                                            int num_ranks) {
+                                          int first_token, int first_column, int rank,
+                                          int num_ranks) {
     using T = typename C::Element;
     constexpr int kGroups = C::kTileM / 8;
     const comm::Peers& peers = p.peers;
-    comm::wait_for_slots(peers, epoch);
     for (int v = rank * kWarpgroupThreads + static_cast<int>(threadIdx.x); v < C::kTileN * kGroups;
          v += num_ranks * kWarpgroupThreads) {
         const int token = v / kGroups, group = v % kGroups;
@@ -154,11 +168,25 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
     __syncwarp();
 }
 
+// This CTA's share of the sums, into shared memory.
+template <typename C>
+__device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
+    typename C::Sums sums;
+#pragma unroll
+    for (int i = 0; i < cute::size(sums); ++i) sums(i) = 0.0f;
+    RingIndex<C::kStages> ring;
+    const auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
+    };
+    multiply(s, share.end - share.begin, ring, sums, release, [] {});
+    put_down_transposed(s, sums);
+}
+
 template <typename C>
 __global__ void __launch_bounds__(kFewRowsThreads)
     gemm_push_kernel(const __grid_constant__ PushParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<Smem<C>*>(smem);
+    auto& s = *reinterpret_cast<PushSmem<C>*>(smem);
     static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileN * kSumPitch<C> * sizeof(float));
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
@@ -173,31 +201,26 @@ __global__ void __launch_bounds__(kFewRowsThreads)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
     if (is_fetcher) {
-        if (threadIdx.x % 32 == 0) fetch_operands(p, s, share, token, column);
+        if (lane == 0) fetch_operands<C>(p, s, share, token, column);
         __syncwarp();
+        const uint32_t found = find_epoch(p.peers);
+        if (lane == 0) s.epoch = found;
     } else {
         wait_for_prior_kernel();
         // Only now: what follows relies on all kernels before this one having ended.
         release_next_kernel();
-        typename C::Sums sums;
-#pragma unroll
-        for (int i = 0; i < cute::size(sums); ++i) sums(i) = 0.0f;
-        RingIndex<C::kStages> ring;
-        const auto release = [&](int stage) {
-            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
-        };
-        multiply(s, share.end - share.begin, ring, sums, release, [] {});
-        put_down_transposed(s, sums);
+        sum_share<C>(s, share);
     }
+    __syncwarp();
     cute::cluster_arrive();
     cute::cluster_wait();  // every rank has put its sums down
-    const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
-    if (is_fetcher) {
-        if (blockIdx.x == 0 && threadIdx.x % 32 == 0) comm::begin_sum(p.peers, epoch);
-    } else {
-        push_part(p, s, epoch, token, column, rank, num_ranks);
+    if (!is_fetcher) {
+        push_part<C>(p, s, s.epoch, token, column, rank, num_ranks);
+    } else if (blockIdx.x == 0 && lane == 0) {
+        comm::begin_sum(p.peers, s.epoch);
     }
     __syncwarp();
     cute::cluster_arrive();
@@ -224,7 +247,7 @@ PushParams make_push_params(const GemmSumParams& o) {
 
 template <typename C>
 void launch_push(const GemmSumParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Smem<C>);
+    constexpr int kSmemBytes = sizeof(PushSmem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
     const PushParams p = make_push_params<C>(o);
     const auto kernel = gemm_push_kernel<C>;

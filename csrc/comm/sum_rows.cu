@@ -1,7 +1,7 @@
 // The second half of gemm_reduce_scatter and gemm_all_reduce: partial sums of all ranks, summed up,
 // with bias, residual and norm.
 //
-//   h = sum over ranks of slot[rank] + bias + residual;  sum_out = h;  out = norm(h)
+//   h = residual + bias + sum over ranks of slot[rank];  sum_out = h;  out = norm(h)
 //
 // slots [tp_size, rows, n] in this rank's memory, written by all ranks; T is f16 or bf16, sums are
 // f32 and in the order of ranks, so every rank that sums a row gets the same bits.
@@ -65,28 +65,28 @@ __device__ __forceinline__ void add_row(RowRegisters<T, Tiling>& h, const RawRow
     }
 }
 
-// What is added to a row's sum over ranks, and does not depend on them.
+// h = residual + bias: what a row's sum begins with, while other ranks' parts are on their way.
 template <typename T, typename Tiling>
-struct Addends {
+__device__ __forceinline__ void begin_row(const SumParams& p, int64_t row, int lane, int num_vecs,
+                                          RowRegisters<T, Tiling>& h) {
     RawRow<Tiling> residual, bias;
-
-    __device__ __forceinline__ Addends(const SumParams& p, int64_t row, int lane, int num_vecs) {
-        if (p.norm.residual != nullptr) {
-            residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
-        }
-        if (p.bias != nullptr) bias.load(p.bias, 0, lane, num_vecs, load_coherent);
+    if (p.norm.residual != nullptr) {
+        residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
     }
-};
-
-// h = the sum over ranks of what they have put into their slots.
-template <typename T, typename Tiling>
-__device__ __forceinline__ void sum_row(const SumParams& p, const uint8_t* slots, int64_t row,
-                                        int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
+    if (p.bias != nullptr) bias.load(p.bias, 0, lane, num_vecs, load_coherent);
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
 #pragma unroll
         for (int j = 0; j < kVecSize<T>; ++j) h[i][j] = 0.0f;
     }
+    add_row<T, Tiling>(h, residual);
+    add_row<T, Tiling>(h, bias);
+}
+
+// h += what each rank has put into its slot, in the order of ranks.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_slots(const SumParams& p, const uint8_t* slots, int64_t row,
+                                          int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
 #pragma unroll 2
     for (int source = 0; source < p.peers.size; ++source) {
         RawRow<Tiling> part;
@@ -133,14 +133,12 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
          row < p.shape.num_rows; row += stride) {
-        const Addends<T, Tiling> addends(p, row, lane, num_vecs);
+        RowRegisters<T, Tiling> h;
+        begin_row<T, Tiling>(p, row, lane, num_vecs, h);
         const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
         if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
         ready_tile = tile;
-        RowRegisters<T, Tiling> h;
-        sum_row<T, Tiling>(p, slots, row, lane, num_vecs, h);
-        add_row<T, Tiling>(h, addends.bias);
-        add_row<T, Tiling>(h, addends.residual);
+        add_slots<T, Tiling>(p, slots, row, lane, num_vecs, h);
         if (p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
         }
