@@ -23,6 +23,7 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
     make_workspace,
 )
+from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -153,7 +154,14 @@ def rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, weight.shape, weight, EPS)
 
 
-def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool) -> Layer:
+def sum_layer(
+    group: Group,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    is_dealt: bool,
+    plan: CommPlan | None = None,
+) -> Layer:
     m, n, k = random.randint(1, max_rows), 32 * random.randint(1, 80), 8 * random.randint(1, 200)
     ranks = range(group.size)
     offsets = random_offsets(m, group.size)
@@ -177,6 +185,7 @@ def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool
             "bias": bias if has_bias else None,
             "partial": partials[rank],
             "norm": RowNorm(weight, None if is_rms else shift, EPS, kind),
+            "plan": plan,
         }
         if is_dealt:
             return gemm_reduce_scatter(xs[rank], ws[rank], row_offsets=offsets, **options)
@@ -211,19 +220,32 @@ def assert_right(found: Tensor, exact: Tensor, plain: Tensor, name: str) -> None
     assert error <= 2 * (plain.double() - exact).abs().max() + noise, name
 
 
+def check_layer(group: Group, layer: Layer, dtype: torch.dtype) -> None:
+    group.poison()
+    group.wait()
+    results = [layer.call(rank) for rank in range(group.size)]
+    group.wait()
+    for rank, found in enumerate(results):
+        pairs = zip(found, layer.expected(rank, torch.float64), strict=True)
+        plain = layer.expected(rank, dtype)
+        for which, (ours, exact) in enumerate(pairs):
+            assert_right(ours, exact, plain[which], layer.name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_float64(group: Group, dtype: torch.dtype) -> None:
     for number in range(90):
         layer = random_layer(group, dtype, max_rows=6 if number % 3 == 0 else 1500)
-        group.poison()
-        group.wait()
-        results = [layer.call(rank) for rank in range(group.size)]
-        group.wait()
-        for rank, found in enumerate(results):
-            pairs = zip(found, layer.expected(rank, torch.float64), strict=True)
-            plain = layer.expected(rank, dtype)
-            for which, (ours, exact) in enumerate(pairs):
-                assert_right(ours, exact, plain[which], layer.name)
+        check_layer(group, layer, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> None:
+    for name, rows, *_ in native.push_tilings():
+        for splits in (1, 2, 3, 5, 8):
+            options = {"is_dealt": False, "plan": CommPlan(name, splits)}
+            layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
+            check_layer(group, layer, dtype)
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:

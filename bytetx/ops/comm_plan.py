@@ -23,11 +23,13 @@ CUBLAS, LINEAR = "cublas", "linear"
 _MAX_PLANS = 4096
 _NUM_SMS = 132
 # Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
-# which NCCL's two exchanges cost less; and columns, beyond which its tiles take a second wave of
-# CTAs (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
+# which NCCL's two exchanges cost less; rows that weights stream past, and columns beyond which more
+# rows than these take a second wave of CTAs.
 _MOST_SENT_BYTES = 8 << 20
+_STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
 _SPLIT_FEATURES = 512  # k that one of several CTAs of a tile should have at least
+_MOST_SPLITS = 4  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
 # Tilings of the ops that deal rows: name -> columns, and what a tile of all_gather_gemm takes
 # beside its columns' share (two H200s, bf16, 4096 rows, 12288 features to 6144: 938 us and 992).
 _MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
@@ -92,7 +94,7 @@ def tiling_index(op: Op, name: str) -> int:
 def _by_rule(layer: Layer, m: int) -> CommPlan:
     if layer.op == "gemm_all_reduce":
         sent = (layer.tp - 1) * m * layer.n * 2
-        if sent > _MOST_SENT_BYTES or layer.n > _MOST_COLUMNS:
+        if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
             return CommPlan(LINEAR)
         return _push_by_rule(m, layer.n, layer.k)
 
@@ -108,9 +110,12 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
 
 def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
     """CTAs share k where there are too few for all SMs."""
-    rows, columns = (64, 64) if m <= 64 else (128, 128)
+    rows = next((rows for rows in (16, 32, 64) if m <= rows), 128)
+    is_narrow = n <= 32 * _NUM_SMS or (rows == 16 and n > _MOST_COLUMNS)
+    columns = 64 if is_narrow and rows < 128 else 128
     tiles = -(-m // rows) * -(-n // columns)
-    return CommPlan(f"{rows}x{columns}", max(1, min(8, _NUM_SMS // tiles, k // _SPLIT_FEATURES)))
+    splits = min(_MOST_SPLITS, math.ceil(0.9 * _NUM_SMS / tiles), k // _SPLIT_FEATURES)
+    return CommPlan(f"{rows}x{columns}", max(1, splits))
 
 
 def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:

@@ -24,9 +24,12 @@ struct Entry {
 };
 
 constexpr Entry kPushes[] = {
-    {{"64x32", 64, 32, true}, gemm::gemm_push_64x32},
+    {{"16x64", 16, 64, true}, gemm::gemm_push_16x64},
+    {{"16x128", 16, 128, true}, gemm::gemm_push_16x128},
+    {{"32x64", 32, 64, true}, gemm::gemm_push_32x64},
+    {{"32x128", 32, 128, true}, gemm::gemm_push_32x128},
     {{"64x64", 64, 64, true}, gemm::gemm_push_64x64},
-    {{"128x64", 128, 64, true}, gemm::gemm_push_128x64},
+    {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
 };
 

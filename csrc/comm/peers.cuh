@@ -5,8 +5,9 @@
 // has a number, its epoch, which lies in device memory and is counted up by the call's last CTA, so
 // that a captured graph can be replayed; all ranks make the same calls in the same order, so their
 // epochs agree. What arrives is counted: whoever has written a piece of data adds one to its counter
-// on the rank that reads it. The reader sets its counters back to zero at the end of the call and
-// then says so (kStarted, kConsumed); nobody writes to a quarter, or counts for it, before that.
+// on the rank that reads it. The reader sets its counters back to zero when it has read the data, at
+// the end of an all_gather_gemm or at the start of the sum after this one, and says that it has
+// begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it, before.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +17,19 @@
 namespace bytetx::comm {
 
 // Flag words of a rank.
-constexpr int kStarted = 0;           // [source] its last all_gather_gemm that has begun
-constexpr int kConsumed = kMaxPeers;  // [source] its last sum that has read all slots
+constexpr int kStarted = 0;             // [source] its last all_gather_gemm that has begun
+constexpr int kSumStarted = kMaxPeers;  // [source] its last sum that has begun
 constexpr int kCounters = 2 * kMaxPeers;
 constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
-// Words of `epochs`: the last call that has ended, and the CTAs of this one that have.
-enum EpochWord : int { kGatherEpoch = 0, kGatherTicket = 1, kSumEpoch = 2, kSumTicket = 3 };
+// Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of
+// each source that it used.
+enum EpochWord : int {
+    kGatherEpoch = 0,
+    kGatherTicket = 1,
+    kSumEpoch = 2,
+    kSumTicket = 3,
+    kSumTiles = 4,
+};
 
 enum class Counted : int { pieces = 0, tiles = 1 };
 
@@ -119,14 +127,28 @@ __device__ __forceinline__ void wait_for(const Peers& p, int source, const uint3
     }
 }
 
-// Until every rank has read the slots of the call before the last, which this one's replace.
-// Whole warps; pairs with end_sum().
+// Until every rank has read the slots of the call before the last, which this one's replace: it has
+// begun the last. Whole warps; pairs with begin_sum().
 __device__ __forceinline__ void wait_for_slots(const Peers& p, uint32_t epoch) {
     const int peer = static_cast<int>(threadIdx.x) % 32;
     if (peer < p.size) {
-        wait_for(p, peer, p.flags[p.rank] + kConsumed + peer, epoch - 2);
+        wait_for(p, peer, p.flags[p.rank] + kSumStarted + peer, epoch - 1);
     }
     __syncwarp();
+}
+
+// By one thread of a sum's first kernel, behind its wait for the kernels before: slots and counters
+// of the last call are free for the next one.
+__device__ __forceinline__ void begin_sum(const Peers& p, uint32_t epoch) {
+    const int tiles = static_cast<int>(load_acquire(p.epochs + kSumTiles));
+    for (int source = 0; source < p.size; ++source) {
+        uint32_t* counters = counter_at(p, p.rank, Counted::tiles, epoch - 1, source, 0);
+        for (int i = 0; i < tiles; ++i) counters[i] = 0;
+    }
+    fence_system();
+    for (int peer = 0; peer < p.size; ++peer) {
+        store_release(p.flags[peer] + kSumStarted + p.rank, epoch);
+    }
 }
 
 // Number of this call: one more than the last that has ended.
