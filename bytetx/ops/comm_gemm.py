@@ -45,10 +45,10 @@ class Workspace:
     buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
-    epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
+    epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in
+        and for the host to say that they need not wait any more.
     memory: what the kernels are told of all this, None where there are none.
-    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom, and where
-        the host says that it need not wait any more.
+    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
     owner: keeps it all alive.
     """
 
@@ -67,7 +67,7 @@ class Workspace:
 
     def give_up(self) -> None:
         """Ends kernels that wait for a rank which is gone; from then on results are wrong."""
-        comm_kernels.give_up(self.fault)
+        comm_kernels.give_up(self.epochs)
 
 
 @dataclass(frozen=True, slots=True)
