@@ -26,7 +26,7 @@ OPS: dict[str, Op] = {
     "gemm_ar": "gemm_all_reduce",
 }
 _FEW_ROWS = (16, 32, 64, 128, 256, 512)
-_MANY_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192)
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
 _SPLITS = (1, 2, 4, 8)
 _SMS = 132
