@@ -1,4 +1,5 @@
-// What becomes of partial sums that all ranks have put into this one's slots: see sum_rows.cu.
+// What becomes of partial sums that all ranks have put into this one's slots or inbox: see
+// sum_rows.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +8,9 @@
 
 namespace bytetx::comm {
 
-// Rows of this rank and the tiles in which they come.
+// Rows of this rank and the tiles in which they come, if not into the inbox.
 struct SumShape {
+    bool is_in_inbox;
     int first_row, num_rows;    // of all rows
     int first_tile, num_tiles;  // those that hold these rows, counted from row 0
     int tile_rows;
