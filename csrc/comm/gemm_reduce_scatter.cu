@@ -32,6 +32,7 @@ constexpr Entry kPushes[] = {
     {{"64x64", 64, 64, true}, gemm::gemm_push_64x64},
     {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
+    {{"256x64", 256, 64, true}, gemm::gemm_push_256x64},
 };
 
 void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows,

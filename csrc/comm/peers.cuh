@@ -152,7 +152,7 @@ __device__ __forceinline__ bool is_given_up(const Peers& p) {
 // How long a thread has waited for another rank.
 class Patience {
   public:
-    __device__ __forceinline__ Patience() : began_(clock64()) {}
+    __device__ __forceinline__ Patience() { began_ = clock64(); }
 
     // Whether the host has given up; fails the wait for *at when it has taken too long.
     __device__ __forceinline__ bool has_ended(const Peers& p, int source, const uint32_t* at,

@@ -30,8 +30,7 @@ void launch_scatter(const GemmSumParams& o, cudaStream_t stream) {
     const int first = p.offsets[peers.rank], last = p.offsets[peers.rank + 1];
     const int first_tile = first / C::kTileM;
     comm::launch_sum(o,
-                     {.is_in_inbox = false,
-                      .first_row = first,
+                     {.first_row = first,
                       .num_rows = last - first,
                       .first_tile = first_tile,
                       .num_tiles = last > first ? (last - 1) / C::kTileM + 1 - first_tile : 0,
