@@ -11,19 +11,20 @@ namespace bytetx {
 // addresses on this device. All ranks make the same calls, with the same sizes, in the same order.
 constexpr int kMaxPeers = 8;
 
-// A wait for another rank that took too long; its kernel has trapped. The host, where it knows that
-// a rank is gone, sets state to kGivenUp: kernels that wait then go on without what they wait for,
-// so that they end and the device can be used on; nobody may look at their results.
-enum FaultState : int32_t { kNoFault = 0, kWaitedInVain = 1, kGivenUp = 2 };
+// A wait for another rank that took too long; its kernel has trapped.
 struct PeerFault {
-    int32_t state, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
+    int32_t is_set, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
     uint32_t seen, expected;
 };
+
+// The host, where it knows that a rank is gone, sets this word of `epochs`: kernels that wait then
+// go on without what they wait for, so that the device can be used on. Their results are wrong.
+constexpr int kGivenUpWord = 8;
 
 struct PeerMemory {
     void* buffers[kMaxPeers];      // buffer_bytes each, 1024-byte aligned
     uint32_t* flags[kMaxPeers];    // num_flags words each, zero before the first call
-    uint32_t* epochs;              // 5 words of this device alone, zero before the first call
+    uint32_t* epochs;              // 16 words of this device alone, zero before the first call
     int64_t buffer_bytes;
     int64_t num_flags;       // 32768, and an inbox: partial sums of gemm_all_reduce, twice
     PeerFault* fault;        // in host memory that the device can write, zero at first; or null

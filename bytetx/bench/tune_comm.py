@@ -14,7 +14,13 @@ from torch import Tensor
 from bytetx.bench.gpu import DTYPES, Run, num_rotated
 from bytetx.bench.ranks import Ranks, ranks_us
 from bytetx.bench.tp_models import MODELS, spec_of
-from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from bytetx.ops.comm_gemm import (
+    RowNorm,
+    all_gather_gemm,
+    column_gemm,
+    gemm_all_reduce,
+    gemm_reduce_scatter,
+)
 from bytetx.ops.comm_plan import CUBLAS, LINEAR, CommPlan, Layer, Op, tilings
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
@@ -25,13 +31,16 @@ OPS: dict[str, Op] = {
     "gemm_rs": "gemm_reduce_scatter",
     "gemm_ar": "gemm_all_reduce",
 }
+# Measured with the op beside which it is needed: for rows that every rank holds.
+_COLUMN: Op = "column_gemm"
 _FEW_ROWS = (16, 32, 64, 128, 256, 512)
-_MANY_ROWS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192)
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
 _SPLITS = (1, 2, 4, 8)
 _SMS = 132
 _SAMPLES = 3
-_SAMPLE_US = 1_000
+# Of a sample; where many rows keep a GPU at its power limit, longer than it takes to get there.
+_SAMPLE_US, _HOT_SAMPLE_US, _HOT_ROWS = 1_000, 12_000, 2048
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], None]
@@ -40,10 +49,19 @@ Call = Callable[[LinearWeight | GatedWeight, CommPlan], None]
 def tune_comm(suite: str, path: Path, ranks: Ranks) -> Iterator[str]:
     """Measures, writes (on rank 0) and yields a line after the other. All ranks call it."""
     op, lines = OPS[suite], []
-    for layer in layers_of(op, ranks.size):
-        rows = _FEW_ROWS if op == "gemm_all_reduce" else _MANY_ROWS
+    layers = layers_of(op, ranks.size)
+    if op == "gemm_all_reduce":
+        layers += layers_of(_COLUMN, ranks.size)
+    for layer in layers:
+        rows = _MANY_ROWS if op in ("all_gather_gemm", "gemm_reduce_scatter") else _FEW_ROWS
         plans = [_best(layer, m, ranks) for m in rows]
-        sizes = {"op": op, "tp": layer.tp, "n": layer.n, "k": layer.k, "is_gated": layer.is_gated}
+        sizes = {
+            "op": layer.op,
+            "tp": layer.tp,
+            "n": layer.n,
+            "k": layer.k,
+            "is_gated": layer.is_gated,
+        }
         lines.append(
             sizes | {"plans": [[m, p.way, p.splits] for m, p in zip(rows, plans, strict=True)]}
         )
@@ -71,7 +89,7 @@ def layers_of(op: Op, tp: int) -> list[Layer]:
             continue
         split = split_model(spec, rank=0, size=tp)
         heads, inner, hidden = len(split.heads), len(split.inner), spec.hidden_size
-        if op == "all_gather_gemm":
+        if op in ("all_gather_gemm", _COLUMN):
             qkv = (heads + 2 * len(split.kv_heads)) * spec.head_dim
             is_gated = "ffn_gate" in spec.layer
             found[Layer(op, tp, qkv, hidden)] = None
@@ -84,8 +102,7 @@ def layers_of(op: Op, tp: int) -> list[Layer]:
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
     """Every way that can be the best."""
-    ways = [LINEAR] if layer.is_gated else [LINEAR, CUBLAS]
-    found = [CommPlan(way) for way in ways]
+    found = [CommPlan(LINEAR), CommPlan(CUBLAS)]
     for name in tilings(layer):
         if layer.op != "gemm_all_reduce":
             found.append(CommPlan(name))
@@ -109,7 +126,8 @@ def _best(layer: Layer, m: int, ranks: Ranks) -> CommPlan:
             call(w, plan)
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
-    options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
+    sample_us = _SAMPLE_US if m < _HOT_ROWS else _HOT_SAMPLE_US
+    options = {"required": runs, "samples": _SAMPLES, "sample_us": sample_us}
     found = ranks_us(runs, [], **options)
     return plans[int(min(found, key=found.__getitem__))]
 
@@ -121,7 +139,7 @@ def _weights(layer: Layer) -> list[LinearWeight | GatedWeight]:
     if layer.is_gated:
         pairs = ((_randn(n // 2, k), _randn(n // 2, k)) for _ in range(count))
         return [prepare_gated(gate, up, prepack=False) for gate, up in pairs]
-    bias = _randn(n) if layer.op == "all_gather_gemm" else None
+    bias = _randn(n) if layer.op in ("all_gather_gemm", _COLUMN) else None
     return [prepare_linear(_randn(n, k), bias, prepack=False) for _ in range(count)]
 
 
@@ -148,6 +166,15 @@ def _scatter(layer: Layer, m: int, ranks: Ranks) -> Call:
     return call
 
 
+def _column(layer: Layer, m: int, ranks: Ranks) -> Call:
+    x, activation = _randn(m, layer.k), "silu" if layer.is_gated else "gelu"
+
+    def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
+        column_gemm(x, w, peers=ranks.peers, activation=activation, plan=plan)
+
+    return call
+
+
 def _reduce(layer: Layer, m: int, ranks: Ranks) -> Call:
     x, options = _randn(m, layer.k), _sum_options(layer, m)
 
@@ -157,7 +184,12 @@ def _reduce(layer: Layer, m: int, ranks: Ranks) -> Call:
     return call
 
 
-_CALLS = {"all_gather_gemm": _gather, "gemm_reduce_scatter": _scatter, "gemm_all_reduce": _reduce}
+_CALLS = {
+    "all_gather_gemm": _gather,
+    "gemm_reduce_scatter": _scatter,
+    "gemm_all_reduce": _reduce,
+    "column_gemm": _column,
+}
 
 
 def _sum_options(layer: Layer, rows: int) -> dict[str, object]:

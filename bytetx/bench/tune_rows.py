@@ -20,7 +20,7 @@ from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
 
 _MODELS = ("gpt3", "llama-70b", "bert-large")
-_ROWS = (64, 128, 192, 320, 512, 704, 1024, 1472, 2112, 4160)  # whole sequences
+_ROWS = (64, 128, 256, 512, 704, 1024, 2112, 4160)  # whole sequences
 _TILES = (16, 64, 128)  # rows
 _SEQUENCE = 64  # tokens
 _LAYERS = 2

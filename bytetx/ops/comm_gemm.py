@@ -13,11 +13,12 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bytetx.ops import comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.comm_plan import CUBLAS, LINEAR, CommPlan, Layer, Op, plan_comm
-from bytetx.ops.gated import GatedWeight, gated_linear
+from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm, rms_norm
 
@@ -45,10 +46,10 @@ class Workspace:
     buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
-    epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in.
+    epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in
+        and for the host to say that they need not wait any more.
     memory: what the kernels are told of all this, None where there are none.
-    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom, and where
-        the host says that it need not wait any more.
+    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
     owner: keeps it all alive.
     """
 
@@ -67,7 +68,7 @@ class Workspace:
 
     def give_up(self) -> None:
         """Ends kernels that wait for a rank which is gone; from then on results are wrong."""
-        comm_kernels.give_up(self.fault)
+        comm_kernels.give_up(self.epochs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +176,39 @@ def all_gather_gemm(
             plan=plan,
         )
     rows = peers.collectives.all_gather(x, row_offsets)
+    return _unfused(rows, w, activation=activation, plan=plan)
+
+
+def column_gemm(
+    x: Tensor,
+    w: LinearWeight | GatedWeight,
+    *,
+    peers: Peers,
+    activation: str = "none",
+    plan: CommPlan | None = None,
+) -> Tensor:
+    """act(x @ w.T + bias): all_gather_gemm where every rank holds all rows x [m, k].
+
+    Returns a new [m, n].  Nothing is communicated; the shares of large models are no sizes that
+    `linear` was measured at, and where cuBLAS wins is in the same table as the other ops' ways.
+    """
+    is_gated = isinstance(w, GatedWeight)
+    plain = w.fused if is_gated else w
+    _check_rows("x", x, (len(x), plain.k), plain)
+    plan = plan or _plan(peers, "column_gemm", plain, len(x), is_gated=is_gated)
+    return _unfused(x, w, activation=activation, plan=plan)
+
+
+def _unfused(
+    x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
+) -> Tensor:
     if isinstance(w, GatedWeight):
-        return gated_linear(rows, w, activation=activation)
-    if plan.way == CUBLAS:
-        return reference.linear(rows, w.weight, w.bias, activation=activation, residual=None)
-    return linear(rows, w, activation=activation)
+        if plan.way != CUBLAS:
+            return gated_linear(x, w, activation=activation)
+        return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
+    if plan.way != CUBLAS:
+        return linear(x, w, activation=activation)
+    return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
 
 
 def gemm_reduce_scatter(

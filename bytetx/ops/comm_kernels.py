@@ -18,8 +18,7 @@ from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
 TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
-# FaultState of csrc/comm_ops.h.
-_WAITED_IN_VAIN, _GIVEN_UP = 1, 2
+_GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
 INBOX_BYTES = 16 << 20
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
@@ -161,8 +160,8 @@ def _aligned(x: Tensor) -> Tensor:
 
 def fault_text(fault: Tensor) -> str | None:
     """What a kernel that waited in vain has left, in words; None where none has."""
-    state, rank, source, flag, seen, expected = fault[:6].tolist()
-    if state != _WAITED_IN_VAIN:
+    is_set, rank, source, flag, seen, expected = fault[:6].tolist()
+    if not is_set:
         return None
     return (
         f"rank {rank} waited in vain for rank {source}: "
@@ -170,10 +169,14 @@ def fault_text(fault: Tensor) -> str | None:
     )
 
 
-def give_up(fault: Tensor) -> None:
-    """Lets kernels that wait for a rank which is gone end, with wrong results."""
-    if int(fault[0]) != _WAITED_IN_VAIN:
-        fault[0] = _GIVEN_UP
+def give_up(epochs: Tensor) -> None:
+    """Lets kernels that wait for a rank which is gone end, with wrong results.
+
+    By a copy on a stream of its own, for which no multiprocessor must be free.
+    """
+    word = epochs[_GIVEN_UP_WORD : _GIVEN_UP_WORD + 1]
+    with torch.cuda.stream(torch.cuda.Stream(epochs.device)):
+        word.copy_(torch.ones(1, dtype=torch.int32, pin_memory=True), non_blocking=True)
 
 
 def new_fault() -> Tensor:

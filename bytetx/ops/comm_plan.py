@@ -15,7 +15,7 @@ from typing import Literal
 from bytetx.ops import native
 
 TABLE_FILE = "comm_h200.json"
-Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce"]
+Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "column_gemm"]
 
 # Ways without a fused kernel: a collective beside cuBLAS, or beside what `linear` takes.
 CUBLAS, LINEAR = "cublas", "linear"
@@ -78,7 +78,9 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
 
 
 def tilings(layer: Layer) -> list[str]:
-    """What the op's kernel can be cut in."""
+    """What the op's kernel can be cut in; column_gemm has none of its own."""
+    if layer.op == "column_gemm":
+        return []
     if layer.op == "gemm_all_reduce":
         return [name for name, *_ in native.push_tilings()]
     return [_GATED_TILING] if layer.is_gated else list(_MANY_ROWS)
@@ -92,6 +94,8 @@ def tiling_index(op: Op, name: str) -> int:
 
 
 def _by_rule(layer: Layer, m: int) -> CommPlan:
+    if layer.op == "column_gemm":
+        return CommPlan(LINEAR)
     if layer.op == "gemm_all_reduce":
         sent = (layer.tp - 1) * m * layer.n * 2
         if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):

@@ -77,9 +77,13 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
-    both = linear(x, fused).view(x.shape[0], w.n // w.block, 2, w.block)
-    gates, values = both.unbind(2)
-    return (reference.activate(gates, activation) * values).reshape(x.shape[0], w.n)
+    return gate(linear(x, fused), w, activation=activation)
+
+
+def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
+    """act(gates) * values of the fused product, [m, 2 * n] -> [m, n]."""
+    gates, values = both.view(len(both), w.n // w.block, 2, w.block).unbind(2)
+    return (reference.activate(gates, activation) * values).reshape(len(both), w.n)
 
 
 def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:

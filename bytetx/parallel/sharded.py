@@ -11,11 +11,12 @@ from bytetx.blocks import NormWeight, RowWeight, WholeBlocks
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
+    column_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
 from bytetx.ops.embedding import embed
-from bytetx.ops.gated import GatedWeight, gated_linear
+from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
 from bytetx.parallel.tp import TpGroup
@@ -149,9 +150,7 @@ class _Rows:
             return all_gather_gemm(
                 x, w, peers=self._peers, row_offsets=offsets, activation=activation
             )
-        if isinstance(w, GatedWeight):
-            return gated_linear(x, w, activation=activation)
-        return linear(x, w, activation=activation)
+        return column_gemm(x, w, peers=self._peers, activation=activation)
 
     def partial(self, x: Tensor, w: RowWeight) -> Tensor:
         """Without the bias, which the loader put into the other half's."""
