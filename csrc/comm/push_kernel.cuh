@@ -29,6 +29,18 @@ struct PushSmem : Smem<C> {
     uint32_t epoch;
 };
 
+template <typename C>
+__device__ __forceinline__ void init_ring(Smem<C>& s) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::kStages; ++i) {
+            FullBarrier::init(&s.full[i], 1);
+            EmptyBarrier::init(&s.empty[i], 4);
+        }
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+}
+
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
 __device__ __forceinline__ void fetch_operands(const PushParams& p, Smem<C>& s, Share share,
@@ -179,14 +191,7 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     const int tile = static_cast<int>(blockIdx.x) / num_ranks;
     const int token = tile / p.tiles_n * C::kTileN, column = tile % p.tiles_n * C::kTileM;
     const Share share = share_of(p.num_k_blocks, rank, num_ranks);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kStages; ++i) {
-            FullBarrier::init(&s.full[i], 1);
-            EmptyBarrier::init(&s.empty[i], 4);
-        }
-        cutlass::arch::fence_barrier_init();
-    }
-    __syncthreads();
+    init_ring<C>(s);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
     if (is_fetcher) {
