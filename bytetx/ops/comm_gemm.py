@@ -46,7 +46,7 @@ class Workspace:
     buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
-    epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in
+    epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in
         and for the host to say that they need not wait any more.
     memory: what the kernels are told of all this, None where there are none.
     fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
@@ -97,8 +97,9 @@ class RowNorm:
 
 
 # Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
-# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns.
-NUM_FLAGS = 32768
+# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns; then the inboxes.
+NUM_FLAGS = 32768 + 2 * comm_kernels.INBOX_BYTES // 4
+_NUM_EPOCHS = 16  # words that kernels count calls in
 
 
 def make_workspace(
@@ -111,7 +112,7 @@ def make_workspace(
     owner: object = None,
 ) -> Workspace:
     """A workspace of rank's, from the addresses of what all ranks share."""
-    epochs = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
+    epochs = torch.zeros(_NUM_EPOCHS, dtype=torch.int32, device=device)
     fault = comm_kernels.new_fault()
     memory = comm_kernels.peer_memory(
         buffers,
@@ -236,7 +237,11 @@ def gemm_reduce_scatter(
     _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
     most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
-    if _takes_sum(w, peers, slot_rows=most * peers.size) and plan.is_fused:
+    workspace = _kernel_workspace(peers)
+    fits = workspace is not None and comm_kernels.takes_reduce_scatter(
+        w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
+    )
+    if fits and plan.is_fused:
         options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
         return _sum_by_kernel(x, w, peers, row_offsets, **options, plan=plan)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
@@ -261,7 +266,8 @@ def gemm_all_reduce(
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
-    if _takes_sum(w, peers, slot_rows=len(x) * peers.size) and plan.is_fused:
+    fits = comm_kernels.takes_all_reduce(w, slot_rows=len(x) * peers.size)
+    if _kernel_workspace(peers) is not None and fits and plan.is_fused:
         options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
         return _sum_by_kernel(x, w, peers, None, **options, plan=plan)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
@@ -272,13 +278,6 @@ def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = Fal
     if _kernel_workspace(peers) is None:
         return CommPlan(LINEAR)
     return plan_comm(Layer(op, peers.size, w.n, w.k, is_gated, peers.is_even), m)
-
-
-def _takes_sum(w: LinearWeight, peers: Peers, *, slot_rows: int) -> bool:
-    workspace = _kernel_workspace(peers)
-    return workspace is not None and comm_kernels.takes_sum(
-        w, slot_rows=slot_rows, buffer_bytes=workspace.buffer_bytes
-    )
 
 
 def _kernel_workspace(peers: Peers) -> Workspace | None:

@@ -19,6 +19,8 @@ from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
+# Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
+INBOX_BYTES = 16 << 20
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 
@@ -49,9 +51,18 @@ def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bo
     return fits and total_tokens > 0
 
 
-def takes_sum(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
-    """Whether the sums over ranks have a kernel for this weight; slot_rows: of all slots."""
-    fits = slot_rows * w.n * w.dtype.itemsize <= buffer_bytes // _QUARTERS
+def takes_reduce_scatter(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+    """Whether gemm_reduce_scatter has a kernel for this weight; slot_rows: of all slots."""
+    return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
+
+
+def takes_all_reduce(w: LinearWeight, *, slot_rows: int) -> bool:
+    """Whether gemm_all_reduce has a kernel for this weight; slot_rows: of all ranks' parts."""
+    return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
+
+
+def _takes_sum(w: LinearWeight, *, slot_rows: int, most_bytes: int) -> bool:
+    fits = slot_rows * w.n * w.dtype.itemsize <= most_bytes
     return w.has_kernel and fits and w.n <= _MOST_FEATURES and slot_rows > 0
 
 

@@ -114,11 +114,15 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
 
 def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
     """CTAs share k where there are too few for all SMs."""
-    rows = next((rows for rows in (16, 32, 64) if m <= rows), 128)
-    is_narrow = n <= 32 * _NUM_SMS or (rows == 16 and n > _MOST_COLUMNS)
-    columns = 64 if is_narrow and rows < 128 else 128
+    is_narrow = n <= 32 * _NUM_SMS
+    most = 64 if is_narrow else 256
+    rows = next((rows for rows in (16, 32, 64, 128) if m <= rows), most)
+    has_few_columns = is_narrow or rows == 256 or (rows == 16 and n > _MOST_COLUMNS)
+    columns = 64 if has_few_columns else 128
+    rows = min(rows, most)
     tiles = -(-m // rows) * -(-n // columns)
-    splits = min(_MOST_SPLITS, math.ceil(0.9 * _NUM_SMS / tiles), k // _SPLIT_FEATURES)
+    ctas = (0.45 if is_narrow else 0.9) * _NUM_SMS  # narrow layers wait for clusters, not for bytes
+    splits = min(_MOST_SPLITS, math.ceil(ctas / tiles), k // _SPLIT_FEATURES)
     return CommPlan(f"{rows}x{columns}", max(1, splits))
 
 

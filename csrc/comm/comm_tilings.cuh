@@ -21,6 +21,7 @@ void gemm_push_32x128(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream);
 void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_256x64(const GemmSumParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
 

@@ -12,7 +12,7 @@ void gemm_push_16x128(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<2, 16, 12>>(p, stream);
 }
 void gemm_push_32x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 32, 9>>(p, stream);
+    launch_push_tiling<FewRowsTiling<1, 32, 6>>(p, stream);
 }
 void gemm_push_32x128(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<2, 32, 10>>(p, stream);
@@ -25,6 +25,9 @@ void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream) {
 }
 void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream) {
     launch_push_tiling<FewRowsTiling<2, 128, 7>>(p, stream);
+}
+void gemm_push_256x64(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 256, 5>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

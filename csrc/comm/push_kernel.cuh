@@ -4,7 +4,7 @@
 // are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of weights through
 // a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out k and add their
 // sums up through distributed shared memory. On that way the sums are transposed; each CTA stores its
-// part of them into this rank's slot in everyone's memory and counts it there.
+// part of them into this rank's place in everyone's inbox.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -12,12 +12,6 @@
 #include "cuda/linear_launch.cuh"
 
 namespace bytetx::gemm {
-
-using comm::Counted;
-
-// That a cluster counts for its tile in all, however many CTAs share k: ranks whose shares of k
-// differ may split them differently, and know only their own splits.
-constexpr int kCountOfTile = 8;
 
 // A tiling's kRowBlocks are of 64 rows of weights, its kTileN is of tokens.
 struct PushParams {
@@ -34,6 +28,18 @@ template <typename C>
 struct PushSmem : Smem<C> {
     uint32_t epoch;
 };
+
+template <typename C>
+__device__ __forceinline__ void init_ring(Smem<C>& s) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < C::kStages; ++i) {
+            FullBarrier::init(&s.full[i], 1);
+            EmptyBarrier::init(&s.empty[i], 4);
+        }
+        cutlass::arch::fence_barrier_init();
+    }
+    __syncthreads();
+}
 
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
@@ -110,7 +116,7 @@ __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float 
     }
 }
 
-// Number of this call, when all ranks' slots are free for it. The warp that fetches, while the last
+// Number of this call, when all ranks' inboxes are free for it. The warp that fetches, while the last
 // of it is on its way; one lane has waited for the kernels before.
 __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     uint32_t epoch = 0;
@@ -120,7 +126,7 @@ __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     return epoch;
 }
 
-// This CTA's part of the tile, to all ranks. The slots hold [size, m, n].
+// This CTA's part of the tile, to all ranks. Inboxes hold [size, m, n].
 template <typename C>
 __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch,
                                           int first_token, int first_column, int rank,
@@ -149,23 +155,15 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = pack(x[2 * i], x[2 * i + 1], T{});
-        const int64_t offset = (int64_t{peers.rank} * p.m * p.n + within) * kElementBytes;
+        for (int i = 0; i < 4; ++i) {
+            words[i] = comm::never_zero(pack(x[2 * i], x[2 * i + 1], T{}));
+        }
+        const int64_t place = (int64_t{peers.rank} * p.m * p.n + within) / 8;
         for (int peer = 0; peer < peers.size; ++peer) {
-            uint8_t* slots = comm::quarter_at(peers, peer, Counted::tiles, epoch);
-            *reinterpret_cast<uint4*>(slots + offset) =
-                make_uint4(words[0], words[1], words[2], words[3]);
+            comm::store_relaxed(comm::inbox_at(peers, peer, epoch) + place,
+                                make_uint4(words[0], words[1], words[2], words[3]));
         }
     }
-    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // all have stored
-    const int peer = static_cast<int>(threadIdx.x);
-    if (peer < peers.size) {  // pairs with wait_for_tile() there
-        comm::fence_system();
-        comm::add_relaxed(counter_at(peers, peer, Counted::tiles, epoch, peers.rank,
-                                     first_token / C::kTileN),
-                          rank == 0 ? kCountOfTile - num_ranks + 1 : 1);
-    }
-    __syncwarp();
 }
 
 // This CTA's share of the sums, into shared memory.
@@ -193,14 +191,7 @@ __global__ void __launch_bounds__(kFewRowsThreads)
     const int tile = static_cast<int>(blockIdx.x) / num_ranks;
     const int token = tile / p.tiles_n * C::kTileN, column = tile % p.tiles_n * C::kTileM;
     const Share share = share_of(p.num_k_blocks, rank, num_ranks);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kStages; ++i) {
-            FullBarrier::init(&s.full[i], 1);
-            EmptyBarrier::init(&s.empty[i], 4);
-        }
-        cutlass::arch::fence_barrier_init();
-    }
-    __syncthreads();
+    init_ring<C>(s);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
     if (is_fetcher) {
@@ -258,14 +249,7 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
                   {dim3(tiles_m * p.tiles_n * splits), dim3(kFewRowsThreads), kSmemBytes, stream,
                    splits},
                   p);
-    comm::launch_sum(o,
-                     {.first_row = 0,
-                      .num_rows = p.m,
-                      .first_tile = 0,
-                      .num_tiles = tiles_m,
-                      .tile_rows = C::kTileN,
-                      .count_of_tile = p.tiles_n * kCountOfTile},
-                     stream);
+    comm::launch_sum(o, {.is_in_inbox = true, .num_rows = p.m}, stream);
 }
 
 // The body of a tiling's launcher.

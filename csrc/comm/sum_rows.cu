@@ -3,11 +3,11 @@
 //
 //   h = residual + bias + sum over ranks of slot[rank];  sum_out = h;  out = norm(h)
 //
-// slots [tp_size, rows, n] in this rank's memory, written by all ranks; T is f16 or bf16, sums are
-// f32 and in the order of ranks, so every rank that sums a row gets the same bits.
+// slots or inbox [tp_size, rows, n] in this rank's memory, written by all ranks; T is f16 or bf16,
+// sums are f32 and in the order of ranks, so every rank that sums a row gets the same bits.
 // A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads, as in
 // cuda/norm_rows.cuh. Each waits for the tiles that hold its row, which all ranks count when they
-// have stored them. It starts when SMs fall free at the end of the GEMM before it, or beside that
+// have stored them, or takes its words from the inbox as they come. It starts when SMs fall free at the end of the GEMM before it, or beside that
 // one where both fit an SM; what does not come from other ranks is loaded before the wait. The CTA
 // that reads its last row last ends the call; the next call's first kernel says that slots are free.
 // Bytes: (tp_size + 3) * rows * n * 2; bound by HBM, or by L2 where the slots fit.
@@ -39,6 +39,16 @@ __device__ __forceinline__ uint4 load_coherent(const uint4* at) {
     return words;
 }
 
+// All threads of a row.
+template <typename Tiling>
+__device__ __forceinline__ void sync_row() {
+    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
+
 // Until all ranks have stored the tile that holds `row`; all threads of the row. Pairs with the
 // counting of whoever stores tiles.
 template <typename Tiling>
@@ -49,11 +59,7 @@ __device__ __forceinline__ void wait_for_tile(const SumParams& p, uint32_t epoch
                  counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, lane, tile),
                  p.shape.count_of_tile);
     }
-    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
-        __syncthreads();
-    } else {
-        __syncwarp();
-    }
+    sync_row<Tiling>();
 }
 
 template <typename T, typename Tiling>
@@ -92,6 +98,62 @@ __device__ __forceinline__ void add_slots(const SumParams& p, const uint8_t* slo
         RawRow<Tiling> part;
         part.load(slots, int64_t{source} * p.shape.num_rows + row, lane, num_vecs, load_coherent);
         add_row<T, Tiling>(h, part);
+    }
+}
+
+// A rank's part of a row in this one's inbox: what has come of it.
+template <typename Tiling>
+__device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
+                                     int num_vecs) {
+    bool is_whole = true;
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = i * Tiling::kThreadsPerRow;
+        if (lane + v >= num_vecs) continue;
+        part.words[i] = load_relaxed(first + v);
+        is_whole = is_whole && has_come(part.words[i]);
+    }
+    return is_whole;
+}
+
+// h += what each rank has put into the inbox, in the order of ranks, as it comes. Two are looked at
+// together. Before that one thread waits for the first of this rank's own part, lest all of them
+// read all along while weights are.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_inbox(const SumParams& p, uint32_t epoch, int64_t row, int lane,
+                                          int num_vecs, RowRegisters<T, Tiling>& h) {
+    uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
+    const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
+    const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
+        uint4* first = inbox + source * stride;
+        Patience patience;
+        while (!is_whole) {
+            const auto* at = reinterpret_cast<const uint32_t*>(first);
+            if (patience.has_ended(p.peers, source, at, 0, 1)) break;
+            is_whole = peek<Tiling>(part, first, lane, num_vecs);
+        }
+        add_row<T, Tiling>(h, part);
+#pragma unroll
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+            const int v = i * Tiling::kThreadsPerRow;
+            if (lane + v < num_vecs) first[v] = uint4{};
+        }
+    };
+    if (lane == 0) {
+        const auto* at = reinterpret_cast<const uint32_t*>(inbox + p.peers.rank * stride);
+        Patience patience;
+        while (load_acquire(at) == 0 && !patience.has_ended(p.peers, p.peers.rank, at, 0, 1)) {
+        }
+    }
+    sync_row<Tiling>();
+    for (int source = 0; source < p.peers.size; source += 2) {
+        RawRow<Tiling> one, other;
+        const bool has_other = source + 1 < p.peers.size;
+        const bool has_one = peek<Tiling>(one, inbox + source * stride, lane, num_vecs);
+        const bool is_other_whole =
+            has_other && peek<Tiling>(other, inbox + (source + 1) * stride, lane, num_vecs);
+        finish(one, has_one, source);
+        if (has_other) finish(other, is_other_whole, source + 1);
     }
 }
 
@@ -135,10 +197,14 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
          row < p.shape.num_rows; row += stride) {
         RowRegisters<T, Tiling> h;
         begin_row<T, Tiling>(p, row, lane, num_vecs, h);
-        const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
-        if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
-        ready_tile = tile;
-        add_slots<T, Tiling>(p, slots, row, lane, num_vecs, h);
+        if (p.shape.is_in_inbox) {
+            add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
+        } else {
+            const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
+            if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
+            ready_tile = tile;
+            add_slots<T, Tiling>(p, slots, row, lane, num_vecs, h);
+        }
         if (p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
         }
