@@ -31,7 +31,7 @@ from bytetx.parallel.messages import (
     flat_batch,
     forward_message,
 )
-from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
 from bytetx.parallel.tp import TpGroup, join_group
 from bytetx.sentence import load_sentence_spec
@@ -55,7 +55,7 @@ def load_shared(
     ranks: how many to start on this machine, this one included, or those of torchrun.
     token_budget: rows of the largest step on a device.  shares_memory: whether GPUs that can reach
     into one another's memory for the fused ops, which are of half types; else all is NCCL's.
-    rows: None is the device's own scheme.
+    rows: None is the scheme that was measured for the device and the model's hidden size.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
@@ -69,6 +69,7 @@ def load_shared(
     if shares_memory and device.type == "cuda" and dtype in DTYPE_NAMES:
         sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
         shared_bytes = workspace_bytes(max_tokens=token_budget(device), **sizes)
+    rows = rows or row_scheme(device.type, size, spec.hidden_size)
     followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
     try:
         checkpoint = load_led(folder, group, followers, dtype=dtype)

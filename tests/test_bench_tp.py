@@ -89,14 +89,14 @@ def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_scheme_that_loses_least(tmp_path: Path) -> None:
     times = {
-        (model, rows): {0: 10 + rows / 10, 16: 30 + rows / 20, 128: 38 + rows / 40}
-        for model in ("a", "b")
+        rows: {0: 10 + rows / 10, 16: 30 + rows / 20, 128: 38 + rows / 40}
         for rows in (64, 256, 512, 1024)
     }
     scheme = tune_rows.best_scheme(times)
     assert scheme == RowScheme(512, ((0, 128),))
     path = tmp_path / "schemes.json"
-    path.write_text('{"cpu": [], "cuda": [{"tp": 2}, {"tp": 4}]}')
-    tune_rows.write_scheme(path, scheme, size=2)
-    own, other = json.loads(path.read_text())["cuda"]
-    assert own == {"tp": 2, "shard_from_tokens": 512, "tiles": [[0, 128]]} and other == {"tp": 4}
+    old, other = ({"tp": tp, "hidden_size": 768} for tp in (2, 4))
+    path.write_text(json.dumps({"cpu": [old], "cuda": [old, other]}))
+    tune_rows.write_scheme(path, scheme, size=2, hidden_size=768)
+    own = old | {"shard_from_tokens": 512, "tiles": [[0, 128]]}
+    assert json.loads(path.read_text()) == {"cpu": [old], "cuda": [own, other]}

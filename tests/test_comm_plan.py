@@ -18,6 +18,11 @@ LINES = {
     ("gemm_all_reduce", 2, 1024, 4096, False): [(64, "64x32", 4), (256, CUBLAS, 1)],
     ("gemm_all_reduce", 2, 8192, 8192, False): [(64, CUBLAS, 1), (256, "not-built", 1)],
     ("gemm_all_reduce", 4, 1024, 1024, False): [(64, LINEAR, 1)],
+    ("gemm_reduce_scatter", 2, 1024, 512, False): [
+        (512, "128x192", 1),
+        (1024, "128x128", 1),
+        (4096, CUBLAS, 1),
+    ],
     ("all_gather_gemm", 2, 4096, 1024, True): [(4096, LINEAR, 1)],
 }
 
@@ -36,6 +41,11 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 )
 def test_rows_take_the_first_plan_that_was_measured_with_as_many(m: int, plan: str) -> None:
     assert plan_comm(SUM, m).way == plan
+
+
+@pytest.mark.parametrize(("m", "plan"), [(300, "128x192"), (750, "128x128"), (5000, CUBLAS)])
+def test_dealt_rows_take_the_nearest_plan(m: int, plan: str) -> None:
+    assert plan_comm(Layer("gemm_reduce_scatter", 2, 1024, 512), m).way == plan
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest_one() -> None:

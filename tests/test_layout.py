@@ -109,6 +109,11 @@ def test_a_group_without_a_table_takes_the_next_larger_ones() -> None:
     assert row_scheme("cpu", 1) == row_scheme("cpu", 2) == row_scheme("cpu", 64)
 
 
+def test_a_model_takes_the_table_of_the_nearest_one() -> None:
+    short, long = (row_scheme("cuda", 2, hidden_size) for hidden_size in (768, 100_000))
+    assert row_scheme("cuda", 2) == long and short.shard_from_tokens > long.shard_from_tokens
+
+
 def test_shares_are_even_or_not() -> None:
     spec = build_spec({"model_type": "gpt2", "n_embd": 192, "n_head": 3})
     assert has_even_shares(spec, 3) and not has_even_shares(spec, 2)

@@ -1,7 +1,8 @@
 """`bytetx bench tp_layer --tune FILE`: from how many rows on ranks deal them, and in which tiles.
 
 Whole layers of several models, with every rank holding all rows and with shares of several tiles;
-the scheme that is written loses the least over all of them. bytetx/parallel/row_scheme.py reads it.
+the scheme that is written for a model loses the least over all numbers of rows.
+bytetx/parallel/row_scheme.py reads it.
 """
 
 import json
@@ -27,30 +28,30 @@ _LAYERS = 2
 _SAMPLES, _SAMPLE_US = 3, 1_000
 _REPLICATED = 0  # in the place of a tile
 
-Times = Mapping[tuple[str, int], Mapping[int, float]]  # (model, rows) -> tile -> microseconds
+Times = Mapping[int, Mapping[int, float]]  # rows -> tile -> microseconds
 
 
 def tune_rows(path: Path, ranks: Ranks) -> Iterator[str]:
     """Measures and yields a text a line; rank 0 writes the table at the end. All ranks call it."""
-    times: dict[tuple[str, int], dict[int, float]] = {}
     for model in _MODELS:
+        times: dict[int, dict[int, float]] = {}
         for rows in _ROWS:
-            times[model, rows] = _measure(model, rows, ranks)
-            found = ", ".join(f"{tile}: {us:.1f}" for tile, us in times[model, rows].items())
+            times[rows] = _measure(model, rows, ranks)
+            found = ", ".join(f"{tile}: {us:.1f}" for tile, us in times[rows].items())
             yield f"{model}, {rows} rows; us by rows of a tile (0: no shares): {found}"
-    scheme = best_scheme(times)
-    yield f"{scheme}"
-    if ranks.group.rank == 0:
-        write_scheme(path, scheme, size=ranks.size)
+        scheme = best_scheme(times)
+        if ranks.group.rank == 0:
+            hidden_size = spec_of(model).hidden_size
+            write_scheme(path, scheme, size=ranks.size, hidden_size=hidden_size)
+        yield f"{scheme}"
 
 
 def best_scheme(times: Times) -> RowScheme:
-    """The threshold and the tiles whose times are nearest to the best, over all cases."""
-    rows = sorted({rows for _, rows in times})
+    """The threshold and the tiles whose times are nearest to the best, over all rows."""
+    rows = sorted(times)
 
     def loss(count: int, tile: int) -> float:
-        cases = [by_tile for (_, r), by_tile in times.items() if r == count]
-        return sum(by_tile[tile] / min(by_tile.values()) for by_tile in cases)
+        return times[count][tile] / min(times[count].values())
 
     tiles = sorted({tile for by_tile in times.values() for tile in by_tile} - {_REPLICATED})
     best = {count: min(tiles, key=lambda tile: loss(count, tile)) for count in rows}
@@ -68,14 +69,22 @@ def best_scheme(times: Times) -> RowScheme:
     return RowScheme(first, tuple(reversed(changes)))
 
 
-def write_scheme(path: Path, scheme: RowScheme, *, size: int) -> None:
-    """Puts the scheme of groups of this size on CUDA in the place of theirs."""
+def write_scheme(path: Path, scheme: RowScheme, *, size: int, hidden_size: int) -> None:
+    """Puts the scheme of a model and a size of group on CUDA in the place of theirs."""
+
+    def key(each: Mapping[str, int]) -> tuple[int, int]:
+        return each["tp"], each["hidden_size"]
+
     table = json.loads(path.read_text())
-    own = {"tp": size, "shard_from_tokens": scheme.shard_from_tokens, "tiles": scheme.tiles}
-    others = [other for other in table["cuda"] if other["tp"] != size]
-    table["cuda"] = sorted([*others, own], key=lambda each: each["tp"])
-    lines = (f'  "{kind}": {json.dumps(schemes)}' for kind, schemes in table.items())
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    own = {"tp": size, "hidden_size": hidden_size}
+    own |= {"shard_from_tokens": scheme.shard_from_tokens, "tiles": scheme.tiles}
+    others = [other for other in table["cuda"] if key(other) != key(own)]
+    table["cuda"] = sorted([*others, own], key=key)
+    kinds = []
+    for kind, schemes in table.items():
+        lines = ",\n    ".join(json.dumps(each) for each in schemes)
+        kinds.append(f'  "{kind}": [\n    {lines}\n  ]')
+    path.write_text("{\n" + ",\n".join(kinds) + "\n}\n", encoding="utf-8")
 
 
 def _measure(model: str, rows: int, ranks: Ranks) -> dict[int, float]:

@@ -17,6 +17,8 @@ from bytetx.ops import native
 TABLE_FILE = "comm_h200.json"
 Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "column_gemm"]
 
+_DEALT_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
+
 # Ways without a fused kernel: a collective beside cuBLAS, or beside what `linear` takes.
 CUBLAS, LINEAR = "cublas", "linear"
 
@@ -69,12 +71,19 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     """The plan of a layer whose kernel takes m rows (of all ranks together)."""
     line = _nearest(layer) if layer.is_even else None
     if line is not None:
-        most = [rows for rows, _, _ in line]
-        _, way, splits = line[min(bisect_left(most, m), len(line) - 1)]
+        _, way, splits = line[_bucket(layer.op, m, [rows for rows, _, _ in line])]
         # A table of another version may name a tiling that this build does not have.
         if way in (CUBLAS, LINEAR) or way in tilings(layer):
             return CommPlan(way, splits)
     return _by_rule(layer, m)
+
+
+def _bucket(op: Op, m: int, rows: list[int]) -> int:
+    """The place in rising `rows`: few take a tile that holds them all, many are nearest to one."""
+    above = bisect_left(rows, m)
+    if above == len(rows) or (above and op in _DEALT_OPS and m * m < rows[above - 1] * rows[above]):
+        return above - 1
+    return above
 
 
 def tilings(layer: Layer) -> list[str]:
