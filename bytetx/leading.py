@@ -243,6 +243,8 @@ def _forget(cache_ids: dict[int, int], owner_id: int, dropped: deque[int]) -> No
 class _LedTransformer(Transformer):
     """Rank 0's share; its forward pass is every rank's."""
 
+    has_followers = True
+
     def __init__(self, own: Transformer, lead: _Lead):
         vars(self).update(vars(own))
         self._lead = lead

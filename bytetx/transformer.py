@@ -55,6 +55,8 @@ class Transformer:
     project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
     """
 
+    has_followers = False  # whether other ranks run its passes because this one does
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -133,10 +135,8 @@ class Transformer:
     def decode_step(
         self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
     ) -> AbstractContextManager[None]:
-        """Around a decode step of these sizes, which the other ranks run, too.
-
-        is_greedy: with the language model head.  is_captured: whether such steps become graphs.
-        """
+        """Around a decode step that other ranks run, too; is_greedy: with the language model head,
+        is_captured: as a graph once it comes again."""
         return nullcontext()
 
     def share(self, *tensors: torch.Tensor) -> None:

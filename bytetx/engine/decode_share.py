@@ -1,6 +1,6 @@
 """Decode steps on a rank that follows: the same kernels in the same order as on rank 0.
 
-See cuda_decode.py, whose steps these are. Both sides capture the second step of some sizes, so that
+See cuda_steps.py, whose steps these are. Both sides capture the second step of some sizes, so that
 their collectives meet in the order of the steps, captured or not.
 """
 
