@@ -30,8 +30,8 @@ _NUM_SMS = 132
 _MOST_SENT_BYTES = 8 << 20
 _STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
-_SPLIT_FEATURES = 512  # k that one of several CTAs of a tile should have at least
-_MOST_SPLITS = 4  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
+_SPLIT_FEATURES = 384  # k that one of several CTAs of a tile should have at least
+_MOST_SPLITS = 5  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
 # Tilings of the ops that deal rows: name -> columns, and what a tile of all_gather_gemm takes
 # beside its columns' share (two H200s, bf16, 4096 rows, 12288 features to 6144: 938 us and 992).
 _MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
@@ -122,17 +122,20 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
 
 
 def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
-    """CTAs share k where there are too few for all SMs."""
-    is_narrow = n <= 32 * _NUM_SMS
-    most = 64 if is_narrow else 256
-    rows = next((rows for rows in (16, 32, 64, 128) if m <= rows), most)
-    has_few_columns = is_narrow or rows == 256 or (rows == 16 and n > _MOST_COLUMNS)
-    columns = 64 if has_few_columns else 128
-    rows = min(rows, most)
+    """As measured on two H200s: wide layers wait for bytes, narrow ones for clusters to start."""
+    is_narrow = n <= 16 * _NUM_SMS
+    rows = next((rows for rows in (16, 32, 64) if m <= rows), 64 if is_narrow else 128)
+    if not is_narrow and m > 128:
+        rows = 256
+    if rows <= 32:
+        columns = 128 if n <= _MOST_COLUMNS else 64
+    else:
+        columns = 64 if rows == 256 or (is_narrow and m <= rows) else 128
     tiles = -(-m // rows) * -(-n // columns)
-    ctas = (0.45 if is_narrow else 0.9) * _NUM_SMS  # narrow layers wait for clusters, not for bytes
-    splits = min(_MOST_SPLITS, math.ceil(ctas / tiles), k // _SPLIT_FEATURES)
-    return CommPlan(f"{rows}x{columns}", max(1, splits))
+    splits = math.ceil((0.45 if is_narrow else 0.9) * _NUM_SMS / tiles)
+    if not is_narrow and rows < 256:
+        splits = max(2, splits)
+    return CommPlan(f"{rows}x{columns}", max(1, min(_MOST_SPLITS, splits, k // _SPLIT_FEATURES)))
 
 
 def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:
