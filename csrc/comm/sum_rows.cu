@@ -7,9 +7,10 @@
 // sums are f32 and in the order of ranks, so every rank that sums a row gets the same bits.
 // A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads, as in
 // cuda/norm_rows.cuh. Each waits for the tiles that hold its row, which all ranks count when they
-// have stored them, or takes its words from the inbox as they come. It starts when SMs fall free at the end of the GEMM before it, or beside that
-// one where both fit an SM; what does not come from other ranks is loaded before the wait. The CTA
-// that reads its last row last ends the call; the next call's first kernel says that slots are free.
+// have stored them, or takes its words from the inbox as they come. It starts when SMs fall free at
+// the end of the GEMM before it, or beside that one where both fit an SM; what does not come from
+// other ranks is loaded before the wait. The CTA that starts last ends the call; the next call's
+// first kernel says that slots are free.
 // Bytes: (tp_size + 3) * rows * n * 2; bound by HBM, or by L2 where the slots fit.
 #include <algorithm>
 #include <stdexcept>
@@ -167,9 +168,11 @@ __device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tili
     }
 }
 
-// Whether this CTA ends the call, in one thread of it: the last that has read the call's number.
+// Whether this CTA ends the call, in one thread of it: the last whose threads have all read the
+// call's number.
 // That the rows have been read, the next kernel knows from this one's end.
 __device__ __forceinline__ bool is_last_to_start(const SumParams& p) {
+    __syncthreads();
     return threadIdx.x == 0 && atomicAdd(p.peers.epochs + kSumTicket, 1) == gridDim.x - 1;
 }
 
