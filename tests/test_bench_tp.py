@@ -1,6 +1,7 @@
 """The suites of several GPUs, as far as one process without a GPU runs them."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,8 @@ import torch
 from tiny import one_thread  # noqa: F401  (a fixture)
 
 from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_rows
-from bytetx.bench.ranks import overlap_measurement
+from bytetx.bench.gpu import Gpu
+from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.blocks import WholeBlocks
 from bytetx.ops.comm_plan import Layer
 from bytetx.parallel.layout import split_model
@@ -100,3 +102,29 @@ def test_the_scheme_that_loses_least(tmp_path: Path) -> None:
     tune_rows.write_scheme(path, scheme, size=2, hidden_size=768)
     own = old | {"shard_from_tokens": 512, "tiles": [[0, 128]]}
     assert json.loads(path.read_text()) == {"cpu": [old], "cuda": [own, other]}
+
+
+def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs of a case, each once, with a clock that says that ours was the fastest."""
+    seen: list[str] = []
+
+    def once(runs: dict, notes: list[str], **options: object) -> dict[str, float]:
+        with torch.inference_mode():
+            for run in runs.values():
+                run()
+        seen.extend(runs)
+        return {name: {"ours": 20.0, "gemm": 18.0, "nccl": 6.0}.get(name, 30.0) for name in runs}
+
+    on_cpu = partial(tp_models.random_share, device="cpu")
+    monkeypatch.setattr(tp_layer, "random_share", on_cpu)
+    monkeypatch.setattr(tp_layer, "ranks_us", once)
+    monkeypatch.setattr(tp_models, "MODELS", {"tiny": tp_models.MODELS["gpt3"] | TINY["gpt3"]})
+    rows = RowScheme(24, ((0, 16),))
+    group = TpGroup(0, 2, torch.device("cpu"), tp_layer.NoCollectives(0), None, rows)
+    for num_keys in (None, 20):
+        lengths = np.array([17, 30]) if num_keys is None else np.ones(40, dtype=np.int64)
+        shape = tp_layer.Shape("tiny", "tiny", lengths, num_keys)
+        found = tp_layer.measure(shape, Gpu(), ranks=Ranks(group, "a group"))
+        assert found.ours == 10 and found.floor == 9 and found.shape["e_overlap"] == 0.833
+        assert set(found.rivals) == {"bytetx-nccl", "cublas-nccl", "one-gpu"}
+    assert seen.count("cublas") == 2
