@@ -60,6 +60,7 @@ class Group:
 
 def make_group(size: int) -> Group:
     reach_one_another(size)
+    fill_caches(size)
     options = [{"device": torch.device("cuda", rank)} for rank in range(size)]
     buffers = [torch.zeros(BUFFER_BYTES // 2, dtype=torch.float16, **o) for o in options]
     flags = [torch.zeros(NUM_FLAGS, dtype=torch.int32, **o) for o in options]
@@ -83,6 +84,15 @@ def reach_one_another(size: int) -> None:
     for here in range(size):
         for there in range(size):
             torch.zeros(1, device=f"cuda:{here}").to(f"cuda:{there}")
+
+
+def fill_caches(size: int) -> None:
+    """All that the tests need is torch's before kernels wait for one another: memory that is new to
+    a GPU is mapped on those that reach it, too, which may wait for their kernels."""
+    for rank in range(size):
+        held = [torch.empty(1 << 19, dtype=torch.uint8, device=f"cuda:{rank}") for _ in range(128)]
+        held.append(torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{rank}"))
+        del held
 
 
 @pytest.fixture(scope="module", params=SIZES)
