@@ -71,11 +71,12 @@ bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
 }
 
 // One value of the kThreads threads that share a row, joined; every one of them gets it. The order
-// depends on kThreads alone. More than one warp: all threads of the CTA call it, on the same row.
+// depends on kThreads alone. The whole warp calls it, also where it holds several rows; more than one
+// warp: all threads of the CTA, on the same row.
 template <int kThreads, typename Join>
 __device__ __forceinline__ float row_reduce(float value, const Join& join) {
 #pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    for (int offset = (kThreads < kWarpSize ? kThreads : kWarpSize) / 2; offset > 0; offset /= 2) {
         value = join(value, __shfl_xor_sync(0xffffffffu, value, offset));
     }
     if constexpr (kThreads > kWarpSize) {

@@ -19,6 +19,7 @@ struct RowTiling {
     static constexpr int kRowsPerCta = kRows;
     static constexpr int kVecsPerThread = kVecs;
     static constexpr int kCtaThreads = kThreads * kRows;
+    static constexpr int kRowsPerWarp = kThreads < kWarpSize ? kWarpSize / kThreads : 1;
 };
 
 constexpr int kWarpsPerCta = 4;      // where a warp owns a row
@@ -236,6 +237,19 @@ bool dispatch_row_tiling(int64_t hidden_size, F&& f) {
     return dispatch_at_least<1, 2, 4, 8>(
         (num_vecs + kCtaThreads - 1) / kCtaThreads,
         [&]<int kVecs>() { f.template operator()<RowTiling<kCtaThreads, 1, kVecs>>(); });
+}
+
+// The same; rows of 33 to 48 vectors lie in half a warp each, where a warp would leave a quarter of
+// its lanes idle. The kernel keeps a warp's rows in step.
+template <typename T, typename F>
+bool dispatch_packed_row_tiling(int64_t hidden_size, F&& f) {
+    constexpr int kLanes = kWarpSize / 2, kVecs = 3;
+    const int64_t num_vecs = hidden_size / kVecSize<T>;
+    if (num_vecs <= kWarpSize || num_vecs > kLanes * kVecs) {
+        return dispatch_row_tiling<T>(hidden_size, f);
+    }
+    f.template operator()<RowTiling<kLanes, 2 * kWarpsPerCta, kVecs>>();
+    return true;
 }
 
 // CTAs of the kernel that a device can hold at once. Raises the kernel's limit of shared memory, so

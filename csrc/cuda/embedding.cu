@@ -86,11 +86,16 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    constexpr int kOwnerThreads = std::max(Tiling::kThreadsPerRow, kWarpSize);
+    constexpr int kMates = Tiling::kRowsPerWarp;
+    const int mate = thread / Tiling::kThreadsPerRow % kMates;  // whose row this thread has
     const int64_t owner =
-        int64_t{blockIdx.x} * Tiling::kRowsPerCta + thread / Tiling::kThreadsPerRow;
+        int64_t{blockIdx.x} * (Tiling::kCtaThreads / kOwnerThreads) + thread / kOwnerThreads;
     const int64_t first = owner * tokens_per_warp;
     const int count =
         static_cast<int>(max(min(int64_t{tokens_per_warp}, p.total_tokens - first), int64_t{0}));
+    // Where the last token has no mate, both halves of its warp compute it and store the same.
+    const auto own_token = [&](int i) { return min(i + mate, count - 1); };
     release_next_kernel();
     const RowParameter<Tiling> weight(p.norm_weight, lane, num_vecs);
     const RowParameter<Tiling> bias(p.norm_bias, lane, num_vecs);
@@ -113,19 +118,21 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     int next_slot = 0;
     const auto copy_next = [&] {
         if (next < count) {
-            copy_row(next_slot, 0, words, __shfl_sync(0xffffffffu, found.word, next));
-            const int placed = __shfl_sync(0xffffffffu, found.position, next);
+            const int token = own_token(next);
+            copy_row(next_slot, 0, words, __shfl_sync(0xffffffffu, found.word, token));
+            const int placed = __shfl_sync(0xffffffffu, found.position, token);
             if (positions != nullptr) copy_row(next_slot, 1, positions, placed);
         }
         commit_copies();
-        ++next;
+        next += kMates;
         next_slot = next_slot + 1 == kTokens ? 0 : next_slot + 1;
     };
 #pragma unroll
     for (int i = 0; i < kTokens - 1; ++i) copy_next();
     int slot = 0;
-    for (int i = 0; i < count; ++i) {
-        const int typed = __shfl_sync(0xffffffffu, found.token_type, i);
+    for (int i = 0; i < count; i += kMates) {
+        const int token = own_token(i);
+        const int typed = __shfl_sync(0xffffffffu, found.token_type, token);
         const uint4* type_row = types + int64_t{typed} * num_vecs + lane;
         wait_for_copies<kTokens - 2>();
         RowRegisters<T, Tiling> h;
@@ -144,7 +151,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         }
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
-        store_normed_row<T, Tiling, kNorm>(h, lane, first + i, weight, bias, p.hidden_size, p.eps,
+        store_normed_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size, p.eps,
                                            {p.out, nullptr, nullptr});
     }
 }
@@ -198,15 +205,17 @@ bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_
                       p.norm_weight, p.norm_bias, p.out)) {
         return false;
     }
-    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+    return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
         const auto kernel = embed_kernel<T, Tiling, kNorm>;
         constexpr int kSmemBytes = sizeof(TokenRing<Tiling>);
         static const int64_t resident =
             resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
-        const int64_t warps = resident * Tiling::kRowsPerCta;
-        const int64_t tokens_per_warp =
-            std::min((p.total_tokens + warps - 1) / warps, int64_t{kMostTokens});
-        const int64_t cta_tokens = tokens_per_warp * Tiling::kRowsPerCta;
+        constexpr int kMates = Tiling::kRowsPerWarp;
+        const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
+        const int64_t rounds =
+            (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
+        const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens});
+        const int64_t cta_tokens = tokens_per_warp * owners;
         const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
         launch_kernel(
             kernel,

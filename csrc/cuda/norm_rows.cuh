@@ -8,8 +8,8 @@
 // dtype (f32, f16, bf16); h and the statistics are f32, and what is stored is rounded once.
 //
 // norm_rows_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
-// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256
-// threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads hold neighbouring 16 bytes.
+// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16 or
+// bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads hold neighbouring 16 bytes.
 // A warp takes row after row, keeps weight and bias in registers, and loads a row while it computes
 // the one before.
 // norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
@@ -35,19 +35,24 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     const RowParameter<Tiling> weight(p.weight, lane, num_vecs);
     const RowParameter<Tiling> bias(p.bias, lane, num_vecs);
     const int64_t stride = int64_t{gridDim.x} * Tiling::kRowsPerCta;
-    int64_t row = int64_t{blockIdx.x} * Tiling::kRowsPerCta +
-                  static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    const int place = static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    const int mate = place % Tiling::kRowsPerWarp;  // which of the warp's rows this thread has
+    int64_t first = int64_t{blockIdx.x} * Tiling::kRowsPerCta + place - mate;
+    // Where the last row has no mate, both halves of its warp compute it and store the same.
+    const auto own_row = [&] { return min(first + mate, p.total_tokens - 1); };
     wait_for_prior_kernel();
 
     RawRow<Tiling> x;
     RawRow<Tiling> residual;
     const auto load = [&] {
-        if (row >= p.total_tokens) return;
+        if (first >= p.total_tokens) return;
+        const int64_t row = own_row();
         x.load(p.x, row, lane, num_vecs, load_once);
         if (p.residual != nullptr) residual.load(p.residual, row, lane, num_vecs, load_once);
     };
     load();
-    while (row < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
+    while (first < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
+        const int64_t row = own_row();
         RowRegisters<T, Tiling> h;
 #pragma unroll
         for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
@@ -60,10 +65,9 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
             if (p.sum_out == nullptr || v >= num_vecs) continue;
             static_cast<uint4*>(p.sum_out)[row * num_vecs + v] = pack<T>(h[i]);
         }
-        const int64_t current = row;
-        row += stride;
+        first += stride;
         load();
-        store_normed_row<T, Tiling, kNorm>(h, lane, current, weight, bias, p.hidden_size, p.eps,
+        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.hidden_size, p.eps,
                                            {p.out, p.out_fp8, p.out_scale});
     }
 }
@@ -104,7 +108,7 @@ bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t
                       p.out_fp8)) {
         return false;
     }
-    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+    return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
         const auto kernel = norm_rows_kernel<T, Tiling, kNorm>;
         static const int64_t resident =
             resident_ctas(kernel, Tiling::kCtaThreads, 0, launch.device);
