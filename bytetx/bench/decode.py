@@ -1,4 +1,4 @@
-"""Suite `decode`: attention over paged keys and what writes them, on a GPU, against torch."""
+"""Suite `decode`: attention over paged keys, what writes them, and choices, against torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.bench import sampling
 from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, gpu_suite, graph_us, num_rotated
 from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
@@ -62,7 +63,8 @@ def decode_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    return gpu_suite("decode", shapes(), measure, patterns=patterns, unit="us")
+    cases = [*shapes(), *sampling.shapes()]
+    return gpu_suite("decode", cases, _measure_any, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
@@ -95,6 +97,12 @@ def shapes() -> list[Shape]:
 
 def _decode(name: str, model: str, kv_seqlens: np.ndarray) -> Shape:
     return Shape(f"decode-{model}-{name}", model, dense(1, len(kv_seqlens)), kv_seqlens)
+
+
+def _measure_any(shape: Shape | sampling.Shape, gpu: Gpu) -> Measurement:
+    if isinstance(shape, sampling.Shape):
+        return sampling.measure(shape, gpu)
+    return measure(shape, gpu)
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:

@@ -71,8 +71,8 @@ bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
 }
 
 // One value of the kThreads threads that share a row, joined; every one of them gets it. The order
-// depends on kThreads alone. The whole warp calls it, also where it holds several rows; more than one
-// warp: all threads of the CTA, on the same row.
+// depends on kThreads alone. The whole warp calls it, also where it holds several rows; more than
+// one warp: all threads of the CTA, on the same row.
 template <int kThreads, typename Join>
 __device__ __forceinline__ float row_reduce(float value, const Join& join) {
 #pragma unroll

@@ -8,10 +8,10 @@
 // dtype (f32, f16, bf16); h and the statistics are f32, and what is stored is rounded once.
 //
 // norm_rows_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
-// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16 or
-// bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads hold neighbouring 16 bytes.
-// A warp takes row after row, keeps weight and bias in registers, and loads a row while it computes
-// the one before.
+// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16
+// or bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads
+// hold neighbouring 16 bytes. A warp takes row after row, keeps weight and bias in registers, and
+// loads a row while it computes the one before.
 // norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
 // the last two come from cache.
 #pragma once

@@ -1,18 +1,18 @@
 // A token of each row of logits, drawn among those that the row's limits keep.
 //
 //   d = (max - logits) / temperature;  w = exp(-d)
-//   kept: d <= the top_k-th smallest, and the sum of w over tokens of smaller d < top_p * the sum of
-//   those that top_k keeps, and w >= min_p; token: the first whose sum of kept w, in the order of the
-//   vocabulary, is above uniform(seed, position) * the sum of all kept
+//   kept: d <= the top_k-th smallest, and the sum of w over tokens of smaller d < top_p * the sum
+//   of those that top_k keeps, and w >= min_p; token: the first whose sum of kept w, in the order
+//   of the vocabulary, is above uniform(seed, position) * the sum of all kept
 //
 // logits [num_rows, vocab_size] f32, f16, bf16. A cluster of 1 to 8 CTAs shares a row; its first
 // one, the leader, decides. Pass 1 finds the maximum; pass 2 sums weights and counts tokens in bins
 // of 1 / 128 nat, from whose edges the leader finds a range of d that the limit must lie in; pass 3
 // sums what lies below that range and lists what lies in it, for the leader to find the limit among
-// (ties are kept whole). Where more lie in it than the list holds, another pass counts them in finer
-// bins, down to single values. Weights are summed by chunks of 1024 tokens, each by one warp, and
-// chunks in one order, so that a row's token is the same in any batch. Without limits pass 3 falls
-// away; the drawn token is found by reading its chunk again.
+// (ties are kept whole). Where more lie in it than the list holds, another pass counts them in
+// finer bins, down to single values. Weights are summed by chunks of 1024 tokens, each by one warp,
+// and chunks in one order, so that a row's token is the same in any batch. Without limits pass 3
+// falls away; the drawn token is found by reading its chunk again.
 //
 // Bytes: 2 or 3 times num_rows * vocab_size * sizeof(T), a fourth where top_k and top_p are given
 // both. Bound by HBM in passes 1 and 3 and by issue slots and shared memory's atomics in pass 2;
@@ -122,8 +122,12 @@ template <typename T>
 __device__ Row row_of(const SampleParams& p, int64_t index) {
     const bool has_vecs = p.vocab_size % kVecSize<T> == 0 &&
                           reinterpret_cast<std::uintptr_t>(p.logits) % kVecBytes == 0;
-    return {static_cast<const T*>(p.logits) + index * p.vocab_size, static_cast<int>(p.vocab_size),
-            static_cast<int>((p.vocab_size + kChunk - 1) / kChunk), has_vecs, 0.0f, 0.0f};
+    return {static_cast<const T*>(p.logits) + index * p.vocab_size,
+            static_cast<int>(p.vocab_size),
+            static_cast<int>((p.vocab_size + kChunk - 1) / kChunk),
+            has_vecs,
+            0.0f,
+            0.0f};
 }
 
 template <typename T>

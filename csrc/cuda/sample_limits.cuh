@@ -79,8 +79,8 @@ class Leader {
   public:
     __device__ explicit Leader(Shared& s) : s_(s) {}
 
-    // Keys beyond the limit are out; everything nearer than first_ is in chunk_mass, the rest, up to
-    // the limit, in the list.
+    // Keys beyond the limit are out; everything nearer than first_ is in chunk_mass, the rest, up
+    // to the limit, in the list.
     __device__ uint32_t limit() const { return limit_; }
 
     __device__ void keep_nearest(int64_t count) { find<true>(static_cast<double>(count)); }

@@ -15,8 +15,8 @@ __device__ inline Key warp_max(Key key) {
     return key;
 }
 
-// The largest logit of the row above its inverted place, so that of equal ones the first wins; NaN is
-// above all. Every thread of the cluster gets it.
+// The largest logit of the row above its inverted place, so that of equal ones the first wins; NaN
+// is above all. Every thread of the cluster gets it.
 template <typename T>
 __device__ Key find_largest(const Row& row, Shared& s) {
     const auto cluster = cg::this_cluster();
@@ -56,7 +56,8 @@ __device__ inline Largest largest_of(Key key) {
     return {value, is_finite ? static_cast<int>(~static_cast<uint32_t>(key)) : -1};
 }
 
-// Pass 2: the weights of chunks to the leader; tokens by distance where limits need them.
+// Pass 2: the weights of chunks to the leader; tokens by distance where limits need them. Not
+// inlined, or what the leader keeps in registers later spills.
 template <typename T, bool kCounts>
 __device__ __noinline__ void measure(Shared& s) {
     const Row row = s.row;

@@ -17,13 +17,12 @@ namespace cg = cooperative_groups;
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarpSize;
-constexpr int kUnroll = 4;          // vectors of a lane in flight
-constexpr int kChunk = 1024;        // tokens that a warp sums in one order, whatever the cluster
-constexpr int kChunksAThread = 1;   // of the leader's
-constexpr int kMaxChunks = kThreads * kChunksAThread;
+constexpr int kUnroll = 4;            // vectors of a lane in flight
+constexpr int kChunk = 1024;          // tokens that a warp sums in one order, whatever the cluster
+constexpr int kMaxChunks = kThreads;  // a thread of the leader has a chunk
 constexpr int kBins = 4096;
 constexpr int kBinsAThread = kBins / kThreads;
-constexpr float kBinsANat = 128.0f;  // 32 nats below the largest logit; weights of 1e-14 share the last bin
+constexpr float kBinsANat = 128.0f;  // what is 32 nats off, 1e-14 of the largest, is in the last
 constexpr int kListSize = 8192;      // tokens around a limit; 64 KB, so that an SM holds two CTAs
 constexpr uint32_t kLastKey = 0x7f7fffff;  // of a finite distance
 constexpr float kLog2e = 1.4426950408889634f;
@@ -42,14 +41,14 @@ __device__ __forceinline__ unsigned long long fixed(float w) {
     return static_cast<unsigned long long>(w * static_cast<float>(kFixedOne));
 }
 
-// One row. Passes work on a copy of it: the leader keeps it in shared memory, for registers are few.
+// One row. Passes work on a copy; the leader keeps it in shared memory, for registers are few.
 struct Row {
     const void* logits;  // T [vocab_size]
     int vocab_size;
     int num_chunks;
-    bool has_vecs;        // it and the rows beside it can be read 16 bytes at a time
-    float max;            // of its logits
-    float inverse;        // of the temperature
+    bool has_vecs;  // it and the rows beside it can be read 16 bytes at a time
+    float max;      // of its logits
+    float inverse;  // of the temperature
 
     // From the largest logit, over the temperature: at least 0, inf for a token that is forbidden.
     __device__ float distance(float x) const { return (max - x) * inverse; }
@@ -64,7 +63,8 @@ struct Row {
 #pragma unroll
         for (int e = 0; e < kVecSize<T>; ++e) {
             const bool is_in_row = token + e < vocab_size;
-            vec.value[e] = is_in_row ? static_cast<const T*>(logits)[token + e] : static_cast<T>(-INFINITY);
+            vec.value[e] =
+                is_in_row ? static_cast<const T*>(logits)[token + e] : static_cast<T>(-INFINITY);
         }
         return *reinterpret_cast<const uint4*>(&vec);
     }
@@ -131,11 +131,11 @@ struct ListEntry {
 };
 
 struct Shared {
-    ListEntry list[kListSize];                // leader: tokens with keys first ... last
-    uint32_t bins[kBins];                     // tokens by distance
-    uint32_t fine[kBins];                     // tokens by key, first ... last
+    ListEntry list[kListSize];                 // leader: tokens with keys first ... last
+    uint32_t bins[kBins];                      // tokens by distance
+    uint32_t fine[kBins];                      // tokens by key, first ... last
     unsigned long long list_mass[kMaxChunks];  // leader: kept tokens of the list
-    float chunk_mass[kMaxChunks];             // leader: of tokens with keys below first
+    float chunk_mass[kMaxChunks];              // leader: of tokens with keys below first
     double2 partial[kWarps];
     unsigned long long keys[kWarps];
     unsigned long long cta_key;
