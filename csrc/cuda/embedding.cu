@@ -7,9 +7,10 @@
 // are f32, summed in Hugging Face's order. Without norm_weight, out is h rounded. An id outside its
 // table reads the nearest row: the host checks ids, the kernel only stays inside the tables.
 //
-// embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp or of
-// a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens: their ids come in one
-// access a table, their word and position rows through a ring in shared memory, some tokens ahead.
+// embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp, of
+// half a warp or of a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens:
+// their ids come in one access a table, their word and position rows through a ring in shared
+// memory, some tokens ahead.
 // embed_any_kernel: every other size; one CTA a row, element by element.
 //
 // Bytes: one row of each table read and one row written a token. Positions and what repeats of the
