@@ -1,4 +1,4 @@
-"""The bytes of a byte-level tokenizer's tokens, so that text can be put together without it."""
+"""What tokens add to a text, so that it can be put together without their tokenizer."""
 
 import json
 
@@ -26,6 +26,35 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
         except KeyError:  # an added token, written as it is
             found[token_id] = token.encode()
     return found
+
+
+def token_pieces(backend: tokenizers.Tokenizer) -> list[str | None] | None:
+    """What each token id adds to a text behind other text, nothing for special tokens, where the
+    decoder joins pieces with their spaces, as SentencePiece does; None for other tokenizers.
+
+    None also for tokens of one byte, whose neighbours say what character they are part of.
+    """
+    decoder = json.loads(backend.to_str())["decoder"]
+    parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else []
+    if parts[:3] != _JOINING or parts[3:] not in ([], [_STRIPPING]):
+        return None
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    found: list[str | None] = [""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, token_id in vocabulary.items():
+        if token_id not in special:
+            is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+            found[token_id] = None if is_byte else token.replace(_SPACE, " ")
+    return found
+
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_JOINING = [
+    {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+    {"type": "ByteFallback"},
+    {"type": "Fuse"},
+]
+_STRIPPING = {"type": "Strip", "content": " ", "start": 1, "stop": 0}  # the first space of a text
 
 
 def _byte_of() -> dict[str, int]:

@@ -9,12 +9,14 @@ import torch
 from bytetx.arguments import check_positive
 from bytetx.cache import KvCache, allocate_cache, page_bytes
 from bytetx.engine.faults import is_out_of_memory
+from bytetx.engine.mixed_block import MAX_MIXED_TOKENS
 from bytetx.errors import DeviceMemoryError
 from bytetx.loading import LoadedCheckpoint
 
 PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and shares whole pages only
 _TYPICAL_TOKENS = 1024  # of a sequence, prompt and answer
 _CPU_SEQS, _CUDA_SEQS = 64, 256
+_CUBLAS_BYTES = 32 << 20  # that torch gives cuBLAS on Hopper, once for graphs and once beside them
 # The rest of a CPU's memory is the caller's; on a GPU a step's activations need some of it.
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
 
@@ -129,13 +131,15 @@ def _cache_limit_bytes(device: torch.device) -> int:
 def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_seqs: int) -> int:
     """Activations of a full step, and logits of all sequences with two f32 copies of them.
 
-    On a GPU the graphs of decode steps hold activations and logits of their own.
+    On a GPU the graphs of small steps hold activations and logits of their own.
     """
     spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
     logits = max_num_seqs * spec.vocab_size
     step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
     if checkpoint.device.type == "cuda":
-        step += spec.workspace_bytes(max_num_seqs, itemsize) + logits * itemsize
+        step += 2 * _CUBLAS_BYTES
+        captured = max(max_num_seqs, min(MAX_MIXED_TOKENS, token_budget))
+        step += spec.workspace_bytes(captured, itemsize) + logits * itemsize
     return step
 
 

@@ -1,12 +1,15 @@
 """Text of tokens as they come: whole characters, nothing taken back, all of it in the end."""
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from bytetx.byte_level import token_bytes
+from bytetx.byte_level import token_bytes, token_pieces
 from bytetx.engine.detokenizer import ByteStream, DecodedStream, TextStream
+from bytetx.tasks.generate import text_opener
 
 
 def byte_level(chunks: list[bytes]) -> Tokenizer:
@@ -96,6 +99,21 @@ def test_byte_fallback_streams_whole_characters_and_spaces(words: list[str]) -> 
         known = tokenizer.token_to_id(f"\u2581{word}") or tokenizer.token_to_id(word)
         ids += [known] if known is not None else list(word.encode())
     check_stream(tokenizer, ids, DecodedStream(tokenizer.decode))
+    check_stream(tokenizer, ids, DecodedStream(tokenizer.decode, pieces=token_pieces(tokenizer)))
+
+
+@given(st.lists(st.sampled_from([0x41, 0xC3, 0xA9, 256, 257, 258, 259, 260]), max_size=60))
+def test_known_pieces_give_the_decoders_text(ids: list[int]) -> None:
+    """Words, spaces, special tokens and bytes, of which some are no text."""
+    tokenizer = byte_fallback()
+    tokenizer.add_tokens(["\u2581"])
+    tokenizer.add_special_tokens(["</s>"])
+    plain, known = DecodedStream(tokenizer.decode), token_pieces(tokenizer)
+    joined = DecodedStream(tokenizer.decode, pieces=known)
+    for token in ids:
+        assert joined.feed([token]) == plain.feed([token])
+    assert joined.flush() == plain.flush()
+    assert known[259] == "" and known[0xC3] is None and token_pieces(byte_level([b"a"])) is None
 
 
 @pytest.mark.parametrize("head", [[], [256], [*"你".encode()]])
@@ -112,3 +130,15 @@ def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
     tokenizer = byte_fallback()
     assert DecodedStream(tokenizer.decode, context=[256]).feed([257]) == " you"
     assert DecodedStream(tokenizer.decode).feed([257]) == "you"
+
+
+@pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level([b" a", b"b"])])
+def test_an_engines_streams_take_ids_beyond_the_tokenizers(tokenizer: Tokenizer) -> None:
+    checkpoint = SimpleNamespace(
+        tokenizer=SimpleNamespace(backend=tokenizer), spec=SimpleNamespace(vocab_size=300)
+    )
+    last = tokenizer.get_vocab_size() - 1
+    stream = text_opener(checkpoint)([last - 1])
+    pieces = [stream.feed([token]) for token in (last, 299, last)]
+    assert pieces[0] == pieces[2] and pieces[1] == ""
+    assert "".join(pieces) + stream.flush() == tokenizer.decode([last, last])

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -201,6 +202,64 @@ def test_a_cache_smaller_than_the_batch_makes_rows_wait(monkeypatch):
     have = wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
     assert len(steps) > 12
     assert torch.equal(have, stock.generate(**inputs, **GREEDY, eos_token_id=None))
+
+
+def idle_engine(wrapped):
+    (idle,) = wrapped.base_model.forward.engines._idle
+    return idle.engine
+
+
+def test_calls_share_one_engine_as_large_as_the_largest(monkeypatch):
+    stock, wrapped = stock_and_wrapped("qwen3")
+    many = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    few = padded_inputs([60, 50], side="left", pad_token_id=0)
+    for inputs in (many, few, many):
+        options = GREEDY | {"eos_token_id": None}
+        want = stock.generate(**inputs, **options)
+        assert torch.equal(wrapped.generate(**inputs, **options), want)
+    engine = idle_engine(wrapped)  # of the second call: as many prompts and as many tokens
+    monkeypatch.setattr("bytetx.hf.kept_engine.build_engine", None)
+    for inputs in (few, many):
+        wrapped.generate(**inputs, **options)
+        assert idle_engine(wrapped) is engine
+    pages = engine._scheduler.pages
+    assert pages.num_available == pages.num_pages
+
+
+def test_parameters_changed_in_place_find_no_page_of_before():
+    stock, wrapped = stock_and_wrapped("qwen3")
+    inputs = padded_inputs([40, 35], side="left", pad_token_id=0)
+    before = wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    engine = idle_engine(wrapped)
+    for model in (stock, wrapped):
+        with torch.no_grad():
+            for number, parameter in enumerate(model.parameters()):
+                noise = torch.Generator().manual_seed(number)
+                parameter.data += 0.3 * torch.randn(parameter.shape, generator=noise)
+    want = stock.generate(**inputs, **GREEDY, eos_token_id=None)
+    have = wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    assert idle_engine(wrapped) is engine
+    assert torch.equal(have, want) and not torch.equal(have, before)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda wrapped: wrapped.to(torch.bfloat16),
+        unwrap,
+        lambda wrapped: wrapped.model.layers[0].mlp.up_proj.register_parameter(
+            "weight", torch.nn.Parameter(wrapped.model.layers[0].mlp.up_proj.weight * 2)
+        ),
+    ],
+)
+def test_an_engine_is_released_with_what_it_ran_over(change):
+    _, wrapped = stock_and_wrapped("qwen3")
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    cache = weakref.ref(idle_engine(wrapped)._runner.cache.layers[0].k_cache)
+    change(wrapped)
+    wrapped.generate(**inputs, **GREEDY, eos_token_id=None)
+    assert cache() is None
 
 
 @pytest.mark.gpu

@@ -88,6 +88,12 @@ class Allocation(RuleBasedStateMachine):
                 self.content.pop(page, None)
         self.allocator.release(pages)
 
+    @rule()
+    def forget_kept(self) -> None:
+        self.allocator.forget_kept()
+        held = {page for holder in self.holders for page in holder}
+        self.content = {page: key for page, key in self.content.items() if page in held}
+
     @invariant()
     def no_page_is_lost(self) -> None:
         held = {page for holder in self.holders for page in holder}

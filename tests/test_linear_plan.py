@@ -98,6 +98,12 @@ def test_a_tiling_that_this_build_lacks_falls_back_to_the_rule(
     assert plan_linear(100, 768, 768, dtype="fp16", epilogue="bias") == by_rule
 
 
+@pytest.mark.usefixtures("kernel_tilings")
+def test_few_rows_of_logits_are_left_to_cublas() -> None:
+    plans = [plan_linear(m, 151936, 1024, dtype="bf16", epilogue="bias") for m in (1, 256, 257)]
+    assert plans[:2] == [LinearPlan(None)] * 2 != plans[1:]
+
+
 @given(m=st.integers(0, 10**6), n=st.integers(1, 400), k=st.integers(1, 2000))
 def test_the_rule_names_a_tiling_that_the_kernel_takes(m: int, n: int, k: int) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -143,7 +143,7 @@ def text(
 def generate(
     record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
 ) -> None:
-    """Ragged prompts and answers on a GPU: bytetx, transformers."""
+    """Ragged prompts and answers on a GPU: bytetx, transformers padded and continuous."""
     from bytetx.bench.generate import generate_suite
 
     _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)

@@ -12,14 +12,13 @@ import bytetx
 from bytetx.bench.causal import (
     Request,
     decode_bytes,
-    padded_generate,
     prefill_work,
     random_checkpoint,
     random_prompts,
     uniform_requests,
 )
-from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, left_out
-from bytetx.bench.rivals import quiet
+from bytetx.bench.generate_rivals import measure_transformers
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.engine.engine import GenerationEngine
 from bytetx.model import Model
@@ -71,11 +70,16 @@ def shapes() -> list[Shape]:
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Seconds from the first request to the last token, greedy, without ends of text."""
-    dtype, notes = DTYPES[shape.dtype], [shape.note] if shape.note else []
+    dtype, requests = DTYPES[shape.dtype], shape.requests
+    rivals, notes = {}, [shape.note] if shape.note else []
     with random_checkpoint(shape.model, dtype) as folder:
         ours = _measure_ours(shape, folder)
-        rivals = _measure_transformers(shape, folder, notes) if shape.has_rivals else {}
-    spec, requests = ours.spec, shape.requests
+        if shape.has_rivals:
+            (num_tokens,) = {r.output_tokens for r in requests}
+            prompts = random_prompts(requests, vocab_size=ours.spec.vocab_size, seed=0)
+            rivals, more = measure_transformers(folder, dtype, prompts, num_tokens)
+            notes += more
+    spec = ours.spec
     decode = Work(decode_bytes(spec, requests, dtype))
     prefill = prefill_work(spec, requests)
     output_tokens = sum(r.output_tokens for r in requests)
@@ -148,24 +152,3 @@ def _run(model: Model, engine: GenerationEngine, shape: Shape, *, seed: int) -> 
         engine.step()
         num_steps += 1
     return time.perf_counter() - began, num_steps
-
-
-def _measure_transformers(shape: Shape, folder: Path, notes: list[str]) -> dict[str, float]:
-    """Seconds of `generate` on one padded batch, whose answers are of one length."""
-    from transformers import AutoModelForCausalLM
-
-    (num_tokens,) = {r.output_tokens for r in shape.requests}
-    try:
-        with quiet():
-            dtype = DTYPES[shape.dtype]
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
-            prompts = random_prompts(shape.requests, vocab_size=model.config.vocab_size, seed=0)
-            padded_generate(model, prompts, 4)
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            padded_generate(model, prompts, num_tokens)
-            torch.cuda.synchronize()
-            return {"transformers": time.perf_counter() - began}
-    except Exception as error:  # a rival may raise anything, and costs no other number
-        notes.append(left_out("transformers", error))
-        return {}

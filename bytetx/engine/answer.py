@@ -10,7 +10,7 @@ from bytetx.engine.stopping import StopStrings, finish_reason
 from bytetx.errors import InputError
 
 # Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
-# partial(DecodedStream, decode).
+# partial(DecodedStream, decode, pieces=pieces).
 OpenText = Callable[[Sequence[int]], TextStream]
 
 _CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back
@@ -21,7 +21,7 @@ class Answer:
     """A sequence and what of it was given out.
 
     streams: pieces are given as they come; else there is one, at the end.  is_quiet: nothing has to
-    be done for a token that does not end it.
+    be done for a token that does not end it.  is_plain: `next_piece` is all that has to be.
     open_text: None where only token ids are wanted.
     """
 
@@ -36,6 +36,7 @@ class Answer:
     _stream: TextStream | None = None
     _stops: StopStrings = field(init=False)
     is_quiet: bool = field(init=False)
+    is_plain: bool = field(init=False)
     _text: str = ""
     _num_given: int = 0  # tokens of the answer
     _num_decoded: int = 0
@@ -44,8 +45,10 @@ class Answer:
     _has_given: bool = False
 
     def __post_init__(self) -> None:
-        self._stops = StopStrings(self.sequence.params.stop)
+        params = self.sequence.params
+        self._stops = StopStrings(params.stop)
         self.is_quiet = not (self.streams or self._stops.stops)
+        self.is_plain = self.streams and params.logprobs is None and params.prompt_logprobs is None
         if self.open_text is not None:
             self._stream = self.open_text(self.sequence.token_ids[-_CONTEXT_TOKENS:])
 
@@ -71,6 +74,22 @@ class Answer:
             self.reason, self.stop = "stop", self._stops.matched
         elif reason is not None:
             self.end(reason)
+
+    def next_piece(self, token_id: int) -> AnswerPiece:
+        """`add` and `take_piece` in one, of a plain answer's token that by itself does not end it.
+
+        All tokens before it were given out.
+        """
+        self._num_given += 1
+        self._num_decoded += 1
+        text = "" if self._stream is None else self._stream.feed((token_id,))
+        if self._stops.stops:
+            self._show(text)
+            text, self._text = self._text, ""
+            if self._stops.matched is not None:
+                self.reason, self.stop = "stop", self._stops.matched
+        piece = (self.request_id, self.index, text, [token_id], None, None)
+        return _new_piece(AnswerPiece, (*piece, self.reason, self.stop, None))
 
     def end(self, reason: FinishReason, *, error: InputError | None = None) -> None:
         """The last of the text, which may still complete a stop string."""
@@ -120,3 +139,6 @@ class Answer:
     def _show(self, text: str) -> None:
         is_early = self.sequence.num_output_tokens < self.sequence.params.min_tokens
         self._text += text if is_early else self._stops.feed(text)
+
+
+_new_piece = tuple.__new__  # AnswerPiece's own takes three times as long

@@ -84,7 +84,7 @@ class DecodeLayout:
 @lru_cache(maxsize=256)
 def decode_layout(num_rows: int, num_pages: int) -> DecodeLayout:
     """The layout of the smallest bucket that holds such a step."""
-    rows, pages = round_rows(num_rows), max(_MIN_PAGES, 1 << (num_pages - 1).bit_length())
+    rows, pages = round_rows(num_rows), round_pages(num_pages)
     kv_seqlens = aligned(rows + 1)
     seats, positions, slots, table = (kv_seqlens + i * aligned(rows) for i in range(1, 5))
     return DecodeLayout(
@@ -99,3 +99,8 @@ def round_rows(num_rows: int) -> int:
             return rows
     step = next((step for most, step in _ROW_STEPS if num_rows <= most), _MANY_ROWS_STEP)
     return -(-num_rows // step) * step
+
+
+def round_pages(num_pages: int) -> int:
+    """The columns of the smallest table of pages that holds this many."""
+    return max(_MIN_PAGES, 1 << (num_pages - 1).bit_length())

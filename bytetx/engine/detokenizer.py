@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 Decode = Callable[[Sequence[int]], str]
+Pieces = Sequence[str | None]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
 # A character has at most 4 bytes, so that more tokens than this which end in a broken character
@@ -34,31 +35,52 @@ class ByteStream:
         middle of a character."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_open = False  # whether the decoder holds the start of a character
         self.feed(context)
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join([self._token_bytes[token] for token in token_ids]))
+        table = self._token_bytes
+        is_one = len(token_ids) == 1
+        data = table[token_ids[0]] if is_one else b"".join([table[token] for token in token_ids])
+        if not self._is_open:
+            try:
+                return data.decode()
+            except UnicodeDecodeError:
+                pass
+        text = self._decoder.decode(data)
+        self._is_open = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
 class DecodedStream:
-    """For any tokenizer, by its own decoder.
+    """For any tokenizer, by its own decoder, but for tokens whose text is known beforehand.
 
     Decoding only the last few tokens costs the same at every length. They are decoded together
     with some that were shown before, for a decoder treats the start of a text differently (it
     drops the space in front of a word).
     """
 
-    def __init__(self, decode: Decode, context: Sequence[int] = ()):
-        """decode: a tokenizer's.  context: the prompt's last tokens, for the first word's space."""
-        self._decode = decode
+    def __init__(self, decode: Decode, context: Sequence[int] = (), pieces: Pieces | None = None):
+        """decode: a tokenizer's.  context: the prompt's last tokens, for the first word's space.
+
+        pieces: what each token adds behind other text, None where its neighbours say that.
+        """
+        self._decode, self._pieces = decode, pieces
+        self._is_behind = False  # whether tokens were shown that `_shown` does not have
         self._tokens = list(context)  # from the start of what is decoded again
         self._num_shown = len(self._tokens)  # tokens whose text was shown
         self._shown = decode(self._tokens) if self._tokens else ""  # text of `_tokens`, as shown
 
     def feed(self, token_ids: Sequence[int]) -> str:
+        if self._pieces is not None and len(token_ids) == 1:
+            piece = self._pieces[token_ids[0]]
+            is_settled = self._num_shown == len(self._tokens) and (self._shown or self._is_behind)
+            if piece is not None and is_settled:
+                return self._join(token_ids[0], piece)
+        self._catch_up()
         self._tokens += token_ids
         text = self._decode(self._tokens)
         if text.endswith(_BROKEN):
@@ -73,7 +95,24 @@ class DecodedStream:
         return added
 
     def flush(self) -> str:
+        self._catch_up()
         return self._show(self._decode(self._tokens))
+
+    def _join(self, token: int, piece: str) -> str:
+        """Shows a token without a decoder."""
+        self._tokens.append(token)
+        self._is_behind = True
+        if len(self._tokens) > _MAX_WINDOW_TOKENS:
+            kept = self._tokens[-_MAX_WINDOW_TOKENS // 2 :]
+            pieces = [self._pieces[token] for token in kept]
+            if None not in pieces and "".join(pieces).strip(" "):
+                self._tokens = kept
+        self._num_shown = len(self._tokens)
+        return piece
+
+    def _catch_up(self) -> None:
+        if self._is_behind:
+            self._shown, self._is_behind = self._decode(self._tokens), False
 
     def _show(self, text: str) -> str:
         """What `text` adds to what was shown."""

@@ -38,13 +38,17 @@ class StepRunner(Protocol):
 
     vocab_size: int
     runs_ahead: bool
-    num_graphs: int  # that decode steps are replayed from
+    num_graphs: int  # that small steps are replayed from
 
     def start(self, plan: StepPlan) -> StartedStep:
         """Runs the step, or lets it run behind those before it. A StepError ends its rows alone.
 
         What it needs of the plan's sequences is read before it returns.
         """
+        ...
+
+    def follow_caller(self) -> None:
+        """Steps from now on see what the caller's device was given to do before."""
         ...
 
 
@@ -85,7 +89,7 @@ class GenerationEngine:
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that decode steps are replayed from."""
+        """CUDA graphs that small steps are replayed from."""
         return self._runner.num_graphs
 
     def add_request(
@@ -127,6 +131,13 @@ class GenerationEngine:
             answer.end("abort")
             self._give(answer, self._ended)
 
+    def start_afresh(self) -> None:
+        """For weights that may have changed, where there is no work: forgets prefixes computed with
+        them, and runs behind whatever the caller's stream was given to do."""
+        assert not self.has_work
+        self._scheduler.pages.forget_kept()
+        self._runner.follow_caller()
+
     def step(self) -> list[AnswerPiece]:
         """Starts a forward pass, and returns what one before it, or this one, added to answers."""
         pieces, self._ended = self._ended, []
@@ -160,23 +171,27 @@ class GenerationEngine:
         except StepError as error:
             results = _FailedStep(len(plan.rows), error).results()
         self._in_flight.popleft()
-        failed = []
+        failed, answer_of, append = [], self._answer_of.get, self._scheduler.append
         for row, result in zip(plan.rows, results, strict=True):
             sequence = row.sequence
-            answer = self._answer_of.get(sequence)
+            answer = answer_of(sequence)
             if answer is None:  # it ended after this step was planned
                 continue
             if type(result) is int:
                 if row.is_stale:
                     continue
-                self._scheduler.append(sequence, result)
-                if answer.is_quiet and not sequence.may_end:  # most tokens of long answers
-                    continue
+                if not append(sequence, result):  # most tokens of long answers
+                    if answer.is_quiet:
+                        continue
+                    if answer.is_plain:
+                        pieces.append(answer.next_piece(result))
+                        self._close(answer)
+                        continue
                 result = RowResult(result)
             elif row.is_stale:
                 result = RowResult(prompt_logprobs=result.prompt_logprobs)
             elif result.token_id is not None:
-                self._scheduler.append(sequence, result.token_id)
+                append(sequence, result.token_id)
             answer.add(result)
             if result.error is not None:
                 failed.append(sequence)
@@ -197,6 +212,10 @@ class GenerationEngine:
         piece = answer.take_piece()
         if piece is not None:
             pieces.append(piece)
+        self._close(answer)
+
+    def _close(self, answer: Answer) -> None:
+        """Lets go of an answer that has ended."""
         if answer.reason is None:
             return
         if answer.reason != "error":

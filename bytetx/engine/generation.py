@@ -174,10 +174,15 @@ class GenerationScheduler:
             self._let_end(sequence)
         return _OpenStep(self.token_budget, num_decodes)
 
-    def append(self, sequence: SequenceState, token_id: int) -> None:
-        """The token that a step gave a sequence; the step's row must not be stale."""
-        assert len(sequence.token_ids) < sequence.num_tokens
-        sequence.token_ids.append(token_id)
+    def append(self, sequence: SequenceState, token_id: int) -> bool:
+        """The token that a step gave a sequence; the step's row must not be stale.
+
+        Returns whether it may be the last of all.
+        """
+        token_ids = sequence.token_ids
+        assert len(token_ids) < sequence.num_tokens
+        token_ids.append(token_id)
+        return len(token_ids) >= sequence.max_num_tokens or token_id in sequence.stop_token_ids
 
     def finish(self, sequence: SequenceState) -> None:
         """Ends a sequence wherever it is and gives its pages back; a second call does nothing."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.cache import KvCache
-from bytetx.engine.cuda_decode import CudaDecode
+from bytetx.engine.cuda_steps import CudaSteps
 from bytetx.engine.faults import blame, is_of_device, is_out_of_memory
 from bytetx.engine.generation import StepPlan, StepRow
 from bytetx.engine.last_tokens import LastTokens
@@ -43,7 +43,7 @@ class GenerationRunner:
     ):
         """max_num_seqs: the scheduler's.  device: of the weights and the cache.
 
-        cuda_graphs: whether decode steps are captured where the device's kernels allow it.
+        cuda_graphs: whether small steps are captured where the device's kernels allow it.
         """
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
         self.cache = cache
@@ -55,11 +55,11 @@ class GenerationRunner:
         self._last_tokens = LastTokens(max_num_seqs, device=self.device)
         self._upload = Uploader(self.device).upload
         self._stream: torch.cuda.Stream | None = None
-        self._decode: CudaDecode | None = None
+        self._steps: CudaSteps | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
-            self._stream.wait_stream(torch.cuda.current_stream(self.device))
-            self._decode = CudaDecode(
+            self.follow_caller()
+            self._steps = CudaSteps(
                 transformer,
                 head,
                 cache=cache,
@@ -68,18 +68,23 @@ class GenerationRunner:
                 has_graphs=cuda_graphs,
             )
 
+    def follow_caller(self) -> None:
+        """Steps from now on run behind what the current stream was given."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+
     @property
     def runs_ahead(self) -> bool:
-        return self._decode is not None
+        return self._steps is not None
 
     @property
     def is_capturable(self) -> bool:
-        """Whether this device's kernels let decode steps be captured."""
-        return self._decode is not None and self._decode.is_capturable
+        """Whether this device's kernels let small steps be captured."""
+        return self._steps is not None and self._steps.is_capturable
 
     @property
     def num_graphs(self) -> int:
-        return 0 if self._decode is None else self._decode.num_graphs
+        return 0 if self._steps is None else self._steps.num_graphs
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Sampled:
@@ -97,7 +102,7 @@ class GenerationRunner:
 
     def _give_memory_back(self) -> bool:
         """Lets go of what steps can do without; False where there was nothing."""
-        return self._decode is not None and self._decode.give_memory_back()
+        return self._steps is not None and self._steps.give_memory_back()
 
     def _run_twice(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
         """The second time without the memory of graphs, where that was missing."""
@@ -112,12 +117,12 @@ class GenerationRunner:
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
     def _run(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
-        if self._decode is None or not columns.is_decode:
+        if self._steps is None or not self._steps.takes(columns, wanted):
             sampled = self._sampler.sample(wanted, self._logits(columns, wanted.rows))
         elif wanted.is_greedy:
-            return Sampled(wanted.rows, wanted.numbers, self._decode.tokens(columns))
+            return Sampled(wanted.rows, wanted.numbers, self._steps.tokens(columns))
         else:
-            hidden_states = self._decode.hidden_states(columns)
+            hidden_states = self._steps.hidden_states(columns)
             sampled = self._sampler.sample(wanted, self._head.forward(hidden_states))
         if sampled.tokens is not None:
             (seats,) = self._upload(wanted.seat_ids)

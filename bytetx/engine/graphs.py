@@ -157,5 +157,6 @@ class GraphCache:
             output_bytes > _MAX_OUTPUT_BYTES and len(self._graphs) > 1
         ):
             torch.cuda.current_stream(self._device).synchronize()  # it may still run
-            _, oldest = self._graphs.popitem(last=False)
+            key, oldest = self._graphs.popitem(last=False)
+            self._seen.discard(key)  # not at once again, where sizes keep changing
             output_bytes -= oldest.output_bytes

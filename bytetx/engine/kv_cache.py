@@ -92,6 +92,13 @@ class PageAllocator:
             else:
                 self._kept[page] = None
 
+    def forget_kept(self) -> None:
+        """Makes free what nobody holds: its content is no longer wanted."""
+        for page in self._kept:
+            self._forget(page)
+        self._free += reversed(self._kept)
+        self._kept.clear()
+
     def _take_one(self) -> int:
         if self._free:
             page = self._free.pop()

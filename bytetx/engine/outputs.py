@@ -36,9 +36,8 @@ class RowResult(NamedTuple):
     error: InputError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPiece:
-    """What a step added to one answer of a request.
+class AnswerPiece(NamedTuple):
+    """What a step added to one answer of a request; a step of 256 streams makes 256 of them.
 
     index: which of the request's n answers.  text: goes on from the last piece's; stop strings and
     tokens are not in it.  token_ids: all that were chosen, a stop token too.  logprobs: one a

@@ -73,12 +73,6 @@ class SequenceState:
         return self.num_tokens - self.num_computed
 
     @property
-    def may_end(self) -> bool:
-        """Whether the last token may be the last of all."""
-        token_ids = self.token_ids
-        return len(token_ids) >= self.max_num_tokens or token_ids[-1] in self.stop_token_ids
-
-    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 

@@ -1,7 +1,7 @@
 """When an answer ends, and what of its text may be shown before that is known."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bytetx.engine.outputs import FinishReason
 from bytetx.engine.sequence import SequenceState
@@ -20,12 +20,19 @@ class StopStrings:
     stops: Sequence[str]
     matched: str | None = None
     _held: str = ""
+    _starts: frozenset[str] = field(init=False)  # the first character of each
+
+    def __post_init__(self) -> None:
+        self._starts = frozenset(stop[0] for stop in self.stops)
 
     def feed(self, text: str) -> str:
         """What of the text so far can be shown now; nothing more once `matched` is set."""
         if self.matched is not None:
             return ""
         text = self._held + text
+        if self._starts.isdisjoint(text):
+            self._held = ""
+            return text
         ends = [
             (text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text
         ]

@@ -18,6 +18,7 @@ from bytetx.hf.forward import (
     head_call,
     layout_reason,
 )
+from bytetx.hf.kept_engine import EngineKeeper
 from bytetx.hf.padding import Layout, as_callers_tensor
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.spec import ModelSpec
@@ -44,6 +45,14 @@ class CausalForward(PackedForward):
     """
 
     outputs = CAUSAL_OUTPUTS
+
+    def __init__(self, module: nn.Module):
+        self.engines = EngineKeeper()
+        super().__init__(module)
+
+    def forget(self) -> None:
+        super().forget()
+        self.engines.clear()
 
     def _argument_reason(self, given: dict[str, Any], inputs: Inputs) -> str | None:
         return _past_reason(inputs) or arguments.reason_against(

@@ -181,7 +181,7 @@ class PackedForward(StandIn):
 
     def apply_to_module(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Stands in for module._apply (.to, .half, .cuda): lets go of the old parameters first."""
-        self.plan = None
+        self.forget()
         return type(self.module)._apply(self.module, fn, recurse)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -225,8 +225,13 @@ class PackedForward(StandIn):
         """The plan for the model as it is now, made anew where it was changed."""
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None or not plan.snapshot.is_current():
+            self.forget()
             self.plan = plan = build_plan(self.module)
         return plan
+
+    def forget(self) -> None:
+        """Lets go of what was made over the parameters as they were."""
+        self.plan = None
 
     def _mode_reason(self) -> str | None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():

@@ -9,20 +9,19 @@ import torch
 from torch import nn
 
 from bytetx.errors import BytetxError
-from bytetx.generation_sizes import generation_sizes
+from bytetx.generation_sizes import PAGE_SIZE
 from bytetx.heads import LmHead
 from bytetx.hf import arguments
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.forward import StandIn
+from bytetx.hf.kept_engine import EngineKeeper, EngineNeeds
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
 from bytetx.loading import Heads, LoadedCheckpoint
-from bytetx.model import default_token_budget
 from bytetx.ops.linear import prepare_linear
 from bytetx.sampling import SamplingParams
 from bytetx.sentence import SentenceSpec
 from bytetx.spec import ModelSpec
-from bytetx.tasks.generate import build_engine
 
 # Arguments of generate that say what goes on from where; any other one is transformers' own.
 _INPUTS = ("inputs", "input_ids", "attention_mask")
@@ -151,13 +150,13 @@ class GenerateStandIn(StandIn):
         self, layout: Layout, ids: torch.Tensor, limits: "_Limits"
     ) -> list[list[int]] | str:
         """The tokens after each row's, or why they are transformers' to find."""
-        module = self.module
-        checkpoint = _checkpoint_of(base_forward(module), module.get_output_embeddings())
+        forward = base_forward(self.module)
+        checkpoint = _checkpoint_of(forward, self.module.get_output_embeddings())
         if reason := _layout_reason(layout, limits.max_tokens, checkpoint.spec):
             return reason
         prompts = [row.tolist() for row in ids.cpu().split(layout.seqlens.tolist())]
         try:
-            return _generate(checkpoint, prompts, limits)
+            return _generate(forward.engines, checkpoint, prompts, limits)
         except BytetxError as error:
             return f"{type(error).__name__}: {error}"
 
@@ -239,27 +238,13 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
 
 
 def _generate(
-    checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
+    engines: EngineKeeper, checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
 ) -> list[list[int]]:
-    """Greedy answers through an engine that is there for this call; raises the first error."""
-    head, budget = checkpoint.heads.lm, default_token_budget(checkpoint.device)
-    assert head is not None
-    seqs = min(len(prompts), budget)
-    sizes = generation_sizes(checkpoint, token_budget=budget, max_num_seqs=seqs)
-    longest, page = max(map(len, prompts)) + limits.max_tokens, sizes.page_size
-    wanted = sum(-(-(len(p) + limits.max_tokens) // page) * page for p in prompts)
-    # What does not fit beside the others waits for their pages; one sequence always fits.
-    tokens = max(min(wanted, sizes.kv_cache_tokens), longest)
-    sizes = generation_sizes(
-        checkpoint, token_budget=budget, max_num_seqs=seqs, kv_cache_tokens=tokens
-    )
-    engine = build_engine(checkpoint, head, sizes)
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=limits.max_tokens,
-        min_tokens=limits.min_tokens,
-        stop_token_ids=limits.eos_token_ids,
-    )
+    """Greedy answers through an engine that is this call's alone; raises the first error."""
+    lengths = [len(prompt) + limits.max_tokens for prompt in prompts]
+    num_tokens = sum(-(-length // PAGE_SIZE) * PAGE_SIZE for length in lengths)
+    taken = engines.take(checkpoint, EngineNeeds(len(prompts), num_tokens, max(lengths)))
+    engine, params = taken.engine, _params_of(limits)
     rows = {
         engine.add_request(prompt, params, streams=False): i for i, prompt in enumerate(prompts)
     }
@@ -269,7 +254,17 @@ def _generate(
             if piece.error is not None:
                 raise piece.error
             answers[rows[piece.request_id]] = list(piece.token_ids)
+    engines.give_back(taken)
     return answers
+
+
+def _params_of(limits: _Limits) -> SamplingParams:
+    return SamplingParams(
+        temperature=0,
+        max_tokens=limits.max_tokens,
+        min_tokens=limits.min_tokens,
+        stop_token_ids=limits.eos_token_ids,
+    )
 
 
 def _padded(input_ids: torch.Tensor, answers: list[list[int]], config: Any) -> torch.Tensor:

@@ -38,7 +38,8 @@ def wrap(model: ModelT) -> ModelT:
     A causal model's past_key_values are transformers' own cache, laid out when somebody looks into
     it (use_cache=False holds none); a call that goes on from one runs the original forward.  Its
     generate decodes greedily by continuous batching, to transformers' own tokens; sampling, beams,
-    and what else changes logits or ends answers, run transformers' loop, and it says so once.
+    and what else changes logits or ends answers, run transformers' loop, and it says so once.  Its
+    pages, and a GPU's graphs, stay for the next call, until the model is moved or unwrapped.
 
     The parameters are shared, not copied; query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are turned in place.  Where bytetx cannot
@@ -78,7 +79,7 @@ def unwrap(model: ModelT) -> ModelT:
         forward = module.__dict__.get("forward")
         if isinstance(forward, PackedForward):
             del module.forward, module._apply
-            forward.plan = None
+            forward.forget()
             separate_qkv(module)
         elif isinstance(forward, StandIn):
             del module.forward

@@ -2,12 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from time import perf_counter
 
-from bytetx.byte_level import token_bytes
+from bytetx.byte_level import token_bytes, token_pieces
 from bytetx.engine.answer import OpenText
 from bytetx.engine.detokenizer import ByteStream, DecodedStream
 from bytetx.engine.engine import GenerationEngine
@@ -56,13 +55,13 @@ def build_engine(
     return GenerationEngine(
         runner,
         scheduler,
-        open_text=_text_opener(checkpoint),
+        open_text=text_opener(checkpoint),
         eos_token_ids=checkpoint.eos_token_ids,
         seed=seed,
     )
 
 
-def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
+def text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     """Text without special tokens; ids that the model has beyond the tokenizer's add nothing."""
     if checkpoint.tokenizer is None:
         return None
@@ -75,7 +74,10 @@ def _text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     def decode(token_ids: Sequence[int]) -> str:
         return backend.decode(list(token_ids), skip_special_tokens=True)
 
-    return partial(DecodedStream, decode)
+    pieces = token_pieces(backend)
+    if pieces is not None:
+        pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))
+    return partial(DecodedStream, decode, pieces=pieces)
 
 
 def count_error(num_params: int, num_prompts: int | str) -> InputError:
@@ -208,7 +210,7 @@ class GenerationRun:
                 del self._num_open[piece.request_id], self._places[piece.request_id]
         if piece.error is not None:
             return self._failed(place, type(piece.error)(f"prompts[{place}]: {piece.error}"), piece)
-        return replace(piece, request_id=place)
+        return AnswerPiece(place, *piece[1:])
 
     def _failed(
         self, place: int, error: InputError, piece: AnswerPiece | None = None
@@ -218,7 +220,7 @@ class GenerationRun:
         self._num_errors += 1
         if piece is None:
             return AnswerPiece(place, 0, "", (), finish_reason="error", error=error)
-        return replace(piece, request_id=place, error=error)
+        return piece._replace(request_id=place, error=error)
 
     def _whole(self, place: int, pieces: list[AnswerPiece]) -> Generation | InputError:
         num_prompt_tokens = self._num_prompt_tokens.pop(place, 0)

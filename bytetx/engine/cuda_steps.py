@@ -1,8 +1,9 @@
-"""Decode steps on one GPU: one copy in, one graph launch, and tokens that stay on the device.
+"""Small steps on one GPU: one copy in, one graph launch, and tokens that stay on the device.
 
-A decode step of a small model is hundreds of kernels of a few microseconds: one by one they take
-the host longer than the GPU. Captured, and with each row's token read from where the last step
-left it, the host has all of a step's time to plan the next one.
+A step of decode rows, or of a few short prompts among them, is hundreds of kernels of a few
+microseconds: one by one they take the host longer than the GPU. Captured, and with each decode
+row's token read from where the last step left it, the host has all of a step's time to plan the
+next one.
 
 Steps are padded to buckets with or without graphs: the same kernels with the same tiles give the
 same bits.
@@ -18,9 +19,11 @@ from torch import Tensor
 
 from bytetx.cache import KvCache
 from bytetx.engine.block import PinnedRing
-from bytetx.engine.decode_block import DecodeLayout, decode_layout
+from bytetx.engine.decode_block import DecodeLayout, decode_layout, round_rows
 from bytetx.engine.graphs import GraphCache
 from bytetx.engine.last_tokens import LastTokens
+from bytetx.engine.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
+from bytetx.engine.sampler import SamplingRows
 from bytetx.engine.step_columns import StepColumns
 from bytetx.heads import LmHead
 from bytetx.ops.paged_plan import takes_paged_plan
@@ -28,8 +31,8 @@ from bytetx.spec import ModelSpec
 from bytetx.transformer import Transformer
 
 
-class CudaDecode:
-    """Runs steps whose rows are the tokens that were sampled last, on the current stream."""
+class CudaSteps:
+    """Runs steps of few sizes on the current stream; `takes` says which."""
 
     def __init__(
         self,
@@ -46,20 +49,33 @@ class CudaDecode:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
+        self._takes_mixed = self.is_capturable
         if has_graphs and self.is_capturable:
-            workspace_bytes = partial(_workspace_bytes, transformer.spec, head.decoder.dtype)
+            most = round_rows(last_tokens.idle_seat)
+            workspace_bytes = partial(_workspace_bytes, transformer.spec, head.decoder.dtype, most)
             self._graphs = GraphCache(device=device, workspace_bytes=workspace_bytes)
 
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
 
+    def takes(self, columns: StepColumns, wanted: SamplingRows) -> bool:
+        """Whether `tokens` and `hidden_states` run this step.
+
+        Rotations that turn by the length of a prompt want it said, and scores of prompts more rows
+        of logits than a bucket has.
+        """
+        if self._transformer.spec.max_plain_prompt is not None:
+            return False
+        is_small = self._takes_mixed and len(columns.positions) <= MAX_MIXED_TOKENS
+        return columns.is_decode or (is_small and not wanted.scoring and bool(wanted.numbers))
+
     def tokens(self, columns: StepColumns) -> Tensor:
-        """int32 [batch_size]: the most likely next tokens, -1 where there is none; remembered."""
+        """int32 [sampling rows]: the most likely next tokens, -1 for none; remembered."""
         return self._run(columns, is_greedy=True)
 
     def hidden_states(self, columns: StepColumns) -> Tensor:
-        """[batch_size, hidden_size] after the last layer."""
+        """[sampling rows, hidden_size] after the last layer."""
         return self._run(columns, is_greedy=False)
 
     def give_memory_back(self) -> bool:
@@ -67,14 +83,12 @@ class CudaDecode:
         return self._graphs is not None and self._graphs.clear()
 
     def _run(self, columns: StepColumns, *, is_greedy: bool) -> Tensor:
-        num_rows, num_pages = len(columns.seats), columns.page_table.shape[1]
-        layout = decode_layout(num_rows, num_pages)
+        layout = _layout_of(columns)
         pinned = self._ring.take(layout.num_ints)
-        offset = self._transformer.spec.position_offset
         layout.write(
             pinned.array[: layout.num_ints],
             columns,
-            position_offset=offset,
+            position_offset=self._transformer.spec.position_offset,
             idle_seat=self._last_tokens.idle_seat,
         )
         source = pinned.tensor[: layout.num_ints]
@@ -94,12 +108,21 @@ class CudaDecode:
             (output,) = compute(source.to(self._device, non_blocking=True))
         pinned.is_free = torch.cuda.Event()
         pinned.is_free.record()
-        return output[:num_rows]
+        return output[: int(columns.samples.sum())]
 
-    def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
-        batch, seats = layout.read(block, page_size=self._cache.page_size)
-        batch = replace(batch, input_ids=self._last_tokens.of(seats))
-        hidden_states = self._transformer.forward(batch, cache=self._cache)
+    def _compute(
+        self, layout: DecodeLayout | MixedLayout, is_greedy: bool, block: Tensor
+    ) -> tuple[Tensor]:
+        page_size, rows = self._cache.page_size, None
+        if isinstance(layout, MixedLayout):
+            batch, seats, rows = layout.read(block, page_size=page_size)
+            ids = self._last_tokens.fill_in(batch.input_ids)
+        else:
+            batch, seats = layout.read(block, page_size=page_size)
+            ids = self._last_tokens.of(seats)
+        hidden_states = self._transformer.forward(replace(batch, input_ids=ids), cache=self._cache)
+        if rows is not None:
+            hidden_states = hidden_states.index_select(0, rows)
         if not is_greedy:
             return (hidden_states,)
         return (self._last_tokens.choose(self._head.forward(hidden_states), seats),)
@@ -119,7 +142,16 @@ class CudaDecode:
                 self._graphs.clear()
 
 
-def _workspace_bytes(spec: ModelSpec, dtype: torch.dtype, total_tokens: int) -> int:
-    """Activations and logits."""
-    logits = total_tokens * spec.vocab_size * dtype.itemsize
+def _layout_of(columns: StepColumns) -> DecodeLayout | MixedLayout:
+    num_sequences, num_pages = columns.page_table.shape
+    if columns.is_decode:
+        return decode_layout(num_sequences, num_pages)
+    return mixed_layout(len(columns.positions), num_sequences, num_pages)
+
+
+def _workspace_bytes(
+    spec: ModelSpec, dtype: torch.dtype, max_logits: int, total_tokens: int
+) -> int:
+    """Activations, and the logits of the rows that sample."""
+    logits = min(total_tokens, max_logits) * spec.vocab_size * dtype.itemsize
     return spec.workspace_bytes(total_tokens, dtype.itemsize) + logits

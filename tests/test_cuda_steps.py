@@ -1,4 +1,4 @@
-"""Decode steps of a GPU on a CPU: fakes stand in for pinned memory, events and graphs."""
+"""Small steps of a GPU on a CPU: fakes stand in for pinned memory, events and graphs."""
 
 import gc
 import weakref
@@ -16,9 +16,10 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.engine import graphs
-from bytetx.engine.cuda_decode import CudaDecode
+from bytetx.engine.cuda_steps import CudaSteps
 from bytetx.engine.decode_block import decode_layout, round_rows
 from bytetx.engine.generation_runner import GenerationRunner
+from bytetx.engine.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
 from bytetx.engine.sampled import Sampled
 from bytetx.model import Model
 from bytetx.sampling import SamplingParams
@@ -39,7 +40,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def make(runner: GenerationRunner, *arguments: object, **options: object) -> None:
         init(runner, *arguments, **options)
-        runner._decode = CudaDecode(
+        runner._steps = CudaSteps(
             runner._transformer,
             runner._head,
             cache=runner.cache,
@@ -59,7 +60,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(graphs.GraphCache, "_reserve", lambda cache, total_tokens: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeEvent())
-    monkeypatch.setattr(CudaDecode, "is_capturable", True)
+    monkeypatch.setattr(CudaSteps, "is_capturable", True)
     monkeypatch.setattr(GenerationRunner, "__init__", make)
     yield
     gc.collect()  # graphs go while the fakes are there
@@ -159,7 +160,7 @@ def test_no_cycle_holds_an_engine(folder: Path, like_a_gpu: None) -> None:
     tokens_of(model, GREEDY)
     ((_, engine),) = model._idle_engines
     gone = [weakref.ref(engine), weakref.ref(engine._runner.cache.layers[0].k_cache)]
-    for captured in engine._runner._decode._graphs._graphs.values():
+    for captured in engine._runner._steps._graphs._graphs.values():
         captured.graph.compute = None  # a real one does not hold what it was captured from
     gc.collect()
     gc.disable()
@@ -182,3 +183,22 @@ def test_layouts_hold_their_steps(num_rows: int, num_pages: int) -> None:
     assert room[0] > layout.num_rows and min(room[1:5]) >= layout.num_rows
     assert room[5] == layout.num_rows * layout.num_pages
     assert all(start % 4 == 0 for start in starts)
+
+
+@given(st.integers(1, MAX_MIXED_TOKENS), st.integers(1, 600), st.integers(1, 4096))
+def test_mixed_layouts_hold_their_steps(num_tokens: int, num_sequences: int, pages: int) -> None:
+    layout = mixed_layout(num_tokens, num_sequences, pages)
+    assert num_tokens <= layout.num_rows <= max(1.25 * num_tokens, num_tokens + 31)
+    assert num_sequences <= layout.num_sequences <= max(4 * num_sequences, num_sequences + 63)
+    filler = layout.num_rows - num_tokens
+    assert filler <= layout.num_pages * 16 and layout.num_pages >= pages
+    assert len({mixed_layout(n, 8, 1) for n in range(1, MAX_MIXED_TOKENS + 1)}) <= 24
+
+
+def test_small_steps_of_prompts_are_captured(folder: Path, like_a_gpu: None) -> None:
+    model = bytetx.load(folder, device="cpu")
+    for _ in range(3):
+        tokens_of(model, GREEDY, max_num_seqs=3)
+        model._idle_engines[0][1]._scheduler.pages.forget_kept()  # the same steps again
+    graphs = model._idle_engines[0][1]._runner._steps._graphs._graphs
+    assert {MixedLayout} < {type(layout) for layout, _ in graphs}

@@ -1,0 +1,143 @@
+"""A small run of every GPU kernel, for `compute-sanitizer --tool TOOL python tests/sanitize.py`.
+
+Names choose among them: python tests/sanitize.py attention rows. Nothing is checked here but what
+the tool sees; it needs one Hopper GPU.
+"""
+
+import sys
+from collections.abc import Callable
+
+import torch
+from paged_steps import make_step
+from torch import Tensor
+
+from bytetx.ops import fp8_linear, linear
+from bytetx.ops.attention import varlen_attention
+from bytetx.ops.embedding import embed
+from bytetx.ops.gated import gated_linear, prepare_gated
+from bytetx.ops.linear_plan import LinearPlan, tilings
+from bytetx.ops.most_likely import most_likely
+from bytetx.ops.norm import layer_norm, rms_norm
+from bytetx.ops.paged import paged_attention
+from bytetx.ops.pooling import pool
+from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
+from bytetx.ops.rotary_kv import rotary_write_kv
+
+HALVES = (torch.float16, torch.bfloat16)
+LENGTHS = (5, 0, 1, 33, 256, 300, 0, 600)
+
+
+def some(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """Values that differ, by the fewest kernels of torch."""
+    count = torch.Size(shape).numel()
+    return (torch.arange(count) % 97 / 97 - 0.5).to(dtype).reshape(shape).cuda()
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32).cuda()
+
+
+def run_attention() -> None:
+    """Tiles, a pipeline for long ones, keys split for few tiles; masks and a bias."""
+    for lengths in ([7, 0, 20, 1, 65, 129], [1100, 2500], [300]):
+        cu_seqlens = ints(*torch.tensor([0, *lengths]).cumsum(0).tolist())
+        for head_dim in (64, 128):
+            q, k, v = some(sum(lengths), 6, head_dim).split(2, dim=1)
+            options = {"max_seqlen": max(lengths)}
+            for more in ({}, {"causal": True}, {"causal": True, "window": 50}):
+                varlen_attention(q, k, v, cu_seqlens, **options, **more)
+            bias = some(2, 2 * max(lengths) - 1, dtype=torch.float32)
+            varlen_attention(q, k, v, cu_seqlens, relative_bias=bias, **options)
+
+
+def run_linear() -> None:
+    """Every tiling: more tiles than one a CTA, ragged edges, each split, gates."""
+    for m, n, k in ((300, 416, 200), (77, 96, 1032)):
+        x, residual = some(m, k), some(m, n)
+        w = linear.prepare_linear(some(n, k), some(n), prepack=False)
+        for tiling in tilings():
+            for splits in (1, 2, 4, 8) if tiling.is_for_few_rows else (1,):
+                plan = LinearPlan(tiling.index, splits)
+                linear.run_kernel(x, w, plan=plan, activation="gelu")
+                linear.run_kernel(x, w, plan=plan, residual=residual)
+    for m in (3, 700):
+        gates = prepare_gated(some(192, 128), some(192, 128), prepack=False)
+        gated_linear(some(m, 128), gates, activation="silu")
+
+
+def run_fp8() -> None:
+    for m in (77, 700):
+        rows, scale = quantize_rows(some(m, 256))
+        w = fp8_linear.prepare_fp8_linear(some(416, 256), some(416))
+        for tiling in fp8_linear.tilings():
+            for out_scale in (None, 2.0):
+                options = {"activation": "gelu", "out_scale": out_scale}
+                fp8_linear.run_kernel(rows, scale, w, tiling.index, **options)
+
+
+def run_rows() -> None:
+    cu_seqlens = ints(*torch.tensor([0, *LENGTHS]).cumsum(0).tolist())
+    for width, dtype in (
+        (768, HALVES[0]),
+        (1032, HALVES[1]),
+        (33, torch.float32),
+        (384, HALVES[0]),
+    ):
+        x, residual, weight = (some(n, dtype=dtype) for n in (75 * width, 75 * width, width))
+        x, residual = x.view(75, width), residual.view(75, width)
+        fp8 = empty_fp8_rows(x) if width % 16 == 0 else None
+        layer_norm(x, weight, weight, eps=1e-5, residual=residual, fp8_out=fp8)
+        rms_norm(x, weight, eps=1e-5, residual=residual, out=x, sum_out=residual)
+        ids, table = ints(*(i % 5 for i in range(75))), some(9, width, dtype=dtype)
+        tables = {"word": table, "position": table, "token_type": table}
+        embed(ids, ids, ids, **tables, norm_weight=weight, norm_bias=weight)
+        embed(ids, ids, ids, word=table)
+        rows = some(sum(LENGTHS) + 9, width, dtype=dtype)
+        for mode in ("mean", "max", "weightedmean", "lasttoken"):
+            pool(rows, cu_seqlens, mode=mode, normalize=True)
+
+
+def run_paged() -> None:
+    """Decode rows and prefill pieces in one step, of every group size; keys written first."""
+    lengths = [(1, 1), (5, 33), (1, 700), (65, 129), (1, 2000), (129, 300)]
+    for head_dim, num_kv_heads in ((64, 4), (128, 1)):
+        step = make_step(lengths, dtype=HALVES[1], head_dim=head_dim, num_kv_heads=num_kv_heads)
+        cache = (step.k_cache.nan_to_num().cuda(), step.v_cache.nan_to_num().cuda())
+        options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in step.lengths().items()}
+        for window in (0, 37):
+            paged_attention(step.q.cuda(), *cache, window=window, **options)
+        heads = some(37, 4 + 2 * num_kv_heads, head_dim, dtype=HALVES[1])
+        q, k, v = heads.split([4, num_kv_heads, num_kv_heads], dim=1)
+        angles = some(50, head_dim // 2, dtype=torch.float32)
+        at = ints(*range(37))
+        norms = {"q_norm": q[0, 0].clone(), "k_norm": q[0, 0].clone(), "eps": 1e-6}
+        for more in ({}, norms):
+            rotary_write_kv(q, k, v, angles, angles, at, *cache, at, is_interleaved=False, **more)
+
+
+def run_logits() -> None:
+    most_likely(some(5, 151_936), seats=ints(*range(5)), last_tokens=ints(*range(9)))
+    most_likely(some(300, 1000, dtype=torch.float32))
+
+
+def run_comm() -> None:
+    """The ops of several GPUs in a group of one."""
+    from test_cuda_comm import gather_layer, make_group, sum_layer
+
+    group = make_group(1)
+    for max_rows in (20, 200):
+        for dtype in HALVES:
+            gather_layer(group, dtype, max_rows=max_rows).call(0)
+            for is_dealt in (False, True):
+                sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
+
+
+RUNS: dict[str, Callable[[], None]] = {
+    name.removeprefix("run_"): run for name, run in list(globals().items()) if name[:4] == "run_"
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or RUNS:
+        RUNS[name]()
+        torch.cuda.synchronize()
+        print(f"ran {name}")
