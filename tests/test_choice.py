@@ -47,7 +47,7 @@ def is_right(token: int, logits: torch.Tensor, row: Row) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(9, 1), (30, 7), (30, 1500), (9, 50257)])
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(9, 1), (30, 7), (30, 1500), (4, 50257)])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 2.0, 30.0])
 def test_choices_are_the_definition_s(
     num_rows: int, vocab_size: int, scale: float, dtype: torch.dtype, device: str
