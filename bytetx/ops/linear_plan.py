@@ -47,11 +47,13 @@ class Line:
     """A line of the table.
 
     plans: (most rows, tiling, splits) by rising rows.  left_to_norm: those of the rows for which
-    a residual costs less where the norm behind the product reads it.
+    a residual costs less where the norm behind the product reads it.  normed: those for which the
+    product, a residual and a layer norm are fastest as one kernel.
     """
 
     plans: tuple[tuple[int, str, int], ...]
     left_to_norm: frozenset[int] = frozenset()
+    normed: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,16 @@ def leaves_residual(m: int, n: int, k: int, *, dtype: str) -> bool:
 
 
 @lru_cache(_MAX_PLANS)
+def norms_rows(m: int, n: int, k: int, *, dtype: str) -> bool:
+    """Whether a product should add a residual and norm its rows itself, where a kernel can."""
+    line = _line(n, k, dtype, RESIDUAL)
+    if line is None:
+        return False
+    rows = [most for most, _, _ in line.plans]
+    return rows[_bucket(m, rows)] in line.normed
+
+
+@lru_cache(_MAX_PLANS)
 def plan_gated(m: int, n: int, k: int, *, dtype: str) -> LinearPlan:
     """The plan of a gated product of n columns, gates and values; `dtype` as plan_linear's."""
     able = gating_tilings()
@@ -141,6 +153,7 @@ def _table() -> dict[tuple[int, int, str, str], Line]:
         (line["n"], line["k"], line["dtype"], line["epilogue"]): Line(
             plans=tuple((rows, name, splits) for rows, name, splits in line["plans"]),
             left_to_norm=frozenset(line.get("left_to_norm", ())),
+            normed=frozenset(line.get("normed", ())),
         )
         for line in json.loads(text)["lines"]
     }

@@ -85,6 +85,12 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
     return [] if isinstance(module, str) else module.linear_tilings()
 
 
+def linear_norm_workspace_bytes(m: int, n: int) -> int:
+    """What the kernel `linear_norm` needs for m rows of n columns; 0 where it is not built."""
+    module = _modules["cuda"]
+    return 0 if isinstance(module, str) else module.linear_norm_workspace_bytes(m, n)
+
+
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
     """Those of the kernel `fp8_linear`, like linear_tilings()."""
     module = _modules["cuda"]
