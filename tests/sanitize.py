@@ -98,9 +98,10 @@ def run_rows() -> None:
 
 
 def run_paged() -> None:
-    """Decode rows and prefill pieces in one step, of every group size; keys written first."""
-    lengths = [(1, 1), (5, 33), (1, 700), (65, 129), (1, 2000), (129, 300)]
-    for head_dim, num_kv_heads in ((64, 4), (128, 1)):
+    """Decode rows and prefill pieces in one step, few (clusters) and many (items of the plan)."""
+    few = [(1, 1), (5, 33), (1, 700), (65, 129), (1, 2000), (129, 300)]
+    many = few + [(1, 90)] * 60
+    for head_dim, num_kv_heads, lengths in ((64, 4, few), (128, 1, few), (64, 4, many)):
         step = make_step(lengths, dtype=HALVES[1], head_dim=head_dim, num_kv_heads=num_kv_heads)
         cache = (step.k_cache.nan_to_num().cuda(), step.v_cache.nan_to_num().cuda())
         options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in step.lengths().items()}
