@@ -1,12 +1,12 @@
 """Suite `decode`: attention over paged keys, what writes them, and choices, against torch.
 
-A time of attention is of one layer's call in a step of the model: a graph holds whole steps, each a plan and one
-call a layer, and its time is divided by all calls, so that the plan counts as it is paid, once a
-step. Every layer has a cache of its own, and as many steps with further caches follow as it takes
-for all of them to exceed the L2 twice: no call, ours or a rival's, finds its keys there, as none
-does in a model, whose weights pass through the L2 between one step and the next. The floor is of
-bytes at the rate of a copy; a kernel that hardly writes can go below it, for an H200 reads faster
-than it copies.
+A time of attention is of one layer's call in a step of the model: a graph holds whole steps, each a
+plan and one call a layer, and its time is divided by all calls, so that the plan counts as it is
+paid, once a step. Every layer has a cache of its own, and as many steps with further caches follow
+as it takes for all of them to exceed the L2 twice: no call, ours or a rival's, finds its keys
+there, as none does in a model, whose weights pass through the L2 between one step and the next. The
+floor is of bytes at the rate of a copy; a kernel that hardly writes can go below it, for an H200
+reads faster than it copies.
 """
 
 from collections.abc import Callable
