@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
             }
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr});
+                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
     wait_for_prior_kernel();
     __syncthreads();

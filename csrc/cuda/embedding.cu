@@ -30,8 +30,10 @@
 namespace bytetx {
 namespace {
 
-constexpr int kRingBytes = 24 * 1024;  // of a CTA: 48 KB took 4 to 14 % longer on an H200
-constexpr int kMostTokens = 16;        // of a warp: 32 took 7 % longer at 65k tokens of 1024
+// Of a CTA: with a row a warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
+template <typename Tiling>
+constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
+constexpr int kMostTokens = 16;  // of a warp: 32 took 7 % longer at 65k tokens of 1024
 
 // The row of `table` that token `row` names, as an offset in rows.
 __device__ __forceinline__ int table_row(const int32_t* ids, int64_t token, int64_t num_rows) {
@@ -71,7 +73,7 @@ struct TokenRing {
     static constexpr int kTables = 2;
     static constexpr int kTokenBytes =
         kTables * Tiling::kVecsPerThread * Tiling::kCtaThreads * kVecBytes;
-    static constexpr int kTokens = std::clamp(kRingBytes / kTokenBytes, 3, 8);
+    static constexpr int kTokens = std::clamp(kRingBytes<Tiling> / kTokenBytes, 3, 8);
 
     uint4 vecs[kTokens][kTables][Tiling::kVecsPerThread][Tiling::kCtaThreads];
 };
@@ -80,7 +82,8 @@ struct TokenRing {
 // kMostTokens.
 template <typename T, typename Tiling, RowNorm kNorm>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
-    embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp) {
+    embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp,
+                 const bool streams) {
     extern __shared__ __align__(16) unsigned char smem[];
     auto& ring = *reinterpret_cast<TokenRing<Tiling>*>(smem);
     constexpr int kTokens = TokenRing<Tiling>::kTokens;
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
         store_normed_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
-                                           p.eps, {p.out, nullptr, nullptr});
+                                           p.eps, {p.out, nullptr, nullptr, streams});
     }
 }
 
@@ -221,7 +224,8 @@ bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_
         launch_kernel(
             kernel,
             {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), kSmemBytes, stream}, p,
-            static_cast<int>(tokens_per_warp));
+            static_cast<int>(tokens_per_warp),
+            is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
     });
 }
 

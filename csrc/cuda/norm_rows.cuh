@@ -28,7 +28,7 @@ namespace bytetx {
 
 template <typename T, typename Tiling, RowNorm kNorm>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
-    norm_rows_kernel(const __grid_constant__ NormParams p) {
+    norm_rows_kernel(const __grid_constant__ NormParams p, const bool streams) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
     release_next_kernel();
@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     const auto load = [&] {
         if (first >= p.total_tokens) return;
         const int64_t row = own_row();
-        x.load(p.x, row, lane, num_vecs, load_once);
-        if (p.residual != nullptr) residual.load(p.residual, row, lane, num_vecs, load_once);
+        if (p.residual == nullptr) return x.load(p.x, row, lane, num_vecs, load_once);
+        x.load(p.x, row, lane, num_vecs, load_last);  // the sum takes the place of both
+        residual.load(p.residual, row, lane, num_vecs, load_last);
     };
     load();
     while (first < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
@@ -68,7 +69,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         first += stride;
         load();
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.hidden_size, p.eps,
-                                           {p.out, p.out_fp8, p.out_scale});
+                                           {p.out, p.out_fp8, p.out_scale, streams});
     }
 }
 
@@ -115,7 +116,8 @@ bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t
         const int64_t ctas = (p.total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
         const int64_t grid = std::min(ctas, resident);
         launch_kernel(kernel,
-                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p);
+                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p,
+                      is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
     });
 }
 
