@@ -105,7 +105,7 @@ def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOpti
 
 @app.command()
 def decode(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
-    """Attention over paged keys, and writing them, on a Hopper GPU: bytetx and torch."""
+    """Attention over paged keys, writing them, choosing tokens, on a GPU: bytetx and torch."""
     from bytetx.bench.decode import decode_suite
 
     _run_gpu("decode", decode_suite, record=record, case=case, plot=plot)

@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
             store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr});
+                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
     wait_for_prior_kernel();
     if (ends_call) end_sum(p, epoch);
