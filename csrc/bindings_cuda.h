@@ -35,6 +35,21 @@ void bind_most_likely(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_sample(py::module_& m) {
+    m.def(
+        "sample",
+        [](Address logits, Address temperature, Address top_k, Address top_p, Address min_p,
+           Address seeds, Address positions, Address out, int64_t num_rows, int64_t vocab_size,
+           int dtype, int device, Address stream, int num_threads, int isa) {
+            sample({pointer(logits), pointer<float>(temperature), pointer<int64_t>(top_k),
+                    pointer<float>(top_p), pointer<float>(min_p), pointer<int64_t>(seeds),
+                    pointer<int64_t>(positions), pointer<int32_t>(out), num_rows, vocab_size,
+                    to_dtype(dtype)},
+                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 void bind_planned_attention(py::module_& m) {
     m.def("attention_tile_rows", &attention_tile_rows);
     m.def("attention_plan_bytes", &attention_plan_bytes);

@@ -1,12 +1,12 @@
-"""Suite `decode`: attention over paged keys and what writes them, on a GPU, against torch.
+"""Suite `decode`: attention over paged keys, what writes them, and choices, against torch.
 
-A time is of one layer's call in a step of the model: a graph holds whole steps, each a plan and one
-call a layer, and its time is divided by all calls, so that the plan counts as it is paid, once a
-step. Every layer has a cache of its own, and as many steps with further caches follow as it takes
-for all of them to exceed the L2 twice: no call, ours or a rival's, finds its keys there, as none
-does in a model, whose weights pass through the L2 between one step and the next. The floor is of
-bytes at the rate of a copy; a kernel that hardly writes can go below it, for an H200 reads faster
-than it copies.
+A time of attention is of one layer's call in a step of the model: a graph holds whole steps, each a
+plan and one call a layer, and its time is divided by all calls, so that the plan counts as it is
+paid, once a step. Every layer has a cache of its own, and as many steps with further caches follow
+as it takes for all of them to exceed the L2 twice: no call, ours or a rival's, finds its keys
+there, as none does in a model, whose weights pass through the L2 between one step and the next. The
+floor is of bytes at the rate of a copy; a kernel that hardly writes can go below it, for an H200
+reads faster than it copies.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.bench import sampling
 from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, gpu_suite, graph_us, num_rotated
 from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
@@ -72,7 +73,8 @@ def decode_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    return gpu_suite("decode", shapes(), measure, patterns=patterns, unit="us")
+    cases = [*shapes(), *sampling.shapes()]
+    return gpu_suite("decode", cases, _measure_any, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
@@ -105,6 +107,12 @@ def shapes() -> list[Shape]:
 
 def _decode(name: str, model: str, kv_seqlens: np.ndarray) -> Shape:
     return Shape(f"decode-{model}-{name}", model, dense(1, len(kv_seqlens)), kv_seqlens)
+
+
+def _measure_any(shape: Shape | sampling.Shape, gpu: Gpu) -> Measurement:
+    if isinstance(shape, sampling.Shape):
+        return sampling.measure(shape, gpu)
+    return measure(shape, gpu)
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:

@@ -25,6 +25,7 @@ OPS = (
     "pool",
     "quantize_rows",
     "most_likely",
+    "sample",
     "fp8_linear",
     "all_gather_gemm",
     "gemm_reduce_scatter",
