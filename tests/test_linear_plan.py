@@ -93,6 +93,21 @@ def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.usefixtures("kernel_tilings")
+def test_an_activation_is_fused_where_cublas_wins_with_the_bias_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bias, residual = Line(((65536, CUBLAS, 1),)), Line(((65536, "192x128", 1),))
+    table = {(1024, 4096, "fp16", "bias"): bias, (1024, 4096, "fp16", "residual"): residual}
+    monkeypatch.setattr(linear_plan, "_table", lambda: table)
+
+    def plan(epilogue: str) -> LinearPlan:
+        return plan_linear(65536, 1024, 4096, dtype="fp16", epilogue=epilogue)
+
+    assert plan("bias") == LinearPlan(None)
+    assert plan("gelu") == plan("residual") == LinearPlan(1)
+
+
+@pytest.mark.usefixtures("kernel_tilings")
 def test_a_tiling_that_this_build_lacks_falls_back_to_the_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
