@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from captured import captured
 from sampled_rows import Row, columns_of, distribution, splitmix
 from scipy.stats import chisquare
 
@@ -145,9 +146,7 @@ def test_a_graph_holds_it() -> None:
     logits = torch.randn(9, 30000, device="cuda", dtype=torch.bfloat16)
     columns = columns_of([Row(top_k=50, top_p=0.9, seed=i) for i in range(9)], "cuda")
     wanted = choose_tokens(logits, **columns)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = choose_tokens(logits, **columns)
+    graph, tokens = captured(lambda: choose_tokens(logits, **columns))
     logits.copy_(logits.flip(1))
     graph.replay()
     assert tokens.equal(choose_tokens(logits, **columns)) and not tokens.equal(wanted)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from captured import captured
 
 from bytetx.ops import linear_norm as op
 from bytetx.ops import native
@@ -92,9 +93,7 @@ def test_a_captured_graph_gives_the_same_bits(n: int) -> None:
     layer = random_layer(5000, n, n, torch.float16)
     workspace = make_workspace(5000, n, CUDA)
     eager = run(layer, workspace)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outs = [run(layer, workspace) for _ in range(3)]
+    graph, outs = captured(lambda: [run(layer, workspace) for _ in range(3)])
     for _ in range(3):
         for out in outs:
             out.fill_(float("nan"))
@@ -135,9 +134,7 @@ def test_a_graph_whose_workspace_was_not_there_before_takes_two_kernels(
     monkeypatch.setattr(op, "norms_rows", lambda *_, **__: True)
     layer = x, w, residual, norm = random_layer(3000, 768, 768, torch.float16)
     options = {"norm_weight": norm[0], "norm_bias": norm[1], "eps": EPS}
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = linear_norm(x, w, residual=residual, **options)
+    graph, out = captured(lambda: linear_norm(x, w, residual=residual, **options))
     assert not op._workspaces
     graph.replay()
     assert_right(out, layer)
