@@ -91,7 +91,7 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.group = p.plan.num_heads / p.plan.num_kv_heads;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
-    params.scale = p.softmax_scale * paged::kLog2e;
+    params.scale = p.softmax_scale * kLog2e;
     return params;
 }
 
