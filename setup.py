@@ -243,15 +243,17 @@ def cached_log(step: Step) -> str | None:
 
 
 def compile_step(step: Step) -> str:
-    """Runs the compiler; returns its warnings. The record comes last: a killed build is safe."""
+    """Runs the compiler; returns its warnings. The record comes last: a killed build is safe. It
+    holds what files were before, so that one edited meanwhile makes the object stale."""
     step.path("json").unlink(missing_ok=True)
+    before = {path: content_hash(path) for path in relative((ROOT / "csrc").rglob("*.*"))}
     outputs = ["-MMD", "-MF", str(step.path("d")), "-c", step.source, "-o", str(step.path("o"))]
     command = [*step.command, *outputs]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
     log = (done.stdout + done.stderr).strip()
     if done.returncode:
         raise BuildError(f"cannot compile {step.source}\n$ {shlex.join(command)}\n{log}")
-    files = {path: content_hash(path) for path in dependencies(step.path("d"))}
+    files = {path: before.get(path) for path in dependencies(step.path("d"))}
     step.path("json").write_text(json.dumps({"files": files, "log": log}))
     return log
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
+from bytetx.ops.linear_norm import linear_norm
 from bytetx.ops.norm import layer_norm, rms_norm
 from bytetx.parallel.layout import ModelSplit
 from bytetx.spec import ModelSpec
@@ -150,6 +151,9 @@ class WholeBlocks:
         self, x: Tensor, w: LinearWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor:
         """project's first result alone, in the place of the sum."""
+        if not self._is_rms:
+            scales = {"norm_weight": norm.weight, "norm_bias": norm.bias}
+            return linear_norm(x, w, residual=residual, **scales, eps=self._eps)
         is_fused = fuses_residual(x.shape[0], w)
         d = linear(x, w, residual=residual if is_fused else None)
         return self.norm(d, norm, residual=None if is_fused else residual, out=d)

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from bytetx.cache import KvCache, allocate_cache
+from bytetx.engine.decode_share import DecodeShare
+from bytetx.errors import GroupError
 from bytetx.loading import Heads, load_share
 from bytetx.parallel.control import Follower
 from bytetx.parallel.launch import Meeting, TorchrunRank, follower_of
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
+    Decode,
     DropCache,
     Forward,
     Join,
@@ -53,12 +56,13 @@ def serve(
     own = _Rank(follower, rank=rank, size=size, meeting=meeting)
     try:
         follower.answer()
-        while (message := follower.receive()) is not None:
+        while (message := follower.receive(own.check)) is not None:
             own.do(message)
         own.finish()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        follower.fail(f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})")
+        text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
+        follower.fail(own.fault_text() or text)
         _end(1)
     _end(0)
 
@@ -78,6 +82,7 @@ class _Rank:
         self._follower, self._rank, self._size = follower, rank, size
         self._meeting = meeting
         self._caches: dict[int, KvCache] = {}
+        self._decodes: dict[int, DecodeShare] = {}  # by their cache
         self._group: TpGroup | None = None
         self._transformer: Transformer | None = None
         self._heads = Heads()
@@ -87,18 +92,30 @@ class _Rank:
         match message:
             case Forward():
                 self._forward(message)
+            case Decode():
+                self._decode(message)
             case Logits():
                 self._logits(message)
             case NewCache():
                 self._caches[message.cache_id] = self._new_cache(message)
             case DropCache():
-                del self._caches[message.cache_id]
+                self._drop_cache(message.cache_id)
             case Join():
                 self._join(message)
             case Load():
                 self._load(message)
             case _:
                 raise TypeError(f"rank 0 sent a {type(message).__name__}")
+
+    def fault_text(self) -> str | None:
+        """For whom a kernel of this rank waited in vain."""
+        return None if self._group is None else self._group.fault_text()
+
+    def check(self) -> None:
+        """Raises a GroupError where a kernel waited in vain: no call of this rank tells it so."""
+        waited = self.fault_text()
+        if waited is not None:
+            raise GroupError(waited)
 
     def finish(self) -> None:
         """Waits for what rank 0 may still wait for, too."""
@@ -109,6 +126,8 @@ class _Rank:
         device = torch.device("cpu")
         if message.device_type == "cuda":
             device = torch.device("cuda", self._rank)
+            torch.cuda.set_device(device)
+            torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one captures no graph
         meeting = self._meeting if message.meeting is None else message.meeting
         self._group = join_group(
             meeting.store(),
@@ -122,10 +141,12 @@ class _Rank:
 
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
+        self._decodes.clear()
         self._transformer, self._heads = load_share(
             message.folder, self._blocks, dtype=message.dtype, device=self._group.device
         )
         self._follower.answer()
+        self._transformer.blocks.agree_on_kernels(self._transformer.all_layers)
 
     def _blocks(self, spec: ModelSpec) -> ShardedBlocks:
         split = split_model(spec, rank=self._rank, size=self._size)
@@ -138,6 +159,26 @@ class _Rank:
         cache = None if message.past is None else self._caches[message.past[0]]
         on_layer = _ignore if message.wants_layers else None
         self._transformer.forward(batch, cache=cache, on_layer=on_layer)
+
+    @torch.inference_mode()
+    def _decode(self, message: Decode) -> None:
+        share = self._decodes.get(message.cache_id)
+        if share is None:
+            share = self._decodes[message.cache_id] = DecodeShare(
+                self._transformer,
+                self._heads.lm,
+                cache=self._caches[message.cache_id],
+                receive=self._group.collectives.broadcast,
+                device=self._group.device,
+            )
+        sizes = message.num_rows, message.num_pages
+        share.run(*sizes, is_greedy=message.is_greedy, is_captured=message.is_captured)
+
+    def _drop_cache(self, cache_id: int) -> None:
+        share = self._decodes.pop(cache_id, None)
+        if share is not None:
+            share.clear()
+        del self._caches[cache_id]
 
     @torch.inference_mode()
     def _logits(self, message: Logits) -> None:

@@ -162,6 +162,8 @@ def _tensors(owner: object) -> Iterator[torch.Tensor]:
         for part in owner:
             yield from _tensors(part)
     elif type(owner).__module__.startswith("bytetx."):
-        names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(vars(owner))
+        # What the compiled modules define has neither.
+        own = getattr(owner, "__dict__", ())
+        names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(own)
         for name in names:
             yield from _tensors(getattr(owner, name))

@@ -16,11 +16,13 @@ from bytetx.errors import BytetxError, GroupError, InputError
 from bytetx.heads import LmHead, MaskedLMHead
 from bytetx.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
 from bytetx.ops.comm_gemm import workspace_bytes
+from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
 from bytetx.parallel.control import Followers
 from bytetx.parallel.launch import Meeting, TorchrunLead, spawn
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
+    Decode,
     DropCache,
     Join,
     Load,
@@ -29,7 +31,7 @@ from bytetx.parallel.messages import (
     flat_batch,
     forward_message,
 )
-from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
 from bytetx.parallel.tp import TpGroup, join_group
 from bytetx.sentence import load_sentence_spec
@@ -45,15 +47,15 @@ def load_shared(
     device: str | torch.device,
     dtype: str | torch.dtype,
     token_budget: Callable[[torch.device], int],
-    shares_memory: bool = False,
+    shares_memory: bool = True,
     rows: RowScheme | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a share; this process is rank 0.
 
     ranks: how many to start on this machine, this one included, or those of torchrun.
-    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs reach into one
-    another's memory for the fused ops; without, all goes through NCCL.
-    rows: None is the device's own scheme.
+    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs that can reach
+    into one another's memory for the fused ops, which are of half types; else all is NCCL's.
+    rows: None is the scheme that was measured for the device and the model's hidden size.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
@@ -64,9 +66,10 @@ def load_shared(
     split_model(spec, rank=0, size=size)  # what cannot be split is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=Weights(sentence.folder, spec).dtype)
     shared_bytes = 0
-    if shares_memory:
+    if shares_memory and device.type == "cuda" and dtype in DTYPE_NAMES:
         sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
         shared_bytes = workspace_bytes(max_tokens=token_budget(device), **sizes)
+    rows = rows or row_scheme(device.type, size, spec.hidden_size)
     followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
     try:
         checkpoint = load_led(folder, group, followers, dtype=dtype)
@@ -92,6 +95,7 @@ def load_led(
     blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=group.size))
     checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, blocks=blocks)
     followers.answers()
+    blocks.agree_on_kernels(checkpoint.transformer.all_layers)
     lead = _Lead(group, followers, spec)
     heads = checkpoint.heads
     led = {
@@ -162,6 +166,7 @@ class _Lead:
     def __init__(self, group: TpGroup, followers: Followers, spec: ModelSpec):
         self.group, self.followers, self.spec = group, followers, spec
         self._lock = threading.Lock()
+        self._owner: int | None = None  # the thread whose step consists of several passes
         self._cache_ids: dict[int, int] = {}  # by the id of a cache's first tensor
         self._dropped: deque[int] = deque()  # ids of caches that are gone here
         self._num_caches = 0
@@ -175,7 +180,7 @@ class _Lead:
         the ranks share memory.
         """
         with self._lock:
-            self.followers.check()
+            self.check()
             try:
                 while self._dropped:
                     self.followers.send(DropCache(self._dropped.popleft()))
@@ -188,10 +193,30 @@ class _Lead:
             except GroupError:
                 raise
             except Exception as error:
-                self.followers.raise_failure(error)
+                self.followers.raise_failure(error, reason=self.group.fault_text() or "")
             except BaseException:
                 self.followers.close()
                 raise
+
+    def check(self) -> None:
+        """Raises a GroupError where a rank is gone, or one of them waited for another in vain."""
+        waited = self.group.fault_text()
+        if waited is not None:
+            self.followers.raise_failure(reason=waited)
+        self.followers.check()
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """In a step whose passes the others run without being asked for each."""
+        self._owner = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner = None
+
+    @property
+    def is_in_whole_step(self) -> bool:
+        return self._owner == threading.get_ident()
 
     def send(self, message: object) -> None:
         self.followers.send(message)
@@ -218,12 +243,33 @@ def _forget(cache_ids: dict[int, int], owner_id: int, dropped: deque[int]) -> No
 class _LedTransformer(Transformer):
     """Rank 0's share; its forward pass is every rank's."""
 
+    has_followers = True
+
     def __init__(self, own: Transformer, lead: _Lead):
         vars(self).update(vars(own))
         self._lead = lead
 
+    @property
+    def is_capturable(self) -> bool:
+        """Only decode steps are: others ask the ranks each time."""
+        return False
+
     def check(self) -> None:
-        self._lead.followers.check()
+        self._lead.check()
+
+    @contextmanager
+    def decode_step(
+        self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
+    ) -> Iterator[None]:
+        lead, options = self._lead, (num_rows, num_pages, is_greedy, is_captured)
+        with lead.step():
+            lead.send(Decode(lead.cache_id(cache), *options))
+            with lead.whole_step():
+                yield
+
+    def share(self, *tensors: torch.Tensor) -> None:
+        for tensor in tensors:
+            self._lead.group.collectives.broadcast(tensor)
 
     @torch.inference_mode()
     def forward(
@@ -234,6 +280,8 @@ class _LedTransformer(Transformer):
         on_layer: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         lead = self._lead
+        if lead.is_in_whole_step:
+            return super().forward(batch, cache=cache, on_layer=on_layer)
         with lead.step():
             message = forward_message(
                 batch, cache_id=lead.cache_id(cache), wants_layers=on_layer is not None
@@ -271,6 +319,8 @@ def _led_logits(
 ) -> torch.Tensor:
     if not rows.shape[0]:
         return rows.new_empty((0, lead.spec.vocab_size))
+    if lead.is_in_whole_step:
+        return forward(rows)
     with lead.step():
         lead.send(Logits(head, rows.shape[0]))
         return forward(lead.group.collectives.broadcast(rows.contiguous()))

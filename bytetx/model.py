@@ -109,6 +109,7 @@ class Model(GeneratesText):
 
     def close(self) -> None:
         """Ends the other ranks of a model loaded with tp; the model is of no use then."""
+        self._idle_engines.clear()  # their graphs hold collectives of the group
         self.checkpoint.close()
 
     def __enter__(self) -> "Model":

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -54,6 +55,8 @@ class Transformer:
     project_out: hidden_size -> embedding_size, where a causal model ends in the words' width.
     """
 
+    has_followers = False  # whether other ranks run its passes because this one does
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -72,6 +75,7 @@ class Transformer:
         self.layers, self.fp8_layers = layers, fp8_layers
         self.relative_bias = relative_bias
         self.decoder, self.project_out = decoder, project_out
+        self.all_layers = layers if decoder is None else decoder.layers
 
     @classmethod
     def from_tensors(
@@ -121,15 +125,22 @@ class Transformer:
     @property
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
-        word = self.embeddings.word
-        if self.decoder is not None and not self.decoder.is_capturable:
-            return False
-        if not self.blocks.is_capturable:
-            return False
-        return is_planned(word.dtype, self.spec.head_dim, word.device)
+        word, layers = self.embeddings.word, self.decoder or self.blocks
+        fits = is_planned(word.dtype, self.spec.head_dim, word.device)
+        return fits and layers.is_capturable
 
     def check(self) -> None:
         """Raises a GroupError where a rank is gone, and with it what the device still computed."""
+
+    def decode_step(
+        self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
+    ) -> AbstractContextManager[None]:
+        """Around a decode step that other ranks run, too; is_greedy: with the language model head,
+        is_captured: as a graph once it comes again."""
+        return nullcontext()
+
+    def share(self, *tensors: torch.Tensor) -> None:
+        """What the other ranks of a decode step read first, in this order."""
 
     @torch.inference_mode()
     def forward(

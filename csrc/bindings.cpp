@@ -211,9 +211,11 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
+    bytetx::bind_linear_norm(m);
     bytetx::bind_fp8_linear(m);
     bytetx::bind_quantize_rows(m);
     bytetx::bind_most_likely(m);
+    bytetx::bind_sample(m);
     bytetx::bind_planned_attention(m);
     bytetx::bind_planned_paged_attention(m);
     bytetx::bind_rotary_write_kv(m);

@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "comm_ops.h"
+#include "linear_norm_ops.h"
 
 namespace bytetx {
 namespace {
@@ -30,6 +31,21 @@ void bind_most_likely(py::module_& m) {
             most_likely({pointer(logits), pointer<int32_t>(seats), pointer<int32_t>(out),
                          pointer<int32_t>(last_tokens), num_rows, vocab_size, to_dtype(dtype)},
                         {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_sample(py::module_& m) {
+    m.def(
+        "sample",
+        [](Address logits, Address temperature, Address top_k, Address top_p, Address min_p,
+           Address seeds, Address positions, Address out, int64_t num_rows, int64_t vocab_size,
+           int dtype, int device, Address stream, int num_threads, int isa) {
+            sample({pointer(logits), pointer<float>(temperature), pointer<int64_t>(top_k),
+                    pointer<float>(top_p), pointer<float>(min_p), pointer<int64_t>(seeds),
+                    pointer<int64_t>(positions), pointer<int32_t>(out), num_rows, vocab_size,
+                    to_dtype(dtype)},
+                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -101,6 +117,21 @@ void bind_linear(py::module_& m) {
             linear({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d), rows, n,
                     k, static_cast<Activation>(activation), gated, tiling, splits, to_dtype(dtype)},
                    {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_linear_norm(py::module_& m) {
+    m.def("linear_norm_workspace_bytes", linear_norm_workspace_bytes);
+    m.def(
+        "linear_norm",
+        [](Address a, Address b, Address bias, Address residual, Address weight, Address shift,
+           Address d, Address workspace, int64_t rows, int64_t n, int64_t k, float eps, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            linear_norm({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(weight),
+                         pointer(shift), pointer(d), pointer(workspace), rows, n, k, eps,
+                         to_dtype(dtype)},
+                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }

@@ -17,12 +17,16 @@ struct PeerFault {
     uint32_t seen, expected;
 };
 
+// The host, where it knows that a rank is gone, sets this word of `epochs`: kernels that wait then
+// go on without what they wait for, so that the device can be used on. Their results are wrong.
+constexpr int kGivenUpWord = 8;
+
 struct PeerMemory {
     void* buffers[kMaxPeers];      // buffer_bytes each, 1024-byte aligned
     uint32_t* flags[kMaxPeers];    // num_flags words each, zero before the first call
-    uint32_t* epochs;              // 4 words of this device alone, zero before the first call
+    uint32_t* epochs;              // 16 words of this device alone, zero before the first call
     int64_t buffer_bytes;
-    int64_t num_flags;
+    int64_t num_flags;       // 32768, and an inbox: partial sums of gemm_all_reduce, twice
     PeerFault* fault;        // in host memory that the device can write, zero at first; or null
     int64_t timeout_cycles;  // that a kernel waits for another rank before it traps
     int32_t rank;
@@ -45,7 +49,8 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 // cuda only. h = sum over ranks (a b^T + partial) + bias + residual, in f32 and in the order of
 // ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
 // has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
-// gemm_all_reduce: of all rows, on every rank, bit for bit the same; size * m * n elements.
+// gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the inbox holds
+// size * m * n elements.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed

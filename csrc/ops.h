@@ -70,6 +70,24 @@ struct MostLikelyParams {
 
 void most_likely(const MostLikelyParams& p, const Launch& launch);
 
+// cuda only. A token of each row: drawn from softmax(logits / temperature) among those that the
+// limits keep, the first largest logit where the temperature is 0, -1 where most_likely gives that.
+struct SampleParams {
+    const void* logits;        // [num_rows, vocab_size], dtype, contiguous; up to 524 288 tokens
+    const float* temperature;  // [num_rows]
+    const int64_t* top_k;      // [num_rows], 0 keeps all; or null, as the others
+    const float* top_p;        // [num_rows], 1 keeps all
+    const float* min_p;        // [num_rows], 0 keeps all
+    const int64_t* seeds;      // [num_rows], of counted random numbers
+    const int64_t* positions;  // [num_rows], of the number that is used
+    int32_t* out;              // [num_rows]
+    int64_t num_rows;
+    int64_t vocab_size;
+    DType dtype;
+};
+
+void sample(const SampleParams& p, const Launch& launch);
+
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
 // f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
 // and table; on a GPU the nearest row is read.

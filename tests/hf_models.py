@@ -1,11 +1,15 @@
 """Small random models of every family and head, as transformers builds them."""
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 import transformers
+from tiny import one_thread  # noqa: F401  (a fixture that is taken from here)
 from torch import nn
+
+from bytetx.hf import FallbackWarning
 
 VOCAB_SIZE = 60
 MAX_POSITIONS = 48
@@ -54,16 +58,15 @@ FAMILY_HEADS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Threads only wait for each other on models this small: ten times slower on a busy machine.
+@pytest.fixture(autouse=True)
+def fallbacks_are_errors() -> Iterator[None]:
+    """A test that compares with the stock model must not compare the stock model with itself.
 
-    A test file imports this name to use it.
+    A test module that imports this fixture has it in each of its tests.
     """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        yield
 
 
 def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:

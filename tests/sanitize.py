@@ -11,8 +11,9 @@ import torch
 from paged_steps import make_step
 from torch import Tensor
 
-from bytetx.ops import fp8_linear, linear
+from bytetx.ops import fp8_linear, linear, linear_norm
 from bytetx.ops.attention import varlen_attention
+from bytetx.ops.choice import choose_tokens
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear_plan import LinearPlan, tilings
@@ -22,6 +23,7 @@ from bytetx.ops.paged import paged_attention
 from bytetx.ops.pooling import pool
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.ops.rotary_kv import rotary_write_kv
+from bytetx.ops.sampling import Filters
 
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (5, 0, 1, 33, 256, 300, 0, 600)
@@ -60,6 +62,13 @@ def run_linear() -> None:
                 plan = LinearPlan(tiling.index, splits)
                 linear.run_kernel(x, w, plan=plan, activation="gelu")
                 linear.run_kernel(x, w, plan=plan, residual=residual)
+    for n in linear_norm.WIDTHS:
+        w = linear.prepare_linear(some(n, 136), some(n), prepack=False)
+        for m in (5, 700):
+            options = {"norm": (some(n), some(n)), "eps": 1e-5}
+            space = linear_norm.make_workspace(m, n, torch.device("cuda"))
+            rest = some(m, n)
+            linear_norm.run_kernel(some(m, 136), w, residual=rest, workspace=space, **options)
     for m in (3, 700):
         gates = prepare_gated(some(192, 128), some(192, 128), prepack=False)
         gated_linear(some(m, 128), gates, activation="silu")
@@ -98,9 +107,10 @@ def run_rows() -> None:
 
 
 def run_paged() -> None:
-    """Decode rows and prefill pieces in one step, of every group size; keys written first."""
-    lengths = [(1, 1), (5, 33), (1, 700), (65, 129), (1, 2000), (129, 300)]
-    for head_dim, num_kv_heads in ((64, 4), (128, 1)):
+    """Decode rows and prefill pieces in one step, few (clusters) and many (items of the plan)."""
+    few = [(1, 1), (5, 33), (1, 700), (65, 129), (1, 2000), (129, 300)]
+    many = few + [(1, 90)] * 60
+    for head_dim, num_kv_heads, lengths in ((64, 4, few), (128, 1, few), (64, 4, many)):
         step = make_step(lengths, dtype=HALVES[1], head_dim=head_dim, num_kv_heads=num_kv_heads)
         cache = (step.k_cache.nan_to_num().cuda(), step.v_cache.nan_to_num().cuda())
         options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in step.lengths().items()}
@@ -118,6 +128,13 @@ def run_paged() -> None:
 def run_logits() -> None:
     most_likely(some(5, 151_936), seats=ints(*range(5)), last_tokens=ints(*range(9)))
     most_likely(some(300, 1000, dtype=torch.float32))
+    for n, vocab_size, dtype in ((3, 151_936, HALVES[1]), (70, 1000, torch.float32)):
+        temperature, top_p, min_p = (some(n, dtype=torch.float32) + 0.6 for _ in range(3))
+        top_k = torch.arange(n, device="cuda")
+        options = {"seeds": top_k, "positions": top_k}
+        for filters in (Filters(), Filters(top_k=top_k, top_p=top_p), Filters(min_p=min_p)):
+            logits = some(n, vocab_size, dtype=dtype)
+            choose_tokens(logits, temperature, filters, **options)
 
 
 def run_comm() -> None:

@@ -20,6 +20,7 @@ from bytetx.bench import (
     latency,
     linear,
     norm,
+    sampling,
     text,
 )
 from bytetx.bench.cli import app
@@ -61,7 +62,7 @@ RECORD = Record(
 
 
 def test_case_names_are_unique() -> None:
-    for suite in (attention, linear, norm, decode, encoder, generate):
+    for suite in (attention, linear, norm, decode, sampling, encoder, generate):
         names = [shape.name for shape in suite.shapes()]
         assert len(set(names)) == len(names)
     assert len({shape.name for shape in latency.shapes(None)}) == 9

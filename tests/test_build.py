@@ -45,6 +45,23 @@ def test_object_is_kept_until_a_header_changes(build: ModuleType, capsys) -> Non
     assert "compiled csrc/a b.cpp" in compile_once(build, capsys)
 
 
+def test_header_edited_while_it_compiles_makes_the_object_stale(
+    build: ModuleType, capsys, monkeypatch
+) -> None:
+    run = build.subprocess.run
+
+    def run_and_edit(*args: object, **options: object) -> object:
+        done = run(*args, **options)
+        (build.ROOT / "csrc" / "answer.h").write_text("inline int answer() { return 2; }\n")
+        return done
+
+    with monkeypatch.context() as patched:
+        patched.setattr(build.subprocess, "run", run_and_edit)
+        compile_once(build, capsys)
+    assert "compiled csrc/a b.cpp" in compile_once(build, capsys)
+    assert "kept csrc/a b.cpp" in compile_once(build, capsys)
+
+
 def test_warnings_are_said_again_for_kept_objects(build: ModuleType, capsys) -> None:
     (build.ROOT / "csrc" / "a b.cpp").write_text("static int unused() { return 1; }\n")
     assert "-Wunused-function" in compile_once(build, capsys)

@@ -194,12 +194,12 @@ def test_broken_values_stay_in_their_sequence(
         assert ours[rows].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_heads"),  # each with one kernel for the batch and for all of it alone
-    [([7, 300, 20, 1, 65, 129], 120), ([300, 5, 129, 1, 257], 2)],
-)
-def test_a_long_sequence_does_not_depend_on_its_mates(lengths: list[int], num_heads: int) -> None:
-    mates = make_case(lengths, num_heads=num_heads)
+# Each with one kernel for the batch and for all of it alone.
+MATES = [([7, 300, 20, 1, 65, 129], 120), ([300, 5, 129, 1, 257], 2), ([700, 1025, 3, 600], 2)]
+
+
+def assert_same_alone(mates: Case) -> None:
+    """Sequences that start a tile of their own, which those longer than a tile do."""
     together = mates.run()
     ends = torch.tensor([0, *mates.lengths]).cumsum(0).tolist()
     for first, last in zip(ends, ends[1:], strict=False):
@@ -208,6 +208,27 @@ def test_a_long_sequence_does_not_depend_on_its_mates(lengths: list[int], num_he
         rows = slice(first, last)
         alone = Case(mates.q[rows], mates.k[rows], mates.v[rows], [last - first])
         assert torch.equal(alone.run(), together[rows])
+
+
+@pytest.mark.parametrize(("lengths", "num_heads"), MATES)
+def test_a_long_sequence_does_not_depend_on_its_mates(lengths: list[int], num_heads: int) -> None:
+    assert_same_alone(make_case(lengths, num_heads=num_heads))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("lengths", "num_heads"), [*MATES, ([2500, 5, 3700], 2)])
+@pytest.mark.parametrize("keys_a_nat", [4, 16])
+def test_nor_where_scores_grow_from_key_to_key(
+    dtype: torch.dtype, head_dim: int, lengths: list[int], num_heads: int, keys_a_nat: int
+) -> None:
+    """Tops are raised step by step, beside mates that begin in the midst of it."""
+    case = make_case(lengths, dtype=dtype, num_heads=num_heads, head_dim=head_dim)
+    positions = torch.cat([torch.arange(n) for n in lengths]).cuda()
+    case.q[:, :, 0] = head_dim**0.5
+    case.k[:, :, 0] = (positions.clamp(max=1000) / keys_a_nat)[:, None]
+    assert_same_alone(case)
+    assert_as_exact_as_torch(case.run(), case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

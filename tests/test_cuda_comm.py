@@ -1,8 +1,12 @@
 """The fused ops' kernels: random shapes and shares against float64, thousands of calls, graphs."""
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
     make_workspace,
 )
+from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -55,6 +60,7 @@ class Group:
 
 def make_group(size: int) -> Group:
     reach_one_another(size)
+    fill_caches(size)
     options = [{"device": torch.device("cuda", rank)} for rank in range(size)]
     buffers = [torch.zeros(BUFFER_BYTES // 2, dtype=torch.float16, **o) for o in options]
     flags = [torch.zeros(NUM_FLAGS, dtype=torch.int32, **o) for o in options]
@@ -78,6 +84,15 @@ def reach_one_another(size: int) -> None:
     for here in range(size):
         for there in range(size):
             torch.zeros(1, device=f"cuda:{here}").to(f"cuda:{there}")
+
+
+def fill_caches(size: int) -> None:
+    """All that the tests need is torch's before kernels wait for one another: memory that is new to
+    a GPU is mapped on those that reach it, too, which may wait for their kernels."""
+    for rank in range(size):
+        held = [torch.empty(1 << 19, dtype=torch.uint8, device=f"cuda:{rank}") for _ in range(128)]
+        held.append(torch.empty(1 << 30, dtype=torch.uint8, device=f"cuda:{rank}"))
+        del held
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -149,7 +164,14 @@ def rms(h: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(h, weight.shape, weight, EPS)
 
 
-def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool) -> Layer:
+def sum_layer(
+    group: Group,
+    dtype: torch.dtype,
+    *,
+    max_rows: int,
+    is_dealt: bool,
+    plan: CommPlan | None = None,
+) -> Layer:
     m, n, k = random.randint(1, max_rows), 32 * random.randint(1, 80), 8 * random.randint(1, 200)
     ranks = range(group.size)
     offsets = random_offsets(m, group.size)
@@ -173,6 +195,7 @@ def sum_layer(group: Group, dtype: torch.dtype, *, max_rows: int, is_dealt: bool
             "bias": bias if has_bias else None,
             "partial": partials[rank],
             "norm": RowNorm(weight, None if is_rms else shift, EPS, kind),
+            "plan": plan,
         }
         if is_dealt:
             return gemm_reduce_scatter(xs[rank], ws[rank], row_offsets=offsets, **options)
@@ -207,19 +230,32 @@ def assert_right(found: Tensor, exact: Tensor, plain: Tensor, name: str) -> None
     assert error <= 2 * (plain.double() - exact).abs().max() + noise, name
 
 
+def check_layer(group: Group, layer: Layer, dtype: torch.dtype) -> None:
+    group.poison()
+    group.wait()
+    results = [layer.call(rank) for rank in range(group.size)]
+    group.wait()
+    for rank, found in enumerate(results):
+        pairs = zip(found, layer.expected(rank, torch.float64), strict=True)
+        plain = layer.expected(rank, dtype)
+        for which, (ours, exact) in enumerate(pairs):
+            assert_right(ours, exact, plain[which], layer.name)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_float64(group: Group, dtype: torch.dtype) -> None:
     for number in range(90):
         layer = random_layer(group, dtype, max_rows=6 if number % 3 == 0 else 1500)
-        group.poison()
-        group.wait()
-        results = [layer.call(rank) for rank in range(group.size)]
-        group.wait()
-        for rank, found in enumerate(results):
-            pairs = zip(found, layer.expected(rank, torch.float64), strict=True)
-            plain = layer.expected(rank, dtype)
-            for which, (ours, exact) in enumerate(pairs):
-                assert_right(ours, exact, plain[which], layer.name)
+        check_layer(group, layer, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> None:
+    for name, rows, *_ in native.push_tilings():
+        for splits in (1, 2, 3, 5, 8):
+            options = {"is_dealt": False, "plan": CommPlan(name, splits)}
+            layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
+            check_layer(group, layer, dtype)
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
@@ -291,3 +327,52 @@ def test_graphs_of_changing_sizes_with_a_late_rank(group: Group) -> None:
                 graph.replay()
     group.wait()
     assert [int(w) for w in wrong] == [0] * group.size
+
+
+def test_kernels_end_when_the_host_gives_up(group: Group) -> None:
+    """A rank that is gone leaves the others' devices usable."""
+    if group.size == 1:
+        pytest.skip("one rank waits for nobody")
+    own = make_group(group.size)
+    layers = [random_layer(own, torch.float16, max_rows=300) for _ in range(12)]
+    own.wait()
+    for layer in layers:
+        layer.call(0)
+    assert not torch.cuda.current_stream(0).query()
+    assert own.peers[0].workspace.fault_text() is None
+    own.peers[0].workspace.give_up()
+    torch.cuda.synchronize(0)
+    assert own.peers[0].workspace.fault_text() is None
+    assert torch.ones(3, device="cuda:0").sum() == 3
+
+
+IN_VAIN = """
+import torch
+from bytetx.ops import comm_kernels
+comm_kernels.TIMEOUT_CYCLES = 100_000_000
+from test_cuda_comm import make_group, sum_layer
+group = make_group(2)
+layer = sum_layer(group, torch.float16, max_rows=300, is_dealt=False)
+group.wait()
+layer.call(0)
+try:
+    torch.cuda.synchronize(0)
+except RuntimeError:
+    print(group.peers[0].workspace.fault_text(), flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.gpus(2)
+def test_a_wait_in_vain_says_for_whom() -> None:
+    """In a process of its own: its device is lost."""
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", IN_VAIN],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "rank 0 waited in vain for rank 1: flag" in done.stdout, done.stderr

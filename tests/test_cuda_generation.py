@@ -1,14 +1,13 @@
 """Generation on a GPU: the CPU's tokens in f32, graphs and eager alike, and every page free."""
 
 import copy
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from test_causal_model import save_causal
-from test_generate_soak import VOCAB_SIZE, num_free_pages, random_requests
+from test_generate_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
 from tiny_decoders import DECODERS, tiny_decoder
 
 import bytetx
@@ -165,24 +164,7 @@ def test_soak_on_the_gpu(half: tuple[Path, str]) -> None:
     """Hundreds of requests that come, stop, are preempted and given up; every page free."""
     folder, dtype = half
     model = bytetx.load(folder, device="cuda", dtype=dtype, token_budget=48)
-    engine = model.engine(kv_cache_tokens=112, max_num_seqs=12)
-    num_free, rng = num_free_pages(engine), np.random.default_rng(6)
-    waiting, place_of, reasons = list(enumerate(random_requests(120))), {}, {}
-    tokens = defaultdict(list)
-    while waiting or engine.has_work:
-        for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
-            place, (prompt, params) = waiting.pop()
-            place_of[engine.add_request(prompt, params, priority=int(rng.integers(2)))] = place
-        for piece in engine.step():
-            tokens[place_of[piece.request_id]] += piece.token_ids
-            if piece.finish_reason is not None:
-                reasons[place_of[piece.request_id]] = piece.finish_reason
-        if place_of and rng.random() < 0.1:
-            engine.abort(int(rng.choice(list(place_of))))
-    assert num_free_pages(engine) == num_free
-    assert reasons.keys() == set(range(120))
-    assert set(reasons.values()) == {"stop", "length", "abort"}
-    assert engine._scheduler.num_preempted and engine._scheduler.num_found_tokens
+    soak(model.engine(kv_cache_tokens=112, max_num_seqs=12), random_requests(120))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from captured import assert_replays_give_the_same_bits
 
 from bytetx.ops import native, reference
 from bytetx.ops.linear import (
@@ -156,15 +157,7 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
     def run() -> torch.Tensor:
         return linear(linear(x, w, activation="gelu"), back, residual=residual)
 
-    eager = run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, eager)
+    assert_replays_give_the_same_bits(run)
 
 
 @pytest.mark.parametrize("name", ["128x192", "few-64x32"])

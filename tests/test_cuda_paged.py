@@ -32,7 +32,7 @@ MIXED = [
     (300, 650),
     (200, 200),
 ]
-HEADS = [(4, 4), (6, 3), (6, 2), (8, 2), (5, 1), (6, 1), (14, 2), (8, 1), (16, 1)]
+HEADS = [(4, 4), (6, 3), (6, 2), (8, 2), (5, 1), (6, 1), (14, 2), (8, 1), (16, 1), (20, 1), (48, 2)]
 
 
 @pytest.fixture(params=DTYPES.values(), ids=DTYPES)
@@ -106,8 +106,31 @@ def test_one_long_among_short(dtype: torch.dtype) -> None:
     check([(1, 1)] * 20 + [(1, 8192), (3, 3), (1, 9001), (40, 8000)], head_dim=128, dtype=dtype)
 
 
-def test_longer_than_staged_pages() -> None:
-    check([(1, 70_001), (1, 5)], num_heads=2, num_kv_heads=1, head_dim=32)
+@pytest.mark.parametrize("num_short", [1, 70, 300], ids=["few", "some", "many"])
+@pytest.mark.parametrize(("keys", "page_size"), [(70_001, 16), (40_001, 1)])
+def test_longer_than_staged_pages(num_short: int, keys: int, page_size: int) -> None:
+    lengths = [(1, keys)] + [(1, 5)] * num_short
+    check(lengths, num_heads=2, num_kv_heads=1, head_dim=32, page_size=page_size)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "page_size", "window"),
+    [
+        (6, 2, 32, 16, 0),
+        (6, 2, 64, 4, 37),
+        (6, 2, 80, 16, 300),
+        (6, 2, 128, 1, 0),
+        (6, 2, 128, 128, 37),
+        (20, 1, 64, 16, 0),
+    ],
+)
+def test_many_decode_rows(
+    num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, window: int
+) -> None:
+    """More than clusters take: items of the plan, two a key where a group has over 16 heads."""
+    lengths = [*DECODE, (0, 0), (1, 5000)] * 7
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    check(lengths, window=window, page_size=page_size, **heads)
 
 
 def test_scales() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from captured import captured
 from torch import Tensor
 
 from bytetx.ops import native
@@ -142,9 +143,7 @@ def test_both_run_in_a_cuda_graph_with_lengths_of_the_replay() -> None:
         return pool(embed(words, None, None, word=table), cu_seqlens, mode="mean", normalize=True)
 
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = captured(run)
     words.copy_(words.flip(0))
     cu_seqlens.copy_(ids(0, 30, 999))
     graph.replay()

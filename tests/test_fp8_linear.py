@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from captured import assert_replays_give_the_same_bits
 from torch import Tensor
 
 from bytetx.ops import native, reference
@@ -178,15 +179,7 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
     def run() -> Tensor:
         return fp8_linear(fp8_linear(rows, scale, w, activation="gelu", out_scale=0.1), None, back)
 
-    eager = run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
-    for _ in range(3):
-        captured.fill_(float("nan"))
-        graph.replay()
-        assert torch.equal(captured, eager)
+    assert_replays_give_the_same_bits(run)
 
 
 @pytest.mark.gpu

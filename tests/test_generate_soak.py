@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -50,35 +50,47 @@ def random_requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return requests
 
 
-def test_hundreds_of_requests_leave_all_pages_free(model: Model) -> None:
-    requests = random_requests(300)
-    budgeted = Model(model.checkpoint, token_budget=24)
-    engine = budgeted.engine(kv_cache_tokens=200, max_num_seqs=12)
+@dataclass
+class Soaked:
+    """What became of requests, by their places: why each ended, its tokens, who was given up."""
+
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    given_up: set[int] = field(default_factory=set)
+
+
+def soak(engine: GenerationEngine, requests: list[tuple[list[int], SamplingParams]]) -> Soaked:
+    """Requests that come a few at a time and are given up at random; every page is free after."""
     num_free, rng = num_free_pages(engine), np.random.default_rng(6)
-    waiting, given_up, reasons = list(enumerate(requests)), set(), {}
-    place_of, tokens = {}, defaultdict(list)
+    waiting, place_of, found = list(enumerate(requests)), {}, Soaked()
     while waiting or engine.has_work:
         for _ in range(min(len(waiting), int(rng.integers(0, 4)))):
             place, (prompt, params) = waiting.pop()
             place_of[engine.add_request(prompt, params, priority=int(rng.integers(2)))] = place
         for piece in engine.step():
-            tokens[place_of[piece.request_id]] += piece.token_ids
+            found.tokens[place_of[piece.request_id]] += piece.token_ids
             if piece.finish_reason is not None:
-                reasons[place_of[piece.request_id]] = piece.finish_reason
+                found.reasons[place_of[piece.request_id]] = piece.finish_reason
         if place_of and rng.random() < 0.1:
             request_id = int(rng.choice(list(place_of)))
             engine.abort(request_id)
-            given_up.add(place_of[request_id])
+            found.given_up.add(place_of[request_id])
     assert num_free_pages(engine) == num_free
-    assert reasons.keys() == set(range(300)) and set(reasons.values()) == {
-        *("stop", "length", "abort")
-    }
+    assert found.reasons.keys() == set(range(len(requests)))
+    assert set(found.reasons.values()) == {"stop", "length", "abort"}
     assert engine._scheduler.num_preempted and engine._scheduler.num_found_tokens
-    ended = [place for place, reason in reasons.items() if reason != "abort"]
-    assert len(ended) > 200 and {p for p in reasons if reasons[p] == "abort"} <= given_up
+    return found
+
+
+def test_hundreds_of_requests_leave_all_pages_free(model: Model) -> None:
+    requests = random_requests(300)
+    budgeted = Model(model.checkpoint, token_budget=24)
+    found = soak(budgeted.engine(kv_cache_tokens=200, max_num_seqs=12), requests)
+    ended = [place for place, reason in found.reasons.items() if reason != "abort"]
+    assert len(ended) > 200 and found.reasons.keys() - set(ended) <= found.given_up
     for place in ended[::5]:
         prompt, params = requests[place]
-        assert model.generate([prompt], params)[0].token_ids == tokens[place]
+        assert model.generate([prompt], params)[0].token_ids == found.tokens[place]
 
 
 def test_a_stream_that_is_dropped_leaves_the_engine_whole(model: Model) -> None:

@@ -1,30 +1,23 @@
 """wrap: every family and head equals the stock model on padded input, and pads are zeros."""
 
 import copy
-import warnings
 
 import pytest
 import torch
-from hf_models import (
+from hf_models import (  # noqa: F401  (fixtures)
     FAMILIES,
     FAMILY_HEADS,
+    fallbacks_are_errors,
     largest_difference,
+    one_thread,
     padded_inputs,
     tiny_model,
-)  # noqa: F401
+)
 
-from bytetx.hf import FallbackWarning, unwrap, wrap
+from bytetx.hf import unwrap, wrap
 
 TOLERANCE = 1e-4  # of last hidden states in fp32, which are of order 1: DESIGN.md, "Numbers"
 SEQLENS = [9, 1, 23, 14]
-
-
-@pytest.fixture(autouse=True)
-def fallbacks_are_errors():
-    """A test that compares with the stock model must not compare the stock model with itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FallbackWarning)
-        yield
 
 
 def stock_and_wrapped(family, head="Model", **config):

@@ -1,12 +1,16 @@
 """wrap for causal families: hidden states, logits, losses and pasts of padded batches as stock."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 import transformers
-from hf_models import largest_difference, one_thread, padded_inputs  # noqa: F401  (a fixture)
+from hf_models import (  # noqa: F401  (fixtures)
+    fallbacks_are_errors,
+    largest_difference,
+    one_thread,
+    padded_inputs,
+)
 from tiny_decoders import DECODERS, tiny_decoder
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
@@ -20,14 +24,6 @@ FAMILIES = [
     if name not in ("llama2", "llama-linear", "mistral-full", "gpt2-unscaled")
 ]
 NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]
-
-
-@pytest.fixture(autouse=True)
-def fallbacks_are_errors():
-    """A test that compares with the stock model must not compare the stock model with itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FallbackWarning)
-        yield
 
 
 def stock_and_wrapped(name, head="ForCausalLM", **config):

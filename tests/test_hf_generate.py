@@ -1,13 +1,16 @@
 """wrap: a causal model's `generate` gives transformers' own tokens, whoever finds them."""
 
 import copy
-import warnings
 import weakref
 
 import pytest
 import torch
 import transformers
-from hf_models import one_thread, padded_inputs  # noqa: F401  (one_thread is a fixture)
+from hf_models import (  # noqa: F401  (fixtures)
+    fallbacks_are_errors,
+    one_thread,
+    padded_inputs,
+)
 from tiny_decoders import DECODERS, tiny_decoder
 
 from bytetx.engine.engine import GenerationEngine
@@ -16,14 +19,6 @@ from bytetx.hf import FallbackWarning, unwrap, wrap
 SEQLENS = [9, 1, 23, 14]
 NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def fallbacks_are_errors():
-    """A test that compares with the stock model must not compare the stock model with itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FallbackWarning)
-        yield
 
 
 def stock_and_wrapped(name, **config):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hf_models import (  # noqa: F401  (one_thread is a fixture)
+from hf_models import (  # noqa: F401  (fixtures)
     FAMILIES,
     FAMILY_HEADS,
+    fallbacks_are_errors,
     largest_difference,
     one_thread,
     padded_inputs,
@@ -26,13 +27,6 @@ from bytetx.hf import FallbackWarning, unwrap, wrap
 SEQLENS = [9, 1, 14]
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(55))]
 TEXTS = ["word1 word2 word3", "word7", "word9 word10 word11 word12 word13 word14"]
-
-
-@pytest.fixture(autouse=True)
-def fallbacks_are_errors():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FallbackWarning)
-        yield
 
 
 def storage_bytes(module):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny import FAMILIES, SIZES
 
 from bytetx.errors import InputError
-from bytetx.parallel.layout import deal, deal_features, split_model
+from bytetx.parallel.layout import deal, deal_features, has_even_shares, split_model
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.spec import ModelSpec, build_spec
 
@@ -99,7 +99,21 @@ def test_few_rows_are_everywhere_and_many_are_dealt() -> None:
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_table_of_a_device(device_type: str) -> None:
-    scheme = row_scheme(device_type)
+    scheme = row_scheme(device_type, 2)
     firsts = [first for first, _ in scheme.tiles]
     assert firsts == sorted(firsts, reverse=True) and firsts[-1] == 0
     assert all(rows % 16 == 0 for _, rows in scheme.tiles)
+
+
+def test_a_group_without_a_table_takes_the_next_larger_ones() -> None:
+    assert row_scheme("cpu", 1) == row_scheme("cpu", 2) == row_scheme("cpu", 64)
+
+
+def test_a_model_takes_the_table_of_the_nearest_one() -> None:
+    short, long = (row_scheme("cuda", 2, hidden_size) for hidden_size in (768, 100_000))
+    assert row_scheme("cuda", 2) == long and short.shard_from_tokens > long.shard_from_tokens
+
+
+def test_shares_are_even_or_not() -> None:
+    spec = build_spec({"model_type": "gpt2", "n_embd": 192, "n_head": 3})
+    assert has_even_shares(spec, 3) and not has_even_shares(spec, 2)

@@ -15,6 +15,7 @@ from bytetx.ops.linear_plan import (
     Line,
     LinearPlan,
     leaves_residual,
+    norms_rows,
     plan_gated,
     plan_linear,
 )
@@ -39,7 +40,7 @@ def kernel_tilings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def clear() -> None:
-    for cached in (linear_plan.tilings, plan_linear, plan_gated, leaves_residual):
+    for cached in (linear_plan.tilings, plan_linear, plan_gated, leaves_residual, norms_rows):
         cached.cache_clear()
 
 
@@ -55,7 +56,8 @@ def test_the_shipped_table_is_well_formed() -> None:
         rows = [plan[0] for plan in line["plans"]]
         assert rows == sorted(set(rows)) and rows
         assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
-        assert set(line.get("left_to_norm", ())) <= set(rows)
+        for key in ("left_to_norm", "normed"):
+            assert set(line.get(key, ())) <= set(rows)
 
 
 def test_the_shipped_table_names_tilings_that_exist() -> None:
@@ -70,7 +72,7 @@ def test_the_shipped_table_names_tilings_that_exist() -> None:
 @pytest.mark.usefixtures("kernel_tilings")
 def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [(64, "few-64x32", 2), (512, CUBLAS, 1), (4096, "128x192", 1)]
-    line = Line(tuple(lines), frozenset([512]))
+    line = Line(tuple(lines), frozenset([512]), frozenset([4096]))
     table = {(768, 768, "fp16", "bias"): line, (768, 768, "fp16", "residual"): line}
     monkeypatch.setattr(linear_plan, "_table", lambda: table)
 
@@ -85,6 +87,24 @@ def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     left = [leaves_residual(m, 768, 768, dtype="fp16") for m in (64, 65, 512, 513)]
     assert left == [False, True, True, False]
     assert not leaves_residual(100, 768, 96, dtype="fp16")  # not in the table
+    normed = [norms_rows(m, 768, 768, dtype="bf16") for m in (512, 513, 10**6)]
+    assert normed == [False, True, True]
+    assert not norms_rows(4096, 768, 96, dtype="fp16")
+
+
+@pytest.mark.usefixtures("kernel_tilings")
+def test_an_activation_is_fused_where_cublas_wins_with_the_bias_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bias, residual = Line(((65536, CUBLAS, 1),)), Line(((65536, "192x128", 1),))
+    table = {(1024, 4096, "fp16", "bias"): bias, (1024, 4096, "fp16", "residual"): residual}
+    monkeypatch.setattr(linear_plan, "_table", lambda: table)
+
+    def plan(epilogue: str) -> LinearPlan:
+        return plan_linear(65536, 1024, 4096, dtype="fp16", epilogue=epilogue)
+
+    assert plan("bias") == LinearPlan(None)
+    assert plan("gelu") == plan("residual") == LinearPlan(1)
 
 
 @pytest.mark.usefixtures("kernel_tilings")

@@ -1,12 +1,11 @@
 """Sampling: every row against the definition in float64, whatever its batch mates are."""
 
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sampled_rows import Row, columns_of, distribution, splitmix
 from scipy.stats import chisquare
 
 from bytetx.ops.sampling import (
@@ -24,62 +23,8 @@ from bytetx.ops.sampling import (
 )
 
 
-@dataclass(frozen=True)
-class Row:
-    """The parameters of one row."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    position: int = 0
-
-
 def sample_rows(logits: torch.Tensor, rows: list[Row]) -> list[int]:
-    filters = Filters(
-        top_k=torch.tensor([row.top_k for row in rows]),
-        top_p=torch.tensor([row.top_p for row in rows]),
-        min_p=torch.tensor([row.min_p for row in rows]),
-        max_top_k=max(row.top_k for row in rows),
-        has_open_nucleus=any(row.top_p < 1 and not row.top_k for row in rows),
-    )
-    return sample(
-        logits,
-        torch.tensor([row.temperature for row in rows]),
-        filters,
-        seeds=torch.tensor([row.seed for row in rows]),
-        positions=torch.tensor([row.position for row in rows]),
-    ).tolist()
-
-
-def distribution(logits: torch.Tensor, row: Row) -> np.ndarray:
-    """The definition, one row in float64: probabilities of every token."""
-    x = logits.double().numpy()
-    if row.temperature == 0:
-        return np.eye(len(x))[x.argmax()]
-    p = np.exp((x - x.max()) / np.float64(np.float32(row.temperature)))
-    if 0 < row.top_k < len(p):
-        p[p < np.sort(p)[-row.top_k]] = 0
-    p /= p.sum()
-    if row.top_p < 1:
-        falling = -np.sort(-p)
-        more_likely = np.append(0, falling.cumsum())[np.searchsorted(-falling, -p)]
-        p[(more_likely >= np.float32(row.top_p)) & (p < p.max())] = 0
-    p[p < np.float32(row.min_p) * p.max() * (1 - 1e-6)] = 0
-    return p / p.sum()
-
-
-def splitmix(seed: int, position: int) -> float:
-    """The counted random number, in Python's integers."""
-    mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
-
-    def mix(x: int) -> int:
-        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-        return x ^ (x >> 31)
-
-    return (mix((mix((seed + golden) & mask) + (position + 1) * golden) & mask) >> 12) * 2.0**-52
+    return sample(logits, **columns_of(rows)).tolist()
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40))
@@ -234,6 +179,10 @@ def test_bad_rows_are_told_and_the_others_go_on(dtype: torch.dtype) -> None:
     assert is_bad_row(logits).tolist() == [True, False, True, False, True]
     together = sample_rows(logits, [Row(), Row(), Row(), Row(top_p=0.5), Row()])
     assert together[1::2] == alone and all(0 <= token < 50 for token in together)
+
+
+def test_a_nucleus_of_nothing_but_nan_is_no_failure() -> None:
+    assert 0 <= sample_rows(torch.full((1, 9), torch.nan), [Row(top_p=0.5)])[0] < 9
 
 
 def test_greedy_takes_the_most_likely() -> None:

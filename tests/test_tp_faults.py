@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from bytetx.errors import CheckpointError, GroupError, InputError
 from bytetx.leading import load_led, start_ranks
 from bytetx.loading import load_share
 from bytetx.model import Model
+from bytetx.ops.comm_gemm import Workspace
 from bytetx.parallel.control import Followers
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
@@ -84,6 +86,18 @@ def test_a_failure_of_rank_0_ends_the_group(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="rank 0 failed, .*: AttributeError: 'NoneType'"):
         model.embed(SENTENCES)
     with pytest.raises(GroupError, match="rank 0 failed"):
+        model.embed(SENTENCES)
+    assert followers._processes[0].poll() is not None
+    followers.close()
+
+
+def test_a_wait_in_vain_is_the_reason(tmp_path: Path) -> None:
+    """A kernel leaves who waited for whom; nothing else on that rank's side says so."""
+    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    lead, fault = model.transformer._lead, torch.tensor([1, 0, 1, 17, 4, 5, 0, 0])
+    workspace = Workspace((), (), 0, 0, fault, None, fault)
+    lead.group = replace(lead.group, workspace=workspace)
+    with pytest.raises(GroupError, match="rank 0 waited in vain for rank 1: flag 17 holds 4, exp"):
         model.embed(SENTENCES)
     assert followers._processes[0].poll() is not None
     followers.close()
@@ -214,5 +228,5 @@ def test_a_rank_reads_its_share_alone(
 
 def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
     """Of a rank that has met no other one: enough to load."""
-    group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu"))
+    group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu", size))
     return ShardedBlocks(spec, group, split_model(spec, rank=rank, size=size))

@@ -18,6 +18,7 @@ import bytetx
 from bytetx.errors import GroupError
 from bytetx.leading import load_led, start_ranks
 from bytetx.model import Model
+from bytetx.ops import native
 from bytetx.packed import pack
 from bytetx.parallel.control import Followers
 from bytetx.parallel.row_scheme import RowScheme
@@ -40,6 +41,9 @@ Ranks = tuple[TpGroup, Followers]
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     device = torch.device("cuda", 0)
     shared_bytes = 64 << 20 if request.param == "symmetric memory" else 0
+    reason = native.why_no_kernel("all_gather_gemm", device)
+    if shared_bytes and reason is not None:
+        pytest.skip(reason)
     followers, group = start_ranks(2, device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
     yield group, followers
@@ -85,16 +89,45 @@ def test_float32(kind: str, ranks: Ranks, request: pytest.FixtureRequest) -> Non
 def test_half_types_within_twice_the_error_of_one_gpu(
     kind: str, dtype: torch.dtype, ranks: Ranks, request: pytest.FixtureRequest
 ) -> None:
-    folder = request.getfixturevalue(kind)
+    assert_as_good_as_one_gpu(request.getfixturevalue(kind), dtype, ranks)
+
+
+def test_shares_that_differ(ranks: Ranks, tmp_path: Path) -> None:
+    """Fifteen heads: one rank's GEMM splits its features over CTAs, the other's does not."""
+    sizes = {"hidden_size": 1920, "num_attention_heads": 15, "num_hidden_layers": 1}
+    folder = save_checkpoint(tmp_path, "bert", intermediate_size=2048, **sizes)
+    assert_as_good_as_one_gpu(folder, torch.bfloat16, ranks)
+
+
+def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) -> None:
     exact = bytetx.load(folder, device="cuda", dtype="float32")
     whole = bytetx.load(folder, device="cuda", dtype=dtype)
     shared = Model(load_led(folder, *ranks, dtype=dtype))
+    has_workspace = shared.transformer.blocks.peers.workspace is not None
+    assert has_workspace == (ranks[0].workspace is not None)
     for seqlens in BATCHES:
         seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
         wanted = last_states(exact, seqlens)
         errors = [(last_states(m, seqlens) - wanted).norm() for m in (shared, whole)]
         noise = torch.finfo(dtype).eps * wanted.norm()
         assert errors[0] <= 2 * errors[1] + noise
+
+
+def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) -> None:
+    prompts, checkpoint = (
+        random_ids([1, 13, 37, 2, 30, 64]),
+        load_led(llama, *ranks, dtype=torch.bfloat16),
+    )
+    captured, eager = (Model(checkpoint, cuda_graphs=has_graphs) for has_graphs in (True, False))
+    found, wanted = (model.generate(prompts, GREEDY) for model in (captured, eager))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+    again = captured.generate(prompts[::-1], GREEDY)
+    assert [answer.token_ids for answer in again][::-1] == [a.token_ids for a in wanted]
+    assert captured._idle_engines[0][1]._runner.num_graphs
+    assert not eager._idle_engines[0][1]._runner.num_graphs
+    sampled = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
+    found, wanted = (model.generate(prompts, sampled) for model in (captured, eager))
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
 
 
 def test_a_killed_rank_ends_the_group(llama: Path) -> None:
@@ -110,3 +143,7 @@ def test_a_killed_rank_ends_the_group(llama: Path) -> None:
             model.generate(prompts, GREEDY)
     assert time.monotonic() < start + SECONDS
     model.close()
+    wanted = bytetx.load(llama, device="cuda", dtype="float32").generate(prompts, GREEDY)
+    with bytetx.load(llama, device="cuda", dtype="float32", tp=2) as again:
+        found = again.generate(prompts, GREEDY)  # the device has survived
+    assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]

@@ -105,7 +105,7 @@ def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOpti
 
 @app.command()
 def decode(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
-    """Attention over paged keys, and writing them, on a Hopper GPU: bytetx and torch."""
+    """Attention over paged keys, writing them, choosing tokens, on a GPU: bytetx and torch."""
     from bytetx.bench.decode import decode_suite
 
     _run_gpu("decode", decode_suite, record=record, case=case, plot=plot)
@@ -149,22 +149,42 @@ def generate(
     _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)
 
 
+CommTuneOption = Annotated[
+    Path | None,
+    typer.Option("--tune", help="Measure every way instead, and write its lines into the table."),
+]
+
+
 @app.command(name="ag_gemm")
-def ag_gemm(record: RecordOption = None, case: CaseOption = None) -> None:
+def ag_gemm(
+    record: RecordOption = None, case: CaseOption = None, tune: CommTuneOption = None
+) -> None:
     """All-gather and GEMM in one kernel, on all GPUs: bytetx, cuBLAS and NCCL, torch's own."""
-    _run_ranks("ag_gemm", record=record, case=case)
+    _run_ranks("ag_gemm", record=record, case=case, tune=tune)
 
 
 @app.command(name="gemm_rs")
-def gemm_rs(record: RecordOption = None, case: CaseOption = None) -> None:
+def gemm_rs(
+    record: RecordOption = None, case: CaseOption = None, tune: CommTuneOption = None
+) -> None:
     """GEMM and reduce-scatter, with what follows, on all GPUs: bytetx, cuBLAS and NCCL, torch."""
-    _run_ranks("gemm_rs", record=record, case=case)
+    _run_ranks("gemm_rs", record=record, case=case, tune=tune)
 
 
 @app.command(name="gemm_ar")
-def gemm_ar(record: RecordOption = None, case: CaseOption = None) -> None:
+def gemm_ar(
+    record: RecordOption = None, case: CaseOption = None, tune: CommTuneOption = None
+) -> None:
     """GEMM and all-reduce of few rows, with what follows, on all GPUs: bytetx, NCCL, torch."""
-    _run_ranks("gemm_ar", record=record, case=case)
+    _run_ranks("gemm_ar", record=record, case=case, tune=tune)
+
+
+@app.command(name="tp_layer")
+def tp_layer(
+    record: RecordOption = None, case: CaseOption = None, tune: CommTuneOption = None
+) -> None:
+    """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
+    _run_ranks("tp_layer", record=record, case=case, tune=tune)
 
 
 @app.command(name="plot")
@@ -221,20 +241,38 @@ def _run_gpu(
         _fail(error)
 
 
-def _run_ranks(name: str, *, record: Path | None, case: list[str] | None) -> None:
+def _run_ranks(
+    name: str, *, record: Path | None, case: list[str] | None, tune: Path | None
+) -> None:
     """Runs a suite in one process a GPU: starts them, or is one of them."""
-    from bytetx.bench.comm import comm_suite, start_ranks, this_rank
+    from bytetx.bench.comm import comm_suite
+    from bytetx.bench.ranks import start_ranks, this_rank
+    from bytetx.bench.tp_layer import tp_layer_suite
 
     try:
         rank = this_rank()
         if rank is None:
             return start_ranks(sys.argv[1:])
+        console = Console(quiet=rank > 0)
+        if tune is not None:
+            return _tune_ranks(console, name, tune)
         patterns, command = case or [], _command(name, case or [])
-        suite = comm_suite(name, patterns=patterns)
+        make_suite = tp_layer_suite if name == "tp_layer" else partial(comm_suite, name)
         own_record = record if rank == 0 else None
-        _run_suite(Console(quiet=rank > 0), suite, command=command, record=own_record)
+        _run_suite(console, make_suite(patterns=patterns), command=command, record=own_record)
     except BytetxError as error:
         _fail(error)
+
+
+def _tune_ranks(console: Console, name: str, path: Path) -> None:
+    from bytetx.bench.comm import join
+    from bytetx.bench.tune_comm import tune_comm
+    from bytetx.bench.tune_rows import tune_rows
+
+    ranks = join()
+    lines = tune_rows(path, ranks) if name == "tp_layer" else tune_comm(name, path, ranks)
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tune(path: Path) -> None:

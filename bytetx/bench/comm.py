@@ -3,9 +3,6 @@
 Every rank is a process and runs the same cases; times are the slowest rank's.
 """
 
-import os
-import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,11 +12,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
-from bytetx.bench.gpu import DTYPES, Gpu, Run, capture, gpu_suite, left_out, num_rotated, replay_us
+from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite, num_rotated
+from bytetx.bench.ranks import Ranks, join_ranks, overlap_measurement, ranks_us
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.errors import BytetxError
 from bytetx.ops.comm_gemm import (
-    Peers,
     RowNorm,
     all_gather_gemm,
     gemm_all_reduce,
@@ -29,8 +25,6 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.parallel.layout import deal
-from bytetx.parallel.symmetric import turn_multicast_off
-from bytetx.parallel.tp import TpGroup, join_group
 
 # (model, layer): outputs and inputs of all ranks.
 _GATHER_LAYERS = {
@@ -48,12 +42,11 @@ _SUM_LAYERS = {
     ("bert-large", "ffn2"): (1024, 4096),
     ("gpt2-xl", "ffn2"): (1600, 6400),
 }
-# 16384 is a prefill of 8 x 2048, 9830 the same at a mean fill of 0.6.
-_MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 9830, 16384)
+# 16384 is a prefill of 8 x 2048.
+_MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
-_SAMPLES = 5
-_SAMPLE_US = 4_000
 _MIN_CALLS = 4  # in one graph, so that its start is no part of the time
+_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a call that is long enough alone; of a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +60,12 @@ class Shape:
     dtype: str = "bf16"
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """This process among the ranks. device: as records name all of them together."""
-
-    group: TpGroup
-    name: str  # of torch's own group
-
-    @property
-    def peers(self) -> Peers:
-        return self.group.peers
-
-    @property
-    def size(self) -> int:
-        return self.group.size
-
-
-def start_ranks(arguments: list[str]) -> None:
-    """Runs `bytetx *arguments` in one process a GPU, in this one's place."""
-    size = torch.cuda.device_count()
-    if size < 2:
-        raise BytetxError(f"{arguments[1]} takes 2 GPUs or more, torch finds {size}")
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "bytetx", *arguments])
-
-
-def this_rank() -> int | None:
-    """This process's rank, when the ranks have met; None where torchrun did not start it."""
-    if not dist.is_torchelastic_launched():
-        return None
-    turn_multicast_off()  # before NCCL and symmetric memory look for it
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank())
-    return dist.get_rank()
-
-
 def comm_suite(op: str, *, patterns: list[str]) -> Suite:
     """The selected cases of a suite, for a process that torchrun started.
 
     op: "ag_gemm", "gemm_rs" or "gemm_ar".  patterns: parts or globs of case names.
     """
-    ranks = _join()
+    ranks = join()
     measure = partial(_MEASURES[op], ranks=ranks)
     return gpu_suite(op, shapes(op), measure, patterns=patterns, unit="us")
 
@@ -238,17 +196,10 @@ def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 _MEASURES = {"ag_gemm": measure_gather, "gemm_rs": measure_scatter, "gemm_ar": measure_reduce}
 
 
-def _join() -> Ranks:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    bytes_needed = workspace_bytes(
-        max_tokens=max(_MANY_TOKENS), hidden_size=12288, size=size, itemsize=2
-    )
-    store = dist.distributed_c10d._get_default_store()
-    device = torch.device("cuda", rank)
-    group = join_group(store, rank=rank, size=size, device=device, workspace_bytes=bytes_needed)
-    name = dist.group.WORLD.group_name
-    symm_mem.enable_symm_mem_for_group(name)
-    return Ranks(group, name)
+def join() -> Ranks:
+    """With memory for all cases."""
+    largest = {"max_tokens": max(_MANY_TOKENS), "hidden_size": 12288, "itemsize": 2}
+    return join_ranks(workspace_bytes=workspace_bytes(size=dist.get_world_size(), **largest))
 
 
 def _row_step(m: int, size: int) -> int:
@@ -269,58 +220,21 @@ def _measure(
     weights: list[LinearWeight],
     calls: dict[str, Callable[[LinearWeight], None]],
 ) -> Measurement:
-    count = max(len(weights), _MIN_CALLS)
+    expected_us = 2 * shape.m * shape.n * shape.k / ranks.size / _FLOP_PER_US
+    count = 1 if expected_us > _LONG_US else max(len(weights), _MIN_CALLS)
 
     def in_turn(call: Callable[[LinearWeight], None]) -> None:
         for i in range(count):
             call(weights[i % len(weights)])
 
-    notes: list[str] = list(_NOTES)
+    notes: list[str] = []
     found = ranks_us({name: partial(in_turn, call) for name, call in calls.items()}, notes)
-    found = {name: us / count for name, us in found.items()}
-    ours, gemm, nccl = (found.pop(name) for name in ("ours", "gemm", "nccl"))
-    serial = found["cublas-nccl"]
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
-    parts = {"gemm_us": round(gemm, 1), "collective_us": round(nccl, 1)}
-    overlap = {"e_overlap": round(1 - (ours - gemm) / (serial - gemm), 3)}
-    return Measurement(ours, found, max(gemm, nccl), sizes | parts | overlap, tuple(notes))
+    per_call = {name: us / count for name, us in found.items()}
+    return overlap_measurement(per_call, shape=sizes, notes=(*notes, _NOTE))
 
 
-@torch.inference_mode()
-def ranks_us(runs: dict[str, Run], notes: list[str]) -> dict[str, float]:
-    """Microseconds of each run's graph on the slowest rank, medians; every rank calls it.
-
-    A rival that cannot be captured is left out, which a line of `notes` says.
-    """
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, run in runs.items():
-        try:
-            graphs[name] = capture(run)
-        except Exception as error:  # a rival may raise anything, and costs no other number
-            if name in ("ours", "gemm", "nccl", "cublas-nccl"):
-                raise
-            notes.append(left_out(name, error))
-    replays, times = {}, {name: [] for name in graphs}
-    for name, graph in graphs.items():
-        replay_us(graph, 1)
-        replays[name] = max(1, round(_SAMPLE_US / _slowest(replay_us(graph, 1))))
-    for _ in range(_SAMPLES):
-        for name, graph in graphs.items():
-            dist.barrier()
-            replay_us(graph, replays[name])
-            times[name].append(_slowest(replay_us(graph, replays[name])))
-    return {name: statistics.median(of_run) for name, of_run in times.items()}
-
-
-def _slowest(us: float) -> float:
-    found = torch.tensor(us, device="cuda")
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
-_NOTES = (
-    "floor: the longer of cuBLAS alone and NCCL alone, which no fused op that uses them beats",
-    "e_overlap: 1 - (ours - gemm) / (cublas-nccl - gemm); 1 hides all communication",
+_NOTE = (
     "gemm_rs and gemm_ar: ours adds bias and residual and norms; cublas-nccl does not, "
-    "cublas-nccl-norm does",
+    "cublas-nccl-norm does"
 )

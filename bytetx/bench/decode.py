@@ -1,14 +1,25 @@
-"""Suite `decode`: attention over paged keys and what writes them, on a GPU, against torch."""
+"""Suite `decode`: attention over paged keys, what writes them, and choices, against torch.
+
+A time of attention is of one layer's call in a step of the model: a graph holds whole steps, each a
+plan and one call a layer, and its time is divided by all calls, so that the plan counts as it is
+paid, once a step. Every layer has a cache of its own, and as many steps with further caches follow
+as it takes for all of them to exceed the L2 twice: no call, ours or a rival's, finds its keys
+there, as none does in a model, whose weights pass through the L2 between one step and the next. The
+floor is of bytes at the rate of a copy; a kernel that hardly writes can go below it, for an H200
+reads faster than it copies.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle, islice
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.bench import sampling
 from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, gpu_suite, graph_us, num_rotated
 from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
@@ -18,7 +29,6 @@ from bytetx.ops.paged_plan import plan_paged_attention
 from bytetx.ops.rotary_kv import rotary_write_kv
 
 _PAGE_SIZE = 16
-_NUM_LAYERS = 12  # calls that share one plan, as a model's layers do; times are of one call
 _NUM_POSITIONS = 4096
 _EPS = 1e-6
 
@@ -28,12 +38,13 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    num_layers: int  # calls that share one plan
 
 
 MODELS = {
-    "qwen3-0.6b": Heads(16, 8, 128),
-    "llama-8b": Heads(32, 8, 128),
-    "gpt2": Heads(12, 12, 64),
+    "qwen3-0.6b": Heads(16, 8, 128, 28),
+    "llama-8b": Heads(32, 8, 128, 32),
+    "gpt2": Heads(12, 12, 64, 12),
 }
 
 
@@ -62,7 +73,8 @@ def decode_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    return gpu_suite("decode", shapes(), measure, patterns=patterns, unit="us")
+    cases = [*shapes(), *sampling.shapes()]
+    return gpu_suite("decode", cases, _measure_any, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
@@ -95,6 +107,12 @@ def shapes() -> list[Shape]:
 
 def _decode(name: str, model: str, kv_seqlens: np.ndarray) -> Shape:
     return Shape(f"decode-{model}-{name}", model, dense(1, len(kv_seqlens)), kv_seqlens)
+
+
+def _measure_any(shape: Shape | sampling.Shape, gpu: Gpu) -> Measurement:
+    if isinstance(shape, sampling.Shape):
+        return sampling.measure(shape, gpu)
+    return measure(shape, gpu)
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
@@ -137,7 +155,8 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     batch, longest = len(shape.seqlens), int(shape.kv_seqlens.max())
     num_pages = -(-shape.kv_seqlens // _PAGE_SIZE)
     size = (2, int(num_pages.sum()), _PAGE_SIZE, heads.num_kv_heads, heads.head_dim)
-    num_buffers = min(num_rotated(2 * int(np.prod(size))), _NUM_LAYERS)
+    num_buffers = num_rotated(2 * int(np.prod(size)))
+    num_steps = -(-num_buffers // heads.num_layers)
     caches = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(num_buffers)]
     pages = torch.zeros(batch, int(num_pages.max()), dtype=torch.int32)
     order = torch.randperm(size[1]).int().split(num_pages.tolist())
@@ -153,29 +172,33 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     }
 
     def ours() -> None:
-        plan = plan_paged_attention(
-            **lengths,
-            total_tokens=shape.total_tokens,
-            num_heads=heads.num_heads,
-            num_kv_heads=heads.num_kv_heads,
-            head_dim=heads.head_dim,
-        )
-        for i in range(_NUM_LAYERS):
-            k, v = caches[i % num_buffers]
-            paged_attention(q, k, v, **lengths, page_table=page_table, plan=plan)
+        in_turn = cycle(caches)
+        for _ in range(num_steps):
+            plan = plan_paged_attention(
+                **lengths,
+                total_tokens=shape.total_tokens,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                head_dim=heads.head_dim,
+            )
+            for k, v in islice(in_turn, heads.num_layers):
+                paged_attention(q, k, v, **lengths, page_table=page_table, plan=plan)
 
+    num_calls = num_steps * heads.num_layers
     runs: dict[str, Run] = {"ours": ours}
     for name, rival in (("flash-attention-2", _flash), ("sdpa", _sdpa)):
         attend = rival(shape, q)
         if attend is not None:
-            runs[name] = partial(_in_turn, attend, caches)
-    return runs, _NUM_LAYERS
+            runs[name] = partial(_in_turn, attend, caches, num_calls)
+    return runs, num_calls
 
 
-def _in_turn(attend: Callable[[Tensor, Tensor], object], caches: list[Tensor]) -> None:
+def _in_turn(
+    attend: Callable[[Tensor, Tensor], object], caches: list[Tensor], num_calls: int
+) -> None:
     """Rivals get keys in order, without pages: the first rows of each cache are as good as any."""
-    for i in range(_NUM_LAYERS):
-        k, v = caches[i % len(caches)].flatten(1, 2)
+    for cache in islice(cycle(caches), num_calls):
+        k, v = cache.flatten(1, 2)
         attend(k, v)
 
 

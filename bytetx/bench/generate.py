@@ -64,6 +64,12 @@ def shapes() -> list[Shape]:
             "qwen3-0.6b",
             tuple(uniform_requests(64, (100, 1024), (128, 128))),
         ),
+        Shape(
+            "qwen3-0.6b-prefill-64",
+            "qwen3-0.6b",
+            tuple(uniform_requests(64, (100, 1024), (1, 1))),
+            note="one token each: the fraction of the floor is the share of the GEMM rate reached",
+        ),
         Shape("gpt2-124m-64x128", "gpt2-124m", tuple(uniform_requests(64, (50, 500), (128, 128)))),
     ]
 

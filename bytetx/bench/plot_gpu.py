@@ -114,6 +114,44 @@ def _linear(records: Records) -> Chart:
     )
 
 
+def _tp_layer(records: Records) -> Chart:
+    models = {
+        "gpt3": "GPT-3 175B",
+        "llama-70b": "Llama-70B",
+        "bert-large": "BERT-large",
+        "gpt2-xl": "GPT-2 XL",
+    }
+    rivals = ("cublas-nccl", "one-gpu")
+    panels = [
+        Panel(
+            title,
+            [
+                _floor_group(record, rivals=rivals, unit="µs", name=_step(record))
+                for case, record in records.items()
+                if case.startswith(f"{model}-")
+            ],
+        )
+        for model, title in models.items()
+    ]
+    ranks = next(iter(records.values())).shape["tp"]
+    return Chart(
+        title=f"One layer on {ranks} GPUs, as a fraction of what overlap can reach",
+        subtitle=f"{ranks} × {_device(records)}, bf16; times from replays of a CUDA graph",
+        panels=[panel for panel in panels if panel.groups],
+        engines=(OURS, "cuBLAS, then NCCL", "bytetx on one GPU"),
+        columns=("cuBLAS, NCCL", "one GPU"),
+        line=(1.0, "the longer of computing and communicating alone"),
+    )
+
+
+def _step(record: Record) -> str:
+    """What the rows of a layer are."""
+    if record.shape["keys"]:
+        return f"decode {record.shape['batch_size']}"
+    tokens, count = int(record.shape["total_tokens"]), int(record.shape["batch_size"])
+    return f"{count} × {tokens / count:,.0f} tokens"
+
+
 def _text(records: Records) -> Chart | None:
     """The demo checkpoint's cases; None where another model was measured."""
     titles = {"minilm-strings": "strings in", "minilm-ids": "token ids in"}
@@ -184,4 +222,5 @@ _CHARTS: dict[str, Callable[[Records], Chart | None]] = {
     "linear": _linear,
     "encoder": _encoder,
     "text": _text,
+    "tp_layer": _tp_layer,
 }

@@ -4,7 +4,7 @@ bytetx/ops/linear_plan.py reads it. Each line is one layer of a model with what 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from bytetx.bench.gpu import DTYPES, graph_us, num_rotated
 from bytetx.bench.linear import Operands, Shape, make_operands, work_of
 from bytetx.errors import BytetxError
+from bytetx.ops import native
 from bytetx.ops.linear import run_kernel
+from bytetx.ops.linear_norm import WIDTHS, make_workspace
+from bytetx.ops.linear_norm import run_kernel as run_norm_kernel
 from bytetx.ops.linear_plan import (
     CUBLAS,
     GATED,
@@ -26,6 +29,7 @@ from bytetx.ops.linear_plan import (
     ranked_plans,
     tilings,
 )
+from bytetx.ops.norm import layer_norm
 
 # (n, k, what follows, dtype): MiniLM, BERT base (GPT-2's, too) and BERT large; Qwen3-0.6B and Llama
 # 8B, whose gates and values are the columns of one product.
@@ -60,6 +64,7 @@ _MOST_CANDIDATES = 8
 _SAMPLE_US = 1_000
 _SAMPLES = 3
 _COPY_BYTES_PER_US = 4.0e6
+_EPS = 1e-12
 
 _ACTIVATIONS = {"gelu": "gelu", GATED: "silu"}
 
@@ -104,26 +109,36 @@ def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, 
     if epilogue == "bias":
         return
     best = [_best(replace(shape, epilogue=epilogue)) for shape in shapes]
+    if epilogue != RESIDUAL:
+        yield {**head, "epilogue": epilogue, **_plans(best)}
+        return
     left = [
         alone.us + _read_us(shape) < fused.us
         for shape, alone, fused in zip(shapes, plain, best, strict=True)
     ]
-    yield {**head, "epilogue": epilogue, **_plans(best, left if epilogue == RESIDUAL else None)}
+    normed = [
+        n in WIDTHS and _norms_faster(shape, alone, fused, left=is_left)
+        for shape, alone, fused, is_left in zip(shapes, plain, best, left, strict=True)
+    ]
+    flags = {"left_to_norm": left, **({"normed": normed} if n in WIDTHS else {})}
+    yield {**head, "epilogue": RESIDUAL, **_plans(best, flags)}
 
 
-def _plans(found: list[Found], left: list[bool] | None = None) -> dict[str, object]:
+def _plans(found: list[Found], flags: dict[str, list[bool]] | None = None) -> dict[str, object]:
     """The best of each of _ROWS, as a line has it: the last row of every run of one plan.
 
-    left: whether the residual is left to the norm.
+    flags: what else a line says of rows, by its name there.
     """
-    kept: list[tuple[int, Candidate, bool]] = []
-    for m, best, flag in zip(_ROWS, found, left or [False] * len(found), strict=True):
-        if kept and kept[-1][1:] == (best.candidate, flag):
+    flags = flags or {}
+    kept: list[tuple[int, Candidate, tuple[bool, ...]]] = []
+    for i, (m, best) in enumerate(zip(_ROWS, found, strict=True)):
+        said = tuple(of[i] for of in flags.values())
+        if kept and kept[-1][1:] == (best.candidate, said):
             kept.pop()
-        kept.append((m, best.candidate, flag))
+        kept.append((m, best.candidate, said))
     line: dict[str, object] = {"plans": [(m, *candidate) for m, candidate, _ in kept]}
-    if left is not None:
-        line["left_to_norm"] = [m for m, _, flag in kept if flag]
+    for i, name in enumerate(flags):
+        line[name] = [m for m, _, said in kept if said[i]]
     return line
 
 
@@ -141,6 +156,33 @@ def _best(shape: Shape) -> Found:
     return min((Found(us, c) for c, us in times.items()), key=lambda found: found.us)
 
 
+def _norms_faster(shape: Shape, alone: Found, fused: Found, *, left: bool) -> bool:
+    """Whether one kernel for product, residual and layer norm beats two.
+
+    left: the best two are `alone` and a norm that reads the residual, else `fused` and a norm.
+    """
+    if native.kernel("linear_norm", torch.device("cuda")) is None:
+        return False
+    torch.manual_seed(0)
+    operands = [make_operands(shape) for _ in range(num_rotated(int(work_of(shape).num_bytes)))]
+    norm = tuple(torch.randn(2, shape.n, device="cuda", dtype=DTYPES[shape.dtype]))
+    workspace = make_workspace(shape.m, shape.n, torch.device("cuda"))
+    call = _caller(alone.candidate, "bias") if left else _caller(fused.candidate, RESIDUAL)
+
+    def one() -> None:
+        for o in operands:
+            options = {"residual": o.residual, "norm": norm, "eps": _EPS}
+            run_norm_kernel(o.x, o.prepared, **options, workspace=workspace)
+
+    def two() -> None:
+        for o in operands:
+            layer_norm(call(o), *norm, eps=_EPS, residual=o.residual if left else None)
+
+    runs = {"one": one, "two": two}
+    times = graph_us(runs, calls=len(operands), samples=_SAMPLES, sample_us=_SAMPLE_US)
+    return times["one"] < times["two"]
+
+
 def _candidates(shape: Shape) -> list[Candidate]:
     """What is worth a measurement: the plans that are predicted to take the least, and cuBLAS."""
     able = gating_tilings() if shape.epilogue == GATED else tilings()
@@ -151,27 +193,29 @@ def _candidates(shape: Shape) -> list[Candidate]:
 
 
 def _run(candidate: Candidate, operands: list[Operands], epilogue: str) -> None:
-    name, splits = candidate
-    if name == CUBLAS:
-        call = partial(_cublas, epilogue=epilogue)
-    else:
-        plan = LinearPlan(_named(name).index, splits)
-        call = partial(_kernel, plan=plan, epilogue=epilogue)
+    call = _caller(candidate, epilogue)
     for o in operands:
         call(o)
+
+
+def _caller(candidate: Candidate, epilogue: str) -> Callable[[Operands], torch.Tensor]:
+    name, splits = candidate
+    if name == CUBLAS:
+        return partial(_cublas, epilogue=epilogue)
+    plan = LinearPlan(_named(name).index, splits)
+    return partial(_kernel, plan=plan, epilogue=epilogue)
 
 
 def _named(name: str) -> Tiling:
     return next(tiling for tiling in tilings() if tiling.name == name)
 
 
-def _kernel(o: Operands, *, plan: LinearPlan, epilogue: str) -> None:
+def _kernel(o: Operands, *, plan: LinearPlan, epilogue: str) -> torch.Tensor:
     residual = o.residual if epilogue == RESIDUAL else None
     options = {"activation": _ACTIVATIONS.get(epilogue, "none"), "is_gated": epilogue == GATED}
-    run_kernel(o.x, o.prepared, plan=plan, residual=residual, **options)
+    return run_kernel(o.x, o.prepared, plan=plan, residual=residual, **options)
 
 
-def _cublas(o: Operands, *, epilogue: str) -> None:
+def _cublas(o: Operands, *, epilogue: str) -> torch.Tensor:
     d = F.linear(o.x, o.weight, o.bias)
-    if epilogue == "gelu":
-        F.gelu(d)
+    return F.gelu(d) if epilogue == "gelu" else d

@@ -10,7 +10,7 @@ same bits.
 """
 
 import sys
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -49,7 +49,8 @@ class CudaSteps:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
-        self._takes_mixed = self.is_capturable
+        # Steps that other ranks run with this one are of decode rows, or plain forward passes.
+        self._takes_mixed = self.is_capturable and not transformer.has_followers
         if has_graphs and self.is_capturable:
             most = round_rows(last_tokens.idle_seat)
             workspace_bytes = partial(_workspace_bytes, transformer.spec, head.decoder.dtype, most)
@@ -92,6 +93,26 @@ class CudaSteps:
             idle_seat=self._last_tokens.idle_seat,
         )
         source = pinned.tensor[: layout.num_ints]
+        with self._shared(layout, is_greedy):
+            output = self._replay(layout, is_greedy, source)
+        pinned.is_free = torch.cuda.Event()
+        pinned.is_free.record()
+        return output[: int(columns.samples.sum())]
+
+    def _shared(
+        self, layout: DecodeLayout | MixedLayout, is_greedy: bool
+    ) -> AbstractContextManager[None]:
+        """Around a step that other ranks run, too."""
+        if isinstance(layout, MixedLayout):
+            return nullcontext()
+        sizes = {"num_rows": layout.num_rows, "num_pages": layout.num_pages}
+        options = {"is_greedy": is_greedy, "is_captured": self._graphs is not None}
+        return self._transformer.decode_step(self._cache, **sizes, **options)
+
+    def _replay(
+        self, layout: DecodeLayout | MixedLayout, is_greedy: bool, source: Tensor
+    ) -> Tensor:
+        """source: the step's block, in pinned memory."""
         compute = partial(self._compute, layout, is_greedy)
         captured = None
         if self._graphs is not None:
@@ -100,15 +121,11 @@ class CudaSteps:
             if captured is None and self._graphs.is_due(key):
                 sizes = {"num_ints": layout.num_ints, "total_tokens": layout.num_rows}
                 captured = self._graphs.capture(key, compute, **sizes)
-        if captured is not None:
-            captured.block.copy_(source, non_blocking=True)
-            captured.graph.replay()
-            (output,) = captured.outputs
-        else:
-            (output,) = compute(source.to(self._device, non_blocking=True))
-        pinned.is_free = torch.cuda.Event()
-        pinned.is_free.record()
-        return output[: int(columns.samples.sum())]
+        if captured is None:
+            return compute(source.to(self._device, non_blocking=True))[0]
+        captured.block.copy_(source, non_blocking=True)
+        captured.graph.replay()
+        return captured.outputs[0]
 
     def _compute(
         self, layout: DecodeLayout | MixedLayout, is_greedy: bool, block: Tensor
@@ -120,6 +137,7 @@ class CudaSteps:
         else:
             batch, seats = layout.read(block, page_size=page_size)
             ids = self._last_tokens.of(seats)
+            self._transformer.share(block, ids)
         hidden_states = self._transformer.forward(replace(batch, input_ids=ids), cache=self._cache)
         if rows is not None:
             hidden_states = hidden_states.index_select(0, rows)

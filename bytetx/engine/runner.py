@@ -61,8 +61,10 @@ class Launched:
 
     def outputs(self) -> tuple[np.ndarray, ...]:
         """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
-        pieces = [part.outputs() for part in self.parts]
-        self.transformer.check()
+        try:
+            pieces = [part.outputs() for part in self.parts]
+        finally:
+            self.transformer.check()  # it knows more of a device that is lost
         if len(pieces) == 1:
             return pieces[0]
         return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))

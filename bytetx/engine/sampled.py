@@ -86,6 +86,8 @@ class Sampled:
             try:
                 self._is_done.synchronize()
             except RuntimeError as error:
+                if self.check is not None:
+                    self.check()
                 reason = str(error).strip().partition("\n")[0]
                 raise StepError(f"{_DEVICE_LOST} ({reason})") from error
         tokens = [] if self.tokens is None else self.tokens.tolist()

@@ -14,15 +14,13 @@ from bytetx.engine.stopping import forbidden_tokens
 from bytetx.engine.upload import Upload, Uploader
 from bytetx.errors import InputError
 from bytetx.heads import LogitRows, logits_block
+from bytetx.ops.choice import choose_tokens
 from bytetx.ops.most_likely import most_likely
 from bytetx.ops.sampling import (
     Biases,
     Filters,
     Penalties,
     adjust_logits,
-    greedy,
-    is_bad_row,
-    sample,
     top_logprobs,
 )
 
@@ -110,16 +108,16 @@ class Sampler:
         adjusted = self._adjust(wanted, adjusted)
         tokens = self._choose(wanted, adjusted)
         if self._counts is not None:
-            self._counts.add(self._upload(wanted.seat_ids)[0], tokens)
+            self._counts.add(self._upload(wanted.seat_ids)[0], tokens.clamp(min=0))
         numbers = np.flatnonzero(seats["logprobs"] >= 0)
         if len(numbers):
             (where,), counts = self._upload(numbers), seats["logprobs"][numbers]
-            chosen = tokens[where]
+            chosen = tokens[where].clamp_(min=0)
             top = top_logprobs(logits[where], chosen, k=int(counts.max()))
             rows = [wanted.numbers[number] for number in numbers]
             sampled.logprobs = Logprobs(rows, counts.tolist(), chosen, top)
         sampled.errors = {wanted.numbers[number]: error for number, error in errors.items()}
-        sampled.tokens = torch.where(is_bad_row(adjusted), -1, tokens)
+        sampled.tokens = tokens
 
     def _seat(self, sequence: SequenceState) -> None:
         """Writes down the parameters of a sequence that has this seat from now on."""
@@ -193,10 +191,11 @@ class Sampler:
         return logits
 
     def _choose(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
+        """int32: a token of each row, -1 where nothing can be chosen."""
         seats = wanted.seats
         is_greedy = seats["temperature"] == 0
         if is_greedy.all():
-            return greedy(logits)
+            return most_likely(logits)
         top_k, top_p, min_p = (seats[name] for name in ("top_k", "top_p", "min_p"))
         columns = (seats["temperature"], seats["seed"], wanted.positions, top_k, top_p, min_p)
         temperature, seeds, positions, *limits = self._upload(*columns)
@@ -206,7 +205,7 @@ class Sampler:
             max_top_k=int(top_k.max()),
             has_open_nucleus=bool(((top_p < 1) & (top_k == 0)).any()),
         )
-        return sample(
+        return choose_tokens(
             logits,
             temperature,
             filters,

@@ -8,15 +8,17 @@ Source: Flux (arXiv 2406.06858), sections 3 and 4.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from bytetx.ops import comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.gated import GatedWeight, gated_linear
+from bytetx.ops.comm_plan import CUBLAS, LINEAR, CommPlan, Layer, Op, plan_comm
+from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm, rms_norm
 
@@ -44,7 +46,8 @@ class Workspace:
     buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
     flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
         torch's signal pads); what they count never goes back (epochs), so that graphs replay.
-    epochs: int32 [num_flags] in this device's own memory, zero at first, for kernels to count in.
+    epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in
+        and for the host to say that they need not wait any more.
     memory: what the kernels are told of all this, None where there are none.
     fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
     owner: keeps it all alive.
@@ -59,15 +62,28 @@ class Workspace:
     fault: Tensor
     owner: object = None
 
+    def fault_text(self) -> str | None:
+        """Which rank of this device waited in vain, for whom; None where none has."""
+        return comm_kernels.fault_text(self.fault)
+
+    def give_up(self) -> None:
+        """Ends kernels that wait for a rank which is gone; from then on results are wrong."""
+        comm_kernels.give_up(self.epochs)
+
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The ranks that share the layers of a model. workspace: None where there is no such memory."""
+    """The ranks that share the layers of a model.
+
+    workspace: None where there is no such memory, or not every rank has kernels that use it.
+    is_even: whether every rank's share of a layer is as large.
+    """
 
     rank: int
     size: int
     collectives: Collectives
     workspace: Workspace | None = None
+    is_even: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +97,9 @@ class RowNorm:
 
 
 # Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
-# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns.
-NUM_FLAGS = 32768
+# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns; then the inboxes.
+NUM_FLAGS = 32768 + 2 * comm_kernels.INBOX_BYTES // 4
+_NUM_EPOCHS = 16  # words that kernels count calls in
 
 
 def make_workspace(
@@ -95,7 +112,7 @@ def make_workspace(
     owner: object = None,
 ) -> Workspace:
     """A workspace of rank's, from the addresses of what all ranks share."""
-    epochs = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
+    epochs = torch.zeros(_NUM_EPOCHS, dtype=torch.int32, device=device)
     fault = comm_kernels.new_fault()
     memory = comm_kernels.peer_memory(
         buffers,
@@ -127,6 +144,7 @@ def all_gather_gemm(
     peers: Peers,
     row_offsets: Sequence[int],
     activation: str = "none",
+    plan: CommPlan | None = None,
 ) -> Tensor:
     """act(all ranks' x @ w.T + bias): the rows of everyone, this rank's outputs.
 
@@ -134,6 +152,7 @@ def all_gather_gemm(
     w: this rank's outputs [n, k] with their bias, gated or plain.  activation: as of `linear`.
     row_offsets: size + 1 host ints from 0 to total_tokens, the same on every rank; shares may be
         empty, and all but the last non-empty one are whole tiles (multiples of 16 rows at least).
+    plan: None is the table's; every rank's is the same.
     Returns a new [total_tokens, n].  Raises ValueError on shape, dtype or device mismatch.
     """
     _check_offsets(row_offsets, peers)
@@ -141,10 +160,12 @@ def all_gather_gemm(
     is_gated = isinstance(w, GatedWeight)
     plain = w.fused if is_gated else w
     _check_rows("x", x, (own, plain.k), plain)
-    workspace = _kernel_workspace(peers)
-    if workspace is not None and comm_kernels.takes_gather(
-        x, plain, total_tokens=row_offsets[-1], buffer_bytes=workspace.buffer_bytes
-    ):
+    total_tokens, workspace = row_offsets[-1], _kernel_workspace(peers)
+    fits = workspace is not None and comm_kernels.takes_gather(
+        plain, total_tokens=total_tokens, buffer_bytes=workspace.buffer_bytes
+    )
+    plan = plan or _plan(peers, "all_gather_gemm", plain, total_tokens, is_gated=is_gated)
+    if fits and w.has_kernel and plan.is_fused:
         return comm_kernels.all_gather_gemm(
             x,
             plain,
@@ -152,11 +173,42 @@ def all_gather_gemm(
             row_offsets=row_offsets,
             activation=activation,
             is_gated=is_gated,
+            plan=plan,
         )
     rows = peers.collectives.all_gather(x, row_offsets)
+    return _unfused(rows, w, activation=activation, plan=plan)
+
+
+def column_gemm(
+    x: Tensor,
+    w: LinearWeight | GatedWeight,
+    *,
+    peers: Peers,
+    activation: str = "none",
+    plan: CommPlan | None = None,
+) -> Tensor:
+    """act(x @ w.T + bias): all_gather_gemm where every rank holds all rows x [m, k].
+
+    Returns a new [m, n].  Nothing is communicated; the shares of large models are no sizes that
+    `linear` was measured at, and where cuBLAS wins is in the same table as the other ops' ways.
+    """
+    is_gated = isinstance(w, GatedWeight)
+    plain = w.fused if is_gated else w
+    _check_rows("x", x, (len(x), plain.k), plain)
+    plan = plan or _plan(peers, "column_gemm", plain, len(x), is_gated=is_gated)
+    return _unfused(x, w, activation=activation, plan=plan)
+
+
+def _unfused(
+    x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
+) -> Tensor:
     if isinstance(w, GatedWeight):
-        return gated_linear(rows, w, activation=activation)
-    return linear(rows, w, activation=activation)
+        if plan.way != CUBLAS:
+            return gated_linear(x, w, activation=activation)
+        return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
+    if plan.way != CUBLAS:
+        return linear(x, w, activation=activation)
+    return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
 
 
 def gemm_reduce_scatter(
@@ -169,6 +221,7 @@ def gemm_reduce_scatter(
     bias: Tensor | None = None,
     partial: Tensor | None = None,
     norm: RowNorm,
+    plan: CommPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(h), h) of this rank's rows of h = sum over ranks (x @ w.T + partial) + bias + residual.
 
@@ -176,22 +229,23 @@ def gemm_reduce_scatter(
     weight, without bias.  bias: [n], added once, to the sum.  partial: [total_tokens, n], added to
     this rank's product (a parallel block's other half); it may be overwritten.
     residual: [own rows, n]; it may be overwritten.  row_offsets: as of all_gather_gemm.
-    Sums in f32, in the order of ranks.  Returns two new tensors [own rows, n] in x's dtype.
+    plan: as of all_gather_gemm.
+    The kernel sums in f32, in the order of ranks.  Returns two new [own rows, n] in x's dtype.
     """
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
     _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
-    workspace = _kernel_workspace(peers)
     most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
-    if workspace is not None and comm_kernels.takes_sum(
-        x, w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
-    ):
-        return _sum_by_kernel(
-            x, w, peers, row_offsets, residual=residual, bias=bias, partial=partial, norm=norm
-        )
-    product = linear(x, w, residual=partial)
-    sums = peers.collectives.reduce_scatter(product, row_offsets)
-    return _finish(sums, residual, bias, norm)
+    plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
+    workspace = _kernel_workspace(peers)
+    fits = workspace is not None and comm_kernels.takes_reduce_scatter(
+        w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
+    )
+    if fits and plan.is_fused:
+        options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
+        return _sum_by_kernel(x, w, peers, row_offsets, **options, plan=plan)
+    product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
+    return _finish(peers.collectives.reduce_scatter(product, row_offsets), residual, norm)
 
 
 def gemm_all_reduce(
@@ -203,6 +257,7 @@ def gemm_all_reduce(
     bias: Tensor | None = None,
     partial: Tensor | None = None,
     norm: RowNorm,
+    plan: CommPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm(h), h) of every row, on every rank: gemm_reduce_scatter for few rows, which all hold.
 
@@ -210,20 +265,40 @@ def gemm_all_reduce(
     Returns two new tensors [m, n], bit for bit the same on every rank.
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
-    workspace = _kernel_workspace(peers)
-    if workspace is not None and comm_kernels.takes_all_reduce(
-        x, w, size=peers.size, buffer_bytes=workspace.buffer_bytes
-    ):
-        return _sum_by_kernel(
-            x, w, peers, None, residual=residual, bias=bias, partial=partial, norm=norm
-        )
-    sums = peers.collectives.all_reduce(linear(x, w, residual=partial))
-    return _finish(sums, residual, bias, norm)
+    plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
+    fits = comm_kernels.takes_all_reduce(w, slot_rows=len(x) * peers.size)
+    if _kernel_workspace(peers) is not None and fits and plan.is_fused:
+        options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
+        return _sum_by_kernel(x, w, peers, None, **options, plan=plan)
+    product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
+    return _finish(peers.collectives.all_reduce(product), residual, norm)
+
+
+def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = False) -> CommPlan:
+    if _kernel_workspace(peers) is None:
+        return CommPlan(LINEAR)
+    return plan_comm(Layer(op, peers.size, w.n, w.k, is_gated, peers.is_even), m)
 
 
 def _kernel_workspace(peers: Peers) -> Workspace | None:
     workspace = peers.workspace
     return None if workspace is None or workspace.memory is None else workspace
+
+
+def _product(
+    x: Tensor,
+    w: LinearWeight,
+    peers: Peers,
+    *,
+    bias: Tensor | None,
+    partial: Tensor | None,
+    plan: CommPlan,
+) -> Tensor:
+    """This rank's part of a sum; rank 0's has the bias, for its product adds it for nothing."""
+    own = replace(w, bias=bias if peers.rank == 0 else None)
+    if plan.way == CUBLAS:
+        return reference.linear(x, own.weight, own.bias, activation="none", residual=partial)
+    return linear(x, own, residual=partial)
 
 
 def _sum_by_kernel(
@@ -236,6 +311,7 @@ def _sum_by_kernel(
     bias: Tensor | None,
     partial: Tensor | None,
     norm: RowNorm,
+    plan: CommPlan,
 ) -> tuple[Tensor, Tensor]:
     return comm_kernels.gemm_sum(
         x,
@@ -251,22 +327,18 @@ def _sum_by_kernel(
         norm_bias=norm.bias,
         eps=norm.eps,
         is_rms=norm.kind == "rms_norm",
+        plan=plan,
     )
 
 
-def _finish(
-    sums: Tensor, residual: Tensor, bias: Tensor | None, norm: RowNorm
-) -> tuple[Tensor, Tensor]:
-    """(norm(h), h) of h = sums + bias + residual; sums may be f32 where residual is a half type."""
+def _finish(sums: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of h = sums + residual; sums may be f32 where residual is a half type."""
     if sums.dtype == residual.dtype:
-        h = sums if bias is None else sums.add_(bias)
-        options = {"eps": norm.eps, "residual": residual, "sum_out": h}
+        options = {"eps": norm.eps, "residual": residual, "sum_out": sums}
         if norm.kind == "rms_norm":
-            return rms_norm(h, norm.weight, **options), h
-        return layer_norm(h, norm.weight, norm.bias, **options), h
+            return rms_norm(sums, norm.weight, **options), sums
+        return layer_norm(sums, norm.weight, norm.bias, **options), sums
     h = sums.float() + residual.float()
-    if bias is not None:
-        h += bias.float()
     if norm.kind == "rms_norm":
         normed = reference.rms_norm(h, norm.weight, eps=norm.eps)
     else:

@@ -1,33 +1,27 @@
 """The GPU kernels of linear layers that carry their own communication: what they take, their calls.
 
-Whether a kernel runs must come out the same on every rank, or one waits for ever: it depends on
-sizes that all ranks share, and on weights that are dealt in equal shares of whole tiles.
+Whether a kernel runs must come out the same on every rank, or one waits for another in vain: it
+depends on sizes that all ranks share, and on weights that either all have kernels or none has, as
+whoever loads them agrees with the other ranks (ShardedBlocks.agree_on_kernels).
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned
+from bytetx.ops.comm_plan import CommPlan, Op, tiling_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
 TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
-_NUM_SMS = 132
-# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
-# which NCCL's two exchanges cost less; and columns, beyond which its tiles take a second wave of
-# CTAs (16 rows of 6144 features to 12288 on two H200s: 71 us, cuBLAS alone 40).
-_MOST_SENT_BYTES = 8 << 20
-_MOST_COLUMNS = 64 * _NUM_SMS
+_GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
+# Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
+INBOX_BYTES = 16 << 20
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
-
-# Name in linear_tilings() -> columns, and what a tile of all_gather_gemm takes beside its columns'
-# share (two H200s, bf16, 4096 rows of 12288 features to 6144: 938 us against 992).
-_MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
 
 
 def peer_memory(
@@ -51,17 +45,25 @@ def peer_memory(
     return make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
 
 
-def takes_gather(x: Tensor, w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
-    """Whether all_gather_gemm has a kernel for this weight and everyone's rows."""
-    fits = (total_tokens + 128) * w.k * x.itemsize <= buffer_bytes // _QUARTERS
-    return w.has_kernel and fits and w.n > 0 and is_aligned(x) and total_tokens > 0
+def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
+    """Whether all_gather_gemm's kernel takes everyone's rows; w: a weight that has kernels."""
+    fits = (total_tokens + 128) * w.k * w.dtype.itemsize <= buffer_bytes // _QUARTERS
+    return fits and total_tokens > 0
 
 
-def takes_sum(x: Tensor, w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
-    """Whether the sums over ranks have a kernel for this weight; slot_rows: of all slots."""
-    fits = slot_rows * w.n * x.itemsize <= buffer_bytes // _QUARTERS
-    is_whole = w.k > 0 and w.n <= _MOST_FEATURES
-    return w.has_kernel and fits and is_whole and is_aligned(x) and len(x) > 0
+def takes_reduce_scatter(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+    """Whether gemm_reduce_scatter has a kernel for this weight; slot_rows: of all slots."""
+    return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
+
+
+def takes_all_reduce(w: LinearWeight, *, slot_rows: int) -> bool:
+    """Whether gemm_all_reduce has a kernel for this weight; slot_rows: of all ranks' parts."""
+    return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
+
+
+def _takes_sum(w: LinearWeight, *, slot_rows: int, most_bytes: int) -> bool:
+    fits = slot_rows * w.n * w.dtype.itemsize <= most_bytes
+    return w.has_kernel and fits and w.n <= _MOST_FEATURES and slot_rows > 0
 
 
 def all_gather_gemm(
@@ -72,11 +74,11 @@ def all_gather_gemm(
     row_offsets: Sequence[int],
     activation: str,
     is_gated: bool,
+    plan: CommPlan,
 ) -> Tensor:
     """The fused kernel on checked arguments."""
-    total_tokens = row_offsets[-1]
+    total_tokens, x = row_offsets[-1], _aligned(x)
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
-    name = "128x128" if is_gated else _many_rows(total_tokens, w.n, is_gather=True)
     native.kernel("all_gather_gemm", x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
@@ -87,7 +89,7 @@ def all_gather_gemm(
         w.k,
         ACTIVATIONS.index(activation),
         is_gated,
-        _index(name),
+        tiling_index("all_gather_gemm", plan.way),
         memory,
         list(row_offsets),
         native.DTYPE_CODES[x.dtype],
@@ -111,18 +113,20 @@ def gemm_sum(
     norm_bias: Tensor | None,
     eps: float,
     is_rms: bool,
+    plan: CommPlan,
 ) -> tuple[Tensor, Tensor]:
     """The fused kernels on checked arguments: dealt rows, or all of them where row_offsets is None.
 
     own_rows: rows of the results, [own_rows, n] each.
     """
-    m = len(x)
+    m, x = len(x), _aligned(x)
+    partial = None if partial is None else _aligned(partial)
+    residual = _aligned(residual)
     is_dealt = row_offsets is not None
     if row_offsets is None:
         row_offsets = (*[0] * size, m)
-    tiling, splits = (_index(_many_rows(m, w.n)), 1) if is_dealt else _plan_push(m, w.n, w.k)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
-    name = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
+    name: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
     native.kernel(name, x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
@@ -130,8 +134,8 @@ def gemm_sum(
         m,
         w.n,
         w.k,
-        tiling,
-        splits,
+        tiling_index(name, plan.way),
+        plan.splits,
         0 if bias is None else bias.data_ptr(),
         residual.data_ptr(),
         out.data_ptr(),
@@ -149,39 +153,9 @@ def gemm_sum(
     return out, h
 
 
-def takes_all_reduce(x: Tensor, w: LinearWeight, *, size: int, buffer_bytes: int) -> bool:
-    """Whether gemm_all_reduce has a kernel for x, and it is the faster way."""
-    m = len(x)
-    sent = (size - 1) * m * w.n * x.itemsize
-    if sent > _MOST_SENT_BYTES or w.n > _MOST_COLUMNS:
-        return False
-    return takes_sum(x, w, slot_rows=m * size, buffer_bytes=buffer_bytes)
-
-
-@lru_cache(4096)
-def _many_rows(m: int, n: int, *, is_gather: bool = False) -> str:
-    """The tiling whose busiest SM has the least to do."""
-
-    def work(name: str) -> float:
-        columns, factor = _MANY_ROWS[name]
-        tiles = -(-m // 128) * -(-n // columns)
-        return -(-tiles // _NUM_SMS) * columns * (factor if is_gather else 1.0)
-
-    return min(_MANY_ROWS, key=work)
-
-
-@lru_cache(4096)
-def _plan_push(m: int, n: int, k: int) -> tuple[int, int]:
-    """(tiling, splits) of gemm_all_reduce: CTAs share k where there are too few for all SMs."""
-    rows, columns = (64, 64) if m <= 64 else (128, 128)
-    names = [name for name, *_ in native.push_tilings()]
-    tiles = -(-m // rows) * -(-n // columns)
-    return names.index(f"{rows}x{columns}"), max(1, min(8, _NUM_SMS // tiles, k // 512))
-
-
-@lru_cache(16)
-def _index(name: str) -> int:
-    return next(i for i, tiling in enumerate(native.linear_tilings()) if tiling[0] == name)
+def _aligned(x: Tensor) -> Tensor:
+    """x, or a copy that begins at 16 bytes: one rank alone cannot go another way."""
+    return x if is_aligned(x) else x.clone()
 
 
 def fault_text(fault: Tensor) -> str | None:
@@ -193,6 +167,16 @@ def fault_text(fault: Tensor) -> str | None:
         f"rank {rank} waited in vain for rank {source}: "
         f"flag {flag} holds {seen}, expected {expected}"
     )
+
+
+def give_up(epochs: Tensor) -> None:
+    """Lets kernels that wait for a rank which is gone end, with wrong results.
+
+    By a copy on a stream of its own, for which no multiprocessor must be free.
+    """
+    word = epochs[_GIVEN_UP_WORD : _GIVEN_UP_WORD + 1]
+    with torch.cuda.stream(torch.cuda.Stream(epochs.device)):
+        word.copy_(torch.ones(1, dtype=torch.int32, pin_memory=True), non_blocking=True)
 
 
 def new_fault() -> Tensor:

@@ -29,6 +29,11 @@ class GatedWeight:
     n: int
     block: int
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the Hopper kernels take it; x must be aligned as well."""
+        return self.fused.has_kernel and self.block == _BLOCK
+
 
 def prepare_gated(
     gate: Tensor,
@@ -68,17 +73,21 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     require_contiguous("x", x)
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
-    if x.is_cuda and w.block == _BLOCK and not torch.compiler.is_compiling():
+    if w.has_kernel and not torch.compiler.is_compiling():
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
-    both = linear(x, fused).view(x.shape[0], w.n // w.block, 2, w.block)
-    gates, values = both.unbind(2)
-    return (reference.activate(gates, activation) * values).reshape(x.shape[0], w.n)
+    return gate(linear(x, fused), w, activation=activation)
+
+
+def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
+    """act(gates) * values of the fused product, [m, 2 * n] -> [m, n]."""
+    gates, values = both.view(len(both), w.n // w.block, 2, w.block).unbind(2)
+    return (reference.activate(gates, activation) * values).reshape(len(both), w.n)
 
 
 def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
-    if not fused.has_kernel or not is_aligned(x):
+    if not is_aligned(x):
         return LinearPlan(None)
     return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
 

@@ -25,6 +25,7 @@ OPS = (
     "pool",
     "quantize_rows",
     "most_likely",
+    "sample",
     "fp8_linear",
     "all_gather_gemm",
     "gemm_reduce_scatter",
@@ -82,6 +83,12 @@ def linear_tilings() -> list[tuple[str, int, int, bool]]:
     """(name, rows, columns, whether it is for few rows) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
     return [] if isinstance(module, str) else module.linear_tilings()
+
+
+def linear_norm_workspace_bytes(m: int, n: int) -> int:
+    """What the kernel `linear_norm` needs for m rows of n columns; 0 where it is not built."""
+    module = _modules["cuda"]
+    return 0 if isinstance(module, str) else module.linear_norm_workspace_bytes(m, n)
 
 
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:

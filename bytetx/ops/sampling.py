@@ -239,7 +239,8 @@ def _open_nucleus(x: Tensor, top_p: Tensor) -> Tensor:
     rows, tokens = (steps == step).nonzero(as_tuple=True)
     counts = rows.bincount(minlength=x.shape[0])
     places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    inside = x.new_full((x.shape[0], int(counts.max())), -torch.inf)
+    most = max(int(counts.max()), 1)  # rows of NaN alone have none
+    inside = x.new_full((x.shape[0], most), -torch.inf)
     inside[rows, places] = x[rows, tokens]
     inside = inside.sort(dim=-1, descending=True).values
     weights = inside.exp().double()

@@ -19,6 +19,8 @@ from bytetx.errors import GroupError
 _CLOSE_SECONDS = 5.0
 # In which the death of a rank shows, after another one met a collective that broke.
 _BLAME_SECONDS = 0.3
+# Between looks at the device of a rank that waits for a message.
+_CHECK_SECONDS = 0.5
 # Between the end of a connection and the end of the process behind it.
 _EXIT_SECONDS = 2.0
 
@@ -71,14 +73,15 @@ class Followers:
         if self._is_closing:
             raise GroupError("the model is closed")
 
-    def raise_failure(self, error: BaseException | None = None) -> None:
+    def raise_failure(self, error: BaseException | None = None, *, reason: str = "") -> None:
         """Raises the GroupError of a step that failed on this rank, too.
 
-        error: what this rank met; the cause, unless a follower ended before.
+        error, reason: what this rank met; the cause, unless a follower ended before.
         """
         if self._has_failed.wait(_EXIT_SECONDS):
             raise GroupError(self._failure) from error
-        reason = "a connection ended" if error is None else f"{type(error).__name__}: {error}"
+        if not reason:
+            reason = "a connection ended" if error is None else f"{type(error).__name__}: {error}"
         self._fail(f"rank 0 failed, and the tensor-parallel group with it: {reason}")
         raise GroupError(self._failure) from error
 
@@ -175,9 +178,13 @@ class Follower:
         self._messages: SimpleQueue[Any] = SimpleQueue()
         threading.Thread(target=self._read, name="bytetx-rank-0", daemon=True).start()
 
-    def receive(self) -> Any:
-        """The next message; None at the end."""
-        return self._messages.get()
+    def receive(self, check: Callable[[], None]) -> Any:
+        """The next message; None at the end.  check: called now and then while there is none."""
+        while True:
+            try:
+                return self._messages.get(timeout=_CHECK_SECONDS)
+            except Empty:
+                check()
 
     def answer(self, value: object = None) -> None:
         self._connection.send(Answer(value))

@@ -44,6 +44,12 @@ def split_model(spec: ModelSpec, *, rank: int, size: int) -> ModelSplit:
     )
 
 
+def has_even_shares(spec: ModelSpec, size: int) -> bool:
+    """Whether every rank has as many heads and features of each layer as the others."""
+    splits = [split_model(spec, rank=rank, size=size) for rank in range(size)]
+    return len({(len(s.heads), len(s.kv_heads), len(s.inner)) for s in splits}) == 1
+
+
 def features(heads: range, head_dim: int) -> range:
     """The features of consecutive heads."""
     return range(heads.start * head_dim, heads.stop * head_dim)

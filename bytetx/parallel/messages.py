@@ -57,6 +57,17 @@ class Logits:
 
 
 @dataclass(frozen=True, slots=True)
+class Decode:
+    """Run a decode step of these sizes; see Transformer.decode_step."""
+
+    cache_id: int
+    num_rows: int
+    num_pages: int
+    is_greedy: bool
+    is_captured: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Forward:
     """Run a forward pass; the batch's device tensors follow by a broadcast, in one piece.
 

@@ -1,6 +1,7 @@
 """RowScheme: whether the rows of a pass are dealt to the ranks, and where the shares end."""
 
 import json
+import math
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -26,8 +27,21 @@ class RowScheme:
         return deal(total_tokens, size, step=tile)
 
 
-def row_scheme(device_type: str) -> RowScheme:
-    """The scheme of a kind of device (cpu, cuda), from row_schemes.json."""
+def row_scheme(device_type: str, size: int, hidden_size: int | None = None) -> RowScheme:
+    """The scheme of a group of so many devices of a kind (cpu, cuda), from row_schemes.json.
+
+    Where none was measured for the size, that of the next larger group, or of the largest; of its
+    models, the one whose rows are nearest in length to hidden_size (None: the longest).
+    """
     table = json.loads(files("bytetx.parallel").joinpath("row_schemes.json").read_text())
-    own = table[device_type]
+    schemes = table[device_type]
+    sizes = sorted({scheme["tp"] for scheme in schemes})
+    own_size = next((tp for tp in sizes if tp >= size), sizes[-1])
+    alike = [scheme for scheme in schemes if scheme["tp"] == own_size]
+
+    def distance(scheme: dict[str, int]) -> float:
+        longest = -math.log(scheme["hidden_size"])
+        return longest if hidden_size is None else abs(longest + math.log(hidden_size))
+
+    own = min(alike, key=distance)
     return RowScheme(own["shard_from_tokens"], tuple(map(tuple, own["tiles"])))

@@ -1,6 +1,8 @@
 """Blocks whose layers are split over the ranks of a group, between which rows are dealt, too."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -9,31 +11,56 @@ from bytetx.blocks import NormWeight, RowWeight, WholeBlocks
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
+    column_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
 from bytetx.ops.embedding import embed
-from bytetx.ops.gated import GatedWeight, gated_linear
+from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.parallel.layout import ModelSplit, deal_features
+from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
 from bytetx.parallel.tp import TpGroup
 from bytetx.spec import ModelSpec
+
+
+class SplitLayer(Protocol):
+    """What a layer of either kind of model has."""
+
+    qkv: LinearWeight
+    attn_out: RowWeight
+    ffn_in: LinearWeight | GatedWeight
+    ffn_out: RowWeight
 
 
 class ShardedBlocks:
     """The calls of WholeBlocks, of every rank at the same time with the same rows in total."""
 
-    is_capturable = False
+    is_capturable = True  # by graphs that all ranks replay together
 
     def __init__(self, spec: ModelSpec, group: TpGroup, split: ModelSplit):
         self.num_heads, self.num_kv_heads = len(split.heads), len(split.kv_heads)
-        self.group, self.split, self.peers = group, split, group.peers
+        self.group, self.split = group, split
+        self.peers = replace(group.peers, is_even=has_even_shares(spec, group.size))
         self.whole_blocks = WholeBlocks(spec)
         self.norm_eps = spec.norm_eps
         is_rms = spec.decoder is not None and spec.decoder.norm == "rms_norm"
         self.norm_kind = "rms_norm" if is_rms else "layer_norm"
 
         self._vocab_offsets = deal_features(spec.vocab_size, group.size)
+
+    def agree_on_kernels(self, layers: Iterable[SplitLayer]) -> None:
+        """Once all ranks have loaded: the fused ops' kernels run on all of them, or on none.
+
+        layers: this rank's.  All ranks call it. Shares may differ by a head, and a kernel that
+        takes one of them alone would wait in vain for the others.
+        """
+        workspace = self.group.workspace
+        if workspace is None:
+            return  # on every rank
+        has_all = workspace.memory is not None and all(map(_has_kernels, layers))
+        lacking = torch.tensor([float(not has_all)], device=self.group.device)
+        if self.group.collectives.all_reduce(lacking).item():
+            self.peers = replace(self.peers, workspace=None)
 
     def begin(self, total_tokens: int) -> "_Rows":
         return _Rows(self, self.group.rows.offsets(total_tokens, self.group.size))
@@ -43,6 +70,14 @@ class ShardedBlocks:
         if not logits.shape[0]:
             return logits.new_empty((0, self._vocab_offsets[-1]))
         return self.group.collectives.all_gather_columns(logits, self._vocab_offsets)
+
+
+def _has_kernels(layer: SplitLayer) -> bool:
+    """Empty shares have none."""
+    columns, rows = (layer.qkv, layer.ffn_in), (layer.attn_out.linear, layer.ffn_out.linear)
+    return all(w.has_kernel and w.n > 0 for w in columns) and all(
+        w.has_kernel and w.k > 0 for w in rows
+    )
 
 
 class _Rows:
@@ -115,9 +150,7 @@ class _Rows:
             return all_gather_gemm(
                 x, w, peers=self._peers, row_offsets=offsets, activation=activation
             )
-        if isinstance(w, GatedWeight):
-            return gated_linear(x, w, activation=activation)
-        return linear(x, w, activation=activation)
+        return column_gemm(x, w, peers=self._peers, activation=activation)
 
     def partial(self, x: Tensor, w: RowWeight) -> Tensor:
         """Without the bias, which the loader put into the other half's."""

@@ -2,6 +2,9 @@
 
 import logging
 import os
+import re
+from collections.abc import Sequence
+from datetime import timedelta
 from uuid import uuid4
 
 import torch
@@ -49,7 +52,8 @@ def turn_multicast_off() -> None:
 def _shared(
     store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
-    name, group = _register(store, backend)
+    own_store = NumberedStore(store)
+    name, group = _register(own_store, backend)
     flag_bytes = 4 * NUM_FLAGS
     memory = symm_mem.empty(buffer_bytes + flag_bytes, dtype=torch.uint8, device=device)
     memory.zero_()
@@ -65,8 +69,46 @@ def _shared(
         buffer_bytes=buffer_bytes,
         rank=backend.rank(),
         device=device,
-        owner=(memory, handle, group),
+        owner=(memory, handle, group, own_store),
     )
+
+
+class NumberedStore(dist.Store):
+    """A group's store in which torch's exchanges of symmetric memory are numbered from 0.
+
+    torch numbers them through all groups of a process: rank 0, which may lead one group after the
+    other, would wait for keys that a rank which is new never writes.
+    """
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self._store = store
+        self._numbers: dict[tuple[str, str], int] = {}
+        self._counts: dict[str, int] = {}
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(self._own(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._own(key))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        own = [self._own(key) for key in keys]
+        if timeout is None:
+            self._store.wait(own)
+        else:
+            self._store.wait(own, timeout)
+
+    def _own(self, key: str) -> str:
+        """The key of this process's n-th exchange of a kind, which it numbers otherwise."""
+        found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
+        if found is None:
+            return key
+        kind, number, rank = found.groups()
+        if (kind, number) not in self._numbers:
+            self._numbers[kind, number] = self._counts.get(kind, 0)
+            self._counts[kind] = self._numbers[kind, number] + 1
+        return f"{kind}/{self._numbers[kind, number]}/{rank}"
 
 
 def _reaches_all(device: torch.device, size: int) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 # A rank that computes answers within seconds; one that has died is noticed long before.
 _TIMEOUT = timedelta(minutes=10)
+# In which collectives without graphs have ended.
+_ABORT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,19 @@ class TpGroup:
     def peers(self) -> Peers:
         return Peers(self.rank, self.size, self.collectives, self.workspace)
 
+    def fault_text(self) -> str | None:
+        """Which kernel of this rank waited in vain, for whom; None where none has."""
+        return None if self.workspace is None else self.workspace.fault_text()
+
     def abort(self) -> None:
-        """Ends collectives that wait for a rank which will never come; the group is of no use."""
-        self.collectives.abort()
+        """Ends what waits for a rank that will never come; the group is of no use then."""
+        if self.workspace is not None:
+            self.workspace.give_up()
+        # NCCL tells its kernels to end at once, and then waits for the graphs that hold some of
+        # them to go, which whoever waits for these kernels may do only then.
+        aborting = Thread(target=self.collectives.abort, name="bytetx-abort", daemon=True)
+        aborting.start()
+        aborting.join(_ABORT_SECONDS)
 
 
 def join_group(
@@ -64,7 +77,9 @@ def join_group(
         shared = dist.PrefixStore("bytetx-symmetric", store)
         options = {"device": device, "buffer_bytes": workspace_bytes}
         workspace = symmetric_workspace(shared, backend, **options)
-    return TpGroup(rank, size, device, collectives, workspace, rows or row_scheme(device.type))
+    return TpGroup(
+        rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
+    )
 
 
 def _backend(
@@ -96,6 +111,7 @@ class GroupCollectives:
     def __init__(self, backend: dist.Backend, *, rank: int, size: int):
         self._backend, self._rank, self._size = backend, rank, size
         self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+        self._is_aborted = False
 
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[own rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
@@ -111,6 +127,8 @@ class GroupCollectives:
         self._backend._allgather_base(received, sent).wait()
         if min(shares) == largest:
             return received
+        if all(row_offsets[i] == i * largest for i in range(self._size)):
+            return received[: row_offsets[-1]]  # only the last share is shorter
         pieces = received.view(self._size, largest, *tail)
         return torch.cat([pieces[i, :rows] for i, rows in enumerate(shares)])
 
@@ -166,4 +184,7 @@ class GroupCollectives:
         self._backend.barrier().wait()
 
     def abort(self) -> None:
-        self._backend.abort()
+        """A second call does nothing."""
+        if not self._is_aborted:
+            self._is_aborted = True
+            self._backend.abort()

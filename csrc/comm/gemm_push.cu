@@ -1,20 +1,33 @@
-// The GEMM of gemm_all_reduce in all its tilings: see push_kernel.cuh.
+// The GEMM of gemm_all_reduce in all its tilings, rows of tokens by columns: see push_kernel.cuh.
+// Stages: as many as let three, two or one CTA share an SM.
 #include "comm/comm_tilings.cuh"
 #include "comm/push_kernel.cuh"
 
 namespace bytetx::gemm {
 
-void gemm_push_64x32(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 32, 8>>(p, stream);
+void gemm_push_16x64(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 16, 7>>(p, stream);
+}
+void gemm_push_16x128(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 16, 12>>(p, stream);
+}
+void gemm_push_32x64(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 32, 6>>(p, stream);
+}
+void gemm_push_32x128(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 32, 10>>(p, stream);
 }
 void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 64, 6>>(p, stream);
+    launch_push_tiling<FewRowsTiling<1, 1, 64, 7>>(p, stream);
 }
-void gemm_push_128x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 64, 4>>(p, stream);
+void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 64, 9>>(p, stream);
 }
 void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 128, 6>>(p, stream);
+    launch_push_tiling<FewRowsTiling<1, 2, 128, 7>>(p, stream);
+}
+void gemm_push_256x64(const GemmSumParams& p, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 256, 5>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -4,7 +4,7 @@
 //   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
-// gemm_all_reduce: for few rows, which every rank sums; push_kernel.cuh stores tiles everywhere.
+// gemm_all_reduce: for few rows, which every rank sums; push_kernel.cuh stores tiles in all inboxes.
 // The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
 // tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
 // 2406.06858), section 4.2; its all-to-all in the epilogue.
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "comm/comm_tilings.cuh"
+#include "comm/peers.cuh"
 #include "common/check.cuh"
 
 namespace bytetx {
@@ -24,13 +25,18 @@ struct Entry {
 };
 
 constexpr Entry kPushes[] = {
-    {{"64x32", 64, 32, true}, gemm::gemm_push_64x32},
+    {{"16x64", 16, 64, true}, gemm::gemm_push_16x64},
+    {{"16x128", 16, 128, true}, gemm::gemm_push_16x128},
+    {{"32x64", 32, 64, true}, gemm::gemm_push_32x64},
+    {{"32x128", 32, 128, true}, gemm::gemm_push_32x128},
     {{"64x64", 64, 64, true}, gemm::gemm_push_64x64},
-    {{"128x64", 128, 64, true}, gemm::gemm_push_128x64},
+    {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
+    {{"256x64", 256, 64, true}, gemm::gemm_push_256x64},
 };
 
-void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows) {
+void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows,
+               int64_t most_bytes) {
     const LinearParams& o = p.linear;
     comm::check(op, o, p.peers, p.row_offsets);
     if (o.bias || o.gated || o.activation != Activation::none) {
@@ -40,7 +46,7 @@ void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_
         throw std::invalid_argument(std::string(op) + ": the norm must have the sum's rows, " +
                                     std::to_string(rows) + " of " + std::to_string(o.n));
     }
-    if (slot_rows * o.n * 2 > p.peers.buffer_bytes / 4) {
+    if (slot_rows * o.n * 2 > most_bytes) {
         throw std::invalid_argument(std::string(op) + ": " + std::to_string(slot_rows) +
                                     " rows of slots do not fit the workspace");
     }
@@ -66,7 +72,7 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
         most = std::max(most, p.row_offsets[i + 1] - p.row_offsets[i]);
     }
     check_sum("gemm_reduce_scatter", p, most * peers.size,
-              p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank]);
+              p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank], peers.buffer_bytes / 4);
     if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
@@ -80,7 +86,7 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
-    check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m);
+    check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, comm::inbox_bytes(p.peers));
     push_tiling(o.tiling);
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);

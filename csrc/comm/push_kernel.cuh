@@ -1,74 +1,36 @@
 // The GEMM kernel for few rows whose tiles go to every rank: the first half of gemm_all_reduce.
 //
-// As cuda/linear_few_rows.cuh up to the sums that a cluster's CTAs add up; then each CTA stores its
-// part of the tile into this rank's slot in everyone's memory and counts it there.
+// What counts is how fast weights come, so they are wgmma's 64 rows and tokens its columns: 16 tokens
+// are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of weights through
+// a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out k and add their
+// sums up through distributed shared memory. On that way the sums are transposed; each CTA stores its
+// part of them into this rank's place in everyone's inbox.
 #pragma once
 
-#include "comm/cluster_sum.cuh"
 #include "comm/peers.cuh"
-#include "comm/schedule.cuh"
 #include "comm/sum_rows.cuh"
 #include "cuda/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-using comm::Counted;
-
+// A tiling's kRowBlocks are of 64 rows of weights, its kTileN is of tokens.
 struct PushParams {
-    Params gemm;  // residual: partial
+    CUtensorMap weights;  // {k, n}
+    CUtensorMap x;        // {k, m}
+    const void* partial;  // [m, n], or null for none
     comm::Peers peers;
+    int m, n;
+    int num_k_blocks;
+    int tiles_n;  // of weights
 };
 
 template <typename C>
-__device__ __forceinline__ void put_down_share(const PushParams& p, Smem<C>& s, Share share, int m,
-                                               int n, int rank) {
-    typename C::Sums sums;
-    const TileEdge<C, Epilogue::linear, false> edge{p.gemm, m, n};
-    edge.load(sums, rank == 0);
-    RingIndex<C::kStages> ring;
-    const auto release = [&](int stage) {
-        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
-    };
-    multiply(s, share.end - share.begin, ring, sums, release, [] {});
-    put_down(s, edge, sums);
-}
-
-// This CTA's part of the tile, to all ranks. The slots hold [size, m, n].
-template <typename C>
-__device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch, int m,
-                                          int n, int rank, int num_ranks) {
-    const comm::Peers& peers = p.peers;
-    comm::wait_for_slots(peers, epoch);
-    const int64_t own_slot = int64_t{peers.rank} * p.gemm.m;
-    add_up<C, Epilogue::linear, false>(
-        p.gemm, s, m, n, rank, num_ranks, [&](int row, int column, uint4 eight) {
-            const int64_t offset = ((own_slot + row) * p.gemm.n + column) * kElementBytes;
-            for (int peer = 0; peer < peers.size; ++peer) {
-                uint8_t* slots = comm::quarter_at(peers, peer, Counted::tiles, epoch);
-                *reinterpret_cast<uint4*>(slots + offset) = eight;
-            }
-        });
-    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // all have stored
-    const int peer = static_cast<int>(threadIdx.x);
-    if (peer < peers.size) {  // pairs with wait_for_tile() there
-        comm::fence_system();
-        comm::add_relaxed(counter_at(peers, peer, Counted::tiles, epoch, peers.rank, m / C::kTileM),
-                          1);
-    }
-    __syncwarp();
-}
+struct PushSmem : Smem<C> {
+    uint32_t epoch;
+};
 
 template <typename C>
-__global__ void __launch_bounds__(C::Tile::kThreads)
-    gemm_push_kernel(const __grid_constant__ PushParams p) {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<Smem<C>*>(smem);
-    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileM * C::kTileN * sizeof(float));
-    const int rank = static_cast<int>(cute::block_rank_in_cluster());
-    const int num_ranks = static_cast<int>(cute::cluster_shape().x);
-    const int tile = static_cast<int>(blockIdx.x) / num_ranks;
-    const int m = tile / p.gemm.tiles_n * C::kTileM, n = tile % p.gemm.tiles_n * C::kTileN;
-    const Share share = share_of(p.gemm.num_k_blocks, rank, num_ranks);
+__device__ __forceinline__ void init_ring(Smem<C>& s) {
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::kStages; ++i) {
             FullBarrier::init(&s.full[i], 1);
@@ -77,21 +39,179 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
         cutlass::arch::fence_barrier_init();
     }
     __syncthreads();
+}
+
+// One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
+template <typename C>
+__device__ __forceinline__ void fetch_operands(const PushParams& p, Smem<C>& s, Share share,
+                                               int token, int column) {
+    const auto once = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    const auto often = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+    const auto fetch_weights = [&](int stage, int block) {
+        FullBarrier::arrive_and_expect_tx(&s.full[stage], C::kStageBytes);
+        cute::SM90_TMA_LOAD_2D::copy(&p.weights, &s.full[stage], once, s.a[stage], block * kBlockK,
+                                     column);
+    };
+    const int early = min(C::kStages, share.end - share.begin);
+    for (int i = 0; i < early; ++i) fetch_weights(i, share.begin + i);
+    wait_for_prior_kernel();
+    RingIndex<C::kStages> ring;
+    for (int block = share.begin; block < share.end; ++block, ring.advance()) {
+        if (block - share.begin >= early) {
+            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with multiply()
+            fetch_weights(ring.index, block);
+        }
+        cute::SM90_TMA_LOAD_2D::copy(&p.x, &s.full[ring.index], often, s.b[ring.index],
+                                     block * kBlockK, token);
+    }
+}
+
+// Sums of a token lie behind one another, with a gap that keeps a quad's stores apart.
+template <typename C>
+constexpr int kSumPitch = C::kTileM + 4;
+
+template <typename C>
+__device__ __forceinline__ float* sums_of(Smem<C>& s, int token) {
+    return reinterpret_cast<float*>(s.a[0]) + token * kSumPitch<C>;
+}
+
+template <typename C>
+__device__ __forceinline__ void put_down_transposed(Smem<C>& s, const typename C::Sums& sums) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
+#pragma unroll
+    for (int r = 0; r < C::kRowBlocks; ++r) {
+#pragma unroll
+        for (int i = 0; i < C::kTileN / 8; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int token = 8 * i + lane % 4 * 2 + e % 2;
+                sums_of(s, token)[64 * r + 16 * warp + lane / 4 + e / 2 * 8] =
+                    sums(r * (C::kTileN / 2) + 4 * i + e);
+            }
+        }
+    }
+}
+
+// Eight sums of a token over the cluster's CTAs, in the order of their ranks.
+__device__ __forceinline__ void add_eight(const float* at, int num_ranks, float (&sum)[8]) {
+    const uint32_t local = cute::cast_smem_ptr_to_uint(at);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) sum[e] = 0.0f;
+    for (int from = 0; from < num_ranks; ++from) {
+        uint32_t remote;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(from));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float4 part;
+            asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w)
+                         : "r"(remote + 16 * i)
+                         : "memory");
+            sum[4 * i] += part.x;
+            sum[4 * i + 1] += part.y;
+            sum[4 * i + 2] += part.z;
+            sum[4 * i + 3] += part.w;
+        }
+    }
+}
+
+// Number of this call, when all ranks' inboxes are free for it. The warp that fetches, while the last
+// of it is on its way; one lane has waited for the kernels before.
+__device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
+    uint32_t epoch = 0;
+    if (threadIdx.x % 32 == 0) epoch = comm::this_epoch(peers, comm::kSumEpoch);
+    epoch = __shfl_sync(0xffffffffu, epoch, 0);
+    comm::wait_for_slots(peers, epoch);
+    return epoch;
+}
+
+// This CTA's part of the tile, to all ranks. Inboxes hold [size, m, n].
+template <typename C>
+__device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch,
+                                          int first_token, int first_column, int rank,
+                                          int num_ranks) {
+    using T = typename C::Element;
+    constexpr int kGroups = C::kTileM / 8;
+    const comm::Peers& peers = p.peers;
+    for (int v = rank * kWarpgroupThreads + static_cast<int>(threadIdx.x); v < C::kTileN * kGroups;
+         v += num_ranks * kWarpgroupThreads) {
+        const int token = v / kGroups, group = v % kGroups;
+        const int column = first_column + group * 8;
+        if (first_token + token >= p.m || column >= p.n) continue;
+        float x[8];
+        add_eight(sums_of(s, token) + group * 8, num_ranks, x);
+        const int64_t within = int64_t{first_token + token} * p.n + column;
+        uint32_t words[4];
+        if (p.partial != nullptr) {
+            const uint4 eight =
+                __ldcs(reinterpret_cast<const uint4*>(static_cast<const T*>(p.partial) + within));
+            const uint32_t parts[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+            for (int e = 0; e < 8; e += 2) {
+                const float2 pair = unpack(parts[e / 2], T{});
+                x[e] += pair.x;
+                x[e + 1] += pair.y;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            words[i] = comm::never_zero(pack(x[2 * i], x[2 * i + 1], T{}));
+        }
+        const int64_t place = (int64_t{peers.rank} * p.m * p.n + within) / 8;
+        for (int peer = 0; peer < peers.size; ++peer) {
+            comm::store_relaxed(comm::inbox_at(peers, peer, epoch) + place,
+                                make_uint4(words[0], words[1], words[2], words[3]));
+        }
+    }
+}
+
+// This CTA's share of the sums, into shared memory.
+template <typename C>
+__device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
+    typename C::Sums sums;
+#pragma unroll
+    for (int i = 0; i < cute::size(sums); ++i) sums(i) = 0.0f;
+    RingIndex<C::kStages> ring;
+    const auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
+    };
+    multiply(s, share.end - share.begin, ring, sums, release, [] {});
+    put_down_transposed(s, sums);
+}
+
+template <typename C>
+__global__ void __launch_bounds__(C::Tile::kThreads)
+    gemm_push_kernel(const __grid_constant__ PushParams p) {
+    extern __shared__ __align__(1024) uint8_t smem[];
+    auto& s = *reinterpret_cast<PushSmem<C>*>(smem);
+    static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileN * kSumPitch<C> * sizeof(float));
+    const int rank = static_cast<int>(cute::block_rank_in_cluster());
+    const int num_ranks = static_cast<int>(cute::cluster_shape().x);
+    const int tile = static_cast<int>(blockIdx.x) / num_ranks;
+    const int token = tile / p.tiles_n * C::kTileN, column = tile % p.tiles_n * C::kTileM;
+    const Share share = share_of(p.num_k_blocks, rank, num_ranks);
+    init_ring<C>(s);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const bool is_fetcher = uniform(static_cast<int>(threadIdx.x) / 32) == 4;
     if (is_fetcher) {
-        if (threadIdx.x % 32 == 0) fetch_all(p.gemm, s, share, m, n);
+        if (lane == 0) fetch_operands<C>(p, s, share, token, column);
         __syncwarp();
+        const uint32_t found = find_epoch(p.peers);
+        if (lane == 0) s.epoch = found;
     } else {
         wait_for_prior_kernel();
         // Only now: what follows relies on all kernels before this one having ended.
         release_next_kernel();
-        put_down_share(p, s, share, m, n, rank);
+        sum_share<C>(s, share);
     }
+    __syncwarp();
     cute::cluster_arrive();
     cute::cluster_wait();  // every rank has put its sums down
     if (!is_fetcher) {
-        const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
-        push_part(p, s, epoch, m, n, rank, num_ranks);
+        push_part<C>(p, s, s.epoch, token, column, rank, num_ranks);
+    } else if (blockIdx.x == 0 && lane == 0) {
+        comm::begin_sum(p.peers, s.epoch);
     }
     __syncwarp();
     cute::cluster_arrive();
@@ -99,26 +219,37 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
 }
 
 template <typename C>
-void launch_push(const GemmSumParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Smem<C>);
+PushParams make_push_params(const GemmSumParams& o) {
+    const LinearParams& l = o.linear;
+    const cuuint64_t sizes[2] = {cuuint64_t(l.k), cuuint64_t(l.n)};
+    const cuuint64_t strides[1] = {cuuint64_t(l.k) * kElementBytes};
+    const cuuint32_t box[2] = {kBlockK, C::kTileM};
     PushParams p{};
-    p.gemm = make_params<C>(o.linear);
+    p.weights = encode_map(l, l.b, 2, sizes, strides, box);
+    p.x = make_a_map(l, C::kTileN);
+    p.partial = l.residual;
     p.peers = comm::make_peers(o.peers);
+    p.m = static_cast<int>(l.m);
+    p.n = static_cast<int>(l.n);
+    p.num_k_blocks = static_cast<int>((l.k + kBlockK - 1) / kBlockK);
+    p.tiles_n = (p.n + C::kTileM - 1) / C::kTileM;
+    return p;
+}
+
+template <typename C>
+void launch_push(const GemmSumParams& o, cudaStream_t stream) {
+    constexpr int kSmemBytes = sizeof(PushSmem<C>);
+    static_assert(kSmemBytes <= 227 * 1024);
+    const PushParams p = make_push_params<C>(o);
     const auto kernel = gemm_push_kernel<C>;
     allow_smem(kernel, kSmemBytes);
-    const int splits = std::min(std::max(o.linear.splits, 1), p.gemm.num_k_blocks);
+    const int splits = std::min(std::max(o.linear.splits, 1), p.num_k_blocks);
+    const int tiles_m = (p.m + C::kTileN - 1) / C::kTileN;
     launch_kernel(kernel,
-                  {dim3(p.gemm.tiles_m * p.gemm.tiles_n * splits), dim3(C::Tile::kThreads),
-                   kSmemBytes, stream, splits},
+                  {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream,
+                   splits},
                   p);
-    comm::launch_sum(o,
-                     {.first_row = 0,
-                      .num_rows = p.gemm.m,
-                      .first_tile = 0,
-                      .num_tiles = p.gemm.tiles_m,
-                      .tile_rows = C::kTileM,
-                      .count_of_tile = p.gemm.tiles_n * splits},
-                     stream);
+    comm::launch_sum(o, {.is_in_inbox = true, .num_rows = p.m}, stream);
 }
 
 // The body of a tiling's launcher.

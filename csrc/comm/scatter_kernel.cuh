@@ -103,6 +103,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
         if (threadIdx.x % kWarpgroupThreads == 0) produce(p.gemm, s, at);
+        if (blockIdx.x == 0 && threadIdx.x % kWarpgroupThreads == 32) {
+            comm::begin_sum(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
+        }
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));

@@ -1,15 +1,16 @@
 // The second half of gemm_reduce_scatter and gemm_all_reduce: partial sums of all ranks, summed up,
 // with bias, residual and norm.
 //
-//   h = sum over ranks of slot[rank] + bias + residual;  sum_out = h;  out = norm(h)
+//   h = residual + bias + sum over ranks of slot[rank];  sum_out = h;  out = norm(h)
 //
-// slots [tp_size, rows, n] in this rank's memory, written by all ranks; T is f16 or bf16, sums are
-// f32 and in the order of ranks, so every rank that sums a row gets the same bits.
+// slots or inbox [tp_size, rows, n] in this rank's memory, written by all ranks; T is f16 or bf16,
+// sums are f32 and in the order of ranks, so every rank that sums a row gets the same bits.
 // A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads, as in
 // cuda/norm_rows.cuh. Each waits for the tiles that hold its row, which all ranks count when they
-// have stored them. It starts when SMs fall free at the end of the GEMM before it, or beside that
-// one where both fit an SM. The last CTA sets the counters back and tells every rank that the slots
-// have been read.
+// have stored them, or takes its words from the inbox as they come. It starts when SMs fall free at
+// the end of the GEMM before it, or beside that one where both fit an SM; what does not come from
+// other ranks is loaded before the wait. The CTA that starts last ends the call; the next call's
+// first kernel says that slots are free.
 // Bytes: (tp_size + 3) * rows * n * 2; bound by HBM, or by L2 where the slots fit.
 #include <algorithm>
 #include <stdexcept>
@@ -39,6 +40,16 @@ __device__ __forceinline__ uint4 load_coherent(const uint4* at) {
     return words;
 }
 
+// All threads of a row.
+template <typename Tiling>
+__device__ __forceinline__ void sync_row() {
+    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
+
 // Until all ranks have stored the tile that holds `row`; all threads of the row. Pairs with the
 // counting of whoever stores tiles.
 template <typename Tiling>
@@ -49,11 +60,7 @@ __device__ __forceinline__ void wait_for_tile(const SumParams& p, uint32_t epoch
                  counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, lane, tile),
                  p.shape.count_of_tile);
     }
-    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
-        __syncthreads();
-    } else {
-        __syncwarp();
-    }
+    sync_row<Tiling>();
 }
 
 template <typename T, typename Tiling>
@@ -65,10 +72,10 @@ __device__ __forceinline__ void add_row(RowRegisters<T, Tiling>& h, const RawRow
     }
 }
 
-// The sum over ranks, then bias and residual.
+// h = residual + bias: what a row's sum begins with, while other ranks' parts are on their way.
 template <typename T, typename Tiling>
-__device__ __forceinline__ void sum_row(const SumParams& p, const uint8_t* slots, int64_t row,
-                                        int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
+__device__ __forceinline__ void begin_row(const SumParams& p, int64_t row, int lane, int num_vecs,
+                                          RowRegisters<T, Tiling>& h) {
     RawRow<Tiling> residual, bias;
     if (p.norm.residual != nullptr) {
         residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
@@ -79,28 +86,100 @@ __device__ __forceinline__ void sum_row(const SumParams& p, const uint8_t* slots
 #pragma unroll
         for (int j = 0; j < kVecSize<T>; ++j) h[i][j] = 0.0f;
     }
+    add_row<T, Tiling>(h, residual);
+    add_row<T, Tiling>(h, bias);
+}
+
+// h += what each rank has put into its slot, in the order of ranks.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_slots(const SumParams& p, const uint8_t* slots, int64_t row,
+                                          int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
 #pragma unroll 2
     for (int source = 0; source < p.peers.size; ++source) {
         RawRow<Tiling> part;
         part.load(slots, int64_t{source} * p.shape.num_rows + row, lane, num_vecs, load_coherent);
         add_row<T, Tiling>(h, part);
     }
-    add_row<T, Tiling>(h, bias);
-    add_row<T, Tiling>(h, residual);
 }
 
-// By one thread, when all rows have been read: the slots are free for the call after the next.
-__device__ __forceinline__ void end_sum(const SumParams& p, uint32_t epoch) {
-    for (int source = 0; source < p.peers.size; ++source) {
-        for (int i = 0; i < p.shape.num_tiles; ++i) {
-            *counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, source, i) = 0;
+// A rank's part of a row in this one's inbox: what has come of it.
+template <typename Tiling>
+__device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
+                                     int num_vecs) {
+    bool is_whole = true;
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = i * Tiling::kThreadsPerRow;
+        if (lane + v >= num_vecs) continue;
+        part.words[i] = load_relaxed(first + v);
+        is_whole = is_whole && has_come(part.words[i]);
+    }
+    return is_whole;
+}
+
+// h += what each rank has put into the inbox, in the order of ranks, as it comes. Two are looked at
+// together. Before that one thread waits for the first of this rank's own part, lest all of them
+// read all along while weights are.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_inbox(const SumParams& p, uint32_t epoch, int64_t row, int lane,
+                                          int num_vecs, RowRegisters<T, Tiling>& h) {
+    uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
+    const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
+    const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
+        uint4* first = inbox + source * stride;
+        Patience patience;
+        while (!is_whole) {
+            const auto* at = reinterpret_cast<const uint32_t*>(first);
+            if (patience.has_ended(p.peers, source, at, 0, 1)) break;
+            is_whole = peek<Tiling>(part, first, lane, num_vecs);
+        }
+        add_row<T, Tiling>(h, part);
+#pragma unroll
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+            const int v = i * Tiling::kThreadsPerRow;
+            if (lane + v < num_vecs) first[v] = uint4{};
+        }
+    };
+    if (lane == 0) {
+        const auto* at = reinterpret_cast<const uint32_t*>(inbox + p.peers.rank * stride);
+        Patience patience;
+        while (load_acquire(at) == 0 && !patience.has_ended(p.peers, p.peers.rank, at, 0, 1)) {
         }
     }
-    p.peers.epochs[kSumEpoch] = epoch;
-    fence_system();
-    for (int peer = 0; peer < p.peers.size; ++peer) {
-        store_release(p.peers.flags[peer] + kConsumed + p.peers.rank, epoch);
+    sync_row<Tiling>();
+    for (int source = 0; source < p.peers.size; source += 2) {
+        RawRow<Tiling> one, other;
+        const bool has_other = source + 1 < p.peers.size;
+        const bool has_one = peek<Tiling>(one, inbox + source * stride, lane, num_vecs);
+        const bool is_other_whole =
+            has_other && peek<Tiling>(other, inbox + (source + 1) * stride, lane, num_vecs);
+        finish(one, has_one, source);
+        if (has_other) finish(other, is_other_whole, source + 1);
     }
+}
+
+template <typename T, typename Tiling>
+__device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int64_t row,
+                                          int lane, int num_vecs) {
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v < num_vecs) static_cast<uint4*>(rows)[row * num_vecs + v] = pack<T>(h[i]);
+    }
+}
+
+// Whether this CTA ends the call, in one thread of it: the last whose threads have all read the
+// call's number.
+// That the rows have been read, the next kernel knows from this one's end.
+__device__ __forceinline__ bool is_last_to_start(const SumParams& p) {
+    __syncthreads();
+    return threadIdx.x == 0 && atomicAdd(p.peers.epochs + kSumTicket, 1) == gridDim.x - 1;
+}
+
+__device__ __forceinline__ void end_sum(const SumParams& p, uint32_t epoch) {
+    p.peers.epochs[kSumTicket] = 0;
+    p.peers.epochs[kSumTiles] = static_cast<uint32_t>(p.shape.num_tiles);
+    p.peers.epochs[kSumEpoch] = epoch;
 }
 
 template <typename T, typename Tiling, RowNorm kNorm>
@@ -109,34 +188,34 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
     release_next_kernel();
+    const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     const RowParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
     const RowParameter<Tiling> norm_bias(p.norm.bias, lane, num_vecs);
-    const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     const uint8_t* slots = quarter_at(p.peers, p.peers.rank, Counted::tiles, epoch);
     const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
+    const bool ends_call = is_last_to_start(p);
     int ready_tile = -1;
     for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
          row < p.shape.num_rows; row += stride) {
-        const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
-        if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
-        ready_tile = tile;
         RowRegisters<T, Tiling> h;
-        sum_row<T, Tiling>(p, slots, row, lane, num_vecs, h);
+        begin_row<T, Tiling>(p, row, lane, num_vecs, h);
+        if (p.shape.is_in_inbox) {
+            add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
+        } else {
+            const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
+            if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
+            ready_tile = tile;
+            add_slots<T, Tiling>(p, slots, row, lane, num_vecs, h);
+        }
         if (p.norm.sum_out != nullptr) {
-#pragma unroll
-            for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-                const int v = lane + i * Tiling::kThreadsPerRow;
-                if (v >= num_vecs) continue;
-                static_cast<uint4*>(p.norm.sum_out)[int64_t{row} * num_vecs + v] = pack<T>(h[i]);
-            }
+            store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr});
+                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
     wait_for_prior_kernel();
-    __syncthreads();
-    if (threadIdx.x == 0 && is_last_cta(p.peers, kSumTicket)) end_sum(p, epoch);
+    if (ends_call) end_sum(p, epoch);
 }
 
 template <typename T, RowNorm kNorm>

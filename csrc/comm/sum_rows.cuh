@@ -1,4 +1,5 @@
-// What becomes of partial sums that all ranks have put into this one's slots: see sum_rows.cu.
+// What becomes of partial sums that all ranks have put into this one's slots or inbox: see
+// sum_rows.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,12 +8,13 @@
 
 namespace bytetx::comm {
 
-// Rows of this rank and the tiles in which they come.
+// Rows of this rank and the tiles in which they come, if not into the inbox.
 struct SumShape {
-    int first_row, num_rows;    // of all rows
-    int first_tile, num_tiles;  // those that hold these rows, counted from row 0
-    int tile_rows;
-    int count_of_tile;  // what a source counts for one of them in all
+    bool is_in_inbox = false;
+    int first_row = 0, num_rows = 0;    // of all rows
+    int first_tile = 0, num_tiles = 0;  // those that hold these rows, counted from row 0
+    int tile_rows = 1;
+    int count_of_tile = 0;  // what a source counts for one of them in all
 };
 
 // Behind the kernel that fills the slots, which has let this one start.

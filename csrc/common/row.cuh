@@ -44,6 +44,25 @@ __device__ __forceinline__ uint4 load_once(const uint4* at) {
     return words;
 }
 
+// The same of what is not read again at all: it leaves the L2 first, too.
+__device__ __forceinline__ uint4 load_last(const uint4* at) {
+    uint4 words;
+    asm volatile(
+        "{\n.reg .b64 policy;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}"
+        : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+        : "l"(at));
+    return words;
+}
+
+// Writes what is more than the L2 holds: it leaves it first.
+__device__ __forceinline__ void store_streaming(uint4* at, const uint4& words) {
+    asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(words.x),
+                 "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
 // 16 bytes to shared memory, on their way until a wait_for_copies() of the same thread. A thread
 // that reads only what it copied needs no barrier.
 __device__ __forceinline__ void copy_async(uint4* to, const void* from) {
@@ -71,11 +90,12 @@ bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
 }
 
 // One value of the kThreads threads that share a row, joined; every one of them gets it. The order
-// depends on kThreads alone. More than one warp: all threads of the CTA call it, on the same row.
+// depends on kThreads alone. The whole warp calls it, also where it holds several rows; more than
+// one warp: all threads of the CTA, on the same row.
 template <int kThreads, typename Join>
 __device__ __forceinline__ float row_reduce(float value, const Join& join) {
 #pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+    for (int offset = (kThreads < kWarpSize ? kThreads : kWarpSize) / 2; offset > 0; offset /= 2) {
         value = join(value, __shfl_xor_sync(0xffffffffu, value, offset));
     }
     if constexpr (kThreads > kWarpSize) {

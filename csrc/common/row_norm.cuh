@@ -4,6 +4,8 @@
 
 #include <cuda_fp8.h>
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 
 #include "common/dispatch.cuh"
@@ -19,6 +21,7 @@ struct RowTiling {
     static constexpr int kRowsPerCta = kRows;
     static constexpr int kVecsPerThread = kVecs;
     static constexpr int kCtaThreads = kThreads * kRows;
+    static constexpr int kRowsPerWarp = kThreads < kWarpSize ? kWarpSize / kThreads : 1;
 };
 
 constexpr int kWarpsPerCta = 4;      // where a warp owns a row
@@ -86,6 +89,7 @@ struct RowOutputs {
     void* out;         // [rows, hidden_size], T
     uint8_t* out_fp8;  // [rows, hidden_size], E4M3 of what `out` holds, over its scale
     float* out_scale;  // [rows]: largest magnitude / 448
+    bool streams;      // `out` is more than the L2 would keep for its reader
 };
 
 template <typename T, typename Tiling>
@@ -186,7 +190,9 @@ __device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int
             }
         }
         words[i] = pack<T>(h[i]);
-        if (to.out != nullptr) static_cast<uint4*>(to.out)[row * num_vecs + v] = words[i];
+        if (to.out == nullptr) continue;
+        auto* at = static_cast<uint4*>(to.out) + row * num_vecs + v;
+        to.streams ? store_streaming(at, words[i]) : void(*at = words[i]);
     }
     if (to.out_fp8 != nullptr) store_fp8_row<T, Tiling>(words, lane, row, num_vecs, to);
 }
@@ -236,6 +242,32 @@ bool dispatch_row_tiling(int64_t hidden_size, F&& f) {
     return dispatch_at_least<1, 2, 4, 8>(
         (num_vecs + kCtaThreads - 1) / kCtaThreads,
         [&]<int kVecs>() { f.template operator()<RowTiling<kCtaThreads, 1, kVecs>>(); });
+}
+
+// The same; rows of 33 to 48 vectors lie in half a warp each, where a warp would leave a quarter of
+// its lanes idle. The kernel keeps a warp's rows in step.
+template <typename T, typename F>
+bool dispatch_packed_row_tiling(int64_t hidden_size, F&& f) {
+    constexpr int kLanes = kWarpSize / 2, kVecs = 3;
+    const int64_t num_vecs = hidden_size / kVecSize<T>;
+    if (num_vecs <= kWarpSize || num_vecs > kLanes * kVecs) {
+        return dispatch_row_tiling<T>(hidden_size, f);
+    }
+    f.template operator()<RowTiling<kLanes, 2 * kWarpsPerCta, kVecs>>();
+    return true;
+}
+
+// Whether an output is more than the L2 keeps beside what else passes through it.
+inline bool is_beyond_l2(int64_t bytes, int device) {
+    constexpr int kDevices = 64;
+    static std::array<std::atomic<int64_t>, kDevices> known{};  // asked once a device
+    auto& l2_bytes = known[static_cast<size_t>(device) % kDevices];
+    if (l2_bytes.load(std::memory_order_relaxed) == 0) {
+        int found = 0;
+        BYTETX_CUDA_CHECK(cudaDeviceGetAttribute(&found, cudaDevAttrL2CacheSize, device));
+        l2_bytes.store(found, std::memory_order_relaxed);
+    }
+    return bytes > l2_bytes.load(std::memory_order_relaxed) / 2;
 }
 
 // CTAs of the kernel that a device can hold at once. Raises the kernel's limit of shared memory, so

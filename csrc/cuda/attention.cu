@@ -8,22 +8,21 @@
 // product.
 //
 // Tiles of 64 rows (attention_plan.cu) hold several sequences or a part of one; scores of foreign
-// keys are computed and masked (attention_tile.cuh). Three kernels: a CTA of one warpgroup a tile
-// and head (attention_kernels.cuh); for long sequences persistent CTAs of two or three warpgroups
-// that share keys (attention_pipeline.cuh); for few tiles four warpgroups that split a tile's keys
-// (attention_split.cuh). Head sizes between 32, 64, 96 and 128 are filled up with zeros by TMA.
+// keys are computed and masked (attention_tile.cuh, attention_rows.cuh). Three kernels: a CTA of
+// one warpgroup a tile and head (attention_kernels.cuh); for long sequences persistent CTAs of two
+// or three warpgroups that share keys (attention_pipeline.cuh); for few tiles four warpgroups that
+// split a tile's keys (attention_split.cuh). Head sizes between 32, 64, 96 and 128 are filled up
+// with zeros by TMA.
 //
 // Bytes: q, k, v, out once each from DRAM, which bounds short sequences; keys and values from L2
 // once a tile that sees them. Longer ones are bound by the latency of a step, by issue slots, MUFU
 // (one exponential a score, 16 a clock and SM) and wgmma in nearly equal parts. Fractions:
 // csrc/README.md.
 //
-// A row's result depends on its batch in three ways, all in the last bits: where in a tile its
-// sequence starts decides in which groups of 16 the matrix unit adds products; the mean length and
-// the number of tiles decide between the kernels; and where a row shares its warp with a sequence
-// that begins later, a step may raise the row's top by 2^8 that would not have raised it else.
-// Sequences longer than a tile start one, so under one choice of kernel theirs change only in the
-// last way, when scores jump that far after their first step.
+// A row's result depends on its batch in two ways, both in the last bits: where in a tile its
+// sequence starts decides in which groups of 16 the matrix unit adds products, and the mean length
+// and the number of tiles decide between the kernels. Sequences longer than a tile start one, so
+// under one choice of kernel theirs never change.
 //
 // Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608) for the tile's arithmetic,
 // ByteTransformer (arXiv 2210.03052) for packed rows; tiles across sequences are our own.

@@ -12,14 +12,14 @@ struct TileSmem {
     alignas(1024) typename C::Element q[C::kQElements];
     alignas(1024) typename C::Element k[C::kStages][C::kKvElements];
     alignas(1024) typename C::Element v[C::kStages][C::kKvElements];
-    int4 bounds[128];  // of each thread's two rows: registers are scarce
+    int4 seen[128];  // of each thread's two rows: registers are scarce
     uint64_t q_full, k_full[C::kStages], v_full[C::kStages];
 };
 
 template <typename C, int kMinCtas>
 __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<TileSmem<C>*>(smem);
+    auto& s = *known_uniform(reinterpret_cast<TileSmem<C>*>(smem));
     constexpr int kN = C::kBlockN;
     const int head = blockIdx.x, kv_head = head / p.group;
     const bool is_fetcher = threadIdx.x == 0;
@@ -32,6 +32,7 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         }
         cutlass::arch::fence_barrier_init();
     }
+    __syncwarp();  // the whole warp may initialise, in the compiler's eyes; its first lane arrives
     wait_for_prior_kernel();
     const int used = *p.used_tiles;
     int4 entry = p.tiles[blockIdx.y];  // both trips to L2 at once
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         FullBarrier::arrive_and_expect_tx(&s.v_full[stage], C::kKvBytes);
         load_tile<C, kN>(p.v, &s.v_full[stage], s.v[stage], kv_head, row);
     };
-    RowTile<C> tile{p, static_cast<int>(threadIdx.x), static_cast<int>(threadIdx.x) % 32};
+    RowTile<C> tile(p);
     tile.head = head;
     RingIndex<C::kStages> at;
     // One round for most: the grid has room for full tiles.
@@ -58,12 +59,12 @@ __global__ void __launch_bounds__(128, kMinCtas) tile_kernel(const __grid_consta
         }
         tile.base = base;
         tile.num_rows = rows;
-        tile.start(p.row_bounds + base, end);
-        int4& bounds = s.bounds[threadIdx.x];
-        bounds = {tile.bounds[0].x, tile.bounds[0].y, tile.bounds[1].x, tile.bounds[1].y};
+        tile.start(p.row_bounds + base, {begin, end});
+        int4& seen = s.seen[threadIdx.x];
+        seen = {tile.seen[0].x, tile.seen[0].y, tile.seen[1].x, tile.seen[1].y};
         const auto find = [&] {
-            tile.bounds[0] = {bounds.x, bounds.y};
-            tile.bounds[1] = {bounds.z, bounds.w};
+            tile.seen[0] = {seen.x, seen.y};
+            tile.seen[1] = {seen.z, seen.w};
         };
         if (q_phase == 0) __syncthreads();  // the barriers are initialised
         FullBarrier::wait(&s.q_full, q_phase);

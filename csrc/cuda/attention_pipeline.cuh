@@ -147,7 +147,7 @@ struct Consumer {
         tile.base = base + warpgroup * kTileRows;
         tile.num_rows = rows - warpgroup * kTileRows;
         const int2* sequences = s.row_bounds[slot.index] + base % 2;
-        tile.start(sequences + warpgroup * kTileRows, end);
+        tile.start(sequences + warpgroup * kTileRows, {begin, end});
         const int2 own = own_keys(sequences, base, rows, warpgroup);
         const int num_steps = (end - begin + kN - 1) / kN;
         const int first_step = own.x < own.y ? (own.x - begin) / kN : num_steps;
@@ -176,9 +176,10 @@ struct Consumer {
         tile.num_rows = uniform(item.rows) - warpgroup * kTileRows;
         return base;
     }
-    __device__ __forceinline__ void find_bounds() {
+    __device__ __forceinline__ void find_seen() {
         const int2* sequences = s.row_bounds[slot.index] + find_rows() % 2;
-        tile.find_bounds(sequences + warpgroup * kTileRows, uniform(s.items[slot.index].end));
+        const Item& item = s.items[slot.index];
+        tile.find_seen(sequences + warpgroup * kTileRows, {uniform(item.begin), uniform(item.end)});
     }
 
     // The keys that a warpgroup's rows see.
@@ -213,7 +214,7 @@ struct Consumer {
         cute::warpgroup_fence_operand(scores);
         if (is_last) release_queries();
         float factor[2];  // nothing is in out yet
-        tile.template weigh<kWidth>(scores, first, factor, [&] { find_bounds(); });
+        tile.template weigh<kWidth>(scores, first, factor, [&] { find_seen(); });
         tile.template pack_weights<kWidth>(weights, scores);
     }
 
@@ -231,7 +232,7 @@ struct Consumer {
         if (is_last) release_queries();
         float factor[2];
         const bool is_raised =
-            tile.template weigh<kWidth>(scores, first, factor, [&] { find_bounds(); });
+            tile.template weigh<kWidth>(scores, first, factor, [&] { find_seen(); });
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(tile.out);
         cute::warpgroup_fence_operand(scores);  // the weights' registers are free from here on
@@ -253,7 +254,7 @@ struct Consumer {
 template <typename C>
 __device__ __forceinline__ void consume(const Params& p, PipelineSmem<C>& s) {
     const int thread = static_cast<int>(threadIdx.x);
-    Consumer<C> consumer{RowTile<C>{p, thread % 128, thread % 32}, s, uniform(thread / 128)};
+    Consumer<C> consumer{RowTile<C>(p), s, uniform(thread / 128)};
     while (consumer.take_item()) {}
 }
 

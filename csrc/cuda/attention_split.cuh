@@ -13,12 +13,11 @@ namespace bytetx::attention {
 
 template <typename C>
 struct SplitSmem {
-    // A warpgroup's keys and values; at the end its sums, which the first warpgroup joins.
-    union alignas(1024) Share {
-        struct {
-            typename C::Element k[C::kStages][C::kKvElements];
-            typename C::Element v[C::kStages][C::kKvElements];
-        };
+    // A warpgroup's keys and values, and at the end its sums, which the first warpgroup joins: not
+    // in place of the keys, which other warps may still read.
+    struct alignas(1024) Share {
+        typename C::Element k[C::kStages][C::kKvElements];
+        typename C::Element v[C::kStages][C::kKvElements];
         float out[C::kDim / 2][128];
     };
     alignas(1024) typename C::Element q[C::kQElements];
@@ -73,6 +72,7 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
         }
         cutlass::arch::fence_barrier_init();
     }
+    __syncwarp();  // as in tile_kernel
     wait_for_prior_kernel();
     const int used = *p.used_tiles;
     const int4 entry = p.tiles[blockIdx.y];  // both trips to L2 at once
@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
     if (thread == 0) {
         for (int i = 0; i < C::kStages; ++i) fetch(i, begin + i * kStride);
     }
-    RowTile<C> tile{p, thread, thread % 32};
+    RowTile<C> tile(p);
     tile.base = base;
     tile.num_rows = rows;
     tile.head = head;
-    tile.start(p.row_bounds + base, end);
+    tile.start(p.row_bounds + base, {uniform(entry.z), end});
     __syncthreads();  // the barriers are initialised
     FullBarrier::wait(&s.q_full, 0);
     RingIndex<C::kStages> at;
@@ -116,7 +116,6 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
         if (thread == 0) fetch(at.index, first + C::kStages * kStride);
     }
     if (warpgroup > 0) {
-        cutlass::arch::NamedBarrier::sync(128, warpgroup);  // no warp reads keys or values now
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) own.out[i][thread] = tile.out(i);
         s.top[warpgroup][thread] = {tile.top[0], tile.top[1]};

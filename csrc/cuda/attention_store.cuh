@@ -22,13 +22,6 @@ __device__ __forceinline__ uint32_t probe_finite(uint32_t word, uint32_t probe) 
     return probe;
 }
 
-// 1 / x to 1 ulp; x is a sum of weights, far from the ends of f32.
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // One warp computes one row of one head from the keys of its own sequence, in f32.
 template <typename C>
 __device__ __forceinline__ void recompute_row(const Params& p, int row, int head) {
@@ -125,7 +118,7 @@ __device__ __forceinline__ void store_tile(RowTile<C>& tile) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = 4 * (j + i) + 2 * half;
-                words[i] = pack<T>(tile.out(at) * inverse, tile.out(at + 1) * inverse);
+                words[i] = pack_pair<T>(tile.out(at) * inverse, tile.out(at + 1) * inverse);
                 probe[half] = probe_finite<T>(words[i], probe[half]);
             }
             const uint4 piece = gather_piece({words[0], words[1], words[2], words[3]}, tile.lane);

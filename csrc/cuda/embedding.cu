@@ -7,9 +7,10 @@
 // are f32, summed in Hugging Face's order. Without norm_weight, out is h rounded. An id outside its
 // table reads the nearest row: the host checks ids, the kernel only stays inside the tables.
 //
-// embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp or of
-// a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens: their ids come in one
-// access a table, their word and position rows through a ring in shared memory, some tokens ahead.
+// embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp, of
+// half a warp or of a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens:
+// their ids come in one access a table, their word and position rows through a ring in shared
+// memory, some tokens ahead.
 // embed_any_kernel: every other size; one CTA a row, element by element.
 //
 // Bytes: one row of each table read and one row written a token. Positions and what repeats of the
@@ -29,8 +30,10 @@
 namespace bytetx {
 namespace {
 
-constexpr int kRingBytes = 24 * 1024;  // of a CTA: 48 KB took 4 to 14 % longer on an H200
-constexpr int kMostTokens = 16;        // of a warp: 32 took 7 % longer at 65k tokens of 1024
+// Of a CTA: with a row a warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
+template <typename Tiling>
+constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
+constexpr int kMostTokens = 16;  // of a warp: 32 took 7 % longer at 65k tokens of 1024
 
 // The row of `table` that token `row` names, as an offset in rows.
 __device__ __forceinline__ int table_row(const int32_t* ids, int64_t token, int64_t num_rows) {
@@ -70,7 +73,7 @@ struct TokenRing {
     static constexpr int kTables = 2;
     static constexpr int kTokenBytes =
         kTables * Tiling::kVecsPerThread * Tiling::kCtaThreads * kVecBytes;
-    static constexpr int kTokens = std::clamp(kRingBytes / kTokenBytes, 3, 8);
+    static constexpr int kTokens = std::clamp(kRingBytes<Tiling> / kTokenBytes, 3, 8);
 
     uint4 vecs[kTokens][kTables][Tiling::kVecsPerThread][Tiling::kCtaThreads];
 };
@@ -79,18 +82,24 @@ struct TokenRing {
 // kMostTokens.
 template <typename T, typename Tiling, RowNorm kNorm>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
-    embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp) {
+    embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp,
+                 const bool streams) {
     extern __shared__ __align__(16) unsigned char smem[];
     auto& ring = *reinterpret_cast<TokenRing<Tiling>*>(smem);
     constexpr int kTokens = TokenRing<Tiling>::kTokens;
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    constexpr int kOwnerThreads = std::max(Tiling::kThreadsPerRow, kWarpSize);
+    constexpr int kMates = Tiling::kRowsPerWarp;
+    const int mate = thread / Tiling::kThreadsPerRow % kMates;  // whose row this thread has
     const int64_t owner =
-        int64_t{blockIdx.x} * Tiling::kRowsPerCta + thread / Tiling::kThreadsPerRow;
+        int64_t{blockIdx.x} * (Tiling::kCtaThreads / kOwnerThreads) + thread / kOwnerThreads;
     const int64_t first = owner * tokens_per_warp;
     const int count =
         static_cast<int>(max(min(int64_t{tokens_per_warp}, p.total_tokens - first), int64_t{0}));
+    // Where the last token has no mate, both halves of its warp compute it and store the same.
+    const auto own_token = [&](int i) { return min(i + mate, count - 1); };
     release_next_kernel();
     const RowParameter<Tiling> weight(p.norm_weight, lane, num_vecs);
     const RowParameter<Tiling> bias(p.norm_bias, lane, num_vecs);
@@ -113,19 +122,21 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     int next_slot = 0;
     const auto copy_next = [&] {
         if (next < count) {
-            copy_row(next_slot, 0, words, __shfl_sync(0xffffffffu, found.word, next));
-            const int placed = __shfl_sync(0xffffffffu, found.position, next);
+            const int token = own_token(next);
+            copy_row(next_slot, 0, words, __shfl_sync(0xffffffffu, found.word, token));
+            const int placed = __shfl_sync(0xffffffffu, found.position, token);
             if (positions != nullptr) copy_row(next_slot, 1, positions, placed);
         }
         commit_copies();
-        ++next;
+        next += kMates;
         next_slot = next_slot + 1 == kTokens ? 0 : next_slot + 1;
     };
 #pragma unroll
     for (int i = 0; i < kTokens - 1; ++i) copy_next();
     int slot = 0;
-    for (int i = 0; i < count; ++i) {
-        const int typed = __shfl_sync(0xffffffffu, found.token_type, i);
+    for (int i = 0; i < count; i += kMates) {
+        const int token = own_token(i);
+        const int typed = __shfl_sync(0xffffffffu, found.token_type, token);
         const uint4* type_row = types + int64_t{typed} * num_vecs + lane;
         wait_for_copies<kTokens - 2>();
         RowRegisters<T, Tiling> h;
@@ -144,8 +155,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         }
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
-        store_normed_row<T, Tiling, kNorm>(h, lane, first + i, weight, bias, p.hidden_size, p.eps,
-                                           {p.out, nullptr, nullptr});
+        store_normed_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
+                                           p.eps, {p.out, nullptr, nullptr, streams});
     }
 }
 
@@ -198,20 +209,23 @@ bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_
                       p.norm_weight, p.norm_bias, p.out)) {
         return false;
     }
-    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+    return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
         const auto kernel = embed_kernel<T, Tiling, kNorm>;
         constexpr int kSmemBytes = sizeof(TokenRing<Tiling>);
         static const int64_t resident =
             resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
-        const int64_t warps = resident * Tiling::kRowsPerCta;
-        const int64_t tokens_per_warp =
-            std::min((p.total_tokens + warps - 1) / warps, int64_t{kMostTokens});
-        const int64_t cta_tokens = tokens_per_warp * Tiling::kRowsPerCta;
+        constexpr int kMates = Tiling::kRowsPerWarp;
+        const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
+        const int64_t rounds =
+            (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
+        const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens});
+        const int64_t cta_tokens = tokens_per_warp * owners;
         const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
         launch_kernel(
             kernel,
             {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), kSmemBytes, stream}, p,
-            static_cast<int>(tokens_per_warp));
+            static_cast<int>(tokens_per_warp),
+            is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
     });
 }
 

@@ -8,10 +8,10 @@
 // dtype (f32, f16, bf16); h and the statistics are f32, and what is stored is rounded once.
 //
 // norm_rows_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of one
-// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier) or of one CTA of 256
-// threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads hold neighbouring 16 bytes.
-// A warp takes row after row, keeps weight and bias in registers, and loads a row while it computes
-// the one before.
+// warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16
+// or bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads
+// hold neighbouring 16 bytes. A warp takes row after row, keeps weight and bias in registers, and
+// loads a row while it computes the one before.
 // norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
 // the last two come from cache.
 #pragma once
@@ -28,26 +28,32 @@ namespace bytetx {
 
 template <typename T, typename Tiling, RowNorm kNorm>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
-    norm_rows_kernel(const __grid_constant__ NormParams p) {
+    norm_rows_kernel(const __grid_constant__ NormParams p, const bool streams) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
     release_next_kernel();
     const RowParameter<Tiling> weight(p.weight, lane, num_vecs);
     const RowParameter<Tiling> bias(p.bias, lane, num_vecs);
     const int64_t stride = int64_t{gridDim.x} * Tiling::kRowsPerCta;
-    int64_t row = int64_t{blockIdx.x} * Tiling::kRowsPerCta +
-                  static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    const int place = static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    const int mate = place % Tiling::kRowsPerWarp;  // which of the warp's rows this thread has
+    int64_t first = int64_t{blockIdx.x} * Tiling::kRowsPerCta + place - mate;
+    // Where the last row has no mate, both halves of its warp compute it and store the same.
+    const auto own_row = [&] { return min(first + mate, p.total_tokens - 1); };
     wait_for_prior_kernel();
 
     RawRow<Tiling> x;
     RawRow<Tiling> residual;
     const auto load = [&] {
-        if (row >= p.total_tokens) return;
-        x.load(p.x, row, lane, num_vecs, load_once);
-        if (p.residual != nullptr) residual.load(p.residual, row, lane, num_vecs, load_once);
+        if (first >= p.total_tokens) return;
+        const int64_t row = own_row();
+        if (p.residual == nullptr) return x.load(p.x, row, lane, num_vecs, load_once);
+        x.load(p.x, row, lane, num_vecs, load_last);  // the sum takes the place of both
+        residual.load(p.residual, row, lane, num_vecs, load_last);
     };
     load();
-    while (row < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
+    while (first < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
+        const int64_t row = own_row();
         RowRegisters<T, Tiling> h;
 #pragma unroll
         for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
@@ -60,11 +66,10 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
             if (p.sum_out == nullptr || v >= num_vecs) continue;
             static_cast<uint4*>(p.sum_out)[row * num_vecs + v] = pack<T>(h[i]);
         }
-        const int64_t current = row;
-        row += stride;
+        first += stride;
         load();
-        store_normed_row<T, Tiling, kNorm>(h, lane, current, weight, bias, p.hidden_size, p.eps,
-                                           {p.out, p.out_fp8, p.out_scale});
+        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.hidden_size, p.eps,
+                                           {p.out, p.out_fp8, p.out_scale, streams});
     }
 }
 
@@ -104,14 +109,15 @@ bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t
                       p.out_fp8)) {
         return false;
     }
-    return dispatch_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
+    return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
         const auto kernel = norm_rows_kernel<T, Tiling, kNorm>;
         static const int64_t resident =
             resident_ctas(kernel, Tiling::kCtaThreads, 0, launch.device);
         const int64_t ctas = (p.total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
         const int64_t grid = std::min(ctas, resident);
         launch_kernel(kernel,
-                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p);
+                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p,
+                      is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
     });
 }
 

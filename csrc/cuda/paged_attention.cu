@@ -4,8 +4,10 @@
 //
 // q [total, num_heads, head_dim] f16 or bf16; k and v in pages [num_pages, page_size, num_kv_heads,
 // head_dim]; scores, softmax and sums in f32, weights rounded to the element type for the second
-// product. Sequences of one row go to the decode kernel (paged_decode.cuh), longer pieces to the
-// prefill kernel. A sequence's result depends on its own rows, keys and lengths alone.
+// product. Sequences of one row go to the decode kernel (paged_decode.cuh), or where they are few
+// to clusters (paged_cluster.cuh), longer pieces to the prefill kernel. A sequence's result depends
+// on its own rows, keys and lengths, and on the batch's size in three classes (paged_plan.cuh),
+// never on what else is in it.
 
 #include <cstdint>
 #include <stdexcept>
@@ -20,12 +22,12 @@ namespace bytetx {
 namespace paged {
 
 void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);  // paged_prefill.cu
+void launch_cluster(const PlannedPagedAttentionParams& p, const DecodeParams& rows,
+                    cudaStream_t stream);  // paged_cluster.cu
 
 }  // namespace paged
 
 namespace {
-
-using paged::PlanSizes;
 
 constexpr int64_t kAlignment = 16;
 
@@ -89,7 +91,7 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.group = p.plan.num_heads / p.plan.num_kv_heads;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
-    params.scale = p.softmax_scale * paged::kLog2e;
+    params.scale = p.softmax_scale * kLog2e;
     return params;
 }
 
@@ -118,10 +120,14 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     if (p.plan.total_tokens == 0 || p.plan.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kHeadDim>() {
-        if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
-        launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
-    });
+    if (paged::uses_clusters(p.plan)) {
+        paged::launch_cluster(p, decode_params(p), stream);
+    } else {
+        dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kHeadDim>() {
+            if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
+            launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
+        });
+    }
     if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) paged::launch_prefill(p, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,60 +1,15 @@
 // What the decode kernel is made of: a warp's 16 keys in shared memory, and mma.sync on them.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
-#include <type_traits>
+
+#include "cuda/attention_math.cuh"
 
 namespace bytetx::paged {
 
-constexpr unsigned kFullMask = 0xffffffffu;
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kNoMax = -3.0e38f;  // below every score, and finite: -inf - (-inf) would be NaN
 // A row's running maximum is raised only when a score exceeds it by this much (in powers of two):
 // weights stay at most 2^8, and most rescales disappear.
 constexpr float kMaxSlack = 8.0f;
-
-// CUTLASS has types of its own for the same numbers.
-template <typename T>
-constexpr bool is_half = std::is_same_v<T, __half> || std::is_same_v<T, cutlass::half_t>;
-
-// 2^x to 2 ulp, subnormal results flushed: the weights are rounded to 11 bits right after.
-__device__ __forceinline__ float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// 1 / x to 1 ulp; x is a sum of weights, far from the ends of f32.
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));
-    return fmaxf(x, __shfl_xor_sync(kFullMask, x, 2));
-}
-
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(kFullMask, x, 1);
-    return x + __shfl_xor_sync(kFullMask, x, 2);
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
-    if constexpr (is_half<T>) {
-        const __half2 pair = __floats2half2_rn(low, high);
-        return reinterpret_cast<const uint32_t&>(pair);
-    } else {
-        const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-        return reinterpret_cast<const uint32_t&>(pair);
-    }
-}
 
 // d += a b: 16 rows, 8 columns, 16 products each.
 template <typename T>

@@ -31,6 +31,7 @@ struct PlanKernelParams {
     PlanView plan;
     PlanSizes sizes;
     Chunking chunking;
+    bool has_items;
     int batch_size;
     int group;
     int num_kv_heads;
@@ -99,7 +100,7 @@ struct Piece {
     }
 
     __device__ Need need(const PlanKernelParams& p) const {
-        if (tokens == 0 || is_tiled) return {};
+        if (tokens == 0 || is_tiled || !p.has_items) return {};
         const int rows = tokens * p.group, units = (rows + kUnitRows - 1) / kUnitRows;
         return {units, units * num_chunks, num_chunks > 1 ? rows * num_chunks : 0};
     }
@@ -184,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
         const int sequence = first + static_cast<int>(threadIdx.x);
         const Piece piece(p, sequence);
         const Need at = exclusive_scan(piece.need(p), total);
-        if (piece.tokens > 0 && !piece.is_tiled) write_items(p, piece, sequence, at);
+        if (piece.need(p).items > 0) write_items(p, piece, sequence, at);
     }
     const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p) : 0;
     const int64_t num_counters = min(int64_t{total.units} * p.num_kv_heads, p.sizes.counters);
@@ -212,6 +213,7 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
         throw std::invalid_argument("paged_plan needs " + std::to_string(paged_plan_bytes(p)) +
                                     " bytes, got " + std::to_string(p.plan_bytes));
     }
+    if (paged::uses_clusters(p) && p.max_seqlen <= 1) return;  // nobody would read it
     const DeviceGuard guard(launch.device);
     const paged::PlanSizes sizes = paged::plan_sizes(p);
     const paged::PlanKernelParams params{p.cu_seqlens,
@@ -219,6 +221,7 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
                                          paged::chunking(p),
+                                         !paged::uses_clusters(p),
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,
                                          p.num_kv_heads,

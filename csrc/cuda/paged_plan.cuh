@@ -21,6 +21,7 @@ constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel ta
 constexpr int kRoundKeys = 64;       // four warps take one step each
 constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan
 constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they are joined
+constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 
 // A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
 // (token, query head of the group), the heads of a token next to one another.
@@ -56,27 +57,53 @@ struct alignas(16) PagedHeader {
     unsigned done_ctas;
 };
 
-// How one sequence's keys are cut: a function of its own keys, and of the batch's size in two
-// classes. Chunks of about chunk_keys keys, up to kMaxChunks of them, then longer ones.
+// How many units of one row and key head there may be, by which rows find their kernel and their
+// chunks: a matter of the batch's size, never of what is in it.
+inline int64_t row_units(const PagedPlanParams& p) {
+    return std::min(p.batch_size, p.total_tokens) * p.num_kv_heads;
+}
+
+// Whether clusters read the decode rows, without a plan (paged_cluster.cuh): few sequences have the
+// SMs to themselves and want many of them at once. One of 1024 keys takes 5.2 us, 8.1 by items, one
+// of 16384 24 either way (H200, 2026-11-21).
+inline bool uses_clusters(const PagedPlanParams& p) {
+    constexpr int64_t kFewUnits = 64;  // half the SMs
+    return p.tile_tokens > 0 && row_units(p) <= kFewUnits;
+}
+
+// How one sequence's keys are cut into chunks, a function of its own keys and of the batch's size
+// in two classes: not at all up to whole_keys, then into chunks of kChunkKeys, into kManyChunks
+// while those hold up to twice as many keys, then of that many, and at last into kMaxChunks.
+//
+// A chunk's end costs the joining warp some 6 us under a saturated memory, in which a CTA's share
+// of it streams 200 keys of 128 features: chunks of 256 keys reach 0.71 to 0.95 of the copy rate
+// where those of 512 reach 0.93 to 0.98, and a join of 32 is felt (32 heads over 8, 16 sequences of
+// 16384 keys: 313 us, 258 in 16). Where batches are large enough to fill the SMs without, whole
+// sequences are faster: 64 of 1024 keys 65.8 against 69.9 us, 256 246 against 258; 16 of them 24.8
+// against 22.9 (H200, 2026-11-21).
 struct Chunking {
-    int chunk_keys;
+    static constexpr int kChunkKeys = 512;
+    static constexpr int kManyChunks = 16;
+    int whole_keys;
+
+    __host__ __device__ int count(int keys) const {
+        if (keys <= whole_keys) return 1;
+        const int single = (keys + kChunkKeys - 1) / kChunkKeys;
+        const int twice = (keys + 2 * kChunkKeys - 1) / (2 * kChunkKeys);
+        const int few = single < kManyChunks ? single : kManyChunks;
+        const int wanted = few > twice ? few : twice;
+        return wanted < kMaxChunks ? wanted : kMaxChunks;
+    }
 
     __host__ __device__ int length(int keys) const {
-        const int wanted = (keys + chunk_keys - 1) / chunk_keys;
-        const int count = wanted < kMaxChunks ? wanted : kMaxChunks;
-        const int even = (keys + count - 1) / count;
+        const int chunks = count(keys), even = (keys + chunks - 1) / chunks;
         return (even + kRoundKeys - 1) / kRoundKeys * kRoundKeys;
     }
 };
 
-// A chunk's end costs the joining warp some 6 us under a saturated memory, in which a CTA's share
-// of it streams 200 keys of 128 features: chunks of 512 keys hide it (0.93 to 0.98 of the copy rate
-// for 64 sequences of 4096 keys, 256 keys 0.71 to 0.95). Few sequences want all SMs at work at
-// once: one of 1024 keys takes 8.1 us in chunks of 128, 13 us in chunks of 512 (H200, 2026-11-21).
 inline Chunking chunking(const PagedPlanParams& p) {
-    constexpr int64_t kFewUnits = 64;  // half the SMs
-    const bool is_few = std::min(p.batch_size, p.total_tokens) * p.num_kv_heads <= kFewUnits;
-    return {is_few ? 128 : 512};
+    constexpr int64_t kSomeUnits = 256;  // two an SM
+    return {row_units(p) <= kSomeUnits ? Chunking::kChunkKeys : 2 * Chunking::kChunkKeys};
 }
 
 // Sizes that a batch cannot exceed, from host integers alone.
@@ -86,17 +113,16 @@ struct PlanSizes {
 
 inline PlanSizes plan_sizes(const PagedPlanParams& p) {
     const int64_t group = p.num_heads / p.num_kv_heads;
-    // Without tiles every piece is cut into units of kUnitRows rows.
-    const int64_t units = p.tile_tokens > 0 ? std::min(p.batch_size, p.total_tokens)
-                                            : p.total_tokens * group / kUnitRows + p.batch_size;
-    const int64_t rows = p.tile_tokens > 0 ? units * group : p.total_tokens * group;
-    const int64_t chunk_keys = chunking(p).chunk_keys;
-    const int64_t keys = std::max<int64_t>(p.max_kv_seqlen, 1);
-    const int64_t chunks = std::min<int64_t>((keys + chunk_keys - 1) / chunk_keys, kMaxChunks);
+    const int64_t pieces = std::min(p.batch_size, p.total_tokens);
     const int64_t tiles =
         p.tile_tokens > 0 && p.max_seqlen > 1 ? p.total_tokens / p.tile_tokens + p.batch_size : 0;
-    return {units, units * chunks, tiles, units * p.num_kv_heads,
-            p.max_kv_seqlen > chunk_keys ? rows * chunks : 0};
+    if (uses_clusters(p)) return {0, 0, tiles, 0, 0};
+    // Without tiles every piece is cut into units of kUnitRows rows, else those of one token.
+    const int64_t rows = p.tile_tokens > 0 ? pieces * group : p.total_tokens * group;
+    const int64_t units = p.tile_tokens > 0 ? pieces * ((group + kUnitRows - 1) / kUnitRows)
+                                            : rows / kUnitRows + p.batch_size;
+    const int64_t chunks = chunking(p).count(std::max(p.max_kv_seqlen, 1));
+    return {units, units * chunks, tiles, units * p.num_kv_heads, chunks > 1 ? rows * chunks : 0};
 }
 
 struct PlanView {

@@ -2,74 +2,23 @@
 // wgmma.
 //
 // Rows of a tile are in the order of their last visible key, so the keys that all rows of a warp
-// see, and that any of them sees, come from its end rows. As in attention_tile.cuh, for keys of one
-// sequence and without a bias.
-//
-// Registers of a thread (wgmma's accumulator layout): rows r0 = 16 * warp + lane / 4 and r0 + 8,
-// columns 8 * j + 2 * (lane % 4) + {0, 1}: element 4 * j + e is row r0, 4 * j + 2 + e is row r0
-// + 8.
+// see, and that any of them sees, come from its end rows. As in attention_rows.cuh, for keys of one
+// sequence; and every step looks for the largest scores, for no one computes a row again here.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-#include <cutlass/cutlass.h>
-#include <cutlass/numeric_types.h>
-
-#include <cstdint>
-#include <cute/atom/mma_atom.hpp>
-#include <cute/tensor.hpp>
-
-#include "common/ring.cuh"
+#include "cuda/attention_mma.cuh"
 #include "cuda/paged_mma.cuh"
 
 namespace bytetx::paged {
 
-constexpr int kTileRows = 64;      // rows of one wgmma
-constexpr int kChunkColumns = 16;  // columns that a warp skips together: one step of P V
-constexpr int kElementBytes = 2;
-
 template <typename T, int kHeadDim, typename Tiling>
-struct PrefillTypes {
-    using Element = T;
-    static constexpr int kDim = kHeadDim;
-    static constexpr int kBlockN = Tiling::kBlockN;
+struct PrefillTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     static constexpr int kStages = Tiling::kStages;
     static constexpr int kNumWarpgroups = Tiling::kNumWarpgroups;
     static constexpr int kQStages = Tiling::kQStages;
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
     static constexpr int kGatherRegisters = Tiling::kGatherRegisters;
-    static constexpr int kBoxColumns = kHeadDim % 64 == 0 ? 64 : 32;  // of a swizzled row
-    static constexpr int kQElements = kTileRows * kHeadDim;
-    static constexpr int kKvElements = kBlockN * kHeadDim;
-    using Atom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_K_SW128_Atom<T>,
-                                    cute::GMMA::Layout_K_SW64_Atom<T>>;
-    using LayoutQ = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kTileRows>, cute::Int<kHeadDim>>{}));
-    using LayoutK = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>{}));
-    using LayoutVt = decltype(cute::composition(
-        LayoutK{}, cute::make_layout(cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
-                                     cute::Stride<cute::Int<kBlockN>, cute::_1>{})));
-    template <int kN>
-    using MmaQk = decltype(cute::make_tiled_mma(
-        cute::GMMA::ss_op_selector<T, T, float,
-                                   cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
-    template <int kN>
-    using MmaPv = decltype(cute::make_tiled_mma(
-        cute::GMMA::rs_op_selector<T, T, float,
-                                   cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kN>>,
-                                   cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 };
-
-// Byte offset of (row, column) in a swizzled 64-row tile, as wgmma reads it.
-template <typename C>
-__device__ __forceinline__ uint32_t tile_offset(int row, int column) {
-    constexpr int kRowBytes = C::kBoxColumns * kElementBytes;
-    constexpr uint32_t kBits = kRowBytes / 16 - 1;  // 16-byte pieces of a row that are permuted
-    const uint32_t offset = (column / C::kBoxColumns * kTileRows + row) * kRowBytes +
-                            column % C::kBoxColumns * kElementBytes;
-    return offset ^ ((offset >> 7 & kBits) << 4);
-}
 
 // Bit t is set where thread column t (2 * j + e stands for column 8 * j + e) is in [begin, end).
 __device__ __forceinline__ unsigned column_bits(int begin, int end) {

@@ -1,0 +1,140 @@
+"""What suites on several GPUs measure with: one process a GPU, and times of the slowest of them."""
+
+import os
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from bytetx.bench.gpu import Run, capture, left_out, replay_us
+from bytetx.bench.suite import Measurement
+from bytetx.errors import BytetxError
+from bytetx.ops.comm_gemm import Peers
+from bytetx.parallel.symmetric import turn_multicast_off
+from bytetx.parallel.tp import TpGroup, join_group
+
+_SAMPLES = 3
+_SAMPLE_US = 4_000
+
+NOTES = (
+    "floor: the longer of computing alone and communicating alone, which is all that overlap can "
+    "reach; ceiling: how much faster than both behind one another that is",
+    "e_overlap: 1 - (ours - computing) / (behind one another - computing); 1 hides all of it",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks. name: of torch's own group of them."""
+
+    group: TpGroup
+    name: str
+
+    @property
+    def peers(self) -> Peers:
+        return self.group.peers
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+
+def start_ranks(arguments: list[str]) -> None:
+    """Runs `bytetx *arguments` in one process a GPU, in this one's place."""
+    size = torch.cuda.device_count()
+    if size < 2:
+        raise BytetxError(f"{arguments[1]} takes 2 GPUs or more, torch finds {size}")
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "bytetx", *arguments])
+
+
+def this_rank() -> int | None:
+    """This process's rank, when the ranks have met; None where torchrun did not start it."""
+    if not dist.is_torchelastic_launched():
+        return None
+    turn_multicast_off()  # before NCCL and symmetric memory look for it
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank())
+    return dist.get_rank()
+
+
+def join_ranks(*, workspace_bytes: int) -> Ranks:
+    """workspace_bytes: as of join_group.  Raises BytetxError where no fused op has a kernel."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    device = torch.device("cuda", rank)
+    options = {"rank": rank, "size": size, "device": device}
+    group = join_group(store, **options, workspace_bytes=workspace_bytes)
+    if group.workspace is None or group.workspace.memory is None:
+        raise BytetxError(
+            "the fused ops have no kernels here, and NCCL would be measured against itself: they "
+            "need Hopper GPUs that are NVLink peers, and bytetx._cuda (`bytetx info` says more)"
+        )
+    return Ranks(group, dist.group.WORLD.group_name)
+
+
+def overlap_measurement(
+    found: dict[str, float],
+    *,
+    shape: Mapping[str, int | float | str],
+    notes: Iterable[str] = (),
+    serial: str = "cublas-nccl",
+) -> Measurement:
+    """What the times of runs say of overlap: of ours, of gemm and nccl alone, and of rivals.
+
+    serial: the rival that does one behind the other.
+    """
+    rivals = dict(found)
+    ours, gemm, nccl = (rivals.pop(name) for name in ("ours", "gemm", "nccl"))
+    behind, floor = rivals[serial], max(gemm, nccl)
+    numbers = {
+        "gemm_us": round(gemm, 1),
+        "collective_us": round(nccl, 1),
+        "e_overlap": round(1 - (ours - gemm) / (behind - gemm), 3),
+        "of_floor": round(floor / ours, 3),
+        "ceiling": round(behind / floor, 3),
+    }
+    return Measurement(ours, rivals, floor, {**shape, **numbers}, (*NOTES, *notes))
+
+
+@torch.inference_mode()
+def ranks_us(
+    runs: Mapping[str, Run],
+    notes: list[str],
+    *,
+    required: Iterable[str] = ("ours", "gemm", "nccl", "cublas-nccl"),
+    samples: int = _SAMPLES,
+    sample_us: float = _SAMPLE_US,
+) -> dict[str, float]:
+    """Microseconds of each run's graph on the slowest rank, medians; every rank calls it.
+
+    A run that cannot be captured is left out, which a line of `notes` says, unless it is required.
+    """
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    for name, run in runs.items():
+        try:
+            graphs[name] = capture(run)
+        except Exception as error:  # a rival may raise anything, and costs no other number
+            if name in required:
+                raise
+            notes.append(left_out(name, error))
+    replays, times = {}, {name: [] for name in graphs}
+    for name, graph in graphs.items():
+        replay_us(graph, 1)
+        replays[name] = max(1, round(sample_us / slowest(replay_us(graph, 1))))
+    for _ in range(samples):
+        for name, graph in graphs.items():
+            dist.barrier()
+            replay_us(graph, replays[name])
+            times[name].append(slowest(replay_us(graph, replays[name])))
+    return {name: statistics.median(of_run) for name, of_run in times.items()}
+
+
+def slowest(us: float) -> float:
+    """The longest of all ranks' times."""
+    found = torch.tensor(us, device="cuda")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)

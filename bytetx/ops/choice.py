@@ -1,0 +1,64 @@
+"""A token of each row of logits, by the row's own parameters: checks, choice of kernel."""
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.sampling import Filters, is_bad_row, sample
+
+_MAX_VOCAB_SIZE = 1 << 19  # kMaxChunks * kChunk in csrc/cuda/sample_row.cuh
+
+
+def choose_tokens(
+    logits: Tensor,
+    temperature: Tensor,
+    filters: Filters,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    has_greedy: bool = True,
+) -> Tensor:
+    """int32 [n]: what sample() gives each row of logits [n, vocab_size], -1 for a bad row.
+
+    logits: f32, bf16 or f16, contiguous.  temperature, filters, seeds, positions, has_greedy: as
+    sample()'s.  A bad row holds NaN or inf, or nothing but -inf.
+    The kernel's sums differ from sample()'s in rounding: a number of the stream that lies within
+    some 1e-6 of the edge between two tokens may give the other one.
+    Raises ValueError on shape, dtype or device mismatch.
+    """
+    require_tensor("logits", logits, shape=(None, None))
+    require_contiguous("logits", logits)
+    kernel = native.kernel("sample", logits.device)
+    takes_it = logits.dtype in native.DTYPE_CODES and 0 < logits.shape[1] <= _MAX_VOCAB_SIZE
+    if kernel is None or not takes_it:
+        chosen = sample(
+            *(logits, temperature, filters),
+            seeds=seeds,
+            positions=positions,
+            has_greedy=has_greedy,
+        )
+        return torch.where(is_bad_row(logits), -1, chosen)
+    columns = {
+        "temperature": (temperature, torch.float32),
+        "top_k": (filters.top_k, torch.int64),
+        "top_p": (filters.top_p, torch.float32),
+        "min_p": (filters.min_p, torch.float32),
+        "seeds": (seeds, torch.int64),
+        "positions": (positions, torch.int64),
+    }
+    for name, (column, dtype) in columns.items():
+        if column is None:
+            continue
+        require_tensor(name, column, shape=logits.shape[:1], dtypes=(dtype,), device=logits.device)
+        require_contiguous(name, column)
+    out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    kernel(
+        logits.data_ptr(),
+        *(0 if column is None else column.data_ptr() for column, _ in columns.values()),
+        out.data_ptr(),
+        *logits.shape,
+        native.DTYPE_CODES[logits.dtype],
+        *native.launch_args(logits.device),
+    )
+    return out

@@ -1,0 +1,167 @@
+"""How a layer that carries its communication runs on Hopper: a measured table, a rule beyond it.
+
+All ranks must come to the same answer, or one waits for another in vain. So the table is for even
+shares, whose sizes are every rank's; the rule looks at nothing that may differ between ranks.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Literal
+
+from bytetx.ops import native
+
+TABLE_FILE = "comm_h200.json"
+Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "column_gemm"]
+
+_DEALT_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
+
+# Ways without a fused kernel: a collective beside cuBLAS, or beside what `linear` takes.
+CUBLAS, LINEAR = "cublas", "linear"
+
+_MAX_PLANS = 4096
+_NUM_SMS = 132
+# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
+# which NCCL's two exchanges cost less; rows that weights stream past, and columns beyond which more
+# rows than these take a second wave of CTAs.
+_MOST_SENT_BYTES = 8 << 20
+_STREAMED_ROWS = 64
+_MOST_COLUMNS = 64 * _NUM_SMS
+_SPLIT_FEATURES = 384  # k that one of several CTAs of a tile should have at least
+_MOST_SPLITS = 5  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
+# Tilings of the ops that deal rows: name -> columns, and what a tile of all_gather_gemm takes
+# beside its columns' share (two H200s, bf16, 4096 rows, 12288 features to 6144: 938 us and 992).
+_MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
+_GATED_TILING = "128x128"
+
+
+@dataclass(frozen=True, slots=True)
+class CommPlan:
+    """way: the name of the fused kernel's tiling, or CUBLAS or LINEAR.  splits: CTAs that share k,
+    of gemm_all_reduce."""
+
+    way: str
+    splits: int = 1
+
+    @property
+    def is_fused(self) -> bool:
+        return self.way not in (CUBLAS, LINEAR)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Sizes of a rank's share of one layer in a group of `tp` ranks: [m, k] x [k, n].
+
+    is_even: whether all ranks have shares of these sizes.
+    """
+
+    op: Op
+    tp: int
+    n: int
+    k: int
+    is_gated: bool = False
+    is_even: bool = True
+
+
+@lru_cache(_MAX_PLANS)
+def plan_comm(layer: Layer, m: int) -> CommPlan:
+    """The plan of a layer whose kernel takes m rows (of all ranks together)."""
+    line = _nearest(layer) if layer.is_even else None
+    if line is not None:
+        _, way, splits = line[_bucket(layer.op, m, [rows for rows, _, _ in line])]
+        # A table of another version may name a tiling that this build does not have.
+        if way in (CUBLAS, LINEAR) or way in tilings(layer):
+            return CommPlan(way, splits)
+    return _by_rule(layer, m)
+
+
+def _bucket(op: Op, m: int, rows: list[int]) -> int:
+    """The place in rising `rows`: few take a tile that holds them all, many are nearest to one."""
+    above = bisect_left(rows, m)
+    if above == len(rows) or (above and op in _DEALT_OPS and m * m < rows[above - 1] * rows[above]):
+        return above - 1
+    return above
+
+
+def tilings(layer: Layer) -> list[str]:
+    """What the op's kernel can be cut in; column_gemm has none of its own."""
+    if layer.op == "column_gemm":
+        return []
+    if layer.op == "gemm_all_reduce":
+        return [name for name, *_ in native.push_tilings()]
+    return [_GATED_TILING] if layer.is_gated else list(_MANY_ROWS)
+
+
+@cache
+def tiling_index(op: Op, name: str) -> int:
+    """As the kernel counts them."""
+    own = native.push_tilings() if op == "gemm_all_reduce" else native.linear_tilings()
+    return next(i for i, tiling in enumerate(own) if tiling[0] == name)
+
+
+def _by_rule(layer: Layer, m: int) -> CommPlan:
+    if layer.op == "column_gemm":
+        return CommPlan(LINEAR)
+    if layer.op == "gemm_all_reduce":
+        sent = (layer.tp - 1) * m * layer.n * 2
+        if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
+            return CommPlan(LINEAR)
+        return _push_by_rule(m, layer.n, layer.k)
+
+    def work(name: str) -> float:
+        """Of the busiest SM."""
+        columns, factor = _MANY_ROWS[name]
+        tiles = -(-m // 128) * -(-layer.n // columns)
+        is_gather = layer.op == "all_gather_gemm"
+        return -(-tiles // _NUM_SMS) * columns * (factor if is_gather else 1.0)
+
+    return CommPlan(min(tilings(layer), key=work))
+
+
+def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
+    """As measured on two H200s: wide layers wait for bytes, narrow ones for clusters to start."""
+    is_narrow = n <= 16 * _NUM_SMS
+    rows = next((rows for rows in (16, 32, 64) if m <= rows), 64 if is_narrow else 128)
+    if not is_narrow and m > 128:
+        rows = 256
+    if rows <= 32:
+        columns = 128 if n <= _MOST_COLUMNS else 64
+    else:
+        columns = 64 if rows == 256 or (is_narrow and m <= rows) else 128
+    tiles = -(-m // rows) * -(-n // columns)
+    splits = math.ceil((0.45 if is_narrow else 0.9) * _NUM_SMS / tiles)
+    if not is_narrow and rows < 256:
+        splits = max(2, splits)
+    return CommPlan(f"{rows}x{columns}", max(1, min(_MOST_SPLITS, splits, k // _SPLIT_FEATURES)))
+
+
+def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:
+    """The line of the layer, or of the one nearest in size; None without any of its kind."""
+    alike = {
+        (n, k): plans
+        for (op, tp, n, k, is_gated), plans in _table().items()
+        if (op, tp, is_gated) == (layer.op, layer.tp, layer.is_gated)
+    }
+    if not alike or not layer.n or not layer.k:
+        return None
+
+    def distance(sizes: tuple[int, int]) -> float:
+        n, k = sizes
+        return abs(math.log(n / layer.n)) + abs(math.log(k / layer.k))
+
+    return alike[min(alike, key=distance)]
+
+
+@cache
+def _table() -> dict[tuple[str, int, int, int, bool], list[tuple[int, str, int]]]:
+    """(op, tp, n, k, is_gated) -> (most rows, way, splits) by rising rows."""
+    text = (files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8")
+    return {
+        (line["op"], line["tp"], line["n"], line["k"], line["is_gated"]): [
+            (rows, way, splits) for rows, way, splits in line["plans"]
+        ]
+        for line in json.loads(text)["lines"]
+    }

@@ -1,0 +1,110 @@
+"""A linear layer, the residual behind it and their layer norm: one kernel where that is faster."""
+
+import torch
+from torch import Tensor
+
+from bytetx.ops import native
+from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.linear import DTYPE_NAMES, LinearWeight, fuses_residual, linear
+from bytetx.ops.linear_plan import norms_rows
+from bytetx.ops.norm import layer_norm
+
+WIDTHS = (384, 768, 1024)  # n that the kernel takes
+
+# By rows, n, device and stream, whose kernels run one after another. Each is kept for good:
+# captured graphs have its address.
+_workspaces: dict[tuple[int, int, int, int], Tensor] = {}
+
+
+def linear_norm(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    residual: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """layer_norm(x @ w.T + bias + residual) * norm_weight + norm_bias.
+
+    x: [m, k] in w's dtype, contiguous.  residual: [m, n].  norm_weight, norm_bias: [n].
+    Returns a new [m, n]. One kernel where the table says that it wins (H200), else two. It must
+    not run on two streams in graphs that were captured on one: they would share its workspace.
+    Raises ValueError on shape, dtype or device mismatch.
+    """
+    workspace = _workspace_for(x, w, residual, norm_weight, norm_bias)
+    if workspace is None:
+        adds = fuses_residual(x.shape[0], w)
+        d = linear(x, w, residual=residual if adds else None)
+        rest = None if adds else residual
+        return layer_norm(d, norm_weight, norm_bias, eps=eps, residual=rest, out=d)
+    norm = (norm_weight, norm_bias)
+    return run_kernel(x, w, residual=residual, norm=norm, eps=eps, workspace=workspace)
+
+
+def run_kernel(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    residual: Tensor,
+    norm: tuple[Tensor, Tensor],
+    eps: float,
+    workspace: Tensor,
+) -> Tensor:
+    """The Hopper kernel on operands that it takes, with a workspace of make_workspace()."""
+    m, shape = x.shape[0], (x.shape[0], w.n)
+    require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
+    require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
+    for name, t in zip(("norm_weight", "norm_bias"), norm, strict=True):
+        require_tensor(name, t, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
+        require_contiguous(name, t)
+    require_contiguous("x", x)
+    require_contiguous("residual", residual)
+    d = x.new_empty(shape)
+    operands = (x, w.weight, w.bias, residual, *norm, d, workspace)
+    native.kernel("linear_norm", x.device)(
+        *(t.data_ptr() for t in operands),
+        m,
+        w.n,
+        w.k,
+        eps,
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device),
+    )
+    return d
+
+
+def takes_kernel(
+    x: Tensor, w: LinearWeight, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None
+) -> bool:
+    """Whether the Hopper kernel takes these operands, fast or not."""
+    if torch.compiler.is_compiling() or not w.has_kernel or w.n not in WIDTHS or w.bias is None:
+        return False
+    if norm_bias is None or native.kernel("linear_norm", x.device) is None:
+        return False
+    return all(is_aligned(t) for t in (x, residual, norm_weight, norm_bias))
+
+
+def make_workspace(m: int, n: int, device: torch.device) -> Tensor:
+    """What run_kernel's calls on m rows or fewer need, one after another."""
+    num_bytes = native.linear_norm_workspace_bytes(m, n)
+    return torch.full((num_bytes,), 255, dtype=torch.uint8, device=device)
+
+
+def _workspace_for(
+    x: Tensor, w: LinearWeight, residual: Tensor, norm_weight: Tensor, norm_bias: Tensor | None
+) -> Tensor | None:
+    """This stream's; None where two kernels run instead."""
+    m = x.shape[0]
+    if m == 0 or not takes_kernel(x, w, residual, norm_weight, norm_bias):
+        return None
+    if not norms_rows(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype]):
+        return None
+    index, stream, *_ = native.launch_args(x.device)
+    key = (1 << (m - 1).bit_length(), w.n, index, stream)  # few sizes
+    if key not in _workspaces:
+        needs_memory = native.linear_norm_workspace_bytes(m, w.n) > 0
+        if needs_memory and torch.cuda.is_current_stream_capturing():
+            return None  # what a graph allocates is filled when it runs, and not before
+        _workspaces[key] = make_workspace(key[0], w.n, x.device)
+    return _workspaces[key]

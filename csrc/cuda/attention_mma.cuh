@@ -1,0 +1,65 @@
+// How tiles of queries, keys and values lie in shared memory for wgmma, and the instructions that
+// read them: what packed attention and paged prefill share.
+//
+// Registers of a thread (wgmma's accumulator layout): rows r0 = 16 * warp + lane / 4 and r0 + 8,
+// columns 8 * j + 2 * (lane % 4) + {0, 1}: element 4 * j + e is row r0, 4 * j + 2 + e is row r0
+// + 8.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/ring.cuh"
+#include "cuda/attention_math.cuh"
+
+namespace bytetx {
+
+constexpr int kTileRows = 64;      // rows of one wgmma
+constexpr int kChunkColumns = 16;  // columns that a warp skips together: one step of P V
+constexpr int kElementBytes = 2;
+
+// Tiles of kHeadDim features: 64 rows of queries, kKeys of keys and values.
+template <typename T, int kHeadDim, int kKeys>
+struct TileShapes {
+    using Element = T;
+    static constexpr int kDim = kHeadDim;
+    static constexpr int kBlockN = kKeys;
+    // Columns of a swizzled row, which is at most 128 bytes, and of one TMA box.
+    static constexpr int kBoxColumns = kHeadDim % 64 == 0 ? 64 : 32;
+    static constexpr int kQElements = kTileRows * kHeadDim;
+    static constexpr int kKvElements = kBlockN * kHeadDim;
+    using Atom = std::conditional_t<kBoxColumns == 64, cute::GMMA::Layout_K_SW128_Atom<T>,
+                                    cute::GMMA::Layout_K_SW64_Atom<T>>;
+    using LayoutQ = decltype(cute::tile_to_shape(
+        Atom{}, cute::Shape<cute::Int<kTileRows>, cute::Int<kHeadDim>>{}));
+    using LayoutK = decltype(cute::tile_to_shape(
+        Atom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>{}));
+    using LayoutVt = decltype(cute::composition(
+        LayoutK{}, cute::make_layout(cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
+                                     cute::Stride<cute::Int<kBlockN>, cute::_1>{})));
+    template <int kN>
+    using MmaQk = decltype(cute::make_tiled_mma(
+        cute::GMMA::ss_op_selector<T, T, float,
+                                   cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
+    template <int kN>
+    using MmaPv = decltype(cute::make_tiled_mma(
+        cute::GMMA::rs_op_selector<T, T, float,
+                                   cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kN>>,
+                                   cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
+};
+
+// Byte offset of (row, column) in a swizzled 64-row tile, as wgmma reads it.
+template <typename C>
+__device__ __forceinline__ uint32_t tile_offset(int row, int column) {
+    constexpr int kRowBytes = C::kBoxColumns * kElementBytes;
+    constexpr uint32_t kBits = kRowBytes / 16 - 1;  // 16-byte pieces of a row that are permuted
+    const uint32_t offset = (column / C::kBoxColumns * kTileRows + row) * kRowBytes +
+                            column % C::kBoxColumns * kElementBytes;
+    return offset ^ ((offset >> 7 & kBits) << 4);
+}
+
+}  // namespace bytetx

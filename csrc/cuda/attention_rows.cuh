@@ -1,0 +1,256 @@
+// What one warpgroup of packed attention does with 64 rows and a step of keys: scores, masked
+// softmax, the weighted sum of values. Rows are in an order in which the bounds of their keys,
+// [begin, end), grow; so those of a warp come from its end rows.
+#pragma once
+
+#include "cuda/attention_mma.cuh"
+
+namespace bytetx::attention {
+
+// A row's top stays that of its first keys until a thread's weights of one row and step sum to more
+// than this, which is far from f16's end: most rescales disappear.
+constexpr float kMaxSum = 4096.0f;
+
+// Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
+// the descriptors of its parts are sums of uniform registers. Otherwise the compiler moves each of
+// them, a quarter of a step's work.
+template <typename Descriptors>
+__device__ __forceinline__ auto known_uniform(const Descriptors& tile) {
+    auto start = tile.data();
+    start.desc_.reg32_[0] = uniform(static_cast<int>(start.desc_.reg32_[0]));
+    return cute::make_tensor(start, tile.layout());
+}
+
+// The same of an address in shared memory, which the compiler would work out again and again.
+template <typename Smem>
+__device__ __forceinline__ Smem* known_uniform(Smem* smem) {
+    const int address = uniform(static_cast<int>(cute::cast_smem_ptr_to_uint(smem)));
+    return static_cast<Smem*>(__cvta_shared_to_generic(address));
+}
+
+// How many of a thread's columns (8 * j + {0, 1}, all j) are before `column`.
+__device__ __forceinline__ int columns_before(int column) {
+    return 2 * (max(column, 0) / 8) + min(max(column, 0) % 8, 2);
+}
+
+// Bit t is set where thread column t is in [begin, end), of 32 and counted from 0.
+__device__ __forceinline__ unsigned column_bits(int begin, int end) {
+    const auto from = [](int count) {
+        unsigned bits;  // PTX shifts clamp: 32 and more give 0
+        asm("shl.b32 %0, %1, %2;" : "=r"(bits) : "r"(~0u), "r"(max(count, 0)));
+        return bits;
+    };
+    return from(begin) & ~from(end);
+}
+
+// One warpgroup's 64 rows of one head.
+template <typename C>
+struct SoftmaxRows {
+    using T = typename C::Element;
+    using AccO = decltype(cute::partition_fragment_C(
+        typename C::template MmaPv<C::kBlockN>{},
+        cute::Shape<cute::Int<kTileRows>, cute::Int<C::kDim>>{}));
+    int tid;  // in the warpgroup
+    int lane;
+    int base;                  // first row
+    int num_rows;              // from there on: rows after them see nothing of their own
+    int origin;                // first key of the tile
+    int2 seen[2];              // of the thread's columns from there on, those of its two rows
+    int full_begin, full_end;  // keys that every row of the warp sees
+    float top[2];              // the scaled score that the weights are relative to
+    float sum[2];              // of this thread's weights
+    AccO out;
+
+    __device__ __forceinline__ int row(int half) const {
+        return base + (tid / 32) * 16 + lane / 4 + 8 * half;
+    }
+
+    __device__ __forceinline__ void clear() {
+        top[0] = top[1] = kNoMax;
+        sum[0] = sum[1] = 0.0f;
+        cute::clear(out);
+    }
+
+    // The keys of the thread's two rows; first: of the tile.
+    __device__ __forceinline__ void see(const int2 (&bounds)[2], int first) {
+        origin = first;
+        const int column = origin + 2 * (lane % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            seen[half] = {columns_before(bounds[half].x - column),
+                          columns_before(bounds[half].y - column)};
+        }
+        full_end = __shfl_sync(kFullMask, bounds[0].y, 0);
+        full_begin = __shfl_sync(kFullMask, bounds[1].x, 31);
+    }
+
+    template <int kN>
+    __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {
+        using namespace cute;
+        typename C::template MmaQk<kN> mma;
+        auto thread = mma.get_thread_slice(tid);
+        Tensor q_tile = make_tensor(make_smem_ptr(q), typename C::LayoutQ{});
+        Tensor k_tile = local_tile(make_tensor(make_smem_ptr(k), typename C::LayoutK{}),
+                                   Shape<Int<kN>, Int<C::kDim>>{}, make_coord(_0{}, _0{}));
+        Tensor a = known_uniform(thread.partition_fragment_A(q_tile));
+        Tensor b = known_uniform(thread.partition_fragment_B(k_tile));
+        Tensor acc = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kN>>{});
+        mma.accumulate_ = GMMA::ScaleOut::Zero;
+        warpgroup_fence_operand(acc);
+        warpgroup_arrive();
+        CUTE_UNROLL
+        for (int step = 0; step < size<2>(a); ++step) {
+            cute::gemm(mma, a(_, _, step), b(_, _, step), acc);
+            mma.accumulate_ = GMMA::ScaleOut::One;
+        }
+        warpgroup_commit_batch();
+        return acc;
+    }
+
+    template <int kN>
+    __device__ __forceinline__ void multiply_pv(const uint32_t* weights, const T* v) {
+        using namespace cute;
+        typename C::template MmaPv<kN> mma;
+        auto thread = mma.get_thread_slice(tid);
+        Tensor v_tile = local_tile(make_tensor(make_smem_ptr(v), typename C::LayoutVt{}),
+                                   Shape<Int<C::kDim>, Int<kN>>{}, make_coord(_0{}, _0{}));
+        Tensor b = known_uniform(thread.partition_fragment_B(v_tile));
+        auto layout =
+            thread.partition_fragment_A(make_tensor<T>(Shape<Int<kTileRows>, Int<kN>>{})).layout();
+        Tensor a = make_tensor(reinterpret_cast<const T*>(weights), layout);
+        mma.accumulate_ = GMMA::ScaleOut::One;
+        warpgroup_fence_operand(out);
+        warpgroup_arrive();
+        CUTE_UNROLL
+        for (int step = 0; step < size<2>(a); ++step) {
+            cute::gemm(mma, a(_, _, step), b(_, _, step), out);
+        }
+        warpgroup_commit_batch();
+    }
+
+    // Whether every row of the warp sees every one of the keys first .. first + kN - 1.
+    template <int kN>
+    __device__ __forceinline__ bool sees_all(int first) const {
+        return first >= full_begin && first + kN <= full_end;
+    }
+
+    // Scores become weights 2^(score * scale - top), and sums follow. True where top was raised:
+    // out must be multiplied by factor, which is set only then. find fills seen in where it is
+    // needed.
+    template <int kN, typename Scores, typename Find>
+    __device__ __forceinline__ bool weigh(Scores& scores, int first, float scale,
+                                          float (&factor)[2], Find&& find) {
+        if (sees_all<kN>(first)) {
+            return softmax<kN>(scores, first, scale, factor, [](int) { return true; });
+        }
+        find();
+        const int passed = (first - origin) / 4;  // thread columns
+        const unsigned bits[2] = {column_bits(seen[0].x - passed, seen[0].y - passed),
+                                  column_bits(seen[1].x - passed, seen[1].y - passed)};
+        // Chunks of 16 keys that no row of the warp sees cost only zeros.
+        const unsigned live = __reduce_or_sync(kFullMask, bits[0] | bits[1]);
+        const auto is_live = [&](int i) { return (live >> i / 8 * 4 & 0xf) != 0; };
+        hide<kN>(scores, bits, is_live);
+        return softmax<kN>(scores, first, scale, factor, is_live);
+    }
+
+    // Whether every row of the warp met a key of its own in an earlier step.
+    __device__ __forceinline__ bool is_begun(int first) const {
+        return first > full_begin + C::kSkippedKeys;
+    }
+
+    // Keys that a row does not see get no weight.
+    template <int kN, typename Scores, typename IsLive>
+    __device__ __forceinline__ void hide(Scores& scores, const unsigned (&bits)[2],
+                                         IsLive&& is_live) {
+#pragma unroll
+        for (int chunk = 0; chunk < kN / 2; chunk += 8) {
+            if (!is_live(chunk)) continue;
+#pragma unroll
+            for (int i = chunk; i < chunk + 8; ++i) {
+                if (!(bits[(i / 2) % 2] >> (2 * (i / 4) + i % 2) & 1)) scores(i) = -INFINITY;
+            }
+        }
+    }
+
+    template <int kN, typename Scores, typename IsLive>
+    __device__ __forceinline__ bool softmax(Scores& scores, int first, float scale,
+                                            float (&factor)[2], IsLive&& is_live) {
+        if (!is_begun(first)) begin_rows<kN>(scores, scale, is_live);
+        float added[2] = {0.0f, 0.0f};
+#pragma unroll
+        for (int chunk = 0; chunk < kN / 2; chunk += 8) {
+            if (!is_live(chunk)) {
+#pragma unroll
+                for (int i = chunk; i < chunk + 8; ++i) scores(i) = 0.0f;
+                continue;
+            }
+#pragma unroll
+            for (int i = chunk; i < chunk + 8; ++i) {
+                const int half = (i / 2) % 2;
+                scores(i) = exp2_approx(fmaf(scores(i), scale, -top[half]));
+                added[half] += scores(i);
+            }
+        }
+        const bool is_raised = raise_after<kN>(scores, added, factor);
+        sum[0] += added[0];
+        sum[1] += added[1];
+        return is_raised;
+    }
+
+    // The first keys of a row set its top; a row that has one keeps it, for whether the warp comes
+    // here depends on its mates.
+    template <int kN, typename Scores, typename IsLive>
+    __device__ __forceinline__ void begin_rows(const Scores& scores, float scale,
+                                               IsLive&& is_live) {
+        float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int chunk = 0; chunk < kN / 2; chunk += 8) {
+            if (!is_live(chunk)) continue;
+#pragma unroll
+            for (int i = chunk; i < chunk + 8; ++i) {
+                largest[(i / 2) % 2] = fmaxf(largest[(i / 2) % 2], scores(i));
+            }
+        }
+        const float found[2] = {quad_max(largest[0]) * scale, quad_max(largest[1]) * scale};
+        if (top[0] == kNoMax) top[0] = fmaxf(found[0], kNoMax);
+        if (top[1] == kNoMax) top[1] = fmaxf(found[1], kNoMax);
+    }
+
+    // No maximum is searched for after a row's first keys: a weight may exceed 1, but a sum of
+    // weights bounds each of them, so top of rows whose sum is too large is raised after the fact,
+    // by a power of two, which rounds nothing. A score 2^127 above top is infinite before that: its
+    // row comes out as no number, and store_tile computes it again.
+    template <int kN, typename Scores>
+    __device__ __forceinline__ bool raise_after(Scores& scores, float (&added)[2],
+                                                float (&factor)[2]) {
+        const bool is_far = !(fmaxf(added[0], added[1]) <= kMaxSum);
+        if (!__any_sync(kFullMask, is_far)) return false;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const float most = quad_max(added[half]);
+            const int raise = most > kMaxSum ? (__float_as_int(most) >> 23) - 134 : 0;
+            factor[half] = __int_as_float((127 - raise) << 23);
+            sum[half] *= factor[half];
+            added[half] *= factor[half];
+            top[half] += static_cast<float>(raise);
+        }
+#pragma unroll
+        for (int i = 0; i < kN / 2; ++i) scores(i) *= factor[(i / 2) % 2];
+        return true;
+    }
+
+    // The accumulator's registers are the A operand's, pair by pair.
+    template <int kN, typename Scores>
+    __device__ __forceinline__ void pack_weights(uint32_t* weights, const Scores& scores) {
+#pragma unroll
+        for (int i = 0; i < kN / 2; i += 2) weights[i / 2] = pack_pair<T>(scores(i), scores(i + 1));
+    }
+
+    __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < C::kDim / 2; ++i) out(i) *= factor[(i / 2) % 2];
+    }
+};
+
+}  // namespace bytetx::attention

@@ -1,0 +1,130 @@
+"""The suites of several GPUs, as far as one process without a GPU runs them."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import one_thread  # noqa: F401  (a fixture)
+
+from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_rows
+from bytetx.bench.gpu import Gpu
+from bytetx.bench.ranks import Ranks, overlap_measurement
+from bytetx.blocks import WholeBlocks
+from bytetx.ops.comm_plan import Layer
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import RowScheme
+from bytetx.parallel.sharded import ShardedBlocks
+from bytetx.parallel.tp import TpGroup
+from bytetx.spec import build_spec
+
+HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
+TINY = {
+    "gpt3": {"n_embd": 64, "n_head": 4, "n_layer": 2},
+    "llama-70b": HEADS | {"num_key_value_heads": 2, "intermediate_size": 128},
+    "bert-large": HEADS | {"intermediate_size": 128},
+}
+
+
+@pytest.mark.parametrize("model", TINY)
+@pytest.mark.parametrize("deals", [True, False, None])
+def test_layers_run_with_nothing_on_its_way(model: str, deals: bool | None) -> None:
+    """deals: whether rows are dealt to two ranks; None: one process has all."""
+    spec = build_spec(tp_models.MODELS[model] | TINY[model])
+    if deals is None:
+        blocks = WholeBlocks(spec)
+    else:
+        rows = RowScheme(24 if deals else 1000, ((0, 16),))
+        silent = tp_layer.NoCollectives(0)
+        group = TpGroup(0, 2, torch.device("cpu"), silent, None, rows)
+        blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=2))
+    share = tp_models.random_share(spec, blocks, count=2, dtype=torch.float32, device="cpu")
+    share = tp_models.without_kernels(share, blocks)
+    with torch.inference_mode():
+        batch = tp_models.prefill_batch(share, np.array([17, 30]))
+        found = tp_models.layers_run(share, batch, None)()
+        assert found.shape == (32 if deals else 47, 64) and found.isfinite().all()
+        if spec.decoder is None:
+            return
+        batch, cache = tp_models.decode_batch(share, num_seqs=40, num_keys=20)
+        found = tp_models.layers_run(share, batch, cache)()
+        assert found.shape == (32 if deals else 40, 64) and found.isfinite().all()
+
+
+def test_the_cases_of_the_suites() -> None:
+    names = [shape.name for shape in tp_layer.shapes()]
+    for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        names += [f"{op} {shape.name}" for shape in comm.shapes(op)]
+    assert len(set(names)) == len(names)
+    (packed,) = (s for s in tp_layer.shapes() if s.name == "gpt3-prefill-a06-2048x8")
+    assert abs(packed.lengths.mean() - 0.6 * 2048) < 2
+
+
+def test_what_the_times_say_of_overlap() -> None:
+    times = {"ours": 11.0, "gemm": 10.0, "nccl": 4.0, "cublas-nccl": 14.0, "one-gpu": 20.0}
+    found = overlap_measurement(times, shape={"m": 3})
+    assert found.rivals == {"cublas-nccl": 14.0, "one-gpu": 20.0} and found.floor == 10.0
+    assert found.shape["e_overlap"] == 0.75 and found.shape["ceiling"] == 1.4
+    assert found.shape["of_floor"] == 0.909 and found.shape["m"] == 3
+
+
+def test_the_tuner_keeps_the_lines_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    for op, tp in (("gemm_all_reduce", 2), ("gemm_all_reduce", 4), ("gemm_all_reduce", 2)):
+        line = {"op": op, "tp": tp, "n": 64, "k": 64, "is_gated": False, "plans": []}
+        tune_comm.write_lines(path, [line], device="a GPU")
+    table = json.loads(path.read_text())
+    assert [line["tp"] for line in table["lines"]] == [4, 2] and table["device"] == "a GPU"
+
+
+def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pushes = [("64x64", 64, 64, True), ("128x128", 128, 128, True)]
+    monkeypatch.setattr("bytetx.ops.native.push_tilings", lambda: pushes)
+    few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
+    assert [(p.way, p.splits) for p in few[2:]] == [("64x64", s) for s in (1, 2, 4, 8)]
+    many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
+    assert [p.way for p in many] == ["linear", "cublas", "128x192", "128x128"]
+    assert {layer.tp for layer in tune_comm.layers_of("all_gather_gemm", 2)} == {2}
+
+
+def test_the_scheme_that_loses_least(tmp_path: Path) -> None:
+    times = {
+        rows: {0: 10 + rows / 10, 16: 30 + rows / 20, 128: 38 + rows / 40}
+        for rows in (64, 256, 512, 1024)
+    }
+    scheme = tune_rows.best_scheme(times)
+    assert scheme == RowScheme(512, ((0, 128),))
+    path = tmp_path / "schemes.json"
+    old, other = ({"tp": tp, "hidden_size": 768} for tp in (2, 4))
+    path.write_text(json.dumps({"cpu": [old], "cuda": [old, other]}))
+    tune_rows.write_scheme(path, scheme, size=2, hidden_size=768)
+    own = old | {"shard_from_tokens": 512, "tiles": [[0, 128]]}
+    assert json.loads(path.read_text()) == {"cpu": [old], "cuda": [own, other]}
+
+
+def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs of a case, each once, with a clock that says that ours was the fastest."""
+    seen: list[str] = []
+
+    def once(runs: dict, notes: list[str], **options: object) -> dict[str, float]:
+        with torch.inference_mode():
+            for run in runs.values():
+                run()
+        seen.extend(runs)
+        return {name: {"ours": 20.0, "gemm": 18.0, "nccl": 6.0}.get(name, 30.0) for name in runs}
+
+    on_cpu = partial(tp_models.random_share, device="cpu")
+    monkeypatch.setattr(tp_layer, "random_share", on_cpu)
+    monkeypatch.setattr(tp_layer, "ranks_us", once)
+    monkeypatch.setattr(tp_models, "MODELS", {"tiny": tp_models.MODELS["gpt3"] | TINY["gpt3"]})
+    rows = RowScheme(24, ((0, 16),))
+    group = TpGroup(0, 2, torch.device("cpu"), tp_layer.NoCollectives(0), None, rows)
+    for num_keys in (None, 20):
+        lengths = np.array([17, 30]) if num_keys is None else np.ones(40, dtype=np.int64)
+        shape = tp_layer.Shape("tiny", "tiny", lengths, num_keys)
+        found = tp_layer.measure(shape, Gpu(), ranks=Ranks(group, "a group"))
+        assert found.ours == 10 and found.floor == 9 and found.shape["e_overlap"] == 0.833
+        assert set(found.rivals) == {"bytetx-nccl", "cublas-nccl", "one-gpu"}
+    assert seen.count("cublas") == 2

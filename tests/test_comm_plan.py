@@ -1,0 +1,82 @@
+"""How layers that carry their communication run: the table's lines, and the rule beyond them."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.resources import files
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bytetx.ops import comm_plan, native
+from bytetx.ops.comm_plan import CUBLAS, LINEAR, TABLE_FILE, CommPlan, Layer, plan_comm
+
+PUSHES = [("64x32", 64, 32, True), ("64x64", 64, 64, True), ("128x128", 128, 128, True)]
+SUM = Layer("gemm_all_reduce", 2, 1024, 4096)
+LINES = {
+    ("gemm_all_reduce", 2, 1024, 4096, False): [(64, "64x32", 4), (256, CUBLAS, 1)],
+    ("gemm_all_reduce", 2, 8192, 8192, False): [(64, CUBLAS, 1), (256, "not-built", 1)],
+    ("gemm_all_reduce", 4, 1024, 1024, False): [(64, LINEAR, 1)],
+    ("gemm_reduce_scatter", 2, 1024, 512, False): [
+        (512, "128x192", 1),
+        (1024, "128x128", 1),
+        (4096, CUBLAS, 1),
+    ],
+    ("all_gather_gemm", 2, 4096, 1024, True): [(4096, LINEAR, 1)],
+}
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(native, "push_tilings", lambda: PUSHES)
+    monkeypatch.setattr(comm_plan, "_table", lambda: LINES)
+    plan_comm.cache_clear()
+    yield
+    plan_comm.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("m", "plan"), [(1, "64x32"), (64, "64x32"), (65, CUBLAS), (256, CUBLAS), (9999, CUBLAS)]
+)
+def test_rows_take_the_first_plan_that_was_measured_with_as_many(m: int, plan: str) -> None:
+    assert plan_comm(SUM, m).way == plan
+
+
+@pytest.mark.parametrize(("m", "plan"), [(300, "128x192"), (750, "128x128"), (5000, CUBLAS)])
+def test_dealt_rows_take_the_nearest_plan(m: int, plan: str) -> None:
+    assert plan_comm(Layer("gemm_reduce_scatter", 2, 1024, 512), m).way == plan
+
+
+def test_a_size_that_was_not_measured_takes_the_nearest_one() -> None:
+    assert plan_comm(replace(SUM, n=1536, k=3072), 64) == CommPlan("64x32", 4)
+    assert plan_comm(replace(SUM, n=8192, k=14336), 64) == CommPlan(CUBLAS)
+
+
+def test_other_ops_and_groups_are_no_neighbours() -> None:
+    assert plan_comm(replace(SUM, tp=4), 64).way == LINEAR
+    assert plan_comm(replace(SUM, tp=8), 64).way == "64x64"  # the rule's
+    assert plan_comm(Layer("all_gather_gemm", 2, 4096, 1024), 4096).is_fused
+    assert not plan_comm(Layer("all_gather_gemm", 2, 4096, 1024, is_gated=True), 4096).is_fused
+
+
+def test_a_tiling_that_was_not_built_is_the_rules_to_choose() -> None:
+    layer = replace(SUM, n=8192, k=8192)
+    assert plan_comm(layer, 256) == plan_comm(replace(layer, is_even=False), 256)
+
+
+@given(st.integers(1, 9999), st.integers(1, 64), st.integers(1, 99), st.integers(1, 99))
+def test_uneven_shares_agree_on_whether_a_kernel_runs(m: int, n: int, k: int, other: int) -> None:
+    """Each rank asks with a share of k of its own; its splits may differ."""
+    plans = [plan_comm(replace(SUM, n=128 * n, k=64 * own, is_even=False), m) for own in (k, other)]
+    assert plans[0].is_fused == plans[1].is_fused
+    assert plans[0].way == plans[1].way
+
+
+def test_the_table_that_ships() -> None:
+    lines = json.loads((files("bytetx.ops") / TABLE_FILE).read_text())["lines"]
+    for line in lines:
+        rows = [m for m, _, _ in line["plans"]]
+        assert rows == sorted(set(rows)) and len(rows) > 1
+        assert line["tp"] in (2, 4, 8)
+        assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
