@@ -64,17 +64,6 @@ __device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t ep
     comm::fence_proxies();  // what follows are loads by TMA
 }
 
-// A tile's ends, without a residual.
-template <typename C, Epilogue kEpilogue, bool kGated>
-struct GatherEdge : TileEdge<C, kEpilogue, kGated> {
-    template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums) const {
-#pragma unroll
-        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
-        if (this->p.bias != nullptr) this->add_bias(sums);
-    }
-};
-
 template <typename C>
 __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
                                                  const BandSchedule<C>& at, uint32_t epoch) {
@@ -251,7 +240,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume(p.gemm, s.gemm, at,
-                [&](int m, int n) { return GatherEdge<C, kEpilogue, kGated>{{p.gemm, m, n}}; });
+                [&](int m, int n) { return TileEdge<C, kEpilogue, kGated>{p.gemm, m, n}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

@@ -129,18 +129,18 @@ struct TileEdge {
 
     __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
 
-    // sums = bias + residual, or 0: of several CTAs that share k one adds them. Addresses outside
-    // are moved inside instead of skipped, so that no branch keeps the loads from overlapping.
+    // sums = bias, or 0. Addresses outside are moved inside instead of skipped, so that no branch
+    // keeps the loads from overlapping.
     template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums, bool is_first = true) const {
+    __device__ __forceinline__ void load(Sums& sums) const {
 #pragma unroll
         for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
-        if (is_first && p.residual != nullptr) add_residual(sums);
-        if (is_first && p.bias != nullptr) add_bias(sums);
+        if (p.bias != nullptr) add_bias(sums);
     }
 
-    // The same where each of these CTAs adds them to the units that it will finish. The bias is a
-    // constant: it is under way before wait(), which must come before what kernels write.
+    // sums = bias + residual, or 0: each of the CTAs that share k adds them to the units that it
+    // will finish. The bias is a constant: it is under way before wait(), which must come before
+    // what kernels write.
     template <typename Sums, typename Wait>
     __device__ __forceinline__ void load_units(Sums& sums, int rank, int num_ranks,
                                                const Wait& wait) const {
@@ -194,7 +194,7 @@ struct TileEdge {
     }
 
     template <typename Sums>
-    __device__ __forceinline__ void add(Sums& sums, int i, int q, uint4 eight) const {
+    static __device__ __forceinline__ void add(Sums& sums, int i, int q, uint4 eight) {
         const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int e = 0; e < 8; e += 2) {

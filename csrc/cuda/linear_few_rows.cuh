@@ -25,6 +25,12 @@ struct FewRowsTiling {
     static constexpr int kThreads = kConsumerThreads + 32;  // and a warp that fetches
 };
 
+// Rows of a tile that m does not have are not fetched: as zeros they would take as long as rows that
+// are there. What shared memory holds in their place stays in rows that are not stored.
+struct FewRowsParams : Params {
+    int stage_bytes;  // that a stage gets
+};
+
 // Feature blocks [begin, end) of one CTA.
 struct Share {
     int begin, end;
@@ -36,10 +42,11 @@ __device__ __forceinline__ Share share_of(int num_blocks, int rank, int num_rank
 
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
-__device__ __forceinline__ void fetch_all(const Params& p, Smem<C>& s, Share share, int m, int n) {
+__device__ __forceinline__ void fetch_all(const FewRowsParams& p, Smem<C>& s, Share share, int m,
+                                          int n) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const auto fetch_weights = [&](int stage, int block) {
-        FullBarrier::arrive_and_expect_tx(&s.full[stage], C::kStageBytes);
+        FullBarrier::arrive_and_expect_tx(&s.full[stage], p.stage_bytes);
         cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.full[stage], hint, s.b[stage], block * kBlockK, 0, 0,
                                      0, n / kPermutedRows);
     };
@@ -67,7 +74,7 @@ struct FewRowsSmem {
 
 template <typename C, Epilogue kEpilogue, bool kGated>
 __global__ void __launch_bounds__(C::Tile::kThreads)
-    gemm_few_rows_kernel(const __grid_constant__ Params p) {
+    gemm_few_rows_kernel(const __grid_constant__ FewRowsParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& all = *reinterpret_cast<FewRowsSmem<C>*>(smem);
     Smem<C>& s = all.ring;

@@ -8,19 +8,21 @@
 #include "common/tensor_map.cuh"
 #include "cuda/linear_few_rows.cuh"
 #include "cuda/linear_kernel.cuh"
+#include "cuda/linear_residual.cuh"
 #include "ops.h"
 
 namespace bytetx::gemm {
 
 inline CUtensorMap encode_map(const LinearParams& o, const void* data, int rank,
                               const cuuint64_t* sizes, const cuuint64_t* strides,
-                              const cuuint32_t* box) {
+                              const cuuint32_t* box,
+                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const CUresult status = tensor_map_encoder()(
         &map, o.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
         const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::invalid_argument("linear: no tensor map (CUresult " + std::to_string(status) +
@@ -46,6 +48,15 @@ inline CUtensorMap make_b_map(const LinearParams& o, int box_rows) {
                                    kPermutedRows * row_bytes};
     const cuuint32_t box[5] = {kBlockK, 2, 4, 4, cuuint32_t(box_rows / kPermutedRows)};
     return encode_map(o, o.b, 5, sizes, strides, box);
+}
+
+// Boxes of kTileN / 32 times 32 columns, one behind the other; absent rows read as zero.
+template <typename C>
+CUtensorMap make_residual_map(const LinearParams& o) {
+    const cuuint64_t sizes[3] = {kPermutedRows, cuuint64_t(o.m), cuuint64_t(o.n / kPermutedRows)};
+    const cuuint64_t strides[2] = {cuuint64_t(o.n) * kElementBytes, kPermutedRows * kElementBytes};
+    const cuuint32_t box[3] = {kPermutedRows, C::kTileM, C::kTileN / kPermutedRows};
+    return encode_map(o, o.residual, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 inline ActivationConstants activation_constants(Activation activation) {
@@ -104,48 +115,60 @@ int max_clusters(Kernel kernel, int smem_bytes) {
     return count;
 }
 
-constexpr int kMostSmemBytes = 227 * 1024;
-
 // Fewer splits than asked for where k has not as many blocks, or shared memory no room.
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch_few_rows(const Params& p, int splits, cudaStream_t stream) {
+void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
     static_assert(sizeof(FewRowsSmem<C>) <= kMostSmemBytes);
     const auto smem_bytes = [](int ranks) {
         const bool has_parts = Parts<C, kEpilogue, kGated>::are_used(ranks);
         const int bytes = has_parts ? Parts<C, kEpilogue, kGated>::memory_bytes(ranks) : 0;
         return static_cast<int>(sizeof(FewRowsSmem<C>)) + bytes;
     };
-    int ranks = std::clamp(splits, 1, p.num_k_blocks);
+    const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
+    FewRowsParams p{make_params<C>(o), (a_rows + C::kTileN) * kBlockK * kElementBytes};
+    p.a = make_a_map(o, a_rows);
+    int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
     while (ranks > 1 && smem_bytes(ranks) > kMostSmemBytes) --ranks;
-    const auto kernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
-    allow_smem(kernel, kMostSmemBytes);
-    launch_kernel(kernel,
+    constexpr auto kKernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
+    allow_smem_once<kKernel>(kMostSmemBytes);
+    launch_kernel(kKernel,
                   {dim3(p.tiles_m * p.tiles_n * ranks), dim3(C::Tile::kThreads), smem_bytes(ranks),
                    stream, ranks},
                   p);
 }
 
+template <typename C, auto kKernel, int kSmemBytes, typename P>
+void launch_persistent(const P& p, cudaStream_t stream) {
+    static_assert(kSmemBytes <= kMostSmemBytes);
+    allow_smem_once<kKernel>(kSmemBytes);
+    static const int most = max_clusters<C>(kKernel, kSmemBytes);
+    const int num_clusters = std::min(most, p.tiles_m * p.tiles_n);
+    launch_kernel(kKernel,
+                  {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,
+                   C::kClusterCtas},
+                  p);
+}
+
 template <typename C, Epilogue kEpilogue, bool kGated>
 void launch(const LinearParams& o, cudaStream_t stream) {
-    const Params p = make_params<C>(o);
     if constexpr (C::Tile::kIsForFewRows) {
-        launch_few_rows<C, kEpilogue, kGated>(p, o.splits, stream);
+        launch_few_rows<C, kEpilogue, kGated>(o, stream);
     } else {
-        constexpr int kSmemBytes = sizeof(Smem<C>);
-        static_assert(kSmemBytes <= kMostSmemBytes);
-        const auto kernel = gemm_kernel<C, kEpilogue, kGated>;
-        allow_smem(kernel, kSmemBytes);
-        static const int most = max_clusters<C>(kernel, kSmemBytes);
-        const int num_clusters = std::min(most, p.tiles_m * p.tiles_n);
-        launch_kernel(kernel,
-                      {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,
-                       C::kClusterCtas},
-                      p);
+        const Params p = make_params<C>(o);
+        launch_persistent<C, gemm_kernel<C, kEpilogue, kGated>, sizeof(Smem<C>)>(p, stream);
     }
 }
 
-template <typename C>
+template <typename T, typename Tile>
+void launch_residual(const LinearParams& o, cudaStream_t stream) {
+    using C = Config<T, WithResidual<Tile>>;
+    const ResidualParams p{make_params<C>(o), make_residual_map<C>(o)};
+    launch_persistent<C, gemm_residual_kernel<C>, sizeof(ResidualSmem<C>)>(p, stream);
+}
+
+template <typename T, typename Tile>
 void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
+    using C = Config<T, Tile>;
     // Wider tiles spill where they gate in bf16.
     constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
     const bool is_erf = o.activation == Activation::gelu;
@@ -157,6 +180,9 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
         throw std::invalid_argument("linear: only tilings of 64 or 128 columns gate");
     }
     if (is_erf) return launch<C, Epilogue::erf, false>(o, stream);
+    if constexpr (!Tile::kIsForFewRows) {
+        if (o.residual != nullptr) return launch_residual<T, Tile>(o, stream);
+    }
     if (o.activation == Activation::none || o.activation == Activation::relu) {
         return launch<C, Epilogue::linear, false>(o, stream);
     }
@@ -166,8 +192,8 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
 // The body of a tiling's launcher.
 template <typename Tile>
 void launch_tiling(const LinearParams& o, cudaStream_t stream) {
-    if (o.dtype == DType::f16) return launch_epilogue<Config<cutlass::half_t, Tile>>(o, stream);
-    launch_epilogue<Config<cutlass::bfloat16_t, Tile>>(o, stream);
+    if (o.dtype == DType::f16) return launch_epilogue<cutlass::half_t, Tile>(o, stream);
+    launch_epilogue<cutlass::bfloat16_t, Tile>(o, stream);
 }
 
 }  // namespace bytetx::gemm

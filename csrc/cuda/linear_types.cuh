@@ -26,6 +26,7 @@ namespace bytetx::gemm {
 constexpr int kWarpgroupThreads = 128;
 constexpr int kBlockK = 64;  // features of a stage: one swizzled row of 128 bytes
 constexpr int kElementBytes = 2;
+constexpr int kMostSmemBytes = 227 * 1024;  // of a CTA
 // Rows of b that are permuted among themselves on their way to shared memory: row 8 * i + 2 * t + e
 // there is row 8 * t + 2 * i + e of b. wgmma gives thread t of a quad columns 8 * i + 2 * t + {0, 1}
 // of its result; so they are eight neighbours of d, and 16 bytes to load or store.
