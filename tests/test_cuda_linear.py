@@ -26,7 +26,7 @@ CUTS = [
     for name, _, _, is_for_few_rows in native.linear_tilings()
     for splits in ((1, 2, 3, 8) if is_for_few_rows else (1,))
 ]
-ROWS = [1, 63, 64, 65, 128, 191, 300, 1000]
+ROWS = [1, 24, 63, 64, 65, 100, 128, 191, 300, 1000]
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,22 @@ def test_every_tiling(name: str, splits: int, dtype: torch.dtype, m: int) -> Non
             poison_free_memory()
             ours = run_kernel(x, w, plan=plan, activation=activation, residual=rest)
             assert_right(ours, x, w, activation, rest)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, _, _, is_few in native.linear_tilings() if not is_few]
+)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_many_tiles_a_cta(name: str, dtype: torch.dtype) -> None:
+    """Each CTA's rings and its place for residuals go round several times."""
+    plan = LinearPlan(index_of(name))
+    x, w, residual = random_layer(20001, 768, 200, dtype)
+    for activation, rest in (("none", residual), ("gelu", None)):
+        poison_free_memory()
+        ours = run_kernel(x, w, plan=plan, activation=activation, residual=rest)
+        assert_right(ours, x, w, activation, rest)
+        again = run_kernel(x, w, plan=plan, activation=activation, residual=rest)
+        assert torch.equal(again, ours)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -29,7 +29,12 @@ struct FewRowsTiling {
 // are there. What shared memory holds in their place stays in rows that are not stored.
 struct FewRowsParams : Params {
     int stage_bytes;  // that a stage gets
+    const void* ahead;  // what the next product reads
+    int64_t ahead_bytes;
 };
+
+constexpr int64_t kMostBytesAhead = 16 << 20;  // a third of the L2; more would push out other rows
+constexpr int64_t kPieceBytes = 16 << 10;
 
 // Feature blocks [begin, end) of one CTA.
 struct Share {
@@ -38,6 +43,16 @@ struct Share {
 
 __device__ __forceinline__ Share share_of(int num_blocks, int rank, int num_ranks) {
     return {num_blocks * rank / num_ranks, num_blocks * (rank + 1) / num_ranks};
+}
+
+// One thread: this CTA's pieces, on their way into L2. They are weights, and so nobody's result.
+__device__ __forceinline__ void fetch_ahead(const FewRowsParams& p) {
+    const auto* data = static_cast<const uint8_t*>(p.ahead);
+    for (int64_t at = blockIdx.x * kPieceBytes; at < p.ahead_bytes; at += gridDim.x * kPieceBytes) {
+        const auto size = static_cast<uint32_t>(min(kPieceBytes, p.ahead_bytes - at));
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data + at), "r"(size)
+                     : "memory");
+    }
 }
 
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
@@ -53,6 +68,7 @@ __device__ __forceinline__ void fetch_all(const FewRowsParams& p, Smem<C>& s, Sh
     const int early = min(C::kStages, share.end - share.begin);
     cute::prefetch_tma_descriptor(&p.a);
     for (int i = 0; i < early; ++i) fetch_weights(i, share.begin + i);
+    fetch_ahead(p);
     wait_for_prior_kernel();
     RingIndex<C::kStages> ring;
     for (int block = share.begin; block < share.end; ++block, ring.advance()) {

@@ -9,7 +9,7 @@
 #include "cuda/linear_few_rows.cuh"
 #include "cuda/linear_kernel.cuh"
 #include "cuda/linear_residual.cuh"
-#include "ops.h"
+#include "linear_ops.h"
 
 namespace bytetx::gemm {
 
@@ -117,7 +117,7 @@ int max_clusters(Kernel kernel, int smem_bytes) {
 
 // Fewer splits than asked for where k has not as many blocks, or shared memory no room.
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
+void launch_few_rows(const LinearCall& o, cudaStream_t stream) {
     static_assert(sizeof(FewRowsSmem<C>) <= kMostSmemBytes);
     const auto smem_bytes = [](int ranks) {
         const bool has_parts = Parts<C, kEpilogue, kGated>::are_used(ranks);
@@ -125,7 +125,8 @@ void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
         return static_cast<int>(sizeof(FewRowsSmem<C>)) + bytes;
     };
     const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
-    FewRowsParams p{make_params<C>(o), (a_rows + C::kTileN) * kBlockK * kElementBytes};
+    FewRowsParams p{make_params<C>(o), (a_rows + C::kTileN) * kBlockK * kElementBytes, o.ahead,
+                    std::min(o.ahead_bytes, kMostBytesAhead)};
     p.a = make_a_map(o, a_rows);
     int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
     while (ranks > 1 && smem_bytes(ranks) > kMostSmemBytes) --ranks;
@@ -150,7 +151,7 @@ void launch_persistent(const P& p, cudaStream_t stream) {
 }
 
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch(const LinearParams& o, cudaStream_t stream) {
+void launch(const LinearCall& o, cudaStream_t stream) {
     if constexpr (C::Tile::kIsForFewRows) {
         launch_few_rows<C, kEpilogue, kGated>(o, stream);
     } else {
@@ -167,7 +168,7 @@ void launch_residual(const LinearParams& o, cudaStream_t stream) {
 }
 
 template <typename T, typename Tile>
-void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
+void launch_epilogue(const LinearCall& o, cudaStream_t stream) {
     using C = Config<T, Tile>;
     // Wider tiles spill where they gate in bf16.
     constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
@@ -191,7 +192,7 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_tiling(const LinearParams& o, cudaStream_t stream) {
+void launch_tiling(const LinearCall& o, cudaStream_t stream) {
     if (o.dtype == DType::f16) return launch_epilogue<cutlass::half_t, Tile>(o, stream);
     launch_epilogue<cutlass::bfloat16_t, Tile>(o, stream);
 }
