@@ -20,6 +20,18 @@ struct RingIndex {
     }
 };
 
+// The same of `size` buffers, which only the launch knows.
+struct AnyRingIndex {
+    int size;
+    int index = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == size) {
+            index = 0;
+            phase ^= 1;
+        }
+    }
+};
+
 // Makes a value that is the same in every lane known as such: loops over it then run on uniform
 // registers, which wgmma's descriptors need anyway.
 __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }

@@ -11,8 +11,9 @@
 
 namespace bytetx::gemm {
 
-// Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums.
-template <int kTogether_, int kRowBlocks_, int kTileN_, int kStages_>
+// Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums. kStages: at most; the
+// launch says how many.
+template <int kTogether_, int kRowBlocks_, int kTileN_, int kStages_ = 16>
 struct FewRowsTiling {
     static constexpr int kTogether = kTogether_;
     static constexpr int kRowBlocks = kRowBlocks_;
@@ -28,6 +29,7 @@ struct FewRowsTiling {
 // Rows of a tile that m does not have are not fetched: as zeros they would take as long as rows that
 // are there. What shared memory holds in their place stays in rows that are not stored.
 struct FewRowsParams : Params {
+    int num_stages;
     int stage_bytes;  // that a stage gets
     const void* ahead;  // what the next product reads
     int64_t ahead_bytes;
@@ -45,6 +47,25 @@ __device__ __forceinline__ Share share_of(int num_blocks, int rank, int num_rank
     return {num_blocks * rank / num_ranks, num_blocks * (rank + 1) / num_ranks};
 }
 
+template <typename C>
+struct FewRowsSmem {
+    uint64_t full[C::kStages], empty[C::kStages];
+    uint64_t arrived;
+    struct {
+        alignas(1024) typename C::Element a[C::kAElements], b[C::kBElements];
+    } stages[1];  // as many as the launch has, then parts
+};
+
+template <typename C>
+__device__ __forceinline__ typename C::Element* a_of(FewRowsSmem<C>& s, int stage) {
+    return s.stages[stage].a;
+}
+
+template <typename C>
+__device__ __forceinline__ typename C::Element* b_of(FewRowsSmem<C>& s, int stage) {
+    return s.stages[stage].b;
+}
+
 // One thread: this CTA's pieces, on their way into L2. They are weights, and so nobody's result.
 __device__ __forceinline__ void fetch_ahead(const FewRowsParams& p) {
     const auto* data = static_cast<const uint8_t*>(p.ahead);
@@ -57,51 +78,44 @@ __device__ __forceinline__ void fetch_ahead(const FewRowsParams& p) {
 
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
-__device__ __forceinline__ void fetch_all(const FewRowsParams& p, Smem<C>& s, Share share, int m,
-                                          int n) {
+__device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>& s, Share share,
+                                          int m, int n) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const auto fetch_weights = [&](int stage, int block) {
         FullBarrier::arrive_and_expect_tx(&s.full[stage], p.stage_bytes);
-        cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.full[stage], hint, s.b[stage], block * kBlockK, 0, 0,
-                                     0, n / kPermutedRows);
+        cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.full[stage], hint, b_of(s, stage), block * kBlockK, 0,
+                                     0, 0, n / kPermutedRows);
     };
-    const int early = min(C::kStages, share.end - share.begin);
+    const int early = min(p.num_stages, share.end - share.begin);
     cute::prefetch_tma_descriptor(&p.a);
     for (int i = 0; i < early; ++i) fetch_weights(i, share.begin + i);
     fetch_ahead(p);
     wait_for_prior_kernel();
-    RingIndex<C::kStages> ring;
+    AnyRingIndex ring{p.num_stages};
     for (int block = share.begin; block < share.end; ++block, ring.advance()) {
         if (block - share.begin >= early) {
             EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with consume_tile
             fetch_weights(ring.index, block);
         }
-        cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[ring.index], hint, s.a[ring.index],
-                                     block * kBlockK, m);
+        cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[ring.index], hint,
+                                     a_of(s, ring.index), block * kBlockK, m);
     }
 }
-
-template <typename C>
-struct FewRowsSmem {
-    Smem<C> ring;
-    uint64_t arrived;
-    alignas(128) float4 parts[1];  // as many as the launch has room for
-};
 
 template <typename C, Epilogue kEpilogue, bool kGated>
 __global__ void __launch_bounds__(C::Tile::kThreads)
     gemm_few_rows_kernel(const __grid_constant__ FewRowsParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& all = *reinterpret_cast<FewRowsSmem<C>*>(smem);
-    Smem<C>& s = all.ring;
+    auto& s = *reinterpret_cast<FewRowsSmem<C>*>(smem);
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
-    const Parts<C, kEpilogue, kGated> parts{all.parts, &all.arrived, rank, num_ranks};
+    const Parts<C, kEpilogue, kGated> parts{reinterpret_cast<float4*>(s.stages + p.num_stages),
+                                            &s.arrived, rank, num_ranks};
     const int tile = static_cast<int>(blockIdx.x) / num_ranks;
     const int m = tile / p.tiles_n * C::kTileM, n = tile % p.tiles_n * C::kTileN;
     const Share share = share_of(p.num_k_blocks, rank, num_ranks);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < C::kStages; ++i) {
+        for (int i = 0; i < p.num_stages; ++i) {
             FullBarrier::init(&s.full[i], 1);
             EmptyBarrier::init(&s.empty[i], 4 * C::Tile::kTogether);
         }
@@ -122,7 +136,7 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
     const TileEdge<C, kEpilogue, kGated> edge{p, m + group * C::kWarpgroupM, n};
     // The residual is another kernel's, and d may be what one still reads.
     edge.load_units(sums, rank, num_ranks, [] { wait_for_prior_kernel(); });
-    RingIndex<C::kStages> ring;
+    AnyRingIndex ring{p.num_stages};
     const auto release = [&](int stage) {
         if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
     };

@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void linear_few_128x96(const LinearCall& p, cudaStream_t stream) {
-    launch_tiling<FewRowsTiling<2, 1, 96, 5>>(p, stream);
+    launch_tiling<FewRowsTiling<2, 1, 96>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

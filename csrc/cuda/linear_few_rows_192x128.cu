@@ -5,7 +5,7 @@
 namespace bytetx::gemm {
 
 void linear_few_192x128(const LinearCall& p, cudaStream_t stream) {
-    launch_tiling<FewRowsTiling<3, 1, 128, 3>>(p, stream);
+    launch_tiling<FewRowsTiling<3, 1, 128>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

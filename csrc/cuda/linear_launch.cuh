@@ -115,27 +115,45 @@ int max_clusters(Kernel kernel, int smem_bytes) {
     return count;
 }
 
-// Fewer splits than asked for where k has not as many blocks, or shared memory no room.
+constexpr int kSmemBytesOfTwo = 113 * 1024;  // of each of two CTAs of an SM
+constexpr int kFewestStages = 3;             // that hide a trip to L2
+
+// Whether an SM should hold two CTAs: there are more than SMs. Clusters of three and more leave some
+// of those unused, an H200's of four and eight 12 of 132.
+inline bool are_crowded(int ctas, int ranks) {
+    return ctas > (ranks > 2 ? num_sms() * 10 / 11 : num_sms());
+}
+
+// Fewer splits than asked for where k has not as many blocks, or shared memory no room. A stage for
+// every block of a CTA where there is room: weights that have one are fetched before the kernel
+// before has ended.
 template <typename C, Epilogue kEpilogue, bool kGated>
 void launch_few_rows(const LinearCall& o, cudaStream_t stream) {
-    static_assert(sizeof(FewRowsSmem<C>) <= kMostSmemBytes);
-    const auto smem_bytes = [](int ranks) {
-        const bool has_parts = Parts<C, kEpilogue, kGated>::are_used(ranks);
-        const int bytes = has_parts ? Parts<C, kEpilogue, kGated>::memory_bytes(ranks) : 0;
-        return static_cast<int>(sizeof(FewRowsSmem<C>)) + bytes;
+    using P = Parts<C, kEpilogue, kGated>;
+    constexpr int kStage = sizeof(FewRowsSmem<C>::stages), kHead = sizeof(FewRowsSmem<C>) - kStage;
+    const auto parts_bytes = [](int ranks) {
+        return P::are_used(ranks) ? P::memory_bytes(ranks) : 0;
     };
     const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
-    FewRowsParams p{make_params<C>(o), (a_rows + C::kTileN) * kBlockK * kElementBytes, o.ahead,
+    FewRowsParams p{make_params<C>(o), 0, (a_rows + C::kTileN) * kBlockK * kElementBytes, o.ahead,
                     std::min(o.ahead_bytes, kMostBytesAhead)};
     p.a = make_a_map(o, a_rows);
     int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
-    while (ranks > 1 && smem_bytes(ranks) > kMostSmemBytes) --ranks;
+    while (ranks > 1 && kHead + kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
+    const int ctas = p.tiles_m * p.tiles_n * ranks;
+    const int wanted = std::min(C::kStages, (p.num_k_blocks + ranks - 1) / ranks);
+    const auto stages_in = [&](int bytes) {
+        return std::min(wanted, (bytes - kHead - parts_bytes(ranks)) / kStage);
+    };
+    p.num_stages = stages_in(kMostSmemBytes);
+    if (are_crowded(ctas, ranks)) {
+        const int shallow = stages_in(kSmemBytesOfTwo);
+        if (shallow >= std::min(wanted, kFewestStages)) p.num_stages = shallow;
+    }
+    const int smem_bytes = kHead + p.num_stages * kStage + parts_bytes(ranks);
     constexpr auto kKernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
     allow_smem_once<kKernel>(kMostSmemBytes);
-    launch_kernel(kKernel,
-                  {dim3(p.tiles_m * p.tiles_n * ranks), dim3(C::Tile::kThreads), smem_bytes(ranks),
-                   stream, ranks},
-                  p);
+    launch_kernel(kKernel, {dim3(ctas), dim3(C::Tile::kThreads), smem_bytes, stream, ranks}, p);
 }
 
 template <typename C, auto kKernel, int kSmemBytes, typename P>

@@ -32,8 +32,11 @@ __device__ __forceinline__ void fetch_b(const Params& p, Smem<C>& s, int stage, 
 
 // One thread. Weights are nobody's result: the first stages of them are under way while the kernel
 // before still runs.
-template <typename C, typename At>
-__device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& at) {
+//
+// on_fetched(tile, block): called when a block's fetches are under way.
+template <typename C, typename At, typename OnFetched>
+__device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& at,
+                                        const OnFetched& on_fetched) {
     const auto fetch_weights = [&](int stage, int block, int n) {
         FullBarrier::arrive_and_expect_tx(&s.full[stage], C::kStageBytes);
         fetch_b(p, s, stage, at.rank, block * kBlockK, n);
@@ -53,8 +56,24 @@ __device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& a
                 fetch_weights(ring.index, block, n);
             }
             fetch_a(p, s, ring.index, block * kBlockK, m);
+            on_fetched(tile, block);
         }
     }
+}
+
+template <typename C, typename At>
+__device__ __forceinline__ void produce(const Params& p, Smem<C>& s, const At& at) {
+    produce(p, s, at, [](int, int) {});
+}
+
+template <typename C>
+__device__ __forceinline__ typename C::Element* a_of(Smem<C>& s, int stage) {
+    return s.a[stage];
+}
+
+template <typename C>
+__device__ __forceinline__ typename C::Element* b_of(Smem<C>& s, int stage) {
+    return s.b[stage];
 }
 
 // Arrives, once a warp, at every CTA that writes to this stage of this CTA.
@@ -71,8 +90,9 @@ __device__ __forceinline__ void release_stage(Smem<C>& s, int stage) {
 // sums += rows of a times rows of b over `num_blocks` stages; `ring` is at the first of them and
 // ends behind the last. release(stage) gives one back; on_last() is called when all have been seen
 // full.
-template <typename C, typename Release, typename OnLast>
-__device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C::kStages>& ring,
+template <typename C, template <typename> typename S, typename Ring, typename Release,
+          typename OnLast>
+__device__ __forceinline__ void multiply(S<C>& s, int num_blocks, Ring& ring,
                                          typename C::Sums& sums, Release&& release,
                                          OnLast&& on_last, int a_offset = 0) {
     using namespace cute;
@@ -82,9 +102,9 @@ __device__ __forceinline__ void multiply(Smem<C>& s, int num_blocks, RingIndex<C
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.full[ring.index], ring.phase);
         Tensor a_tile =
-            make_tensor(make_smem_ptr(C::operand(s.a[ring.index]) + a_offset), typename C::LayoutA{});
+            make_tensor(make_smem_ptr(C::operand(a_of(s, ring.index)) + a_offset), typename C::LayoutA{});
         Tensor b_tile =
-            make_tensor(make_smem_ptr(C::operand(s.b[ring.index])), typename C::LayoutB{});
+            make_tensor(make_smem_ptr(C::operand(b_of(s, ring.index))), typename C::LayoutB{});
         Tensor a = thread.partition_fragment_A(a_tile);
         Tensor b = thread.partition_fragment_B(b_tile);
         warpgroup_arrive();

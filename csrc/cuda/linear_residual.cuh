@@ -36,19 +36,38 @@ __device__ __forceinline__ void init_residual_barriers(ResidualSmem<C>& s) {
     EmptyBarrier::init(&s.residual_empty, 4);
 }
 
-// One thread beside the producer's: a tile's residuals, as soon as those before have been read.
+// One thread: the residuals of the CTA's `turn`-th tile, at row m and column n.
+template <typename C>
+__device__ __forceinline__ void fetch_residual(const CUtensorMap& map, ResidualSmem<C>& s, int turn,
+                                               int m, int n) {
+    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
+    uint64_t* full = &s.residual_full[turn % C::kConsumers];
+    FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
+    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, s.residual, 0, m, n / kPermutedRows);
+}
+
+// One thread beside the producer's: every tile's, as soon as those before have been read.
 template <typename C, typename At>
 __device__ __forceinline__ void fetch_residuals(const Params& p, const CUtensorMap& map,
                                                 ResidualSmem<C>& s, const At& at) {
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     int turn = 0;
     for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters, ++turn) {
-        EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
-        uint64_t* full = &s.residual_full[turn % C::kConsumers];
-        FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
-        cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, s.residual, 0, at.tile_m(p, tile),
-                                     at.tile_n(p, tile) / kPermutedRows);
+        fetch_residual(map, s, turn, at.tile_m(p, tile), at.tile_n(p, tile));
     }
+}
+
+// The producer's thread: a tile's residuals behind its first stages, which are needed sooner. When
+// these are under way the tile before has been multiplied, and its residuals are about to be added.
+template <typename C, typename At>
+__device__ __forceinline__ void produce_with_residuals(const ResidualParams& p, ResidualSmem<C>& s,
+                                                       const At& at) {
+    const int behind = min(C::kStages, p.num_k_blocks) - 1;
+    int turn = 0;
+    produce<C>(p, s, at, [&](int tile, int block) {
+        if (block != behind) return;
+        fetch_residual(p.residual_map, s, turn++, at.tile_m(p, tile), at.tile_n(p, tile));
+    });
 }
 
 // round: of the tiles that this warpgroup works on.
@@ -101,11 +120,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     release_next_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        if (threadIdx.x % kWarpgroupThreads == 0) produce<C>(p, s, at);
-        if (threadIdx.x % kWarpgroupThreads == 32) {
-            wait_for_prior_kernel();
-            fetch_residuals(p, p.residual_map, s, at);
-        }
+        if (threadIdx.x % kWarpgroupThreads == 0) produce_with_residuals(p, s, at);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         wait_for_prior_kernel();
