@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from bytetx.ops import native
 from bytetx.ops.gated import gated_linear, prepare_gated
+from bytetx.ops.linear import run_kernel
+from bytetx.ops.linear_plan import LinearPlan
 
 ACTIVATIONS = {
     "gelu": F.gelu,
@@ -45,6 +48,34 @@ def check(
 def test_gates_times_values(device: str, activation: str, m: int, n: int, k: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16)[: 3 if device == "cuda" else 2]:
         check(device, dtype, activation, m=m, n=n, k=k, has_bias=m != 65)
+
+
+# (index, splits) of every way to cut a gated product, known before a GPU is looked for.
+CUTS = [
+    (index, splits)
+    for index, (_, _, columns, is_for_few_rows) in enumerate(native.linear_tilings())
+    if columns in (64, 128)
+    for splits in ((1, 2, 3, 4, 6, 8) if is_for_few_rows else (1,))
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("index", "splits"), CUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_tiling_that_gates(index: int, splits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(index + splits)
+    x = torch.randn(200, 1096, device="cuda", dtype=dtype)
+    gate, up = torch.randn(2, 352, 1096, device="cuda", dtype=dtype) / 1096**0.5
+    weight = prepare_gated(gate, up, prepack=False).fused
+    plan = LinearPlan(index, splits)
+    ours = run_kernel(x, weight, plan=plan, activation="silu", is_gated=True)
+
+    def plain(to: torch.dtype) -> torch.Tensor:
+        return F.silu(F.linear(x.to(to), gate.to(to))) * F.linear(x.to(to), up.to(to))
+
+    exact = plain(torch.float64)
+    error, of_torch = ((d.double() - exact).abs().max() for d in (ours, plain(dtype)))
+    assert error <= 2 * of_torch + 1e-6
 
 
 def test_no_rows() -> None:

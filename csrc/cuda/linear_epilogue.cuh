@@ -138,9 +138,16 @@ struct TileEdge {
         if (p.bias != nullptr) add_bias(sums);
     }
 
-    // sums = bias + residual, or 0: each of the CTAs that share k adds them to the units that it
-    // will finish. The bias is a constant: it is under way before wait(), which must come before
-    // what kernels write.
+    // sums = bias + residual, or 0. The bias is a constant: it is under way before wait(), which must
+    // come before what kernels write.
+    template <typename Sums, typename Wait>
+    __device__ __forceinline__ void load_all(Sums& sums, const Wait& wait) const {
+        load(sums);
+        wait();
+        if (p.residual != nullptr) add_residual(sums);
+    }
+
+    // The same where each of the CTAs that share k adds them to the units that it will finish.
     template <typename Sums, typename Wait>
     __device__ __forceinline__ void load_units(Sums& sums, int rank, int num_ranks,
                                                const Wait& wait) const {

@@ -135,7 +135,12 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
     typename C::Sums sums;
     const TileEdge<C, kEpilogue, kGated> edge{p, m + group * C::kWarpgroupM, n};
     // The residual is another kernel's, and d may be what one still reads.
-    edge.load_units(sums, rank, num_ranks, [] { wait_for_prior_kernel(); });
+    const auto wait = [] { wait_for_prior_kernel(); };
+    if (num_ranks == 1) {
+        edge.load_all(sums, wait);
+    } else {
+        edge.load_units(sums, rank, num_ranks, wait);
+    }
     AnyRingIndex ring{p.num_stages};
     const auto release = [&](int stage) {
         if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);

@@ -15,14 +15,13 @@ namespace bytetx::gemm {
 
 inline CUtensorMap encode_map(const LinearParams& o, const void* data, int rank,
                               const cuuint64_t* sizes, const cuuint64_t* strides,
-                              const cuuint32_t* box,
-                              CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
+                              const cuuint32_t* box) {
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
     const CUresult status = tensor_map_encoder()(
         &map, o.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, rank,
         const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::invalid_argument("linear: no tensor map (CUresult " + std::to_string(status) +
@@ -50,13 +49,12 @@ inline CUtensorMap make_b_map(const LinearParams& o, int box_rows) {
     return encode_map(o, o.b, 5, sizes, strides, box);
 }
 
-// Boxes of kTileN / 32 times 32 columns, one behind the other; absent rows read as zero.
 template <typename C>
 CUtensorMap make_residual_map(const LinearParams& o) {
-    const cuuint64_t sizes[3] = {kPermutedRows, cuuint64_t(o.m), cuuint64_t(o.n / kPermutedRows)};
-    const cuuint64_t strides[2] = {cuuint64_t(o.n) * kElementBytes, kPermutedRows * kElementBytes};
-    const cuuint32_t box[3] = {kPermutedRows, C::kTileM, C::kTileN / kPermutedRows};
-    return encode_map(o, o.residual, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
+    const cuuint64_t sizes[2] = {cuuint64_t(o.n), cuuint64_t(o.m)};
+    const cuuint64_t strides[1] = {cuuint64_t(o.n) * kElementBytes};
+    const cuuint32_t box[2] = {kResidualColumns, C::kTileM};
+    return encode_map(o, o.residual, 2, sizes, strides, box);
 }
 
 inline ActivationConstants activation_constants(Activation activation) {
@@ -139,7 +137,8 @@ void launch_few_rows(const LinearCall& o, cudaStream_t stream) {
                     std::min(o.ahead_bytes, kMostBytesAhead)};
     p.a = make_a_map(o, a_rows);
     int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
-    while (ranks > 1 && kHead + kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
+    // Two stages at least: one is given back when the next one's products have begun.
+    while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
     const int ctas = p.tiles_m * p.tiles_n * ranks;
     const int wanted = std::min(C::kStages, (p.num_k_blocks + ranks - 1) / ranks);
     const auto stages_in = [&](int bytes) {

@@ -70,10 +70,34 @@ struct RowNormEdge {
     template <typename Sums>
     __device__ __forceinline__ void store(Sums& sums) const {
         float mean[kRows], squares[kRows], scale[kRows], offset[kRows];
-        add_residual(s, sums, round);
+        add_residual(sums);
         centre(sums, mean, squares);
         join(mean, squares, scale, offset);
         store_normed(sums, scale, offset);
+    }
+
+    template <typename Sums>
+    __device__ __forceinline__ void add_residual(Sums& sums) const {
+        const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+        FullBarrier::wait(&s.residual_full[group], round % 2);  // pairs with fetch_residuals()
+        const T* words = s.residual + row * kPermutedRows + thread % 4 * 8;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int q = 0; q < kGroups; ++q) {
+                const uint4 eight = *reinterpret_cast<const uint4*>(
+                    words + (q * C::kTileM + row_offset(i)) * kPermutedRows);
+                const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) {
+                    const float2 pair = unpack(pairs[e / 2], T{});
+                    sums(at(i, q, e)) += pair.x;
+                    sums(at(i, q, e + 1)) += pair.y;
+                }
+            }
+        }
+        __syncwarp();
+        if (thread % 32 == 0) EmptyBarrier::arrive(&s.residual_empty);
     }
 
     // Takes the mean of the CTA's columns from the sums. In two passes, so that a large mean costs

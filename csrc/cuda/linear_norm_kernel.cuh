@@ -51,7 +51,23 @@ __device__ __forceinline__ void produce_rows(const Params& p, Smem<C>& s,
     }
 }
 
-// The CTA's columns of what no kernel writes.
+// One thread beside the producer's: a tile's residuals, as soon as those before have been read.
+template <typename C>
+__device__ __forceinline__ void fetch_residuals(const RowNormParams& p, RowNormSmem<C>& s,
+                                                const RowSchedule<C>& at) {
+    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+    const int group = at.tile_n(p, 0) / kPermutedRows;
+    int turn = 0;
+    for (int tile = at.cluster; tile < p.tiles_m; tile += at.num_clusters, ++turn) {
+        EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
+        uint64_t* full = &s.residual_full[turn % C::kConsumers];
+        FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
+        cute::SM90_TMA_LOAD_3D::copy(&p.residual_map, full, hint, s.residual, 0,
+                                     at.tile_m(p, tile), group);
+    }
+}
+
+// The CTA's columns of what no kernel writes..
 template <typename C>
 __device__ __forceinline__ void load_parameters(const RowNormParams& p, RowNormSmem<C>& s, int n) {
     using T = typename C::Element;
@@ -75,7 +91,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         for (auto& barriers : s.arrived) {
             for (uint64_t& barrier : barriers) FullBarrier::init(&barrier, 1);
         }
-        init_residual_barriers<C>(s);
+        for (uint64_t& barrier : s.residual_full) FullBarrier::init(&barrier, 1);
+        EmptyBarrier::init(&s.residual_empty, 4);
     }
     load_parameters(p, s, at.tile_n(p, 0));
     init_barriers<C>(s);
@@ -85,7 +102,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
         if (threadIdx.x % kWarpgroupThreads == 0) produce_rows<C>(p, s, at);
-        if (threadIdx.x % kWarpgroupThreads == 32) fetch_residuals<C>(p, p.residual_map, s, at);
+        if (threadIdx.x % kWarpgroupThreads == 32) fetch_residuals<C>(p, s, at);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         int round = 0;

@@ -7,12 +7,32 @@
 
 namespace bytetx::gemm {
 
+// Boxes of kTileN / 32 times 32 columns, one behind the other; absent rows read as zero.
+template <typename C>
+CUtensorMap make_residual_map(const LinearNormParams& o) {
+    const cuuint64_t sizes[3] = {kPermutedRows, cuuint64_t(o.m), cuuint64_t(o.n / kPermutedRows)};
+    const cuuint64_t strides[2] = {cuuint64_t(o.n) * kElementBytes, kPermutedRows * kElementBytes};
+    const cuuint32_t box[3] = {kPermutedRows, C::kTileM, C::kTileN / kPermutedRows};
+    const cuuint32_t steps[3] = {1, 1, 1};
+    CUtensorMap map;
+    const CUresult status = tensor_map_encoder()(
+        &map,
+        o.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        3, const_cast<void*>(o.residual), sizes, strides, box, steps,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (status != CUDA_SUCCESS) {
+        throw std::invalid_argument("linear_norm: no tensor map of the residual (CUresult " +
+                                    std::to_string(status) + ")");
+    }
+    return map;
+}
+
 template <typename C>
 RowNormParams make_row_norm_params(const LinearNormParams& o) {
     LinearParams operands{};
     operands.a = o.a;
     operands.b = o.b;
-    operands.residual = o.residual;
     operands.m = o.m;
     operands.n = o.n;
     operands.k = o.k;
@@ -20,7 +40,7 @@ RowNormParams make_row_norm_params(const LinearNormParams& o) {
     RowNormParams p{};
     p.a = make_a_map(operands, C::kTileM / C::kClusterCtas);
     p.b = make_b_map(operands, C::kTileN);
-    p.residual_map = make_residual_map<C>(operands);
+    p.residual_map = make_residual_map<C>(o);
     p.bias = o.bias;
     p.residual = o.residual;
     p.d = o.d;

@@ -1,7 +1,7 @@
 // How a GEMM whose rows are normed before they are stored is cut, and what its CTAs share.
 #pragma once
 
-#include "cuda/linear_residual.cuh"
+#include "cuda/linear_types.cuh"
 
 namespace bytetx::gemm {
 
@@ -17,7 +17,8 @@ struct RowNormTiling : Tiling<kRowBlocks, kTileN, kStages, kClusterCtas> {
 constexpr uint64_t kAbsent = ~uint64_t{0};
 constexpr int kMostSpins = 1 << 26;  // some ten seconds; then a peer is gone
 
-struct RowNormParams : ResidualParams {
+struct RowNormParams : Params {
+    CUtensorMap residual_map;  // {32, m, n / 32}
     const void* weight;   // [n]
     const void* shift;    // [n]
     uint64_t* workspace;  // [tiles_m, kParts (to), kParts (from), kClusterCtas, 128]
@@ -32,10 +33,13 @@ struct Moments {
 // Two places for moments: a peer that has this CTA's moments of one tile may send those of the next
 // before this CTA has read those of the first, but not those of the one after.
 template <typename C>
-struct RowNormSmem : ResidualSmem<C> {
+struct RowNormSmem : Smem<C> {
+    // [kTileN / 32][kTileM][32]: what a quarter of a warp reads lies side by side.
+    alignas(128) typename C::Element residual[C::kTileM * C::kTileN];
     alignas(16) float bias[C::kTileN], weight[C::kTileN], shift[C::kTileN];
     Moments moments[C::kConsumers][2][C::kClusterCtas][kWarpgroupThreads];
     uint64_t arrived[C::kConsumers][2];
+    uint64_t residual_full[C::kConsumers], residual_empty;
 };
 
 }  // namespace bytetx::gemm

@@ -16,57 +16,58 @@ struct WithResidual : Tiling_ {
     static constexpr int kColumns = Tiling_::kTileN, kRows = 64 * Tiling_::kRowBlocks;
     static constexpr int kResidualBytes = kRows * kColumns * kElementBytes;
     static constexpr int kStageBytes = (kRows + kColumns) * kBlockK * kElementBytes;
+    static_assert(kColumns % 64 == 0);
     static constexpr int kStages = (kMostSmemBytes - 1024 - kResidualBytes) / kStageBytes;
 };
 
 template <typename C>
 struct ResidualSmem : Smem<C> {
-    // [kTileN / 32][kTileM][32]: what a quarter of a warp reads lies side by side.
-    alignas(128) typename C::Element residual[C::kTileM * C::kTileN];
+    // [kTileN / 64][kTileM][64], swizzled: TMA takes as long for a row of 64 bytes as for one of 128.
+    alignas(1024) typename C::Element residual[C::kTileM * C::kTileN];
     uint64_t residual_full[C::kConsumers], residual_empty;
+    uint64_t has_begun;  // the first stages are under way
 };
 
+constexpr int kResidualColumns = 64;  // of a box
+
 struct ResidualParams : Params {
-    CUtensorMap residual_map;  // {32, m, n / 32}
+    CUtensorMap residual_map;  // {n, m}
 };
 
 template <typename C>
 __device__ __forceinline__ void init_residual_barriers(ResidualSmem<C>& s) {
     for (uint64_t& barrier : s.residual_full) FullBarrier::init(&barrier, 1);
     EmptyBarrier::init(&s.residual_empty, 4);
+    EmptyBarrier::init(&s.has_begun, 1);
 }
 
-// One thread: the residuals of the CTA's `turn`-th tile, at row m and column n.
-template <typename C>
-__device__ __forceinline__ void fetch_residual(const CUtensorMap& map, ResidualSmem<C>& s, int turn,
-                                               int m, int n) {
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
-    uint64_t* full = &s.residual_full[turn % C::kConsumers];
-    FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
-    cute::SM90_TMA_LOAD_3D::copy(&map, full, hint, s.residual, 0, m, n / kPermutedRows);
-}
-
-// One thread beside the producer's: every tile's, as soon as those before have been read.
+// One thread beside the producer's: a tile's residuals, as soon as those before have been read.
 template <typename C, typename At>
 __device__ __forceinline__ void fetch_residuals(const Params& p, const CUtensorMap& map,
                                                 ResidualSmem<C>& s, const At& at) {
+    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     int turn = 0;
     for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters, ++turn) {
-        fetch_residual(map, s, turn, at.tile_m(p, tile), at.tile_n(p, tile));
+        EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
+        uint64_t* full = &s.residual_full[turn % C::kConsumers];
+        FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
+#pragma unroll
+        for (int i = 0; i < C::kTileN / kResidualColumns; ++i) {
+            const int column = at.tile_n(p, tile) + i * kResidualColumns;
+            cute::SM90_TMA_LOAD_2D::copy(&map, full, hint,
+                                         s.residual + i * C::kTileM * kResidualColumns, column,
+                                         at.tile_m(p, tile));
+        }
     }
 }
 
-// The producer's thread: a tile's residuals behind its first stages, which are needed sooner. When
-// these are under way the tile before has been multiplied, and its residuals are about to be added.
+// The producer's thread. Residuals wait for the first tile's first stages, which are needed sooner.
 template <typename C, typename At>
-__device__ __forceinline__ void produce_with_residuals(const ResidualParams& p, ResidualSmem<C>& s,
-                                                       const At& at) {
-    const int behind = min(C::kStages, p.num_k_blocks) - 1;
-    int turn = 0;
+__device__ __forceinline__ void produce_before_residuals(const Params& p, ResidualSmem<C>& s,
+                                                         const At& at) {
+    const int last = min(C::kStages, p.num_k_blocks) - 1;
     produce<C>(p, s, at, [&](int tile, int block) {
-        if (block != behind) return;
-        fetch_residual(p.residual_map, s, turn++, at.tile_m(p, tile), at.tile_n(p, tile));
+        if (tile == at.cluster && block == last) EmptyBarrier::arrive(&s.has_begun);
     });
 }
 
@@ -79,14 +80,17 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
     const int row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first, of the tile
     FullBarrier::wait(&s.residual_full[group], round % 2);  // pairs with fetch_residuals()
-    const T* words = s.residual + row * kPermutedRows + thread % 4 * 8;
+    const T* words = s.residual + row * kResidualColumns;
+    // A row's pieces of eight lie at their number, exclusive-or the row's in its eight.
+    const int piece = thread % 4 ^ row % 8;
 #pragma unroll
     for (int i = 0; i < Edge::kRowsOfThread; ++i) {
         const int row_offset = i / 2 * 64 + i % 2 * 8;
 #pragma unroll
         for (int q = 0; q < Edge::kColumnGroups; ++q) {
+            const int box_row = q / 2 * C::kTileM + row_offset;
             const uint4 eight = *reinterpret_cast<const uint4*>(
-                words + (q * C::kTileM + row_offset) * kPermutedRows);
+                words + box_row * kResidualColumns + (piece ^ q % 2 * 4) * 8);
             Edge::add(sums, i, q, eight);
         }
     }
@@ -120,7 +124,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     release_next_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        if (threadIdx.x % kWarpgroupThreads == 0) produce_with_residuals(p, s, at);
+        if (threadIdx.x % kWarpgroupThreads == 0) produce_before_residuals<C>(p, s, at);
+        if (threadIdx.x % kWarpgroupThreads == 32) {
+            wait_for_prior_kernel();
+            EmptyBarrier::wait(&s.has_begun, 0);
+            fetch_residuals<C>(p, p.residual_map, s, at);
+        }
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         wait_for_prior_kernel();
