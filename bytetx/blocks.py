@@ -4,8 +4,8 @@ bytetx/parallel/sharded.py runs the same calls where the ranks of a group share 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -36,36 +36,6 @@ class RowWeight:
 
 # What ends a half of a block: whole, or split by its inputs.
 OutWeight = LinearWeight | RowWeight
-
-
-# A layer's, as they are multiplied.
-_IN_ORDER = ("qkv", "attn_out", "ffn_in", "ffn_out")
-Layer = TypeVar("Layer")
-
-
-def in_order(layers: list[Layer]) -> list[Layer]:
-    """The layers, whose weights know which one is next (LinearWeight.ahead).
-
-    layers: dataclasses with the four weights of a block.
-    """
-    linked, ahead = [], None
-    for layer in reversed(layers):
-        weights: dict[str, Any] = {}
-        for name in reversed(_IN_ORDER):
-            weights[name], ahead = _before(getattr(layer, name), ahead)
-        linked.append(replace(layer, **weights))
-    return linked[::-1]
-
-
-def _before(w: OutWeight | GatedWeight, ahead: Tensor | None) -> tuple[object, Tensor | None]:
-    """w with what is multiplied after it, and what of w is fetched before it."""
-    if isinstance(w, RowWeight):
-        return w, None
-    own = w.fused if isinstance(w, GatedWeight) else w
-    if not own.has_kernel:
-        return w, None
-    linked = replace(own, ahead=ahead)
-    return replace(w, fused=linked) if isinstance(w, GatedWeight) else linked, own.weight
 
 
 class Rows(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from bytetx.blocks import Blocks, NormWeight, OutWeight, WholeBlocks, in_order
+from bytetx.blocks import Blocks, NormWeight, OutWeight, WholeBlocks
 from bytetx.decoder import Decoder, DecoderLayer
 from bytetx.decoder_spec import LINEARS
 from bytetx.ops.gated import GatedWeight
@@ -31,7 +31,7 @@ def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None =
     if rotary_spec is not None:
         options = {"max_positions": spec.max_positions, "device": load.device}
         tables = rotary_tables(rotary_spec, **options)
-    layers = in_order([reader.layer(i) for i in range(spec.num_layers)])
+    layers = [reader.layer(i) for i in range(spec.num_layers)]
     return Decoder(
         spec,
         layers,

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from bytetx.blocks import Blocks, NormWeight, OutWeight, Rows, WholeBlocks, in_order
+from bytetx.blocks import Blocks, NormWeight, OutWeight, Rows, WholeBlocks
 from bytetx.cache import KvCache
 from bytetx.decoder import Decoder
 from bytetx.decoder_weights import load_decoder
@@ -120,7 +120,7 @@ class Transformer:
         layers = [_layer_weights(spec, load, i, blocks.split) for i in range(spec.num_layers)]
         if bias is not None and blocks.split is not None:
             bias = bias[blocks.split.heads.start : blocks.split.heads.stop].contiguous()
-        return cls(spec, table, in_order(layers), bias, blocks=blocks)
+        return cls(spec, table, layers, bias, blocks=blocks)
 
     @property
     def is_capturable(self) -> bool:

@@ -7,7 +7,6 @@
 #include "bindings.h"
 #include "comm_ops.h"
 #include "linear_norm_ops.h"
-#include "linear_ops.h"
 
 namespace bytetx {
 namespace {
@@ -112,15 +111,11 @@ void bind_linear(py::module_& m) {
     m.def("linear_tilings", [] { return list_tilings(num_linear_tilings(), linear_tiling); });
     m.def(
         "linear",
-        [](Address a, Address b, Address bias, Address residual, Address d, Address ahead,
-           int64_t ahead_bytes, int64_t rows, int64_t n, int64_t k, int activation, bool gated,
-           int tiling, int splits, int dtype, int device, Address stream, int num_threads,
-           int isa) {
-            linear(LinearCall{{pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d),
-                               rows, n, k, static_cast<Activation>(activation), gated, tiling,
-                               splits, to_dtype(dtype)},
-                              pointer(ahead),
-                              ahead_bytes},
+        [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
+           int64_t k, int activation, bool gated, int tiling, int splits, int dtype, int device,
+           Address stream, int num_threads, int isa) {
+            linear({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d), rows, n,
+                    k, static_cast<Activation>(activation), gated, tiling, splits, to_dtype(dtype)},
                    {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());

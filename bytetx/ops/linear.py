@@ -40,7 +40,6 @@ class LinearWeight:
     """A layer's weight as `linear` takes it: plain [n, k], or laid out by oneDNN.
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
-    ahead: the weight that is multiplied next, if any: few rows start it on its way into L2.
     """
 
     weight: Tensor
@@ -50,7 +49,6 @@ class LinearWeight:
     dtype: torch.dtype
     is_prepacked: bool
     has_kernel: bool
-    ahead: Tensor | None = None
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool) -> LinearWeight:
@@ -143,8 +141,6 @@ def run_kernel(
         0 if w.bias is None else w.bias.data_ptr(),
         0 if residual is None else residual.data_ptr(),
         d.data_ptr(),
-        0 if w.ahead is None else w.ahead.data_ptr(),
-        0 if w.ahead is None else w.ahead.nbytes,
         m,
         w.n,
         w.k,

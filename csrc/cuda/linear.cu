@@ -18,7 +18,7 @@ namespace {
 
 struct Entry {
     LinearTiling tiling;
-    void (*launch)(const LinearCall&, cudaStream_t);
+    void (*launch)(const LinearParams&, cudaStream_t);
 };
 
 constexpr Entry kEntries[] = {
@@ -67,9 +67,7 @@ LinearTiling linear_tiling(int32_t index) {
     return kEntries[index].tiling;
 }
 
-void linear(const LinearParams& p, const Launch& launch) { linear(LinearCall{p, nullptr, 0}, launch); }
-
-void linear(const LinearCall& p, const Launch& launch) {
+void linear(const LinearParams& p, const Launch& launch) {
     check(p);
     linear_tiling(p.tiling);
     if (p.m == 0) return;

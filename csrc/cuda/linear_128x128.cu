@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_128x128(const LinearCall& p, cudaStream_t stream) {
+void linear_128x128(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<Tiling<2, 128, 7, 2>>(p, stream);
 }
 

@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_128x192(const LinearCall& p, cudaStream_t stream) {
+void linear_128x192(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<Tiling<2, 192, 5, 2>>(p, stream);
 }
 

@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_192x128(const LinearCall& p, cudaStream_t stream) {
+void linear_192x128(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<Tiling<3, 128, 5, 2>>(p, stream);
 }
 

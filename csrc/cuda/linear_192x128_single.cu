@@ -5,7 +5,7 @@
 
 namespace bytetx::gemm {
 
-void linear_192x128_single(const LinearCall& p, cudaStream_t stream) {
+void linear_192x128_single(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<Tiling<3, 128, 5, 1>>(p, stream);
 }
 

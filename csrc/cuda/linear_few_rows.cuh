@@ -31,12 +31,7 @@ struct FewRowsTiling {
 struct FewRowsParams : Params {
     int num_stages;
     int stage_bytes;  // that a stage gets
-    const void* ahead;  // what the next product reads
-    int64_t ahead_bytes;
 };
-
-constexpr int64_t kMostBytesAhead = 16 << 20;  // a third of the L2; more would push out other rows
-constexpr int64_t kPieceBytes = 16 << 10;
 
 // Feature blocks [begin, end) of one CTA.
 struct Share {
@@ -66,16 +61,6 @@ __device__ __forceinline__ typename C::Element* b_of(FewRowsSmem<C>& s, int stag
     return s.stages[stage].b;
 }
 
-// One thread: this CTA's pieces, on their way into L2. They are weights, and so nobody's result.
-__device__ __forceinline__ void fetch_ahead(const FewRowsParams& p) {
-    const auto* data = static_cast<const uint8_t*>(p.ahead);
-    for (int64_t at = blockIdx.x * kPieceBytes; at < p.ahead_bytes; at += gridDim.x * kPieceBytes) {
-        const auto size = static_cast<uint32_t>(min(kPieceBytes, p.ahead_bytes - at));
-        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(data + at), "r"(size)
-                     : "memory");
-    }
-}
-
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
 __device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>& s, Share share,
@@ -89,7 +74,6 @@ __device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>
     const int early = min(p.num_stages, share.end - share.begin);
     cute::prefetch_tma_descriptor(&p.a);
     for (int i = 0; i < early; ++i) fetch_weights(i, share.begin + i);
-    fetch_ahead(p);
     wait_for_prior_kernel();
     AnyRingIndex ring{p.num_stages};
     for (int block = share.begin; block < share.end; ++block, ring.advance()) {

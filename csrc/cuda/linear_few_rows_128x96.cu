@@ -4,8 +4,8 @@
 
 namespace bytetx::gemm {
 
-void linear_few_128x96(const LinearCall& p, cudaStream_t stream) {
-    launch_tiling<FewRowsTiling<2, 1, 96>>(p, stream);
+void linear_few_128x96(const LinearParams& p, cudaStream_t stream) {
+    launch_tiling<FewRowsTiling<2, 1, 96, 5>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

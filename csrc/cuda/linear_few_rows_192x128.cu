@@ -4,8 +4,8 @@
 
 namespace bytetx::gemm {
 
-void linear_few_192x128(const LinearCall& p, cudaStream_t stream) {
-    launch_tiling<FewRowsTiling<3, 1, 128>>(p, stream);
+void linear_few_192x128(const LinearParams& p, cudaStream_t stream) {
+    launch_tiling<FewRowsTiling<3, 1, 128, 4>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

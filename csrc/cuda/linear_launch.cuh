@@ -9,7 +9,7 @@
 #include "cuda/linear_few_rows.cuh"
 #include "cuda/linear_kernel.cuh"
 #include "cuda/linear_residual.cuh"
-#include "linear_ops.h"
+#include "ops.h"
 
 namespace bytetx::gemm {
 
@@ -126,15 +126,14 @@ inline bool are_crowded(int ctas, int ranks) {
 // every block of a CTA where there is room: weights that have one are fetched before the kernel
 // before has ended.
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch_few_rows(const LinearCall& o, cudaStream_t stream) {
+void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
     using P = Parts<C, kEpilogue, kGated>;
     constexpr int kStage = sizeof(FewRowsSmem<C>::stages), kHead = sizeof(FewRowsSmem<C>) - kStage;
     const auto parts_bytes = [](int ranks) {
         return P::are_used(ranks) ? P::memory_bytes(ranks) : 0;
     };
     const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
-    FewRowsParams p{make_params<C>(o), 0, (a_rows + C::kTileN) * kBlockK * kElementBytes, o.ahead,
-                    std::min(o.ahead_bytes, kMostBytesAhead)};
+    FewRowsParams p{make_params<C>(o), 0, (a_rows + C::kTileN) * kBlockK * kElementBytes};
     p.a = make_a_map(o, a_rows);
     int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
     // Two stages at least: one is given back when the next one's products have begun.
@@ -168,7 +167,7 @@ void launch_persistent(const P& p, cudaStream_t stream) {
 }
 
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch(const LinearCall& o, cudaStream_t stream) {
+void launch(const LinearParams& o, cudaStream_t stream) {
     if constexpr (C::Tile::kIsForFewRows) {
         launch_few_rows<C, kEpilogue, kGated>(o, stream);
     } else {
@@ -185,7 +184,7 @@ void launch_residual(const LinearParams& o, cudaStream_t stream) {
 }
 
 template <typename T, typename Tile>
-void launch_epilogue(const LinearCall& o, cudaStream_t stream) {
+void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
     using C = Config<T, Tile>;
     // Wider tiles spill where they gate in bf16.
     constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
@@ -209,7 +208,7 @@ void launch_epilogue(const LinearCall& o, cudaStream_t stream) {
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_tiling(const LinearCall& o, cudaStream_t stream) {
+void launch_tiling(const LinearParams& o, cudaStream_t stream) {
     if (o.dtype == DType::f16) return launch_epilogue<cutlass::half_t, Tile>(o, stream);
     launch_epilogue<cutlass::bfloat16_t, Tile>(o, stream);
 }

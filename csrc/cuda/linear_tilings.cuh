@@ -3,20 +3,20 @@
 
 #include <cuda_runtime.h>
 
-#include "linear_ops.h"
+#include "ops.h"
 
 namespace bytetx::gemm {
 
-void linear_128x192(const LinearCall& p, cudaStream_t stream);
-void linear_192x128(const LinearCall& p, cudaStream_t stream);
-void linear_128x128(const LinearCall& p, cudaStream_t stream);
-void linear_192x128_single(const LinearCall& p, cudaStream_t stream);
-void linear_few_64x32(const LinearCall& p, cudaStream_t stream);
-void linear_few_64x64(const LinearCall& p, cudaStream_t stream);
-void linear_few_64x96(const LinearCall& p, cudaStream_t stream);
-void linear_few_128x64(const LinearCall& p, cudaStream_t stream);
-void linear_few_128x96(const LinearCall& p, cudaStream_t stream);
-void linear_few_128x128(const LinearCall& p, cudaStream_t stream);
-void linear_few_192x128(const LinearCall& p, cudaStream_t stream);
+void linear_128x192(const LinearParams& p, cudaStream_t stream);
+void linear_192x128(const LinearParams& p, cudaStream_t stream);
+void linear_128x128(const LinearParams& p, cudaStream_t stream);
+void linear_192x128_single(const LinearParams& p, cudaStream_t stream);
+void linear_few_64x32(const LinearParams& p, cudaStream_t stream);
+void linear_few_64x64(const LinearParams& p, cudaStream_t stream);
+void linear_few_64x96(const LinearParams& p, cudaStream_t stream);
+void linear_few_128x64(const LinearParams& p, cudaStream_t stream);
+void linear_few_128x96(const LinearParams& p, cudaStream_t stream);
+void linear_few_128x128(const LinearParams& p, cudaStream_t stream);
+void linear_few_192x128(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
