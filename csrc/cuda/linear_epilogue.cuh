@@ -138,8 +138,8 @@ struct TileEdge {
         if (p.bias != nullptr) add_bias(sums);
     }
 
-    // sums = bias + residual, or 0. The bias is a constant: it is under way before wait(), which must
-    // come before what kernels write.
+    // sums = bias + residual, or 0. The bias is a constant: it is under way before wait(), which
+    // must come before what kernels write.
     template <typename Sums, typename Wait>
     __device__ __forceinline__ void load_all(Sums& sums, const Wait& wait) const {
         load(sums);

@@ -26,8 +26,8 @@ struct FewRowsTiling {
     static constexpr int kThreads = kConsumerThreads + 32;  // and a warp that fetches
 };
 
-// Rows of a tile that m does not have are not fetched: as zeros they would take as long as rows that
-// are there. What shared memory holds in their place stays in rows that are not stored.
+// Rows of a tile that m does not have are not fetched: as zeros they would take as long as rows
+// that are there. What shared memory holds in their place stays in rows that are not stored.
 struct FewRowsParams : Params {
     int num_stages;
     int stage_bytes;  // that a stage gets

@@ -101,8 +101,8 @@ __device__ __forceinline__ void multiply(S<C>& s, int num_blocks, Ring& ring,
     mma.accumulate_ = GMMA::ScaleOut::One;
     const auto multiply_stage = [&] {
         FullBarrier::wait(&s.full[ring.index], ring.phase);
-        Tensor a_tile =
-            make_tensor(make_smem_ptr(C::operand(a_of(s, ring.index)) + a_offset), typename C::LayoutA{});
+        Tensor a_tile = make_tensor(make_smem_ptr(C::operand(a_of(s, ring.index)) + a_offset),
+                                    typename C::LayoutA{});
         Tensor b_tile =
             make_tensor(make_smem_ptr(C::operand(b_of(s, ring.index))), typename C::LayoutB{});
         Tensor a = thread.partition_fragment_A(a_tile);

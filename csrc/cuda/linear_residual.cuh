@@ -22,7 +22,7 @@ struct WithResidual : Tiling_ {
 
 template <typename C>
 struct ResidualSmem : Smem<C> {
-    // [kTileN / 64][kTileM][64], swizzled: TMA takes as long for a row of 64 bytes as for one of 128.
+    // [kTileN / 64][kTileM][64], swizzled. TMA takes as long for a row of 64 bytes as of 128.
     alignas(1024) typename C::Element residual[C::kTileM * C::kTileN];
     uint64_t residual_full[C::kConsumers], residual_empty;
     uint64_t has_begun;  // the first stages are under way
