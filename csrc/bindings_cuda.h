@@ -183,7 +183,7 @@ void bind_planned_paged_attention(py::module_& m) {
            Address workspace, int64_t workspace_bytes, int64_t batch_size, int64_t total_tokens,
            int max_seqlen, int max_kv_seqlen, int num_heads, int num_kv_heads, int window,
            int head_dim, int64_t max_pages, int page_size, int64_t q_stride, float softmax_scale,
-           int dtype, int device, Address stream, int num_threads, int isa) {
+           int dtype, int settled, int device, Address stream, int num_threads, int isa) {
             planned_paged_attention(
                 {pointer(q), pointer(k_cache), pointer(v_cache), pointer(out),
                  pointer<int32_t>(page_table),
@@ -191,7 +191,7 @@ void bind_planned_paged_attention(py::module_& m) {
                                    total_tokens, max_seqlen, max_kv_seqlen, num_heads, num_kv_heads,
                                    window),
                  pointer(workspace), workspace_bytes, max_pages, page_size, head_dim, q_stride,
-                 softmax_scale, to_dtype(dtype)},
+                 softmax_scale, to_dtype(dtype), settled},
                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());

@@ -25,7 +25,7 @@ from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention
-from bytetx.ops.paged_plan import plan_paged_attention
+from bytetx.ops.paged_plan import Settled, plan_paged_attention
 from bytetx.ops.rotary_kv import rotary_write_kv
 
 _PAGE_SIZE = 16
@@ -171,6 +171,8 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
         "max_kv_seqlen": longest,
     }
 
+    settled = Settled.KEYS if shape.seqlens.max() == 1 else Settled.TABLES  # as in a decoder
+
     def ours() -> None:
         in_turn = cycle(caches)
         for _ in range(num_steps):
@@ -182,7 +184,9 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
                 head_dim=heads.head_dim,
             )
             for k, v in islice(in_turn, heads.num_layers):
-                paged_attention(q, k, v, **lengths, page_table=page_table, plan=plan)
+                paged_attention(
+                    *(q, k, v), **lengths, page_table=page_table, plan=plan, settled=settled
+                )
 
     num_calls = num_steps * heads.num_layers
     runs: dict[str, Run] = {"ours": ours}

@@ -179,7 +179,6 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
-    release_next_kernel();
     Need total{};
     for (int first = 0; first < p.batch_size; first += kThreads) {
         const int sequence = first + static_cast<int>(threadIdx.x);
@@ -194,6 +193,12 @@ __global__ void __launch_bounds__(kThreads)
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
                           static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), 0, 0};
     }
+    const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
+    for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};
+    // Only now, and behind a fence: attention whose keys are settled reads the plan without a wait.
+    __threadfence();
+    __syncthreads();
+    release_next_kernel();
 }
 
 }  // namespace

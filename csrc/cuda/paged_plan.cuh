@@ -21,6 +21,7 @@ constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel ta
 constexpr int kRoundKeys = 64;       // four warps take one step each
 constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan
 constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they are joined
+constexpr int kClearedItems = 512;   // of a plan: those that may be read before their number
 constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 
 // A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
@@ -36,6 +37,10 @@ struct alignas(16) PagedItem {
     int chunk, num_chunks;
     int partial_row;  // of chunk 0, where there are several chunks
     int unit;         // its counters
+
+    __host__ __device__ int num_steps() const {
+        return (end_key - first_key + kStepKeys - 1) / kStepKeys;
+    }
 };
 
 // A run of tokens of one piece, with all query heads of a key head.
