@@ -62,7 +62,7 @@ __device__ __forceinline__ void init_barriers(DecodeSmem<C>& s) {
     for (int i = 0; i < C::kStages; ++i) {
         for (int half = 0; half < 2; ++half) {
             Barrier::init(&s.full[i][half], 32);
-            Barrier::init(&s.empty[i][half], 1);
+            Barrier::init(&s.empty[i][half], 32);
         }
     }
     for (int i = 0; i < kItemsAhead; ++i) {
@@ -88,13 +88,12 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     if (p.settled == 0) wait_for_prior_kernel();
     const int record = load_record(p, blockIdx.x, lane);  // beside their number: some are cleared
     const int total = num_items(p);
-    if (warp == kFetchWarp) {
-        Fetcher<C>(p, s, lane, total).run(record);
+    if (warp == kFetchWarp || warp == kFetchWarp + 1) {
+        Fetcher<C>(p, s, warp - kFetchWarp, lane, total).run(record);
     } else if (warp == kScoutWarp) {
         scout(p, s, total, record, lane);
     } else {
         if (p.settled != 0) wait_for_prior_kernel();
-        release_next_kernel();
         if (warp == kJoinWarp) {
             join(p, s, total, lane);
         } else {

@@ -26,8 +26,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
                 return shared_address(s.ring[stage.index][half]);
             };
             const auto give_back = [&](int half) {
-                __syncwarp();
-                if (lane == 0) Barrier::arrive(&s.empty[stage.index][half]);
+                Barrier::arrive(&s.empty[stage.index][half]);
             };
             unit.attend(take, give_back, key, p.scale, lane);
             stage.advance(kComputeWarps);

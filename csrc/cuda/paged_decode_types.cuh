@@ -51,8 +51,8 @@ struct DecodeParams {
 constexpr int kComputeWarps = DEC_WARPS;
 constexpr int kScoutWarp = kComputeWarps;
 constexpr int kFetchWarp = kComputeWarps + 1;
-constexpr int kJoinWarp = kComputeWarps + 2;
-constexpr int kDecodeThreads = 32 * (kComputeWarps + 3);
+constexpr int kJoinWarp = kComputeWarps + 3;
+constexpr int kDecodeThreads = 32 * (kComputeWarps + 4);
 constexpr int kItemsAhead = 3;  // in shared memory
 
 template <typename T_, int kHeadDim, int kNumTiles>
