@@ -1,17 +1,22 @@
 // Attention of few rows over many paged keys: the kernel of decode rows.
 //
 // An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up
-// to 16 rows: the query heads that share the key head. Six warps, each with one duty, so that no
+// to 16 rows: the query heads that share the key head. Eight warps, each with one duty, so that no
 // wait for memory stands in the way of the stream of keys. Under a saturated memory every dependent
 // load costs microseconds: with all duties in the four compute warps, items of 256 keys ran at 0.41
 // of the copy rate, most of it waits at their ends (H200, 2026-11-21).
 //
-//   scout      an item or two ahead: the item's record, its queries and pages, to shared memory
-//   compute    four warps take 16 keys in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each through a
-//              ring of its own (cp.async, no barrier but the warp's) and with a softmax of its own;
-//              rings run on into the next item
+//   fetch      two warps, of keys and of values: steps of 16 keys of all items in turn, into a ring
+//              of stages that runs on into the next item (cp.async on an mbarrier)
+//   scout      an item or two ahead: the item's record and its queries, to shared memory
+//   compute    four warps take the steps in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each with a
+//              softmax of its own
 //   join       adds the four warps' sums, writes them, and where it finishes a sequence's last
 //              chunk, joins all chunks in the order of the keys: who is last changes no bit
+//
+// Where the kernel right before wrote no more than q and this step's rows (settled), the plan, and
+// keys that are older, are read before it has ended. This holds for it alone: it must itself have
+// waited for those before it before it released this one.
 #pragma once
 
 #include "cuda/paged_decode_compute.cuh"
@@ -69,10 +74,8 @@ __device__ __forceinline__ void init_barriers(DecodeSmem<C>& s) {
         Barrier::init(&s.item_full[i], 32);
         Barrier::init(&s.item_empty[i], 32 * (kComputeWarps + 1));
     }
-    for (int i = 0; i < C::kJoinBuffers; ++i) {
-        Barrier::init(&s.join_full[i], 32 * kComputeWarps);
-        Barrier::init(&s.join_empty[i], 32);
-    }
+    Barrier::init(&s.join_full, 32 * kComputeWarps);
+    Barrier::init(&s.join_empty, 32);
     cutlass::arch::fence_barrier_init();
 }
 

@@ -10,7 +10,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
                                         int warp, int lane) {
     ColumnUnit<C> unit;
     RingIndex<kItemsAhead> at;
-    RingIndex<C::kJoinBuffers> join;
+    RingIndex<1> join;
     RingIndex<C::kStages> stage;
     stage.advance(warp);
     int ahead = warp;  // steps from the item's first one to the warp's next one
@@ -33,10 +33,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
         }
         ahead -= num_steps;
         Barrier::arrive(&s.item_empty[at.index]);
-        Barrier::wait(&s.join_empty[join.index], join.phase ^ 1);
-        unit.template store<C::kSumStride>(s.join[join.index][warp][0], s.stats[join.index][warp],
-                                           num_rows, lane);
-        Barrier::arrive(&s.join_full[join.index]);
+        Barrier::wait(&s.join_empty, join.phase ^ 1);
+        unit.template store<C::kSumStride>(s.join[warp][0], s.stats[warp], num_rows, lane);
+        Barrier::arrive(&s.join_full);
     }
 }
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 values, float fac
 // The sums of the warps, to out or, where there are more chunks, to memory.
 template <typename C>
 __device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSmem<C>& s,
-                                           const StagedItem& staged, int buffer,
-                                           int first_warp, int lane) {
+                                           const StagedItem& staged, int first_warp,
+                                           int lane) {
     using T = typename C::T;
     const PagedItem& item = staged.item;
     constexpr int kFours = C::kDim / 4;
@@ -33,15 +33,15 @@ __device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSm
         const int row = i / kFours, column = i % kFours * 4;
         float top = kNoMax, weights = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kComputeWarps; ++w) top = fmaxf(top, s.stats[buffer][w][row].x);
+        for (int w = 0; w < kComputeWarps; ++w) top = fmaxf(top, s.stats[w][row].x);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < kComputeWarps; ++w) {
             const int warp = (first_warp + w) % kComputeWarps;
-            const float2 stat = s.stats[buffer][warp][row];
+            const float2 stat = s.stats[warp][row];
             const float factor = exp2_approx(stat.x - top);
             weights += stat.y * factor;
-            add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[buffer][warp][row][column]),
+            add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[warp][row][column]),
                        factor);
         }
         if (item.num_chunks > 1) {
@@ -133,16 +133,16 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
 template <typename C>
 __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, int total, int lane) {
     RingIndex<kItemsAhead> at;
-    RingIndex<C::kJoinBuffers> buffer;
+    RingIndex<1> sums;
     int first_warp = 0;  // that has the item's first step
     for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const StagedItem& staged = s.staged[at.index];
-        Barrier::wait(&s.join_full[buffer.index], buffer.phase);
-        join_warps(p, s, staged, buffer.index, first_warp, lane);
+        Barrier::wait(&s.join_full, sums.phase);
+        join_warps(p, s, staged, first_warp, lane);
         first_warp = (first_warp + staged.item.num_steps()) % kComputeWarps;
-        Barrier::arrive(&s.join_empty[buffer.index]);
-        buffer.advance();
+        Barrier::arrive(&s.join_empty);
+        sums.advance();
         if (staged.item.num_chunks > 1 && is_last_chunk(p, staged, lane)) {
             join_chunks<C>(p, staged, lane);
         }
