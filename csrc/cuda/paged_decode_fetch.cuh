@@ -61,12 +61,9 @@ struct Fetcher {
         const auto field = [&](size_t offset) {
             return __shfl_sync(kFullMask, record, static_cast<int>(offset / sizeof(int)));
         };
-        return {field(offsetof(PagedItem, sequence)),
-                field(offsetof(PagedItem, position)),
-                field(offsetof(PagedItem, first_visible)),
-                field(offsetof(PagedItem, first_key)),
-                field(offsetof(PagedItem, end_key)),
-                index % p.num_kv_heads};
+        return {field(offsetof(PagedItem, sequence)),      field(offsetof(PagedItem, position)),
+                field(offsetof(PagedItem, first_visible)), field(offsetof(PagedItem, first_key)),
+                field(offsetof(PagedItem, end_key)),       index % p.num_kv_heads};
     }
 
     __device__ const int* table(const KeyRange& keys) const {
@@ -163,8 +160,6 @@ struct Fetcher {
                   pages);
         }
         wait_once();
-        // What the next kernel reads early would only take its turn before what this one reads.
-        release_next_kernel();
         wait_for_copies<0>();
     }
 };

@@ -73,7 +73,8 @@ inline int64_t row_units(const PagedPlanParams& p) {
 // of 16384 24 either way (H200, 2026-11-21).
 inline bool uses_clusters(const PagedPlanParams& p) {
     constexpr int64_t kFewUnits = 64;  // half the SMs
-    return p.tile_tokens > 0 && row_units(p) <= kFewUnits;
+    const bool is_long = p.batch_size == 1 && p.max_kv_seqlen > 8192;
+    return p.tile_tokens > 0 && row_units(p) <= kFewUnits && !is_long;
 }
 
 // How one sequence's keys are cut into chunks, a function of its own keys and of the batch's size
