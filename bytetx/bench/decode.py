@@ -152,26 +152,21 @@ def work_of(shape: Shape) -> Work:
 
 def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     heads, dtype = shape.heads, DTYPES[shape.dtype]
-    batch, longest = len(shape.seqlens), int(shape.kv_seqlens.max())
     num_pages = -(-shape.kv_seqlens // _PAGE_SIZE)
     size = (2, int(num_pages.sum()), _PAGE_SIZE, heads.num_kv_heads, heads.head_dim)
     num_buffers = num_rotated(2 * int(np.prod(size)))
     num_steps = -(-num_buffers // heads.num_layers)
     caches = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(num_buffers)]
-    pages = torch.zeros(batch, int(num_pages.max()), dtype=torch.int32)
-    order = torch.randperm(size[1]).int().split(num_pages.tolist())
-    for row, own in zip(pages, order, strict=True):
-        row[: len(own)] = own
     q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
-    q, page_table = torch.randn(q_size, device="cuda", dtype=dtype), pages.cuda()
+    q = torch.randn(q_size, device="cuda", dtype=dtype)
+    settled = Settled.KEYS if shape.seqlens.max() == 1 else Settled.TABLES  # as in a decoder
     lengths = {
         "cu_seqlens": prefix_sums(shape.seqlens),
         "kv_seqlens": torch.from_numpy(shape.kv_seqlens).int().cuda(),
         "max_seqlen": int(shape.seqlens.max()),
-        "max_kv_seqlen": longest,
+        "max_kv_seqlen": int(shape.kv_seqlens.max()),
     }
-
-    settled = Settled.KEYS if shape.seqlens.max() == 1 else Settled.TABLES  # as in a decoder
+    page_table = _random_pages(num_pages)
 
     def ours() -> None:
         in_turn = cycle(caches)
@@ -195,6 +190,15 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
         if attend is not None:
             runs[name] = partial(_in_turn, attend, caches, num_calls)
     return runs, num_calls
+
+
+def _random_pages(num_pages: np.ndarray) -> Tensor:
+    """A page table whose sequences have so many pages, each of them once."""
+    table = torch.zeros(len(num_pages), int(num_pages.max()), dtype=torch.int32)
+    order = torch.randperm(int(num_pages.sum())).int().split(num_pages.tolist())
+    for row, own in zip(table, order, strict=True):
+        row[: len(own)] = own
+    return table.cuda()
 
 
 def _in_turn(
