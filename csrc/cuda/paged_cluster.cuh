@@ -151,7 +151,7 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
         fetch(stage);
         stage = stage + 1 == kClusterStages ? 0 : stage + 1;
     }
-    unit.template store<C::kSumStride>(s.sums(warp), s.stats[warp], 0, item.num_rows, lane);
+    unit.template store<C::kSumStride>(s.sums(warp), s.stats[warp], item.num_rows, lane);
 }
 
 // The warps' sums as one, each slice of features to the CTA that gathers it.
@@ -171,8 +171,8 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
             const float* from = s.sums(w) + row * C::kSumStride + column;
             add_scaled(sums, *reinterpret_cast<const float4*>(from), factor);
         }
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                         address_in(&s.gathered[item.chunk][row][column % kSlice], owner)),
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(
+                         &s.gathered[item.chunk][row][column % kSlice], owner)),
                      "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w)
                      : "memory");
         if (column % kSlice == 0) {

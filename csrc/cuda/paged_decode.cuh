@@ -97,7 +97,6 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
         scout(p, s, total, record, lane);
     } else {
         if (p.settled != 0) wait_for_prior_kernel();
-        release_next_kernel();  // behind the wait: what the next one finds settled has ended
         if (warp == kJoinWarp) {
             join(p, s, total, lane);
         } else {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
     RingIndex<C::kStages> stage;
     stage.advance(warp);
     int ahead = warp;  // steps from the item's first one to the warp's next one
-    for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
+    for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance(), join.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const PagedItem& item = s.staged[at.index].item;
         const int num_rows = item.num_rows, num_steps = item.num_steps();
@@ -31,12 +31,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
         }
         ahead -= num_steps;
         Barrier::arrive(&s.item_empty[at.index]);
-        for (int row = 0; row < num_rows; row += C::kJoinRows, join.advance()) {
-            Barrier::wait(&s.join_empty, join.phase ^ 1);
-            unit.template store<C::kSumStride>(s.join[warp][0], s.stats[warp], row,
-                                               min(num_rows - row, C::kJoinRows), lane);
-            Barrier::arrive(&s.join_full);
-        }
+        Barrier::wait(&s.join_empty, join.phase ^ 1);
+        unit.template store<C::kSumStride>(s.join[warp][0], s.stats[warp], num_rows, lane);
+        Barrier::arrive(&s.join_full);
     }
 }
 

@@ -160,6 +160,8 @@ struct Fetcher {
                   pages);
         }
         wait_once();
+        // What the next kernel reads early would only take its turn before what this one reads.
+        release_next_kernel();
         wait_for_copies<0>();
     }
 };

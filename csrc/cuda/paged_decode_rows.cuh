@@ -173,17 +173,17 @@ struct ColumnUnit {
         }
     }
 
-    // Sums and {top, sum} of some rows, to rows of kStride floats in shared memory.
+    // Sums and {top, sum} of the first num_rows rows, to rows of kStride floats in shared memory.
     template <int kStride>
-    __device__ void store(float* sums, float2* stats, int first_row, int num_rows, int lane) const {
+    __device__ void store(float* sums, float2* stats, int num_rows, int lane) const {
         static_assert(2 * kStride % 32 == 8);  // else eight lanes share a bank
 #pragma unroll
         for (int tile = 0; tile < C::kTiles; ++tile) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const int row = tile * 8 + lane % 4 * 2 + i - first_row;
+                const int row = tile * 8 + lane % 4 * 2 + i;
                 const float total = sum_of_row(sum[tile][i]);
-                if (row < 0 || row >= num_rows) continue;
+                if (row >= num_rows) continue;
                 if (lane < 4) stats[row] = {top[tile][i], total};
 #pragma unroll
                 for (int step = 0; step < kSteps; ++step) {

@@ -30,7 +30,6 @@ struct PlanKernelParams {
     const int* kv_seqlens;
     PlanView plan;
     PlanSizes sizes;
-    Chunking chunking;
     bool has_items;
     int batch_size;
     int group;
@@ -95,7 +94,7 @@ struct Piece {
         is_tiled = p.tile_tokens > 0 && tokens > 1;
         if (p.window > 0) first_visible = max(0, keys - tokens + 1 - p.window);
         first_key = first_visible / kStepKeys * kStepKeys;
-        chunk_keys = p.chunking.length(keys - first_key);
+        chunk_keys = chunk_length(keys - first_key);
         num_chunks = (keys - first_key + chunk_keys - 1) / chunk_keys;
     }
 
@@ -225,7 +224,6 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.kv_seqlens,
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
-                                         paged::chunking(p),
                                          !paged::uses_clusters(p),
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,
