@@ -324,6 +324,25 @@ void bind_comm(py::module_& m) {
     m.def("push_tilings", [] { return list_tilings(num_push_tilings(), push_tiling); });
     bind_gemm_sum(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
     bind_gemm_sum(m, "gemm_all_reduce", &gemm_all_reduce);
+    bind_gemm_sum(m, "all_reduce_rows", &all_reduce_rows);
+    bind_gemm_sum(m, "sum_copies", &sum_copies);
+    for (const auto& [name, op] :
+         {std::pair{"meet", &meet}, std::pair{"await_copies", &await_copies}}) {
+        m.def(
+            name,
+            [op](const PeerMemory& peers, int device, Address stream, int num_threads, int isa) {
+                op(peers, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            },
+            ReleaseGil());
+    }
+    m.def(
+        "send_copy",
+        [](const PeerMemory& peers, int to, Address place, Address rows, int64_t bytes, int device,
+           Address stream, int num_threads, int isa) {
+            send_copy(peers, to, pointer(place), pointer(rows), bytes,
+                      {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
 }
 
 }  // namespace

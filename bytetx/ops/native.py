@@ -30,6 +30,11 @@ OPS = (
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
+    "all_reduce_rows",
+    "sum_copies",
+    "meet",
+    "send_copy",
+    "await_copies",
 )
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",
