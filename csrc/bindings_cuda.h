@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "comm_ops.h"
+#include "gate_ops.h"
 #include "linear_norm_ops.h"
 
 namespace bytetx {
@@ -117,6 +118,18 @@ void bind_linear(py::module_& m) {
             linear({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(d), rows, n,
                     k, static_cast<Activation>(activation), gated, tiling, splits, to_dtype(dtype)},
                    {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
+void bind_gate_rows(py::module_& m) {
+    m.def(
+        "gate_rows",
+        [](Address both, Address out, int64_t rows, int64_t n, int activation, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            gate_rows({pointer(both), pointer(out), rows, n, static_cast<Activation>(activation),
+                       to_dtype(dtype)},
+                      {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }

@@ -18,6 +18,7 @@ OPS = (
     "layer_norm",
     "rms_norm",
     "linear",
+    "gate_rows",
     "varlen_attention",
     "paged_attention",
     "write_kv",
