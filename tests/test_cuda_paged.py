@@ -161,7 +161,7 @@ def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
 
 
 def test_batch_mates_change_no_bit_in_large_batches() -> None:
-    """Large batches cut their keys into longer chunks than small ones do, whoever is in them."""
+    """Large batches find their keys by a plan, and cut them alike whoever is in them."""
     lengths = [*MIXED, *DECODE, (1, 4000)] * 3
     step, inputs = make(lengths, head_dim=128, num_heads=8)
     together = inputs.attend().split(step.seqlens)

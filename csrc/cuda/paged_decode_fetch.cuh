@@ -160,7 +160,7 @@ struct Fetcher {
                   pages);
         }
         wait_once();
-        // What the next kernel reads early would only take its turn before what this one reads.
+        // Behind the wait: what the next kernel finds settled has ended. First thing or here: alike.
         release_next_kernel();
         wait_for_copies<0>();
     }
