@@ -9,8 +9,8 @@
 // q and out once, keys and values of the sequence once. What bounds a short sequence is the chain
 // of dependent trips: lengths and page table (at once), queries and keys (at once), shared memory
 // of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 4.7 us on an H200, 3.8
-// where its keys are settled; an empty kernel is 0.8, a pass over the same bytes 2.1 (2026-11-21). A very long
-// one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of the copy rate.
+// where its keys are settled; an empty kernel is 0.8, a pass over the same bytes 2.1 (2026-11-21).
+// A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of the copy rate.
 #pragma once
 
 #include "cuda/paged_cluster_rows.cuh"
@@ -171,8 +171,8 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
             const float* from = s.sums(w) + row * C::kSumStride + column;
             add_scaled(sums, *reinterpret_cast<const float4*>(from), factor);
         }
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(
-                         &s.gathered[item.chunk][row][column % kSlice], owner)),
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         address_in(&s.gathered[item.chunk][row][column % kSlice], owner)),
                      "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w)
                      : "memory");
         if (column % kSlice == 0) {

@@ -160,7 +160,8 @@ struct Fetcher {
                   pages);
         }
         wait_once();
-        // Behind the wait: what the next kernel finds settled has ended. First thing or here: alike.
+        // Behind the wait: what the next kernel finds settled has ended. First thing or here:
+        // alike.
         release_next_kernel();
         wait_for_copies<0>();
     }
