@@ -12,7 +12,7 @@ from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
 from bytetx.ops.paged import paged_attention, write_kv
-from bytetx.ops.paged_plan import PagedPlan, plan_paged_attention
+from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
 from bytetx.ops.rotary import rotary
 from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
 from bytetx.packed import PackedBatch
@@ -271,4 +271,6 @@ def _attend_paged(
         softmax_scale=scale,
         window=window,
         plan=step.plans[window],
+        # Right before this runs _write's kernel, which waits for those before it.
+        settled=Settled.KEYS if past.is_settled else Settled.TABLES,
     )

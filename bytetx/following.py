@@ -27,7 +27,7 @@ from bytetx.parallel.messages import (
     flat_size,
 )
 from bytetx.parallel.sharded import ShardedBlocks
-from bytetx.parallel.tp import TpGroup, join_group
+from bytetx.parallel.tp import TpGroup, gpu_of, join_group
 from bytetx.spec import ModelSpec
 from bytetx.transformer import Transformer
 
@@ -125,7 +125,7 @@ class _Rank:
     def _join(self, message: Join) -> None:
         device = torch.device("cpu")
         if message.device_type == "cuda":
-            device = torch.device("cuda", self._rank)
+            device = gpu_of(self._rank)
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one captures no graph
         meeting = self._meeting if message.meeting is None else message.meeting

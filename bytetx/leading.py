@@ -15,7 +15,7 @@ from bytetx.config import load_config
 from bytetx.errors import BytetxError, GroupError, InputError
 from bytetx.heads import LmHead, MaskedLMHead
 from bytetx.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
-from bytetx.ops.comm_gemm import workspace_bytes
+from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
 from bytetx.parallel.control import Followers

@@ -211,6 +211,7 @@ PYBIND11_MODULE(BYTETX_MODULE, m) {
 #ifdef BYTETX_CUDA
     m.attr("arch") = "sm_90a";
     bytetx::bind_linear(m);
+    bytetx::bind_gate_rows(m);
     bytetx::bind_linear_norm(m);
     bytetx::bind_fp8_linear(m);
     bytetx::bind_quantize_rows(m);

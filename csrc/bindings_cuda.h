@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "comm_ops.h"
+#include "gate_ops.h"
 #include "linear_norm_ops.h"
 
 namespace bytetx {
@@ -121,6 +122,18 @@ void bind_linear(py::module_& m) {
         ReleaseGil());
 }
 
+void bind_gate_rows(py::module_& m) {
+    m.def(
+        "gate_rows",
+        [](Address both, Address out, int64_t rows, int64_t n, int activation, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            gate_rows({pointer(both), pointer(out), rows, n, static_cast<Activation>(activation),
+                       to_dtype(dtype)},
+                      {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+}
+
 void bind_linear_norm(py::module_& m) {
     m.def("linear_norm_workspace_bytes", linear_norm_workspace_bytes);
     m.def(
@@ -183,7 +196,7 @@ void bind_planned_paged_attention(py::module_& m) {
            Address workspace, int64_t workspace_bytes, int64_t batch_size, int64_t total_tokens,
            int max_seqlen, int max_kv_seqlen, int num_heads, int num_kv_heads, int window,
            int head_dim, int64_t max_pages, int page_size, int64_t q_stride, float softmax_scale,
-           int dtype, int device, Address stream, int num_threads, int isa) {
+           int dtype, int settled, int device, Address stream, int num_threads, int isa) {
             planned_paged_attention(
                 {pointer(q), pointer(k_cache), pointer(v_cache), pointer(out),
                  pointer<int32_t>(page_table),
@@ -191,7 +204,7 @@ void bind_planned_paged_attention(py::module_& m) {
                                    total_tokens, max_seqlen, max_kv_seqlen, num_heads, num_kv_heads,
                                    window),
                  pointer(workspace), workspace_bytes, max_pages, page_size, head_dim, q_stride,
-                 softmax_scale, to_dtype(dtype)},
+                 softmax_scale, to_dtype(dtype), settled},
                 {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
@@ -324,6 +337,25 @@ void bind_comm(py::module_& m) {
     m.def("push_tilings", [] { return list_tilings(num_push_tilings(), push_tiling); });
     bind_gemm_sum(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
     bind_gemm_sum(m, "gemm_all_reduce", &gemm_all_reduce);
+    bind_gemm_sum(m, "all_reduce_rows", &all_reduce_rows);
+    bind_gemm_sum(m, "sum_copies", &sum_copies);
+    for (const auto& [name, op] :
+         {std::pair{"meet", &meet}, std::pair{"await_copies", &await_copies}}) {
+        m.def(
+            name,
+            [op](const PeerMemory& peers, int device, Address stream, int num_threads, int isa) {
+                op(peers, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            },
+            ReleaseGil());
+    }
+    m.def(
+        "send_copy",
+        [](const PeerMemory& peers, int to, Address place, Address rows, int64_t bytes, int device,
+           Address stream, int num_threads, int isa) {
+            send_copy(peers, to, pointer(place), pointer(rows), bytes,
+                      {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
 }
 
 }  // namespace

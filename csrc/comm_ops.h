@@ -68,4 +68,16 @@ LinearTiling push_tiling(int32_t index);
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
+// cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not used.
+void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
+
+// Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
+// other rank, to `place` in that one's memory, on a stream for copies; then it waits for theirs.
+void meet(const PeerMemory& peers, const Launch& launch);
+void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
+               const Launch& launch);
+void await_copies(const PeerMemory& peers, const Launch& launch);
+// As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m, n].
+void sum_copies(const GemmSumParams& p, const Launch& launch);
+
 }  // namespace bytetx

@@ -392,6 +392,7 @@ int64_t paged_plan_bytes(const PagedPlanParams& p);
 void paged_plan(const PagedPlanParams& p, const Launch& launch);
 
 // cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 128.
+// settled: 0 nothing; 1 plan, lengths and page table; 2 the keys before each sequence's rows, too.
 struct PlannedPagedAttentionParams {
     const void* q;
     const void* k_cache;
@@ -407,6 +408,7 @@ struct PlannedPagedAttentionParams {
     int64_t q_stride;
     float softmax_scale;
     DType dtype;
+    int32_t settled;  // what may be read while the kernel right before this one still runs
 };
 int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim);
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);

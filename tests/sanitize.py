@@ -139,7 +139,10 @@ def run_logits() -> None:
 
 def run_comm() -> None:
     """The ops of several GPUs in a group of one."""
-    from test_cuda_comm import gather_layer, make_group, sum_layer
+    from comm_layers import gather_layer, sum_layer
+    from test_cuda_comm import make_group
+
+    from bytetx.ops.comm_plan import LINEAR_PUSH, CommPlan
 
     group = make_group(1)
     for max_rows in (20, 200):
@@ -147,6 +150,8 @@ def run_comm() -> None:
             gather_layer(group, dtype, max_rows=max_rows).call(0)
             for is_dealt in (False, True):
                 sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
+            push = {"is_dealt": False, "plan": CommPlan(LINEAR_PUSH)}
+            sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
 
 
 RUNS: dict[str, Callable[[], None]] = {

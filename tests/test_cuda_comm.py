@@ -4,58 +4,26 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
 from torch import Tensor
-from torch.nn import functional as F
 
 from bytetx.ops import native
-from bytetx.ops.comm_gemm import (
-    NUM_FLAGS,
-    Peers,
-    RowNorm,
-    all_gather_gemm,
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-    make_workspace,
-)
-from bytetx.ops.comm_plan import CommPlan
-from bytetx.ops.gated import prepare_gated
-from bytetx.ops.linear import prepare_linear
-from bytetx.parallel.layout import deal
+from bytetx.ops.comm_gemm import Peers
+from bytetx.ops.comm_plan import COPIED, CUBLAS_PUSH, LINEAR_PUSH, CommPlan
+from bytetx.ops.comm_workspace import NUM_FLAGS, make_workspace
 
 SIZES = (1, 2, 4, 8)
-BUFFER_BYTES = 256 << 20
-EPS = 1e-5
+BUFFER_BYTES, COPY_BYTES = 256 << 20, 64 << 20
 DTYPES = [torch.float16, torch.bfloat16]
 LATE_CYCLES = 300_000  # about 150 microseconds
 
 
 pytestmark = pytest.mark.gpu
-
-
-@dataclass
-class Group:
-    """All ranks in this process, one GPU each; kernels run side by side, launched in turn."""
-
-    peers: list[Peers]
-    buffers: list[Tensor]
-
-    @property
-    def size(self) -> int:
-        return len(self.peers)
-
-    def poison(self) -> None:
-        for buffer in self.buffers:
-            buffer.fill_(float("nan"))
-
-    def wait(self) -> None:
-        for rank in range(self.size):
-            torch.cuda.synchronize(rank)
 
 
 def make_group(size: int) -> Group:
@@ -64,17 +32,29 @@ def make_group(size: int) -> Group:
     options = [{"device": torch.device("cuda", rank)} for rank in range(size)]
     buffers = [torch.zeros(BUFFER_BYTES // 2, dtype=torch.float16, **o) for o in options]
     flags = [torch.zeros(NUM_FLAGS, dtype=torch.int32, **o) for o in options]
-    addresses = [[t.data_ptr() for t in tensors] for tensors in (buffers, flags)]
-    peers = [
-        Peers(
+    copies = [torch.zeros(COPY_BYTES, dtype=torch.uint8, **o) for o in options]
+    addresses = [[t.data_ptr() for t in tensors] for tensors in (buffers, flags, copies)]
+    peers = {
+        rank: Peers(
             rank,
             size,
             None,
-            make_workspace(*addresses, buffer_bytes=BUFFER_BYTES, rank=rank, owner=flags, **o),
+            make_workspace(
+                *addresses[:2],
+                buffer_bytes=BUFFER_BYTES,
+                rank=rank,
+                copies=addresses[2],
+                own_copies=copies[rank],
+                owner=flags,
+                **o,
+            ),
+            is_even=False,
         )
         for rank, o in enumerate(options)
-    ]
-    group = Group(peers, buffers)
+    }
+    group = Group(
+        peers, [*buffers, *(c.view(torch.float16) for c in copies)], [o["device"] for o in options]
+    )
     group.wait()
     return group
 
@@ -105,143 +85,6 @@ def group(request: pytest.FixtureRequest) -> Group:
     return make_group(request.param)
 
 
-@dataclass
-class Layer:
-    """One call on every rank: call(rank) gives results, expected(rank, dtype) the right ones."""
-
-    name: str
-    call: Callable[[int], tuple[Tensor, ...]]
-    expected: Callable[[int, torch.dtype], tuple[Tensor, ...]]
-
-
-def random_offsets(total: int, size: int) -> tuple[int, ...]:
-    kind = random.randrange(3)
-    if kind == 0:
-        return deal(total, size, step=random.choice([16, 128, 256]))
-    return 0, *sorted(random.randint(0, total) for _ in range(size - 1)), total
-
-
-def randn(rank: int, *shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(*shape, device=f"cuda:{rank}", dtype=dtype)
-
-
-def gather_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
-    m, n, k = random.randint(1, max_rows), 64 * random.randint(1, 20), 8 * random.randint(1, 200)
-    offsets = random_offsets(m, group.size)
-    activation = random.choice(["none", "gelu", "relu", "silu", "gated"])
-    ranks = range(group.size)
-    own = [offsets[r + 1] - offsets[r] for r in ranks]
-    xs = [randn(r, own[r], k, dtype=dtype) for r in ranks]
-    weights = [randn(r, n, k, dtype=dtype) / k**0.5 for r in ranks]
-    biases = [randn(r, n, dtype=dtype) for r in ranks]
-    if activation == "gated":
-        ws = [
-            prepare_gated(
-                w[: n // 2], w[n // 2 :], gate_bias=b[: n // 2], up_bias=b[n // 2 :], prepack=False
-            )
-            for w, b in zip(weights, biases, strict=True)
-        ]
-    else:
-        ws = [prepare_linear(w, b, prepack=False) for w, b in zip(weights, biases, strict=True)]
-    name = "silu" if activation == "gated" else activation
-
-    def call(rank: int) -> tuple[Tensor, ...]:
-        options = {"peers": group.peers[rank], "row_offsets": offsets, "activation": name}
-        return (all_gather_gemm(xs[rank], ws[rank], **options),)
-
-    def expected(rank: int, to: torch.dtype) -> tuple[Tensor, ...]:
-        rows = torch.cat([x.to(f"cuda:{rank}") for x in xs])
-        y = F.linear(rows.to(to), weights[rank].to(to), biases[rank].to(to))
-        if activation == "gated":
-            return (F.silu(y[:, : n // 2]) * y[:, n // 2 :],)
-        functions = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
-        return (functions[name](y) if name in functions else y,)
-
-    return Layer(f"gather {m} {n} {k} {activation} {offsets}", call, expected)
-
-
-def rms(h: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(h, weight.shape, weight, EPS)
-
-
-def sum_layer(
-    group: Group,
-    dtype: torch.dtype,
-    *,
-    max_rows: int,
-    is_dealt: bool,
-    plan: CommPlan | None = None,
-) -> Layer:
-    m, n, k = random.randint(1, max_rows), 32 * random.randint(1, 80), 8 * random.randint(1, 200)
-    ranks = range(group.size)
-    offsets = random_offsets(m, group.size)
-    own = [slice(offsets[r], offsets[r + 1]) if is_dealt else slice(0, m) for r in ranks]
-    xs = [randn(r, m, k, dtype=dtype) for r in ranks]
-    weights = [randn(r, n, k, dtype=dtype) / (k * group.size) ** 0.5 for r in ranks]
-    has_partial, has_bias = random.random() < 0.5, random.random() < 0.5
-    partials = [randn(r, m, n, dtype=dtype) if has_partial else None for r in ranks]
-    residual, vectors = randn(0, m, n, dtype=dtype), randn(0, 3, n, dtype=dtype)
-    is_rms = random.random() < 0.5
-    residuals = [residual[own[r]].to(f"cuda:{r}") for r in ranks]
-    on_rank = [vectors.to(f"cuda:{r}") for r in ranks]
-    ws = [prepare_linear(w, prepack=False) for w in weights]
-
-    def call(rank: int) -> tuple[Tensor, ...]:
-        weight, shift, bias = on_rank[rank]
-        kind = "rms_norm" if is_rms else "layer_norm"
-        options = {
-            "peers": group.peers[rank],
-            "residual": residuals[rank],
-            "bias": bias if has_bias else None,
-            "partial": partials[rank],
-            "norm": RowNorm(weight, None if is_rms else shift, EPS, kind),
-            "plan": plan,
-        }
-        if is_dealt:
-            return gemm_reduce_scatter(xs[rank], ws[rank], row_offsets=offsets, **options)
-        return gemm_all_reduce(xs[rank], ws[rank], **options)
-
-    def expected(rank: int, to: torch.dtype) -> tuple[Tensor, ...]:
-        h, (weight, shift, bias) = residual.to(f"cuda:{rank}", to), on_rank[rank].to(to)
-        for x, w, partial in zip(xs, weights, partials, strict=True):
-            h = h + F.linear(x.to(h), w.to(h)) + (0 if partial is None else partial.to(h))
-        h = h + bias if has_bias else h
-        normed = rms(h, weight) if is_rms else F.layer_norm(h, (n,), weight, shift, EPS)
-        return normed[own[rank]], h[own[rank]]
-
-    return Layer(f"sum {m} {n} {k} dealt {is_dealt} {offsets}", call, expected)
-
-
-def random_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
-    kind = random.randrange(3)
-    if kind == 0:
-        return gather_layer(group, dtype, max_rows=max_rows)
-    is_dealt = kind == 1
-    rows = max_rows if is_dealt else min(max_rows, 300)
-    return sum_layer(group, dtype, max_rows=rows, is_dealt=is_dealt)
-
-
-def assert_right(found: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:
-    assert found.shape == exact.shape, name
-    if not exact.numel():
-        return
-    noise = 2 * torch.finfo(found.dtype).eps * exact.abs().max()
-    error = (found.double() - exact).abs().max()
-    assert error <= 2 * (plain.double() - exact).abs().max() + noise, name
-
-
-def check_layer(group: Group, layer: Layer, dtype: torch.dtype) -> None:
-    group.poison()
-    group.wait()
-    results = [layer.call(rank) for rank in range(group.size)]
-    group.wait()
-    for rank, found in enumerate(results):
-        pairs = zip(found, layer.expected(rank, torch.float64), strict=True)
-        plain = layer.expected(rank, dtype)
-        for which, (ours, exact) in enumerate(pairs):
-            assert_right(ours, exact, plain[which], layer.name)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_float64(group: Group, dtype: torch.dtype) -> None:
     for number in range(90):
@@ -256,6 +99,24 @@ def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> Non
             options = {"is_dealt": False, "plan": CommPlan(name, splits)}
             layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
             check_layer(group, layer, dtype)
+
+
+def test_copies_beside_cublas(group: Group) -> None:
+    if group.size > 1:
+        pytest.skip("cuBLAS may load kernels while others wait: test_cuda_comm_shared.py has it")
+    for number in range(30):
+        dtype, rows = DTYPES[number % 2], 6 if number % 5 == 0 else 1500
+        options = {"max_rows": rows, "plan": CommPlan(COPIED)}
+        check_layer(group, gather_layer(group, dtype, **options), dtype)
+        check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
+
+
+@pytest.mark.parametrize("way", [CUBLAS_PUSH, LINEAR_PUSH])
+def test_all_reduce_behind_another_gemm(group: Group, way: str) -> None:
+    for number in range(20):
+        dtype, rows = DTYPES[number % 2], 5 if number % 5 == 0 else 600
+        options = {"is_dealt": False, "plan": CommPlan(way)}
+        check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
@@ -350,7 +211,8 @@ IN_VAIN = """
 import torch
 from bytetx.ops import comm_kernels
 comm_kernels.TIMEOUT_CYCLES = 100_000_000
-from test_cuda_comm import make_group, sum_layer
+from comm_layers import sum_layer
+from test_cuda_comm import make_group
 group = make_group(2)
 layer = sum_layer(group, torch.float16, max_rows=300, is_dealt=False)
 group.wait()

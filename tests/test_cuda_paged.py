@@ -8,8 +8,8 @@ import torch
 from paged_steps import Step, assert_exact, make_step
 from torch import Tensor
 
-from bytetx.ops.paged import paged_attention
-from bytetx.ops.paged_plan import PagedPlan, plan_paged_attention
+from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -161,7 +161,7 @@ def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
 
 
 def test_batch_mates_change_no_bit_in_large_batches() -> None:
-    """Large batches cut their keys into longer chunks than small ones do, whoever is in them."""
+    """Large batches find their keys by a plan, and cut them alike whoever is in them."""
     lengths = [*MIXED, *DECODE, (1, 4000)] * 3
     step, inputs = make(lengths, head_dim=128, num_heads=8)
     together = inputs.attend().split(step.seqlens)
@@ -289,3 +289,37 @@ def test_random_steps(seed: int) -> None:
         window=rng.choice([0, 0, rng.randint(1, 700)]),
         dtype=rng.choice(list(DTYPES.values())),
     )
+
+
+@pytest.mark.parametrize("batch_size", [2, 40], ids=["few", "many"])
+def test_settled_keys_are_read_early_and_new_ones_are_not(batch_size: int) -> None:
+    """A step's writes and its attention, again and again in one graph, each write another value."""
+    lengths = [(1, 700 + 13 * i) for i in range(batch_size)]
+    _, inputs = make(lengths, head_dim=128, num_heads=8, num_kv_heads=4)
+    pages, keys = inputs.lengths["page_table"], inputs.lengths["kv_seqlens"]
+    last = keys.long() - 1
+    slots = (pages.gather(1, last[:, None] // 16)[:, 0] * 16 + last % 16).int()
+    new = torch.randn(30, 2, batch_size, 4, 128, device="cuda").to(inputs.q.dtype)
+    outs = torch.full((2, len(new), *inputs.q.shape), torch.nan, device="cuda").to(inputs.q.dtype)
+
+    def run(settled: Settled, out: Tensor) -> None:
+        plan = inputs.plan()
+        for (k, v), own in zip(new, out, strict=True):
+            write_kv(k, v, inputs.k_cache, inputs.v_cache, slots)
+            inputs.attend(plan=plan, settled=settled, out=own)
+
+    run(Settled.NOTHING, outs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(Settled.KEYS, outs[1])
+    for _ in range(5):
+        outs[1].fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(*outs)
+
+
+def test_settled_tables_change_no_bit() -> None:
+    _, inputs = make([*MIXED, *DECODE, (1, 8000)], head_dim=128)
+    plan, expected = inputs.plan(), inputs.attend()
+    for settled in Settled:
+        assert torch.equal(inputs.attend(plan=plan, settled=settled), expected)

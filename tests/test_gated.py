@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.ops import native
-from bytetx.ops.gated import gated_linear, prepare_gated
+from bytetx.ops.gated import gate, gated_linear, prepare_gated
 from bytetx.ops.linear import run_kernel
 from bytetx.ops.linear_plan import LinearPlan
 
@@ -91,3 +91,23 @@ def test_what_does_not_fit_is_said() -> None:
         prepare_gated(gate, up, gate_bias=torch.zeros(64), prepack=False)
     with pytest.raises(ValueError, match="activation must be one of gelu, gelu_tanh, silu"):
         gated_linear(torch.randn(2, 32), prepare_gated(gate, up, prepack=False), activation="relu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gates_of_another_gemm(activation: str, dtype: torch.dtype) -> None:
+    """The kernel on a product that is there, against float64 of that product."""
+    for m, n in ((1, 32), (3, 352), (64, 14336), (700, 96), (2049, 1024)):
+        halves = (torch.randn(n, 32, device="cuda", dtype=dtype) for _ in range(2))
+        weight = prepare_gated(*halves, prepack=False)
+        both = 3 * torch.randn(m, 2 * n, device="cuda", dtype=dtype)
+        gates, values = both.view(m, n // 32, 2, 32).unbind(2)
+
+        poison = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+        del poison  # whose memory is next
+        found, act = gate(both, weight, activation=activation), ACTIVATIONS[activation]
+        exact = (act(gates.double()) * values.double()).reshape(m, n)
+        plain = (act(gates) * values).reshape(m, n)
+        error, of_torch = ((d.double() - exact).abs().max() for d in (found, plain))
+        assert found.shape == (m, n) and error <= 2 * of_torch + 1e-6

@@ -22,7 +22,7 @@ from bytetx.errors import CheckpointError, GroupError, InputError
 from bytetx.leading import load_led, start_ranks
 from bytetx.loading import load_share
 from bytetx.model import Model
-from bytetx.ops.comm_gemm import Workspace
+from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.control import Followers
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme

@@ -15,13 +15,8 @@ import torch.nn.functional as F
 from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite, num_rotated
 from bytetx.bench.ranks import Ranks, join_ranks, overlap_measurement, ranks_us
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.ops.comm_gemm import (
-    RowNorm,
-    all_gather_gemm,
-    gemm_all_reduce,
-    gemm_reduce_scatter,
-    workspace_bytes,
-)
+from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
+from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.parallel.layout import deal

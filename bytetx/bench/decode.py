@@ -25,7 +25,7 @@ from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention
-from bytetx.ops.paged_plan import plan_paged_attention
+from bytetx.ops.paged_plan import Settled, plan_paged_attention
 from bytetx.ops.rotary_kv import rotary_write_kv
 
 _PAGE_SIZE = 16
@@ -152,24 +152,21 @@ def work_of(shape: Shape) -> Work:
 
 def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     heads, dtype = shape.heads, DTYPES[shape.dtype]
-    batch, longest = len(shape.seqlens), int(shape.kv_seqlens.max())
     num_pages = -(-shape.kv_seqlens // _PAGE_SIZE)
     size = (2, int(num_pages.sum()), _PAGE_SIZE, heads.num_kv_heads, heads.head_dim)
     num_buffers = num_rotated(2 * int(np.prod(size)))
     num_steps = -(-num_buffers // heads.num_layers)
     caches = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(num_buffers)]
-    pages = torch.zeros(batch, int(num_pages.max()), dtype=torch.int32)
-    order = torch.randperm(size[1]).int().split(num_pages.tolist())
-    for row, own in zip(pages, order, strict=True):
-        row[: len(own)] = own
     q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
-    q, page_table = torch.randn(q_size, device="cuda", dtype=dtype), pages.cuda()
+    q = torch.randn(q_size, device="cuda", dtype=dtype)
+    settled = Settled.KEYS if shape.seqlens.max() == 1 else Settled.TABLES  # as in a decoder
     lengths = {
         "cu_seqlens": prefix_sums(shape.seqlens),
         "kv_seqlens": torch.from_numpy(shape.kv_seqlens).int().cuda(),
         "max_seqlen": int(shape.seqlens.max()),
-        "max_kv_seqlen": longest,
+        "max_kv_seqlen": int(shape.kv_seqlens.max()),
     }
+    page_table = _random_pages(num_pages)
 
     def ours() -> None:
         in_turn = cycle(caches)
@@ -182,7 +179,9 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
                 head_dim=heads.head_dim,
             )
             for k, v in islice(in_turn, heads.num_layers):
-                paged_attention(q, k, v, **lengths, page_table=page_table, plan=plan)
+                paged_attention(
+                    *(q, k, v), **lengths, page_table=page_table, plan=plan, settled=settled
+                )
 
     num_calls = num_steps * heads.num_layers
     runs: dict[str, Run] = {"ours": ours}
@@ -191,6 +190,15 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
         if attend is not None:
             runs[name] = partial(_in_turn, attend, caches, num_calls)
     return runs, num_calls
+
+
+def _random_pages(num_pages: np.ndarray) -> Tensor:
+    """A page table whose sequences have so many pages, each of them once."""
+    table = torch.zeros(len(num_pages), int(num_pages.max()), dtype=torch.int32)
+    order = torch.randperm(int(num_pages.sum())).int().split(num_pages.tolist())
+    for row, own in zip(table, order, strict=True):
+        row[: len(own)] = own
+    return table.cuda()
 
 
 def _in_turn(

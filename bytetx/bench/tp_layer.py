@@ -24,7 +24,7 @@ from bytetx.bench.tp_models import (
 )
 from bytetx.blocks import WholeBlocks
 from bytetx.cache import KvCache
-from bytetx.ops.comm_gemm import workspace_bytes
+from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme, row_scheme

@@ -21,7 +21,17 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import CUBLAS, LINEAR, CommPlan, Layer, Op, tilings
+from bytetx.ops.comm_plan import (
+    COPIED,
+    CUBLAS,
+    CUBLAS_PUSH,
+    LINEAR,
+    LINEAR_PUSH,
+    CommPlan,
+    Layer,
+    Op,
+    tilings,
+)
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.parallel.layout import deal, has_even_shares, split_model
@@ -34,13 +44,15 @@ OPS: dict[str, Op] = {
 # Measured with the op beside which it is needed: for rows that every rank holds.
 _COLUMN: Op = "column_gemm"
 _FEW_ROWS = (16, 32, 64, 128, 256, 512)
-_MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192)
+_MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
+_COPIED_ROWS = 1024  # below, copies take longer to start than they hide
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
-_SPLITS = (1, 2, 4, 8)
+_SPLITS = (1, 2, 4, 5)
 _SMS = 132
 _SAMPLES = 3
-# Of a sample; where many rows keep a GPU at its power limit, longer than it takes to get there.
-_SAMPLE_US, _HOT_SAMPLE_US, _HOT_ROWS = 1_000, 12_000, 2048
+# Of a sample, from so many rows on; where they keep a GPU at its power limit, longer than it takes
+# to get there.
+_SAMPLE_US = ((8192, 25_000), (2048, 12_000), (0, 1_000))
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], None]
@@ -51,10 +63,10 @@ def tune_comm(suite: str, path: Path, ranks: Ranks) -> Iterator[str]:
     op, lines = OPS[suite], []
     layers = layers_of(op, ranks.size)
     if op == "gemm_all_reduce":
-        layers += layers_of(_COLUMN, ranks.size)
-    for layer in layers:
+        layers |= layers_of(_COLUMN, ranks.size)
+    for layer, activation in layers.items():
         rows = _MANY_ROWS if op in ("all_gather_gemm", "gemm_reduce_scatter") else _FEW_ROWS
-        plans = [_best(layer, m, ranks) for m in rows]
+        plans = [_best(layer, m, ranks, activation=activation) for m in rows]
         sizes = {
             "op": layer.op,
             "tp": layer.tp,
@@ -80,9 +92,9 @@ def write_lines(path: Path, lines: list[dict[str, object]], *, device: str) -> N
     path.write_text(text, encoding="utf-8")
 
 
-def layers_of(op: Op, tp: int) -> list[Layer]:
-    """Of all models whose shares are even, each size once."""
-    found: dict[Layer, None] = {}
+def layers_of(op: Op, tp: int) -> dict[Layer, str]:
+    """Of all models whose shares are even, each size once, with what follows the product."""
+    found: dict[Layer, str] = {}
     for model in MODELS:
         spec = spec_of(model)
         if not has_even_shares(spec, tp):
@@ -92,17 +104,21 @@ def layers_of(op: Op, tp: int) -> list[Layer]:
         if op in ("all_gather_gemm", _COLUMN):
             qkv = (heads + 2 * len(split.kv_heads)) * spec.head_dim
             is_gated = "ffn_gate" in spec.layer
-            found[Layer(op, tp, qkv, hidden)] = None
-            found[Layer(op, tp, inner * (1 + is_gated), hidden, is_gated)] = None
+            found[Layer(op, tp, qkv, hidden)] = "none"
+            found[Layer(op, tp, inner * (1 + is_gated), hidden, is_gated)] = spec.activation
         else:
-            found[Layer(op, tp, hidden, heads * spec.head_dim)] = None
-            found[Layer(op, tp, hidden, inner)] = None
-    return list(found)
+            found[Layer(op, tp, hidden, heads * spec.head_dim)] = "none"
+            found[Layer(op, tp, hidden, inner)] = "none"
+    return found
 
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
     """Every way that can be the best."""
     found = [CommPlan(LINEAR), CommPlan(CUBLAS)]
+    if layer.op == "gemm_all_reduce":
+        found += [CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
+    elif layer.op != _COLUMN and m >= _COPIED_ROWS:
+        found.append(CommPlan(COPIED))
     for name in tilings(layer):
         if layer.op != "gemm_all_reduce":
             found.append(CommPlan(name))
@@ -115,10 +131,10 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
     return found
 
 
-def _best(layer: Layer, m: int, ranks: Ranks) -> CommPlan:
+def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
     torch.manual_seed(0)
     weights = _weights(layer)
-    call = _CALLS[layer.op](layer, m, ranks)
+    call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
     def in_turn(plan: CommPlan) -> None:
@@ -126,7 +142,7 @@ def _best(layer: Layer, m: int, ranks: Ranks) -> CommPlan:
             call(w, plan)
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
-    sample_us = _SAMPLE_US if m < _HOT_ROWS else _HOT_SAMPLE_US
+    sample_us = next(us for rows, us in _SAMPLE_US if m >= rows)
     options = {"required": runs, "samples": _SAMPLES, "sample_us": sample_us}
     found = ranks_us(runs, [], **options)
     return plans[int(min(found, key=found.__getitem__))]
@@ -143,10 +159,10 @@ def _weights(layer: Layer) -> list[LinearWeight | GatedWeight]:
     return [prepare_linear(_randn(n, k), bias, prepack=False) for _ in range(count)]
 
 
-def _gather(layer: Layer, m: int, ranks: Ranks) -> Call:
+def _gather(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
     offsets = deal(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
-    x, activation = _randn(own, layer.k), "silu" if layer.is_gated else "gelu"
+    x = _randn(own, layer.k)
 
     def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
         options = {"row_offsets": offsets, "activation": activation}
@@ -155,7 +171,7 @@ def _gather(layer: Layer, m: int, ranks: Ranks) -> Call:
     return call
 
 
-def _scatter(layer: Layer, m: int, ranks: Ranks) -> Call:
+def _scatter(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
     offsets = deal(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     x, options = _randn(m, layer.k), _sum_options(layer, own)
@@ -166,8 +182,8 @@ def _scatter(layer: Layer, m: int, ranks: Ranks) -> Call:
     return call
 
 
-def _column(layer: Layer, m: int, ranks: Ranks) -> Call:
-    x, activation = _randn(m, layer.k), "silu" if layer.is_gated else "gelu"
+def _column(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
+    x = _randn(m, layer.k)
 
     def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
         column_gemm(x, w, peers=ranks.peers, activation=activation, plan=plan)
@@ -175,7 +191,7 @@ def _column(layer: Layer, m: int, ranks: Ranks) -> Call:
     return call
 
 
-def _reduce(layer: Layer, m: int, ranks: Ranks) -> Call:
+def _reduce(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
     x, options = _randn(m, layer.k), _sum_options(layer, m)
 
     def call(w: LinearWeight, plan: CommPlan) -> None:

@@ -68,7 +68,9 @@ class DecodeLayout:
             for first in (self.kv_seqlens, self.seats, self.positions, self.slots)
         )
         table = block[self.pages : self.num_ints].view(rows, self.num_pages)
-        past = Past(table, kv_seqlens, slots, page_size, self.num_pages * page_size)
+        sizes = (page_size, self.num_pages * page_size)
+        # Each row is the token that its sequence sampled last: no page of it was found this step.
+        past = Past(table, kv_seqlens, slots, *sizes, is_settled=True)
         batch = PackedBatch(
             input_ids=seats,
             position_ids=positions,

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bytetx.ops import comm_kernels, reference
+from bytetx.ops import comm_copies, comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.comm_plan import CUBLAS, LINEAR, CommPlan, Layer, Op, plan_comm
+from bytetx.ops.comm_copies import CopyMemory
+from bytetx.ops.comm_plan import LINEAR, CommPlan, Layer, Op, plan_comm
+from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.ops.norm import layer_norm, rms_norm
@@ -37,38 +38,6 @@ class Collectives(Protocol):
     def all_reduce(self, partial: Tensor) -> Tensor:
         """[m, n] of every rank -> their sum, in its dtype or f32; may overwrite it."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Memory of every rank that this device can read and write, of one size and layout on all.
-
-    buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
-    flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
-        torch's signal pads); what they count never goes back (epochs), so that graphs replay.
-    epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in
-        and for the host to say that they need not wait any more.
-    memory: what the kernels are told of all this, None where there are none.
-    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
-    owner: keeps it all alive.
-    """
-
-    buffers: tuple[int, ...]
-    flags: tuple[int, ...]
-    buffer_bytes: int
-    num_flags: int
-    epochs: Tensor
-    memory: object | None
-    fault: Tensor
-    owner: object = None
-
-    def fault_text(self) -> str | None:
-        """Which rank of this device waited in vain, for whom; None where none has."""
-        return comm_kernels.fault_text(self.fault)
-
-    def give_up(self) -> None:
-        """Ends kernels that wait for a rank which is gone; from then on results are wrong."""
-        comm_kernels.give_up(self.epochs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,47 +63,6 @@ class RowNorm:
     bias: Tensor | None
     eps: float
     kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
-
-
-# Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
-# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns; then the inboxes.
-NUM_FLAGS = 32768 + 2 * comm_kernels.INBOX_BYTES // 4
-_NUM_EPOCHS = 16  # words that kernels count calls in
-
-
-def make_workspace(
-    buffers: Sequence[int],
-    flags: Sequence[int],
-    *,
-    buffer_bytes: int,
-    rank: int,
-    device: torch.device,
-    owner: object = None,
-) -> Workspace:
-    """A workspace of rank's, from the addresses of what all ranks share."""
-    epochs = torch.zeros(_NUM_EPOCHS, dtype=torch.int32, device=device)
-    fault = comm_kernels.new_fault()
-    memory = comm_kernels.peer_memory(
-        buffers,
-        flags,
-        epochs=epochs,
-        buffer_bytes=buffer_bytes,
-        num_flags=NUM_FLAGS,
-        fault=fault,
-        rank=rank,
-    )
-    return Workspace(
-        tuple(buffers), tuple(flags), buffer_bytes, NUM_FLAGS, epochs, memory, fault, owner
-    )
-
-
-def workspace_bytes(*, max_tokens: int, hidden_size: int, size: int, itemsize: int) -> int:
-    """Bytes of each rank's data that the fused ops need, for passes of up to max_tokens rows.
-
-    Four quarters: gathered rows, and a slot a rank of its largest share of rows (a share has at
-    most one tile of 256 rows more than total_tokens / size), for odd and for even calls.
-    """
-    return 4 * (max_tokens + 256 * size) * hidden_size * itemsize
 
 
 def all_gather_gemm(
@@ -175,6 +103,10 @@ def all_gather_gemm(
             is_gated=is_gated,
             plan=plan,
         )
+    copies = _copies(peers, plan, total_tokens * plain.k * plain.dtype.itemsize)
+    if copies is not None and w.has_kernel:
+        options = {"copies": copies, "row_offsets": row_offsets, "activation": activation}
+        return comm_copies.all_gather_gemm(x, w, **options)
     rows = peers.collectives.all_gather(x, row_offsets)
     return _unfused(rows, w, activation=activation, plan=plan)
 
@@ -203,10 +135,10 @@ def _unfused(
     x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
 ) -> Tensor:
     if isinstance(w, GatedWeight):
-        if plan.way != CUBLAS:
+        if not plan.is_cublas:
             return gated_linear(x, w, activation=activation)
         return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
-    if plan.way != CUBLAS:
+    if not plan.is_cublas:
         return linear(x, w, activation=activation)
     return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
 
@@ -241,9 +173,14 @@ def gemm_reduce_scatter(
     fits = workspace is not None and comm_kernels.takes_reduce_scatter(
         w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
     )
+    options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
     if fits and plan.is_fused:
-        options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
-        return _sum_by_kernel(x, w, peers, row_offsets, **options, plan=plan)
+        return _sum_by_kernel(x, w, peers, row_offsets, **options, partial=partial)
+    copies = _copies(peers, plan, most * peers.size * w.n * w.dtype.itemsize)
+    if copies is not None and w.has_kernel:
+        given = {"copies": copies, "row_offsets": row_offsets, "partial": partial}
+        parts = comm_copies.partial_sums(x, w, **given)
+        return _sum_by_kernel(residual, w, peers, None, **options, partial=parts)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
     return _finish(peers.collectives.reduce_scatter(product, row_offsets), residual, norm)
 
@@ -267,9 +204,13 @@ def gemm_all_reduce(
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
     fits = comm_kernels.takes_all_reduce(w, slot_rows=len(x) * peers.size)
-    if _kernel_workspace(peers) is not None and fits and plan.is_fused:
-        options = {"residual": residual, "bias": bias, "partial": partial, "norm": norm}
-        return _sum_by_kernel(x, w, peers, None, **options, plan=plan)
+    has_kernel = _kernel_workspace(peers) is not None and fits
+    options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
+    if has_kernel and plan.is_fused:
+        return _sum_by_kernel(x, w, peers, None, **options, partial=partial)
+    if has_kernel and plan.is_pushed:
+        product = _product(x, w, peers, bias=None, partial=partial, plan=plan)
+        return _sum_by_kernel(x, w, peers, None, **options, partial=product)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
     return _finish(peers.collectives.all_reduce(product), residual, norm)
 
@@ -285,6 +226,14 @@ def _kernel_workspace(peers: Peers) -> Workspace | None:
     return None if workspace is None or workspace.memory is None else workspace
 
 
+def _copies(peers: Peers, plan: CommPlan, num_bytes: int) -> CopyMemory | None:
+    """The region for copies where the plan has any and they fit; the same on every rank."""
+    workspace = _kernel_workspace(peers)
+    if workspace is None or workspace.copies is None or not plan.is_copied:
+        return None
+    return workspace.copies if 0 < num_bytes <= workspace.copies.own.numel() else None
+
+
 def _product(
     x: Tensor,
     w: LinearWeight,
@@ -296,7 +245,7 @@ def _product(
 ) -> Tensor:
     """This rank's part of a sum; rank 0's has the bias, for its product adds it for nothing."""
     own = replace(w, bias=bias if peers.rank == 0 else None)
-    if plan.way == CUBLAS:
+    if plan.is_cublas:
         return reference.linear(x, own.weight, own.bias, activation="none", residual=partial)
     return linear(x, own, residual=partial)
 

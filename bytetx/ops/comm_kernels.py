@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned
-from bytetx.ops.comm_plan import CommPlan, Op, tiling_index
+from bytetx.ops.comm_plan import COPIED, PUSHES, CommPlan, Op, tiling_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
@@ -20,7 +20,7 @@ TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
-INBOX_BYTES = 16 << 20
+INBOX_BYTES = 32 << 20  # 1024 rows of 8192 features of two ranks
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 
@@ -117,7 +117,8 @@ def gemm_sum(
 ) -> tuple[Tensor, Tensor]:
     """The fused kernels on checked arguments: dealt rows, or all of them where row_offsets is None.
 
-    own_rows: rows of the results, [own_rows, n] each.
+    own_rows: rows of the results, [own_rows, n] each.  If plan.is_pushed, partial is the product;
+    if plan.is_copied, it is all ranks' parts of own_rows, and x but has as many rows.
     """
     m, x = len(x), _aligned(x)
     partial = None if partial is None else _aligned(partial)
@@ -126,7 +127,8 @@ def gemm_sum(
     if row_offsets is None:
         row_offsets = (*[0] * size, m)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
-    name: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
+    op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
+    name = {COPIED: "sum_copies", **dict.fromkeys(PUSHES, "all_reduce_rows")}.get(plan.way, op)
     native.kernel(name, x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
@@ -134,7 +136,7 @@ def gemm_sum(
         m,
         w.n,
         w.k,
-        tiling_index(name, plan.way),
+        tiling_index(op, plan.way) if plan.is_fused else 0,
         plan.splits,
         0 if bias is None else bias.data_ptr(),
         residual.data_ptr(),

@@ -19,14 +19,19 @@ Op = Literal["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "colum
 
 _DEALT_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 
-# Ways without a fused kernel: a collective beside cuBLAS, or beside what `linear` takes.
+# Ways without a fused kernel: a collective behind cuBLAS, or behind what `linear` takes; or, of
+# gemm_all_reduce, this package's own all-reduce, which adds and norms what the op adds and norms.
 CUBLAS, LINEAR = "cublas", "linear"
+PUSHES = CUBLAS_PUSH, LINEAR_PUSH = "cublas-push", "linear-push"
+# Of the ops that deal rows: cuBLAS, beside which copy engines move them.
+COPIED = "copied"
+_UNFUSED = (CUBLAS, LINEAR, *PUSHES, COPIED)
 
 _MAX_PLANS = 4096
 _NUM_SMS = 132
-# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
-# which NCCL's two exchanges cost less; rows that weights stream past, and columns beyond which more
-# rows than these take a second wave of CTAs.
+# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank of more than
+# two sends, beyond which NCCL's two exchanges cost less; rows that weights stream past, and columns
+# beyond which more rows than these take a second wave of CTAs.
 _MOST_SENT_BYTES = 8 << 20
 _STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
@@ -40,15 +45,28 @@ _GATED_TILING = "128x128"
 
 @dataclass(frozen=True, slots=True)
 class CommPlan:
-    """way: the name of the fused kernel's tiling, or CUBLAS or LINEAR.  splits: CTAs that share k,
-    of gemm_all_reduce."""
+    """way: the name of the fused kernel's tiling, or one without.  splits: CTAs that share k, of
+    gemm_all_reduce."""
 
     way: str
     splits: int = 1
 
     @property
     def is_fused(self) -> bool:
-        return self.way not in (CUBLAS, LINEAR)
+        return self.way not in _UNFUSED
+
+    @property
+    def is_pushed(self) -> bool:
+        """Whether a product goes to the other ranks by a kernel of its own."""
+        return self.way in PUSHES
+
+    @property
+    def is_copied(self) -> bool:
+        return self.way == COPIED
+
+    @property
+    def is_cublas(self) -> bool:
+        return self.way in (CUBLAS, CUBLAS_PUSH, COPIED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +91,7 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     if line is not None:
         _, way, splits = line[_bucket(layer.op, m, [rows for rows, _, _ in line])]
         # A table of another version may name a tiling that this build does not have.
-        if way in (CUBLAS, LINEAR) or way in tilings(layer):
+        if way in _UNFUSED or way in tilings(layer):
             return CommPlan(way, splits)
     return _by_rule(layer, m)
 
@@ -107,8 +125,10 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
         return CommPlan(LINEAR)
     if layer.op == "gemm_all_reduce":
         sent = (layer.tp - 1) * m * layer.n * 2
-        if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
+        if layer.tp > 2 and sent > _MOST_SENT_BYTES:
             return CommPlan(LINEAR)
+        if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
+            return CommPlan(CUBLAS_PUSH)
         return _push_by_rule(m, layer.n, layer.k)
 
     def work(name: str) -> float:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bytetx.ops import reference
+from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.linear import (
+    ACTIVATIONS,
     DTYPE_NAMES,
     LinearWeight,
     linear,
@@ -82,6 +83,12 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
 
 def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     """act(gates) * values of the fused product, [m, 2 * n] -> [m, n]."""
+    kernel = native.kernel("gate_rows", both.device) if w.has_kernel else None
+    if kernel is not None and is_aligned(both) and not torch.compiler.is_compiling():
+        out = both.new_empty((len(both), w.n))
+        sizes = (len(both), w.n, ACTIVATIONS.index(activation), native.DTYPE_CODES[both.dtype])
+        kernel(both.data_ptr(), out.data_ptr(), *sizes, *native.launch_args(both.device))
+        return out
     gates, values = both.view(len(both), w.n // w.block, 2, w.block).unbind(2)
     return (reference.activate(gates, activation) * values).reshape(len(both), w.n)
 

@@ -18,6 +18,7 @@ OPS = (
     "layer_norm",
     "rms_norm",
     "linear",
+    "gate_rows",
     "varlen_attention",
     "paged_attention",
     "write_kv",
@@ -30,6 +31,11 @@ OPS = (
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
+    "all_reduce_rows",
+    "sum_copies",
+    "meet",
+    "send_copy",
+    "await_copies",
 )
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",

@@ -11,6 +11,7 @@ from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
 from bytetx.ops.paged_plan import (
     PagedPlan,
+    Settled,
     plan_paged_attention,
     run_planned,
     takes_paged_plan,
@@ -34,6 +35,7 @@ def paged_attention(
     softmax_scale: float | None = None,
     window: int = 0,
     plan: PagedPlan | None = None,
+    settled: Settled = Settled.NOTHING,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over all its keys: prefill pieces and decode.
@@ -50,6 +52,7 @@ def paged_attention(
     wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
     rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
     than the longest there.
+    settled: what may be read, on a GPU, before the kernel right before this call has ended.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
@@ -80,7 +83,7 @@ def paged_attention(
     if torch.compiler.is_compiling():
         attended = torch.ops.bytetx.paged_attention(*operands, **lengths, **options)
         return attended if out is None else out.copy_(attended)
-    return _attend(*operands, **lengths, **options, plan=plan, out=out)
+    return _attend(*operands, **lengths, **options, plan=plan, settled=settled, out=out)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -136,6 +139,7 @@ def _attend(
     softmax_scale: float,
     window: int,
     plan: PagedPlan | None = None,
+    settled: Settled = Settled.NOTHING,
     out: Tensor | None = None,
 ) -> Tensor:
     lengths = {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
@@ -145,7 +149,7 @@ def _attend(
         made_for = {"max_seqlen": max_seqlen, "max_kv_seqlen": max_kv_seqlen, "window": window}
         plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, **made_for)
         operands = (q, k_cache, v_cache, page_table)
-        return run_planned(*operands, plan, softmax_scale=softmax_scale, out=out)
+        return run_planned(*operands, plan, softmax_scale=softmax_scale, settled=settled, out=out)
     if _has_kernel(q, k_cache):
         return run_kernel(q, k_cache, v_cache, **lengths, **options, out=out)
     attended = reference.paged_attention(q, k_cache, v_cache, **lengths, **options)

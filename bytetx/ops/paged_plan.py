@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,14 @@ from bytetx.ops import native
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 128
 _ALIGNMENT_BYTES = 16
+
+
+class Settled(IntEnum):
+    """What the kernel right before a call on its stream leaves alone: it may be read meanwhile."""
+
+    NOTHING = 0
+    TABLES = 1  # the plan, lengths and page table
+    KEYS = 2  # those, and the keys and values before each sequence's rows of this step
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +118,7 @@ def run_planned(
     *,
     softmax_scale: float,
     out: Tensor | None,
+    settled: Settled = Settled.NOTHING,
 ) -> Tensor:
     """The Hopper kernels on checked arguments that takes_paged_plan accepts."""
     if out is None:
@@ -134,6 +144,7 @@ def run_planned(
         q.stride(0),
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
+        int(settled),
         *native.launch_args(q.device),
     )
     return out

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
-from bytetx.ops.comm_gemm import NUM_FLAGS, Workspace, make_workspace
+from bytetx.ops.comm_workspace import NUM_FLAGS, Workspace, make_workspace
 
 logger = logging.getLogger("bytetx")
 
@@ -54,8 +54,9 @@ def _shared(
 ) -> Workspace:
     own_store = NumberedStore(store)
     name, group = _register(own_store, backend)
-    flag_bytes = 4 * NUM_FLAGS
-    memory = symm_mem.empty(buffer_bytes + flag_bytes, dtype=torch.uint8, device=device)
+    flag_bytes, copy_bytes = 4 * NUM_FLAGS, buffer_bytes // 4
+    shared_bytes = buffer_bytes + flag_bytes + copy_bytes
+    memory = symm_mem.empty(shared_bytes, dtype=torch.uint8, device=device)
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = _SymmetricMemory.rendezvous(memory, name)
@@ -69,6 +70,8 @@ def _shared(
         buffer_bytes=buffer_bytes,
         rank=backend.rank(),
         device=device,
+        copies=[address + flag_bytes for address in flags],
+        own_copies=memory[buffer_bytes + flag_bytes :],
         owner=(memory, handle, group, own_store),
     )
 
@@ -112,8 +115,11 @@ class NumberedStore(dist.Store):
 
 
 def _reaches_all(device: torch.device, size: int) -> bool:
-    """Rank i has GPU i: the launcher sees to it."""
-    others = [i for i in range(size) if i != device.index]
+    """Rank i has GPU i, or shares one: the launcher sees to it."""
+    count = torch.cuda.device_count()
+    if size > count:
+        os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    others = [i for i in range(min(size, count)) if i != device.index]
     return all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
 
 
@@ -129,7 +135,8 @@ def _register(store: dist.Store, backend: dist.Backend) -> tuple[str, dist.Proce
         store.set("name", f"bytetx-{uuid4()}")
     name = store.get("name").decode()
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
-    kind = dist.ProcessGroup.BackendType.NCCL
+    is_gloo = isinstance(backend, dist.ProcessGroupGloo)
+    kind = dist.ProcessGroup.BackendType.GLOO if is_gloo else dist.ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)
     group._register_backend(torch.device("cuda"), kind, backend)
     group._set_group_name(name)

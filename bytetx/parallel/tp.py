@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bytetx.ops.comm_gemm import Peers, Workspace
+from bytetx.ops.comm_gemm import Peers
+from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 # A rank that computes answers within seconds; one that has died is noticed long before.
@@ -82,6 +83,11 @@ def join_group(
     )
 
 
+def gpu_of(rank: int) -> torch.device:
+    """Rank i has GPU i. Where there are fewer, as in tests, ranks share them."""
+    return torch.device("cuda", rank % torch.cuda.device_count())
+
+
 def _backend(
     store: dist.Store, *, rank: int, size: int, device: torch.device
 ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
@@ -91,6 +97,8 @@ def _backend(
 
         torch.cuda.set_device(device)
         turn_multicast_off()
+    # NCCL has one rank a GPU; gloo takes tensors of GPUs, too.
+    if device.type == "cuda" and size <= torch.cuda.device_count():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)

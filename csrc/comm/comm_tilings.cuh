@@ -48,4 +48,22 @@ inline void check(const char* op, const LinearParams& p, const PeerMemory& peers
     }
 }
 
+// Of ops that sum partial products up: slot_rows in most_bytes, `rows` of them summed here.
+inline void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows,
+                      int64_t most_bytes) {
+    const LinearParams& o = p.linear;
+    check(op, o, p.peers, p.row_offsets);
+    if (o.bias || o.gated || o.activation != Activation::none) {
+        throw std::invalid_argument(std::string(op) + ": the product takes no bias, no activation");
+    }
+    if (p.norm.total_tokens != rows || p.norm.hidden_size != o.n || p.norm.out_fp8) {
+        throw std::invalid_argument(std::string(op) + ": the norm must have the sum's rows, " +
+                                    std::to_string(rows) + " of " + std::to_string(o.n));
+    }
+    if (slot_rows * o.n * 2 > most_bytes) {
+        throw std::invalid_argument(std::string(op) + ": " + std::to_string(slot_rows) +
+                                    " rows of slots do not fit the workspace");
+    }
+}
+
 }  // namespace bytetx::comm

@@ -35,23 +35,6 @@ constexpr Entry kPushes[] = {
     {{"256x64", 256, 64, true}, gemm::gemm_push_256x64},
 };
 
-void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows,
-               int64_t most_bytes) {
-    const LinearParams& o = p.linear;
-    comm::check(op, o, p.peers, p.row_offsets);
-    if (o.bias || o.gated || o.activation != Activation::none) {
-        throw std::invalid_argument(std::string(op) + ": the product takes no bias, no activation");
-    }
-    if (p.norm.total_tokens != rows || p.norm.hidden_size != o.n || p.norm.out_fp8) {
-        throw std::invalid_argument(std::string(op) + ": the norm must have the sum's rows, " +
-                                    std::to_string(rows) + " of " + std::to_string(o.n));
-    }
-    if (slot_rows * o.n * 2 > most_bytes) {
-        throw std::invalid_argument(std::string(op) + ": " + std::to_string(slot_rows) +
-                                    " rows of slots do not fit the workspace");
-    }
-}
-
 }  // namespace
 
 int32_t num_push_tilings() { return sizeof(kPushes) / sizeof(Entry); }
@@ -71,8 +54,9 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     for (int i = 0; i < std::min(peers.size, kMaxPeers); ++i) {
         most = std::max(most, p.row_offsets[i + 1] - p.row_offsets[i]);
     }
-    check_sum("gemm_reduce_scatter", p, most * peers.size,
-              p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank], peers.buffer_bytes / 4);
+    comm::check_sum("gemm_reduce_scatter", p, most * peers.size,
+                    p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank],
+                    peers.buffer_bytes / 4);
     if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
@@ -86,7 +70,7 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
-    check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, comm::inbox_bytes(p.peers));
+    comm::check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, comm::inbox_bytes(p.peers));
     push_tiling(o.tiling);
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);

@@ -11,6 +11,8 @@
 // Partial sums of few rows go to an inbox behind the flags instead, for odd and for even calls, and
 // are not counted: a word of theirs is never zero, and zero until it has come. So nobody waits until
 // all of it is there, and no fence stands between a word and the news of it. The reader sets it back.
+// What copy engines bring has a region of its own, of which this file knows nothing but the words that
+// say that it has come (kArrived), and that all ranks have read what came before (kMet).
 #pragma once
 
 #include <cstdint>
@@ -22,7 +24,9 @@ namespace bytetx::comm {
 // Flag words of a rank.
 constexpr int kStarted = 0;             // [source] its last all_gather_gemm that has begun
 constexpr int kSumStarted = kMaxPeers;  // [source] its last sum that has begun
-constexpr int kCounters = 2 * kMaxPeers;
+constexpr int kMet = 2 * kMaxPeers;      // [source] its last call that copies rows
+constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
+constexpr int kCounters = 4 * kMaxPeers;
 constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
 constexpr int kInbox = 32768;  // behind the counters: the inbox
 // Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of
@@ -33,6 +37,7 @@ enum EpochWord : int {
     kSumEpoch = 2,
     kSumTicket = 3,
     kSumTiles = 4,
+    kCopyEpoch = 9,  // of calls that copy rows: the last that has begun
 };
 
 enum class Counted : int { pieces = 0, tiles = 1 };

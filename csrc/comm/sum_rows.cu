@@ -125,6 +125,16 @@ __device__ __forceinline__ void add_inbox(const SumParams& p, uint32_t epoch, in
                                           int num_vecs, RowRegisters<T, Tiling>& h) {
     uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
     const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
+    const auto is_here = [&](int source) {
+        return source == p.peers.rank && p.shape.own_part != nullptr;
+    };
+    const auto look = [&](RawRow<Tiling>& part, int source) {
+        if (!is_here(source)) {
+            return peek<Tiling>(part, inbox + source * stride, lane, num_vecs);
+        }
+        part.load(p.shape.own_part, row, lane, num_vecs, load_coherent);
+        return true;
+    };
     const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
         uint4* first = inbox + source * stride;
         Patience patience;
@@ -134,13 +144,14 @@ __device__ __forceinline__ void add_inbox(const SumParams& p, uint32_t epoch, in
             is_whole = peek<Tiling>(part, first, lane, num_vecs);
         }
         add_row<T, Tiling>(h, part);
+        if (is_here(source)) return;
 #pragma unroll
         for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
             const int v = i * Tiling::kThreadsPerRow;
             if (lane + v < num_vecs) first[v] = uint4{};
         }
     };
-    if (lane == 0) {
+    if (lane == 0 && p.shape.own_part == nullptr) {
         const auto* at = reinterpret_cast<const uint32_t*>(inbox + p.peers.rank * stride);
         Patience patience;
         while (load_acquire(at) == 0 && !patience.has_ended(p.peers, p.peers.rank, at, 0, 1)) {
@@ -150,9 +161,8 @@ __device__ __forceinline__ void add_inbox(const SumParams& p, uint32_t epoch, in
     for (int source = 0; source < p.peers.size; source += 2) {
         RawRow<Tiling> one, other;
         const bool has_other = source + 1 < p.peers.size;
-        const bool has_one = peek<Tiling>(one, inbox + source * stride, lane, num_vecs);
-        const bool is_other_whole =
-            has_other && peek<Tiling>(other, inbox + (source + 1) * stride, lane, num_vecs);
+        const bool has_one = look(one, source);
+        const bool is_other_whole = has_other && look(other, source + 1);
         finish(one, has_one, source);
         if (has_other) finish(other, is_other_whole, source + 1);
     }
@@ -191,9 +201,12 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     const RowParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
     const RowParameter<Tiling> norm_bias(p.norm.bias, lane, num_vecs);
-    const uint8_t* slots = quarter_at(p.peers, p.peers.rank, Counted::tiles, epoch);
+    const uint8_t* slots = p.shape.parts != nullptr
+                               ? static_cast<const uint8_t*>(p.shape.parts)
+                               : quarter_at(p.peers, p.peers.rank, Counted::tiles, epoch);
     const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
-    const bool ends_call = is_last_to_start(p);
+    // Copies are no call of this kind: they have numbers of their own.
+    const bool ends_call = p.shape.parts == nullptr && is_last_to_start(p);
     int ready_tile = -1;
     for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
@@ -204,7 +217,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
             add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
         } else {
             const int tile = (p.shape.first_row + row) / p.shape.tile_rows - p.shape.first_tile;
-            if (tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
+            if (p.shape.parts == nullptr && tile != ready_tile) wait_for_tile<Tiling>(p, epoch, lane, tile);
             ready_tile = tile;
             add_slots<T, Tiling>(p, slots, row, lane, num_vecs, h);
         }

@@ -11,6 +11,8 @@ namespace bytetx::comm {
 // Rows of this rank and the tiles in which they come, if not into the inbox.
 struct SumShape {
     bool is_in_inbox = false;
+    const void* own_part = nullptr;  // of sums in the inbox: this rank's, which is not there; or null
+    const void* parts = nullptr;     // all ranks' parts, which are there; or null
     int first_row = 0, num_rows = 0;    // of all rows
     int first_tile = 0, num_tiles = 0;  // those that hold these rows, counted from row 0
     int tile_rows = 1;

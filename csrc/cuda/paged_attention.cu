@@ -6,7 +6,7 @@
 // head_dim]; scores, softmax and sums in f32, weights rounded to the element type for the second
 // product. Sequences of one row go to the decode kernel (paged_decode.cuh), or where they are few
 // to clusters (paged_cluster.cuh), longer pieces to the prefill kernel. A sequence's result depends
-// on its own rows, keys and lengths, and on the batch's size in three classes (paged_plan.cuh),
+// on its own rows, keys and lengths, and on the batch's size in two classes (paged_plan.cuh),
 // never on what else is in it.
 
 #include <cstdint>
@@ -92,12 +92,12 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
     params.scale = p.softmax_scale * kLog2e;
+    params.settled = p.settled;
     return params;
 }
 
-template <typename T, int kHeadDim>
+template <typename C>
 void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    using C = paged::DecodeTypes<T, kHeadDim>;
     constexpr int kSmemBytes = sizeof(paged::DecodeSmem<C>);
     const auto kernel = paged::decode_kernel<C>;
     allow_smem(kernel, kSmemBytes);
@@ -106,6 +106,19 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     const LaunchShape shape{static_cast<unsigned>(std::min(most, resident)), paged::kDecodeThreads,
                             kSmemBytes, stream};
     launch_kernel(kernel, shape, decode_params(p));
+}
+
+template <typename T, int kHeadDim>
+void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
+    const bool is_token = p.plan.tile_tokens > 0;  // else units hold up to kUnitRows rows
+    if (is_token && p.plan.num_heads / p.plan.num_kv_heads <= 8) {
+        if constexpr (kHeadDim == 128) {
+            const int64_t most = paged::plan_sizes(p.plan).items * p.plan.num_kv_heads;
+            if (most <= num_sms()) return launch_decode<paged::AloneTypes<T>>(p, stream);
+        }
+        return launch_decode<paged::DecodeTypes<T, kHeadDim, 1>>(p, stream);
+    }
+    launch_decode<paged::DecodeTypes<T, kHeadDim, 2>>(p, stream);
 }
 
 }  // namespace

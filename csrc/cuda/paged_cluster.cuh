@@ -8,9 +8,9 @@
 //
 // q and out once, keys and values of the sequence once. What bounds a short sequence is the chain
 // of dependent trips: lengths and page table (at once), queries and keys (at once), shared memory
-// of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 5.2 us on an H200, of
-// which an empty kernel is 0.8 and a pass over the same bytes 2.1 with it (2026-11-21). A very long
-// one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of the copy rate.
+// of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 4.7 us on an H200, 3.8
+// where its keys are settled; an empty kernel is 0.8, a pass over the same bytes 2.1 (2026-11-21).
+// A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of the copy rate.
 #pragma once
 
 #include "cuda/paged_cluster_rows.cuh"
@@ -111,7 +111,12 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     const uint32_t ring = shared_address(s.ring[warp]);
     constexpr uint32_t kStageBytes = 2 * C::kTileBytes;
     StagedQueries<C, C::kThreads> queries;
-    queries.load(p, item, kv_head, threadIdx.x);
+    if (p.settled == 0) queries.load(p, item, kv_head, threadIdx.x);
+    bool has_waited = p.settled == 0;
+    const auto wait_once = [&] {
+        if (!has_waited) wait_for_prior_kernel();
+        has_waited = true;
+    };
     StepCopy<C> copy(p, lane);
     int ahead = item.first_key + warp * kStepKeys;
     const auto fetch = [&](int stage) {
@@ -122,7 +127,15 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
         commit_copies();
     };
 #pragma unroll
-    for (int stage = 0; stage < kClusterStages; ++stage) fetch(stage);
+    for (int stage = 0; stage < kClusterStages; ++stage) {
+        if (p.settled == 1 || ahead + kStepKeys > item.position) wait_once();
+        fetch(stage);
+    }
+    wait_once();
+    if (p.settled != 0) {
+        release_next_kernel();
+        queries.load(p, item, kv_head, threadIdx.x);
+    }
     queries.store(s.q, threadIdx.x);
     __syncthreads();
     ColumnUnit<C> unit;
@@ -131,7 +144,9 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     for (int key = item.first_key + warp * kStepKeys; key < item.end_key; key += C::kAllKeys) {
         wait_for_copies<kClusterStages - 1>();
         __syncwarp();  // every lane's copies are there
-        unit.attend(ring + stage * kStageBytes, key, p.scale, lane);
+        const uint32_t tiles = ring + stage * kStageBytes;
+        const auto take = [&](int half) { return tiles + half * C::kTileBytes; };
+        unit.attend(take, [](int) {}, key, p.scale, lane);
         __syncwarp();  // every lane has read what the next copies overwrite
         fetch(stage);
         stage = stage + 1 == kClusterStages ? 0 : stage + 1;
@@ -156,8 +171,8 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
             const float* from = s.sums(w) + row * C::kSumStride + column;
             add_scaled(sums, *reinterpret_cast<const float4*>(from), factor);
         }
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address_in(
-                         &s.gathered[item.chunk][row][column % kSlice], owner)),
+        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
+                         address_in(&s.gathered[item.chunk][row][column % kSlice], owner)),
                      "f"(sums.x), "f"(sums.y), "f"(sums.z), "f"(sums.w)
                      : "memory");
         if (column % kSlice == 0) {
@@ -205,15 +220,20 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas)
     const int kv_head = index % p.num_kv_heads, unit = index / p.num_kv_heads;
     const int sequence = unit / params.units;
     const int* table = p.page_table + sequence * p.max_pages;
-    wait_for_prior_kernel();
-    release_next_kernel();
+    if (p.settled == 0) {
+        wait_for_prior_kernel();
+        release_next_kernel();
+    }
     const bool is_short = params.num_pages <= kStagedPages;
     const auto stage = [&](int first, int count) {
         for (int i = threadIdx.x; i < count; i += C::kThreads) s.pages[i] = table[first + i];
     };
     if (is_short) stage(0, params.num_pages);  // beside the lengths, not after them
     const PagedItem item = own_chunk<C>(params, sequence, unit % params.units, rank);
-    if (item.num_rows == 0) return;
+    if (item.num_rows == 0) {
+        wait_for_prior_kernel();
+        return;
+    }
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
     const bool has_keys = rank < item.num_chunks;
     const int first_page = is_short ? 0 : item.first_key >> p.page_shift;
@@ -222,7 +242,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas)
         stage(first_page, min(last_page - first_page + 1, kStagedPages));
     }
     __syncthreads();
-    if (has_keys) attend_chunk(p, s, item, {table, s.pages, first_page}, kv_head);
+    if (has_keys) {
+        attend_chunk(p, s, item, {table, s.pages, first_page}, kv_head);
+    } else {
+        wait_for_prior_kernel();
+    }
     __syncthreads();
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");  // all CTAs of the cluster run
     if (has_keys) send_slices(s, item);

@@ -1,13 +1,7 @@
-// What one warp of a cluster does with its rows and 16 keys: copies, scores, softmax, weighted sum.
-//
-// Keys are the rows of mma's first operand and queries the columns of its second, eight or sixteen
-// of them: a group of up to eight query heads costs half the products, sums and exponentials that
-// it would as the rows of a tile of sixteen. Weights turn from a product's result into the next
-// one's operand by movmatrix. A maximum is searched only where a score of some thread exceeds its
-// row's, so that most steps have no shuffle at all.
+// What one warp of a cluster copies: its rows' queries, and the keys and values of a step.
 #pragma once
 
-#include "cuda/paged_decode_types.cuh"
+#include "cuda/paged_decode_rows.cuh"
 
 namespace bytetx::paged {
 
@@ -35,31 +29,10 @@ struct ClusterTypes {
     static __device__ __forceinline__ uint32_t offset(int row, int piece) {
         return row * kRowBytes + piece * 16;
     }
+    static __device__ __forceinline__ uint32_t q_offset(int row, int piece) {
+        return offset(row, piece);
+    }
 };
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
-
-// Over the eight lanes that hold the same rows of a result.
-__device__ __forceinline__ float max_of_row(float x) {
-#pragma unroll
-    for (int by = 4; by < 32; by *= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, by));
-    return x;
-}
-
-__device__ __forceinline__ float sum_of_row(float x) {
-#pragma unroll
-    for (int by = 4; by < 32; by *= 2) x += __shfl_xor_sync(kFullMask, x, by);
-    return x;
-}
-
-// Eight rows of eight elements, a pair a lane, with rows and columns exchanged.
-__device__ __forceinline__ uint32_t turn_matrix(uint32_t pair) {
-    uint32_t turned;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-    return turned;
-}
 
 // Copies the rows of 16 keys and values to shared memory, a piece of a row a lane.
 template <typename C>
@@ -143,161 +116,6 @@ struct StagedQueries {
             const int row = (i * kThreads + thread) / C::kPieces;
             const int piece = (i * kThreads + thread) % C::kPieces;
             if (row < C::kRows) *reinterpret_cast<uint4*>(to + C::offset(row, piece)) = words[i];
-        }
-    }
-};
-
-// In the layout of mma's sums: a thread has the rows 2 * (lane % 4) and the next, in each tile of
-// eight, and of each 16 features lane / 4 and lane / 4 + 8.
-template <typename C>
-struct ColumnUnit {
-    using T = typename C::T;
-    static constexpr int kSteps = C::kDim / 16;
-    uint32_t q[C::kTiles][kSteps][2];
-    float out[C::kTiles][kSteps][4];
-    float top[C::kTiles][2], sum[C::kTiles][2];
-    int begin[C::kTiles][2], end[C::kTiles][2];  // keys of the thread's rows
-    int full_begin, full_end;                    // keys that all rows of the unit see
-
-    __device__ void start(const DecodeParams& p, const PagedItem& item, uint32_t q_tile, int lane) {
-        const auto bounds = [&](int local) {
-            const int position =
-                item.position + (item.row + min(local, item.num_rows - 1)) / p.group;
-            const int low = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-            return make_int2(low, min(position + 1, item.end_key));
-        };
-        full_begin = bounds(item.num_rows - 1).x;
-        full_end = bounds(0).y;
-#pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int2 own = bounds(tile * 8 + lane % 4 * 2 + i);
-                begin[tile][i] = own.x;
-                end[tile][i] = own.y;
-                top[tile][i] = kNoMax;
-                sum[tile][i] = 0.0f;
-            }
-#pragma unroll
-            for (int step = 0; step < kSteps; step += 2) {
-                uint32_t words[4];
-                load_matrices<false>(
-                    words, q_tile + C::offset(tile * 8 + lane % 8, 2 * step + lane / 8));
-#pragma unroll
-                for (int i = 0; i < 4; ++i) q[tile][step + i / 2][i % 2] = words[i];
-            }
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) out[tile][i][j] = 0.0f;
-            }
-        }
-    }
-
-    __device__ void attend(uint32_t stage, int key, float scale, int lane) {
-        float scores[C::kTiles][2][4] = {};  // two chains of sums: each waits for its own half
-        const uint32_t k_row = stage + C::offset(lane % 16, lane / 16);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32_t k[4];
-            load_matrices<false>(k, k_row + step * 32);
-#pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile) {
-                mma<T>(scores[tile][step % 2], k, q[tile][step][0], q[tile][step][1]);
-            }
-        }
-        uint32_t weights[C::kTiles][2];
-        soften(scores, weights, key, scale, lane);
-        const uint32_t v_row =
-            stage + C::kTileBytes + C::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            uint32_t v[4];
-            load_matrices<true>(v, v_row + step * 32);
-#pragma unroll
-            for (int tile = 0; tile < C::kTiles; ++tile) {
-                mma<T>(out[tile][step], v, weights[tile][0], weights[tile][1]);
-            }
-        }
-    }
-
-    // Scores to weights, as the next product wants them; top, sum and out follow.
-    __device__ void soften(float (&scores)[C::kTiles][2][4], uint32_t (&weights)[C::kTiles][2],
-                           int key, float scale, int lane) {
-        const bool is_full = key >= full_begin && key + kStepKeys <= full_end;
-        float largest[C::kTiles][2];
-        bool is_larger = false;
-#pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-            float(&s)[4] = scores[tile][0];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int at = key + lane / 4 + i / 2 * 8;
-                s[i] += scores[tile][1][i];
-                if (!is_full && (at < begin[tile][i % 2] || at >= end[tile][i % 2])) {
-                    s[i] = -INFINITY;
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                largest[tile][i] = fmaxf(s[i], s[i + 2]) * scale;
-                is_larger |= largest[tile][i] > top[tile][i] + kMaxSlack;
-            }
-        }
-        if (__any_sync(kFullMask, is_larger)) raise_top(largest);
-#pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-            float(&s)[4] = scores[tile][0];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) s[i] = exp2_approx(s[i] * scale - top[tile][i % 2]);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                sum[tile][i] += s[i] + s[i + 2];
-                weights[tile][i] = turn_matrix(pack_pair<T>(s[2 * i], s[2 * i + 1]));
-            }
-        }
-    }
-
-    // A row's own scores decide, never its neighbours': the vote only skips work that changes
-    // nothing.
-    __device__ void raise_top(float (&largest)[C::kTiles][2]) {
-#pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-            float factor[2];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const float most = max_of_row(largest[tile][i]), before = top[tile][i];
-                if (most > before + kMaxSlack) top[tile][i] = most;
-                factor[i] = exp2_approx(before - top[tile][i]);
-                sum[tile][i] *= factor[i];
-            }
-#pragma unroll
-            for (int i = 0; i < kSteps; ++i) {
-#pragma unroll
-                for (int j = 0; j < 4; ++j) out[tile][i][j] *= factor[j % 2];
-            }
-        }
-    }
-
-    // Sums and {top, sum} of the first num_rows rows, to rows of kStride floats in shared memory.
-    template <int kStride>
-    __device__ void store(float* sums, float2* stats, int num_rows, int lane) const {
-        static_assert(2 * kStride % 32 == 8);  // else eight lanes share a bank
-#pragma unroll
-        for (int tile = 0; tile < C::kTiles; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int row = tile * 8 + lane % 4 * 2 + i;
-                const float total = sum_of_row(sum[tile][i]);
-                if (row >= num_rows) continue;
-                if (lane < 4) stats[row] = {top[tile][i], total};
-#pragma unroll
-                for (int step = 0; step < kSteps; ++step) {
-                    float* to = sums + row * kStride + step * 16 + lane / 4;
-                    to[0] = out[tile][step][i];
-                    to[8] = out[tile][step][i + 2];
-                }
-            }
         }
     }
 };

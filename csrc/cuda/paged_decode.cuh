@@ -1,30 +1,37 @@
 // Attention of few rows over many paged keys: the kernel of decode rows.
 //
 // An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up
-// to 16 rows: the query heads that share the key head. Six warps, each with one duty, so that no
+// to 16 rows: the query heads that share the key head. Eight warps, each with one duty, so that no
 // wait for memory stands in the way of the stream of keys. Under a saturated memory every dependent
 // load costs microseconds: with all duties in the four compute warps, items of 256 keys ran at 0.41
 // of the copy rate, most of it waits at their ends (H200, 2026-11-21).
 //
-//   scout      an item or two ahead: the item's record, its queries and pages, to shared memory
-//   compute    four warps take 16 keys in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each through a
-//              ring of its own (cp.async, no barrier but the warp's) and with a softmax of its own;
-//              rings run on into the next item
+//   fetch      two warps, of keys and of values: steps of 16 keys of all items in turn, into a ring
+//              of stages that runs on into the next item (cp.async on an mbarrier)
+//   scout      an item or two ahead: the item's record and its queries, to shared memory
+//   compute    four warps take the steps in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each with a
+//              softmax of its own
 //   join       adds the four warps' sums, writes them, and where it finishes a sequence's last
 //              chunk, joins all chunks in the order of the keys: who is last changes no bit
+//
+// Where the kernel right before wrote no more than q and this step's rows (settled), the plan, and
+// keys that are older, are read before it has ended. This holds for it alone: it must itself have
+// waited for those before it before it released this one.
 #pragma once
 
 #include "cuda/paged_decode_compute.cuh"
+#include "cuda/paged_decode_fetch.cuh"
 #include "cuda/paged_decode_join.cuh"
 
 namespace bytetx::paged {
 
+// Rows of C::kRows, zeros where there is no row.
 template <typename C>
 __device__ __forceinline__ void stage_queries(const DecodeParams& p, const PagedItem& item,
                                               int kv_head, uint8_t* to, int lane) {
     using T = typename C::T;
 #pragma unroll
-    for (int i = 0; i < C::kCopies; ++i) {
+    for (int i = 0; i < C::kRows * C::kPieces / 32; ++i) {
         const int row = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
         uint4 words{};
         if (row < item.num_rows && piece * 8 < p.head_dim) {
@@ -32,39 +39,44 @@ __device__ __forceinline__ void stage_queries(const DecodeParams& p, const Paged
                                                     row_address(p, item, kv_head, row, p.q_stride) +
                                                     piece * 8);
         }
-        *reinterpret_cast<uint4*>(to + piece_offset<C::kDim>(row, piece)) = words;
+        *reinterpret_cast<uint4*>(to + C::q_offset(row, piece)) = words;
     }
 }
 
 template <typename C>
-__device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, int lane) {
+__device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, int total, int next,
+                                      int lane) {
     constexpr int kInts = sizeof(PagedItem) / sizeof(int);
-    const auto load = [&](int index) {  // an int a lane
-        const auto* item = reinterpret_cast<const int*>(p.items + index / p.num_kv_heads);
-        return lane < kInts ? item[lane] : 0;
-    };
     RingIndex<kItemsAhead> at;
-    int next = load(blockIdx.x);  // the plan has room for it, whether or not it is an item
-    const int total = num_items(p);
+    if (p.settled != 0) wait_for_prior_kernel();
     for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
         StagedItem& staged = s.staged[at.index];
         const int own = next;
-        if (index + gridDim.x < total) next = load(index + gridDim.x);
+        if (index + gridDim.x < total) next = load_record(p, index + gridDim.x, lane);
         Barrier::wait(&s.item_empty[at.index], at.phase ^ 1);
         if (lane < kInts) reinterpret_cast<int*>(&staged.item)[lane] = own;
         if (lane == 0) staged.kv_head = index % p.num_kv_heads;
         __syncwarp();
-        const PagedItem item = staged.item;
-        const int64_t table = item.sequence * p.max_pages;
-        const int num_steps = (item.end_key - item.first_key + kStepKeys - 1) / kStepKeys;
-        for (int step = lane; step < min(num_steps, kStagedSteps); step += 32) {
-            const int key = max(item.first_key + step * kStepKeys, item.first_visible);
-            staged.pages[step] = p.page_table[table + (key >> p.page_shift)];
-        }
-        stage_queries<C>(p, item, index % p.num_kv_heads, s.q[at.index], lane);
-        __syncwarp();
-        if (lane == 0) Barrier::arrive(&s.item_full[at.index]);
+        stage_queries<C>(p, staged.item, index % p.num_kv_heads, s.q[at.index], lane);
+        Barrier::arrive(&s.item_full[at.index]);
     }
+}
+
+template <typename C>
+__device__ __forceinline__ void init_barriers(DecodeSmem<C>& s) {
+    for (int i = 0; i < C::kStages; ++i) {
+        for (int half = 0; half < 2; ++half) {
+            Barrier::init(&s.full[i][half], 32);
+            Barrier::init(&s.empty[i][half], 32);
+        }
+    }
+    for (int i = 0; i < kItemsAhead; ++i) {
+        Barrier::init(&s.item_full[i], 32);
+        Barrier::init(&s.item_empty[i], 32 * (kComputeWarps + 1));
+    }
+    Barrier::init(&s.join_full, 32 * kComputeWarps);
+    Barrier::init(&s.join_empty, 32);
+    cutlass::arch::fence_barrier_init();
 }
 
 template <typename C>
@@ -74,26 +86,22 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     auto& s = *reinterpret_cast<DecodeSmem<C>*>(smem);
     const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kItemsAhead; ++i) {
-            Barrier::init(&s.item_full[i], 1);
-            Barrier::init(&s.item_empty[i], kComputeWarps + 1);
-        }
-        for (int i = 0; i < kJoinBuffers; ++i) {
-            Barrier::init(&s.join_full[i], kComputeWarps);
-            Barrier::init(&s.join_empty[i], 1);
-        }
-        cutlass::arch::fence_barrier_init();
-    }
+    if (threadIdx.x == 0) init_barriers(s);
     __syncthreads();
-    wait_for_prior_kernel();
-    release_next_kernel();
-    if (warp == kScoutWarp) {
-        scout(p, s, lane);
-    } else if (warp == kJoinWarp) {
-        join(p, s, num_items(p), lane);
+    if (p.settled == 0) wait_for_prior_kernel();
+    const int record = load_record(p, blockIdx.x, lane);  // beside their number: some are cleared
+    const int total = num_items(p);
+    if (warp == kFetchWarp || warp == kFetchWarp + 1) {
+        Fetcher<C>(p, s, warp - kFetchWarp, lane, total).run(record);
+    } else if (warp == kScoutWarp) {
+        scout(p, s, total, record, lane);
     } else {
-        compute(p, s, num_items(p), warp, lane);
+        if (p.settled != 0) wait_for_prior_kernel();
+        if (warp == kJoinWarp) {
+            join(p, s, total, lane);
+        } else {
+            compute(p, s, total, warp, lane);
+        }
     }
 }
 

@@ -20,29 +20,27 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 values, float fac
     sum.w += values.w * factor;
 }
 
-// Eight rows' sums of the four warps, to out or, where there are more chunks, to memory.
+// The sums of the warps, to out or, where there are more chunks, to memory.
 template <typename C>
 __device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSmem<C>& s,
-                                           const StagedItem& staged, int buffer, int first_row,
-                                           int lane) {
+                                           const StagedItem& staged, int first_warp, int lane) {
     using T = typename C::T;
     const PagedItem& item = staged.item;
     constexpr int kFours = C::kDim / 4;
-    const int num_rows = min(kJoinRows, item.num_rows - first_row);
     const int64_t partial = int64_t{item.partial_row} + int64_t{item.chunk} * item.num_rows;
-    for (int i = lane; i < num_rows * kFours; i += 32) {
-        const int local = i / kFours, column = i % kFours * 4, row = first_row + local;
+    for (int i = lane; i < item.num_rows * kFours; i += 32) {
+        const int row = i / kFours, column = i % kFours * 4;
         float top = kNoMax, weights = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kComputeWarps; ++w) top = fmaxf(top, s.stats[buffer][w][local].x);
+        for (int w = 0; w < kComputeWarps; ++w) top = fmaxf(top, s.stats[w][row].x);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < kComputeWarps; ++w) {
-            const float2 stat = s.stats[buffer][w][local];
+            const int warp = (first_warp + w) % kComputeWarps;
+            const float2 stat = s.stats[warp][row];
             const float factor = exp2_approx(stat.x - top);
             weights += stat.y * factor;
-            add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[buffer][w][local][column]),
-                       factor);
+            add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[warp][row][column]), factor);
         }
         if (item.num_chunks > 1) {
             const int64_t at = (partial + row) * p.num_kv_heads + staged.kv_head;
@@ -133,21 +131,20 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
 template <typename C>
 __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, int total, int lane) {
     RingIndex<kItemsAhead> at;
-    RingIndex<kJoinBuffers> buffer;
+    RingIndex<1> sums;
+    int first_warp = 0;  // that has the item's first step
     for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const StagedItem& staged = s.staged[at.index];
-        for (int row = 0; row < staged.item.num_rows; row += kJoinRows, buffer.advance()) {
-            Barrier::wait(&s.join_full[buffer.index], buffer.phase);
-            join_warps(p, s, staged, buffer.index, row, lane);
-            __syncwarp();
-            if (lane == 0) Barrier::arrive(&s.join_empty[buffer.index]);
-        }
+        Barrier::wait(&s.join_full, sums.phase);
+        join_warps(p, s, staged, first_warp, lane);
+        first_warp = (first_warp + staged.item.num_steps()) % kComputeWarps;
+        Barrier::arrive(&s.join_empty);
+        sums.advance();
         if (staged.item.num_chunks > 1 && is_last_chunk(p, staged, lane)) {
             join_chunks<C>(p, staged, lane);
         }
-        __syncwarp();
-        if (lane == 0) Barrier::arrive(&s.item_empty[at.index]);
+        Barrier::arrive(&s.item_empty[at.index]);
     }
 }
 

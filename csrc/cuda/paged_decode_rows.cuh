@@ -1,20 +1,51 @@
-// What one warp of the decode kernel does with 16 rows and 16 keys: scores, softmax, weighted sum.
+// What one warp does with its rows and 16 keys: scores, softmax, weighted sum.
+//
+// Keys are the rows of mma's first operand and queries the columns of its second, eight or sixteen
+// of them: a group of up to eight query heads costs half the products, sums and exponentials that
+// it would as the rows of a tile of sixteen. Weights turn from a product's result into the next
+// one's operand by movmatrix. A maximum is searched only where a score of some thread exceeds its
+// row's, so that most steps have no shuffle at all.
 #pragma once
 
 #include "cuda/paged_decode_types.cuh"
 
 namespace bytetx::paged {
 
-// A warp's 16 rows, in the layout of mma's sums: a thread has rows lane / 4 and lane / 4 + 8.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Over the eight lanes that hold the same rows of a result.
+__device__ __forceinline__ float max_of_row(float x) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, by));
+    return x;
+}
+
+__device__ __forceinline__ float sum_of_row(float x) {
+#pragma unroll
+    for (int by = 4; by < 32; by *= 2) x += __shfl_xor_sync(kFullMask, x, by);
+    return x;
+}
+
+// Eight rows of eight elements, a pair a lane, with rows and columns exchanged.
+__device__ __forceinline__ uint32_t turn_matrix(uint32_t pair) {
+    uint32_t turned;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
+// In the layout of mma's sums: a thread has the rows 2 * (lane % 4) and the next, in each tile of
+// eight, and of each 16 features lane / 4 and lane / 4 + 8.
 template <typename C>
-struct RowUnit {
+struct ColumnUnit {
     using T = typename C::T;
     static constexpr int kSteps = C::kDim / 16;
-    uint32_t q[kSteps][4];
-    float out[2 * kSteps][4];
-    float top[2], sum[2];
-    int begin[2], end[2];      // keys of the thread's rows
-    int full_begin, full_end;  // keys that all rows of the unit see
+    uint32_t q[C::kTiles][kSteps][2];
+    float out[C::kTiles][kSteps][4];
+    float top[C::kTiles][2], sum[C::kTiles][2];
+    int begin[C::kTiles][2], end[C::kTiles][2];  // keys of the thread's rows
+    int full_begin, full_end;                    // keys that all rows of the unit see
 
     __device__ void start(const DecodeParams& p, const PagedItem& item, uint32_t q_tile, int lane) {
         const auto bounds = [&](int local) {
@@ -26,93 +57,141 @@ struct RowUnit {
         full_begin = bounds(item.num_rows - 1).x;
         full_end = bounds(0).y;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int2 own = bounds(lane / 4 + 8 * half);
-            begin[half] = own.x;
-            end[half] = own.y;
-            top[half] = kNoMax;
-            sum[half] = 0.0f;
-        }
+        for (int tile = 0; tile < C::kTiles; ++tile) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            load_matrices<false>(q[step],
-                                 q_tile + piece_offset<C::kDim>(lane % 16, 2 * step + lane / 16));
-        }
+            for (int i = 0; i < 2; ++i) {
+                const int2 own = bounds(tile * 8 + lane % 4 * 2 + i);
+                begin[tile][i] = own.x;
+                end[tile][i] = own.y;
+                top[tile][i] = kNoMax;
+                sum[tile][i] = 0.0f;
+            }
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) {
+            for (int step = 0; step < kSteps; step += 2) {
+                uint32_t words[4];
+                load_matrices<false>(
+                    words, q_tile + C::q_offset(tile * 8 + lane % 8, 2 * step + lane / 8));
 #pragma unroll
-            for (int j = 0; j < 4; ++j) out[i][j] = 0.0f;
+                for (int i = 0; i < 4; ++i) q[tile][step + i / 2][i % 2] = words[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) out[tile][i][j] = 0.0f;
+            }
         }
     }
 
-    __device__ void attend(uint32_t stage, int key, float scale, int lane) {
-        float scores[2][4] = {};
+    // take(0) and take(1): shared addresses of 16 keys and of their values, when they are there;
+    // give_back(0) and give_back(1): when they have been read.
+    template <typename Take, typename GiveBack>
+    __device__ void attend(const Take& take, const GiveBack& give_back, int key, float scale,
+                           int lane) {
+        const uint32_t k_tile = take(0);
+        float scores[C::kTiles][2][4] = {};  // two chains of sums: each waits for its own half
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             uint32_t k[4];
-            const int of_row = lane % 8 + lane / 16 * 8, piece = 2 * step + lane / 8 % 2;
-            load_matrices<false>(k, stage + piece_offset<C::kDim>(of_row, piece));
-            mma<T>(scores[0], q[step], k[0], k[1]);
-            mma<T>(scores[1], q[step], k[2], k[3]);
+            load_matrices<false>(k, k_tile + C::offset(lane % 16, 2 * step + lane / 16));
+#pragma unroll
+            for (int tile = 0; tile < C::kTiles; ++tile) {
+                mma<T>(scores[tile][step % 2], k, q[tile][step][0], q[tile][step][1]);
+            }
         }
-        uint32_t weights[4];
+        give_back(0);
+        uint32_t weights[C::kTiles][2];
         soften(scores, weights, key, scale, lane);
+        const uint32_t v_tile = take(1);
+        const int v_row = lane % 8 + lane / 16 * 8;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             uint32_t v[4];
-            const int of_row = lane % 16, piece = 2 * step + lane / 16;
-            load_matrices<true>(v, stage + C::kTileBytes + piece_offset<C::kDim>(of_row, piece));
-            mma<T>(out[2 * step], weights, v[0], v[1]);
-            mma<T>(out[2 * step + 1], weights, v[2], v[3]);
+            load_matrices<true>(v, v_tile + C::offset(v_row, 2 * step + lane / 8 % 2));
+#pragma unroll
+            for (int tile = 0; tile < C::kTiles; ++tile) {
+                mma<T>(out[tile][step], v, weights[tile][0], weights[tile][1]);
+            }
         }
+        give_back(1);
     }
 
-    // Scores to weights, packed as the next product wants them; top, sum and out follow.
-    __device__ void soften(float (&scores)[2][4], uint32_t (&weights)[4], int key, float scale,
-                           int lane) {
+    // Scores to weights, as the next product wants them; top, sum and out follow.
+    __device__ void soften(float (&scores)[C::kTiles][2][4], uint32_t (&weights)[C::kTiles][2],
+                           int key, float scale, int lane) {
         const bool is_full = key >= full_begin && key + kStepKeys <= full_end;
-        float largest[2] = {-INFINITY, -INFINITY};
+        float largest[C::kTiles][2];
+        bool is_larger = false;
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+            float (&s)[4] = scores[tile][0];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const int half = i / 2, at = key + tile * 8 + lane % 4 * 2 + i % 2;
-                scores[tile][i] *= scale;
-                if (!is_full && (at < begin[half] || at >= end[half])) scores[tile][i] = -INFINITY;
-                largest[half] = fmaxf(largest[half], scores[tile][i]);
+                const int at = key + lane / 4 + i / 2 * 8;
+                s[i] += scores[tile][1][i];
+                if (!is_full && (at < begin[tile][i % 2] || at >= end[tile][i % 2])) {
+                    s[i] = -INFINITY;
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                largest[tile][i] = fmaxf(s[i], s[i + 2]) * scale;
+                is_larger |= largest[tile][i] > top[tile][i] + kMaxSlack;
             }
         }
-        raise_top(quad_max(largest[0]), quad_max(largest[1]));
+        if (__any_sync(kFullMask, is_larger)) raise_top(largest);
 #pragma unroll
-        for (int tile = 0; tile < 2; ++tile) {
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+            float (&s)[4] = scores[tile][0];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                scores[tile][i] = exp2_approx(scores[tile][i] - top[i / 2]);
-                sum[i / 2] += scores[tile][i];
+            for (int i = 0; i < 4; ++i) s[i] = exp2_approx(s[i] * scale - top[tile][i % 2]);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                sum[tile][i] += s[i] + s[i + 2];
+                weights[tile][i] = turn_matrix(pack_pair<T>(s[2 * i], s[2 * i + 1]));
             }
-            weights[2 * tile] = pack_pair<T>(scores[tile][0], scores[tile][1]);
-            weights[2 * tile + 1] = pack_pair<T>(scores[tile][2], scores[tile][3]);
         }
     }
 
     // A row's own scores decide, never its neighbours': the vote only skips work that changes
     // nothing.
-    __device__ void raise_top(float largest0, float largest1) {
-        const float largest[2] = {largest0, largest1};
-        const bool raise[2] = {largest0 > top[0] + kMaxSlack, largest1 > top[1] + kMaxSlack};
-        if (!__any_sync(kFullMask, raise[0] || raise[1])) return;
-        float factor[2];
+    __device__ void raise_top(float (&largest)[C::kTiles][2]) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const float next = raise[half] ? largest[half] : top[half];
-            factor[half] = exp2_approx(top[half] - next);
-            sum[half] *= factor[half];
-            top[half] = next;
+        for (int tile = 0; tile < C::kTiles; ++tile) {
+            float factor[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float most = max_of_row(largest[tile][i]), before = top[tile][i];
+                if (most > before + kMaxSlack) top[tile][i] = most;
+                factor[i] = exp2_approx(before - top[tile][i]);
+                sum[tile][i] *= factor[i];
+            }
+#pragma unroll
+            for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) out[tile][i][j] *= factor[j % 2];
+            }
         }
+    }
+
+    // Sums and {top, sum} of the first num_rows rows, to rows of kStride floats in shared memory.
+    template <int kStride>
+    __device__ void store(float* sums, float2* stats, int num_rows, int lane) const {
+        static_assert(2 * kStride % 32 == 8);  // else eight lanes share a bank
 #pragma unroll
-        for (int i = 0; i < 2 * kSteps; ++i) {
+        for (int tile = 0; tile < C::kTiles; ++tile) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) out[i][j] *= factor[j / 2];
+            for (int i = 0; i < 2; ++i) {
+                const int row = tile * 8 + lane % 4 * 2 + i;
+                const float total = sum_of_row(sum[tile][i]);
+                if (row >= num_rows) continue;
+                if (lane < 4) stats[row] = {top[tile][i], total};
+#pragma unroll
+                for (int step = 0; step < kSteps; ++step) {
+                    float* to = sums + row * kStride + step * 16 + lane / 4;
+                    to[0] = out[tile][step][i];
+                    to[8] = out[tile][step][i + 2];
+                }
+            }
         }
     }
 };

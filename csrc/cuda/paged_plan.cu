@@ -30,7 +30,6 @@ struct PlanKernelParams {
     const int* kv_seqlens;
     PlanView plan;
     PlanSizes sizes;
-    Chunking chunking;
     bool has_items;
     int batch_size;
     int group;
@@ -95,7 +94,7 @@ struct Piece {
         is_tiled = p.tile_tokens > 0 && tokens > 1;
         if (p.window > 0) first_visible = max(0, keys - tokens + 1 - p.window);
         first_key = first_visible / kStepKeys * kStepKeys;
-        chunk_keys = p.chunking.length(keys - first_key);
+        chunk_keys = chunk_length(keys - first_key);
         num_chunks = (keys - first_key + chunk_keys - 1) / chunk_keys;
     }
 
@@ -179,7 +178,6 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
-    release_next_kernel();
     Need total{};
     for (int first = 0; first < p.batch_size; first += kThreads) {
         const int sequence = first + static_cast<int>(threadIdx.x);
@@ -194,6 +192,12 @@ __global__ void __launch_bounds__(kThreads)
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
                           static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), 0, 0};
     }
+    const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
+    for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};
+    // Only now, and behind a fence: attention whose keys are settled reads the plan without a wait.
+    __threadfence();
+    __syncthreads();
+    release_next_kernel();
 }
 
 }  // namespace
@@ -220,7 +224,6 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.kv_seqlens,
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
-                                         paged::chunking(p),
                                          !paged::uses_clusters(p),
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,

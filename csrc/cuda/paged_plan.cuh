@@ -21,6 +21,7 @@ constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel ta
 constexpr int kRoundKeys = 64;       // four warps take one step each
 constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan
 constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they are joined
+constexpr int kClearedItems = 512;   // of a plan: those that may be read before their number
 constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 
 // A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
@@ -36,6 +37,10 @@ struct alignas(16) PagedItem {
     int chunk, num_chunks;
     int partial_row;  // of chunk 0, where there are several chunks
     int unit;         // its counters
+
+    __host__ __device__ int num_steps() const {
+        return (end_key - first_key + kStepKeys - 1) / kStepKeys;
+    }
 };
 
 // A run of tokens of one piece, with all query heads of a key head.
@@ -57,8 +62,8 @@ struct alignas(16) PagedHeader {
     unsigned done_ctas;
 };
 
-// How many units of one row and key head there may be, by which rows find their kernel and their
-// chunks: a matter of the batch's size, never of what is in it.
+// How many units of one row and key head there may be, by which rows find their kernel: a matter of
+// the batch's size, never of what is in it.
 inline int64_t row_units(const PagedPlanParams& p) {
     return std::min(p.batch_size, p.total_tokens) * p.num_kv_heads;
 }
@@ -71,39 +76,27 @@ inline bool uses_clusters(const PagedPlanParams& p) {
     return p.tile_tokens > 0 && row_units(p) <= kFewUnits;
 }
 
-// How one sequence's keys are cut into chunks, a function of its own keys and of the batch's size
-// in two classes: not at all up to whole_keys, then into chunks of kChunkKeys, into kManyChunks
-// while those hold up to twice as many keys, then of that many, and at last into kMaxChunks.
+// How one sequence's keys are cut into chunks, a function of its own keys alone: into chunks of up
+// to kChunkKeys, into kManyChunks while those hold up to twice as many keys, then of that many, and
+// at last into kMaxChunks.
 //
-// A chunk's end costs the joining warp some 6 us under a saturated memory, in which a CTA's share
-// of it streams 200 keys of 128 features: chunks of 256 keys reach 0.71 to 0.95 of the copy rate
-// where those of 512 reach 0.93 to 0.98, and a join of 32 is felt (32 heads over 8, 16 sequences of
-// 16384 keys: 313 us, 258 in 16). Where batches are large enough to fill the SMs without, whole
-// sequences are faster: 64 of 1024 keys 65.8 against 69.9 us, 256 246 against 258; 16 of them 24.8
-// against 22.9 (H200, 2026-11-21).
-struct Chunking {
-    static constexpr int kChunkKeys = 512;
-    static constexpr int kManyChunks = 16;
-    int whole_keys;
+// A chunk's end costs its CTA some 0.9 us of the stream, whoever computes: 64 sequences of 4096
+// keys take 257.7 us in chunks of 512 keys, 251.2 of 1024, 244.2 unsplit. One of 8192 among 63 of
+// one key wants many chunks: 15.5 us of 512 keys, 17.9 of 1024 (H200, 2026-11-21).
+constexpr int kChunkKeys = 1024;
+constexpr int kManyChunks = 16;
 
-    __host__ __device__ int count(int keys) const {
-        if (keys <= whole_keys) return 1;
-        const int single = (keys + kChunkKeys - 1) / kChunkKeys;
-        const int twice = (keys + 2 * kChunkKeys - 1) / (2 * kChunkKeys);
-        const int few = single < kManyChunks ? single : kManyChunks;
-        const int wanted = few > twice ? few : twice;
-        return wanted < kMaxChunks ? wanted : kMaxChunks;
-    }
+__host__ __device__ inline int count_chunks(int keys) {
+    const int single = (keys + kChunkKeys - 1) / kChunkKeys;
+    const int twice = (keys + 2 * kChunkKeys - 1) / (2 * kChunkKeys);
+    const int few = single < kManyChunks ? single : kManyChunks;
+    const int wanted = few > twice ? few : twice;
+    return wanted < kMaxChunks ? wanted : kMaxChunks;
+}
 
-    __host__ __device__ int length(int keys) const {
-        const int chunks = count(keys), even = (keys + chunks - 1) / chunks;
-        return (even + kRoundKeys - 1) / kRoundKeys * kRoundKeys;
-    }
-};
-
-inline Chunking chunking(const PagedPlanParams& p) {
-    constexpr int64_t kSomeUnits = 256;  // two an SM
-    return {row_units(p) <= kSomeUnits ? Chunking::kChunkKeys : 2 * Chunking::kChunkKeys};
+__host__ __device__ inline int chunk_length(int keys) {
+    const int chunks = count_chunks(keys), even = (keys + chunks - 1) / chunks;
+    return (even + kRoundKeys - 1) / kRoundKeys * kRoundKeys;
 }
 
 // Sizes that a batch cannot exceed, from host integers alone.
@@ -121,7 +114,7 @@ inline PlanSizes plan_sizes(const PagedPlanParams& p) {
     const int64_t rows = p.tile_tokens > 0 ? pieces * group : p.total_tokens * group;
     const int64_t units = p.tile_tokens > 0 ? pieces * ((group + kUnitRows - 1) / kUnitRows)
                                             : rows / kUnitRows + p.batch_size;
-    const int64_t chunks = chunking(p).count(std::max(p.max_kv_seqlen, 1));
+    const int64_t chunks = count_chunks(std::max(p.max_kv_seqlen, 1));
     return {units, units * chunks, tiles, units * p.num_kv_heads, chunks > 1 ? rows * chunks : 0};
 }
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ float group_sum(float x, int group_threads) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ HeadParams params) {
     const RotaryWriteKvParams& p = params.own;
-    wait_for_prior_kernel();
+    wait_for_prior_kernel();  // before the release: attention reads settled keys without a wait
     release_next_kernel();
     const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
     const unsigned item = thread >> params.group_shift;
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
     any_head_kernel(const __grid_constant__ HeadParams params) {
     extern __shared__ float rows[];  // [warps][head_dim]
     const RotaryWriteKvParams& p = params.own;
-    wait_for_prior_kernel();
+    wait_for_prior_kernel();  // before the release: attention reads settled keys without a wait
     release_next_kernel();
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
