@@ -63,7 +63,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             value = getattr(self, name)
-            if not (value is None and name in _MAY_BE_NONE):
+            is_default = value is _DEFAULTS[name]  # most are, and a server makes many of these
+            if not (is_default or (value is None and name in _MAY_BE_NONE)):
                 check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
@@ -188,3 +189,4 @@ _CHECKS: dict[str, _Check] = {
     "logits_processors": _callables,
 }
 assert _CHECKS.keys() == {field.name for field in fields(SamplingParams)}
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -74,6 +74,30 @@ def test_layer_norm_row_does_not_depend_on_its_mates() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("hidden_size", [256, 384, 512, 768, 1024])
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_a_row_has_the_same_bits_in_a_batch_of_any_size(
+    dtype: torch.dtype, hidden_size: int, is_rms: bool
+) -> None:
+    rows = 80_000  # more than the L2 has room for; a warp after another; a CTA each
+    x, residual = torch.randn(2, rows, hidden_size, device="cuda", dtype=dtype)
+    weight, bias = torch.randn(2, hidden_size, device="cuda", dtype=dtype)
+
+    def run(some: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = torch.empty_like(x[some])
+        options = {"eps": EPS, "residual": residual[some], "sum_out": sums}
+        if is_rms:
+            return norm.rms_norm(x[some], weight, **options), sums
+        return norm.layer_norm(x[some], weight, bias, **options), sums
+
+    whole = run(slice(0, rows))
+    for some in (slice(0, 3), slice(rows - 264, rows), slice(700, 2001)):
+        for part, all_rows in zip(run(some), whole, strict=True):
+            assert torch.equal(part, all_rows[some])
+
+
+@pytest.mark.gpu
 def test_layer_norm_runs_in_a_cuda_graph() -> None:
     x = torch.randn(129, 768, device="cuda", dtype=torch.float16)
     weight, bias = torch.randn(2, 768, device="cuda", dtype=torch.float16)

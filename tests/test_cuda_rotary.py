@@ -93,6 +93,34 @@ def test_all_in_one(
     assert_rounded(cache.flatten(1, 2), expected)
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (64, 16)])
+def test_a_row_is_the_same_among_many(
+    head_dim: int, rotary_dim: int, is_interleaved: bool, has_norm: bool, dtype: torch.dtype
+) -> None:
+    heads = [NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS]
+    total, few = 14000, 20  # threads with several heads each, and with one
+    qkv = torch.randn(total, sum(heads), head_dim).to(dtype).cuda()
+    weights = (torch.rand(2, head_dim) + 0.5).to(dtype).cuda()
+    norms = {"q_norm": weights[0], "k_norm": weights[1], "eps": 1e-6} if has_norm else {}
+    cos, sin, positions = tables(rotary_dim, total)
+    slots = torch.arange(total).int().cuda()
+
+    def run(rows: slice) -> tuple[Tensor, Tensor]:
+        q, k, v = qkv[rows].clone().split(heads, dim=1)
+        cache = torch.zeros(2, total // 16, 16, NUM_KV_HEADS, head_dim, dtype=dtype, device="cuda")
+        places = (cos, sin, positions[rows], *cache, slots[rows])
+        q = rotary_write_kv(q, k, v, *places, is_interleaved=is_interleaved, **norms)
+        return q, cache.flatten(1, 2)[:, rows]
+
+    for first in (0, total - few):
+        rows = slice(first, first + few)
+        q, cache = run(slice(0, total))
+        alone, alone_cache = run(rows)
+        assert torch.equal(q[rows], alone) and torch.equal(cache[:, rows], alone_cache)
+
+
 def test_no_tokens() -> None:
     x, table = torch.zeros(0, 2, 64).half().cuda(), torch.zeros(50, 32).cuda()
     none, cache = torch.zeros(0).int().cuda(), torch.zeros(2, 1, 4, 2, 64).half().cuda()

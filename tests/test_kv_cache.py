@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bytetx.engine.kv_cache import PageAllocator, page_key
+from bytetx.engine.kv_cache import PageAllocator, page_keys
 from bytetx.errors import InputError
 
 
@@ -16,9 +16,11 @@ def test_bad_sizes_are_refused() -> None:
 
 
 def test_a_key_depends_on_all_tokens_before() -> None:
-    first, other = page_key(b"", [1, 2]), page_key(b"", [1, 3])
-    assert first == page_key(b"", [1, 2]) != other
-    assert page_key(first, [5, 6]) != page_key(other, [5, 6])
+    first, second = page_keys([1, 2, 5, 6], page_size=2)
+    other, after_other = page_keys([1, 3, 5, 6], page_size=2)
+    assert [first] == list(page_keys([1, 2], page_size=2)) and first != other
+    assert [second] == list(page_keys([5, 6], page_size=2, before=first))
+    assert second != after_other
 
 
 def test_what_was_released_first_is_given_away_first() -> None:

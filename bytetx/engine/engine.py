@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from bytetx.engine.answer import Answer, OpenText
 from bytetx.engine.generation import GenerationScheduler, StepPlan
 from bytetx.engine.outputs import AnswerPiece, RowResult
@@ -104,13 +106,13 @@ class GenerationEngine:
 
         priority: lower ones run first.  streams: False gives one piece an answer, at its end.
         """
-        prompt_ids = _integers(prompt_ids)
-        max_tokens = self._check(prompt_ids, params)
+        tokens = _integers(prompt_ids)
+        max_tokens = self._check(tokens, params)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         request_id, answers = self._num_requests, []
         for index in range(params.n):
             sequence = SequenceState(
-                prompt_ids.copy(),
+                tokens.tolist(),
                 max_tokens,
                 priority,
                 params,
@@ -230,7 +232,7 @@ class GenerationEngine:
         if not answers:
             del self._answers[answer.request_id]
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+    def _check(self, tokens: "array[int]", params: SamplingParams) -> int:
         """The most tokens that an answer gets: max_tokens, or what is left of the positions."""
         vocab_size = self._runner.vocab_size
         params.check_vocab(vocab_size)
@@ -239,15 +241,16 @@ class GenerationEngine:
                 f"stop strings {list(params.stop)} need text, and the model has no tokenizer: "
                 "use stop_token_ids"
             )
-        strange = [token for token in prompt_ids if not 0 <= token < vocab_size]
-        if strange:
+        ids = np.asarray(tokens)
+        strange = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(strange):
             raise InputError(
                 f"the prompt's tokens must be below vocab_size ({vocab_size}), got {strange[0]}"
             )
-        room, wanted = self._scheduler.max_tokens - len(prompt_ids), max(1, params.min_tokens)
-        if prompt_ids and room < wanted:
+        room, wanted = self._scheduler.max_tokens - len(tokens), max(1, params.min_tokens)
+        if tokens and room < wanted:
             raise TooLongError(
-                f"a prompt of {len(prompt_ids)} tokens leaves room for {max(room, 0)}, and "
+                f"a prompt of {len(tokens)} tokens leaves room for {max(room, 0)}, and "
                 f"{wanted} are wanted: a sequence has at most {self._scheduler.max_tokens} tokens "
                 "here, by the model's positions and the cache; shorten the prompt, or give the "
                 "cache more memory"
@@ -266,9 +269,9 @@ class _FailedStep:
         return [RowResult(error=self.error)] * self.num_rows
 
 
-def _integers(prompt_ids: Sequence[int]) -> list[int]:
+def _integers(prompt_ids: Sequence[int]) -> "array[int]":
     try:
-        return list(array("i", prompt_ids))
+        return array("i", prompt_ids)
     except (TypeError, OverflowError) as error:
         raise InputError(f"the prompt must be token ids that fit int32: {error}") from None
 

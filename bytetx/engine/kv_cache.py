@@ -2,7 +2,7 @@
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 from bytetx.errors import InputError
@@ -115,9 +115,14 @@ class PageAllocator:
             self._keys[page] = None
 
 
-def page_key(before: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full page: what it holds depends on its tokens and on all those before it.
+def page_keys(token_ids: Sequence[int], *, page_size: int, before: bytes = b"") -> Iterator[bytes]:
+    """The keys of full pages, one behind the other.
 
-    before: the key of the page in front of it, empty for the first.
+    What a page holds depends on its tokens and on all those before it.  before: the key of the page
+    in front of the first, empty where there is none.
     """
-    return blake2b(before + array("i", token_ids).tobytes(), digest_size=_KEY_BYTES).digest()
+    tokens = array("i", token_ids)
+    for first in range(0, len(tokens), page_size):
+        page = tokens[first : first + page_size].tobytes()
+        before = blake2b(before + page, digest_size=_KEY_BYTES).digest()
+        yield before

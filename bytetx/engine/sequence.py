@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from bytetx.engine.kv_cache import page_key
+from bytetx.engine.kv_cache import page_keys
 from bytetx.sampling import SamplingParams
 
 
@@ -83,9 +83,9 @@ class SequenceState:
     def page_keys(self, start: int, stop: int, *, page_size: int) -> list[bytes]:
         """Keys of the full pages start to stop, each worked out once."""
         keys = self._page_keys
-        for page in range(len(keys), stop):
-            tokens = self.token_ids[page * page_size : (page + 1) * page_size]
-            keys.append(page_key(keys[-1] if keys else b"", tokens))
+        if len(keys) < stop:
+            tokens = self.token_ids[len(keys) * page_size : stop * page_size]
+            keys += page_keys(tokens, page_size=page_size, before=keys[-1] if keys else b"")
         return keys[start:stop]
 
     def take_unpublished(self, num_full_pages: int) -> range:

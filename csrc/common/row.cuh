@@ -44,15 +44,20 @@ __device__ __forceinline__ uint4 load_once(const uint4* at) {
     return words;
 }
 
-// The same of what is not read again at all: it leaves the L2 first, too.
-__device__ __forceinline__ uint4 load_last(const uint4* at) {
+// A cache policy: what is read under it leaves the L2 first. Made once a thread, for an access that
+// makes its own is no plain load any more: branches stay around it.
+__device__ __forceinline__ uint64_t first_out_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// load_once() of what is not read again at all. policy: first_out_policy().
+__device__ __forceinline__ uint4 load_last(const uint4* at, uint64_t policy) {
     uint4 words;
-    asm volatile(
-        "{\n.reg .b64 policy;\n"
-        "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;\n}"
-        : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-        : "l"(at));
+    asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at), "l"(policy));
     return words;
 }
 

@@ -22,6 +22,13 @@ struct RowTiling {
     static constexpr int kVecsPerThread = kVecs;
     static constexpr int kCtaThreads = kThreads * kRows;
     static constexpr int kRowsPerWarp = kThreads < kWarpSize ? kWarpSize / kThreads : 1;
+    static constexpr bool kIsSpread = false;
+};
+
+// A warp's row of kVecs vectors a thread, spread over as many warps of a CTA, with the same bits.
+template <int kVecs>
+struct SpreadTiling : RowTiling<kVecs * kWarpSize, 1, 1> {
+    static constexpr bool kIsSpread = true;
 };
 
 constexpr int kWarpsPerCta = 4;      // where a warp owns a row
@@ -55,7 +62,7 @@ struct RawRow {
 
 // A parameter [hidden_size] that every row needs, null for zeros. It stays in registers where a
 // row takes few; else each row reads it from L1.
-template <typename Tiling>
+template <typename Tiling, bool kIsKept = Tiling::kVecsPerThread <= 4>
 class RowParameter {
   public:
     __device__ __forceinline__ RowParameter(const void* values, int lane, int num_vecs)
@@ -77,7 +84,6 @@ class RowParameter {
     }
 
   private:
-    static constexpr bool kIsKept = Tiling::kVecsPerThread <= 4;
     static __device__ __forceinline__ uint4 load_vec(const uint4* at) { return __ldg(at); }
 
     const uint4* values_;
@@ -92,15 +98,38 @@ struct RowOutputs {
     bool streams;      // `out` is more than the L2 would keep for its reader
 };
 
+// The row's sum of what its threads have: each a value a vector, added up in the vectors' order
+// before lanes are joined, so that a spread row has the bits of a warp's.
+template <typename Tiling>
+__device__ __forceinline__ float sum_row(const float (&of_vecs)[Tiling::kVecsPerThread]) {
+    float sum = of_vecs[0];
+    if constexpr (Tiling::kIsSpread) {
+        constexpr int kWarps = Tiling::kThreadsPerRow / kWarpSize;
+        __shared__ float of_warps[kWarps][kWarpSize];
+        const unsigned lane = threadIdx.x % kWarpSize;
+        __syncthreads();  // pairs with the reads of the sum_row before this one
+        of_warps[threadIdx.x / kWarpSize][lane] = sum;
+        __syncthreads();
+        sum = of_warps[0][lane];
+#pragma unroll
+        for (int warp = 1; warp < kWarps; ++warp) sum += of_warps[warp][lane];
+        return row_sum<kWarpSize>(sum);
+    } else {
+#pragma unroll
+        for (int i = 1; i < Tiling::kVecsPerThread; ++i) sum += of_vecs[i];
+        return row_sum<Tiling::kThreadsPerRow>(sum);
+    }
+}
+
 template <typename T, typename Tiling>
 __device__ __forceinline__ float sum_of(const RowRegisters<T, Tiling>& h) {
-    float sum = 0.0f;
+    float sums[Tiling::kVecsPerThread] = {};
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
 #pragma unroll
-        for (int j = 0; j < kVecSize<T>; ++j) sum += h[i][j];  // zeros beyond the row's end
+        for (int j = 0; j < kVecSize<T>; ++j) sums[i] += h[i][j];  // zeros beyond the row's end
     }
-    return row_sum<Tiling::kThreadsPerRow>(sum);
+    return sum_row<Tiling>(sums);
 }
 
 // Centres h around its mean where the norm does and returns the factor that it is scaled by. The
@@ -116,17 +145,17 @@ __device__ __forceinline__ float centre_row(RowRegisters<T, Tiling>& h, int lane
     // Rounded here, or one kernel fuses it into the subtraction, and another with the same row
     // does not.
     if constexpr (kNorm == RowNorm::layer) mean = __fmul_rn(sum_of<T, Tiling>(h), inverse_size);
-    float squares = 0.0f;
+    float squares[Tiling::kVecsPerThread] = {};
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
         if (lane + i * Tiling::kThreadsPerRow >= num_vecs) continue;
 #pragma unroll
         for (int j = 0; j < kVecSize<T>; ++j) {
             h[i][j] -= mean;
-            squares = fmaf(h[i][j], h[i][j], squares);
+            squares[i] = fmaf(h[i][j], h[i][j], squares[i]);
         }
     }
-    return rsqrtf(fmaf(row_sum<Tiling::kThreadsPerRow>(squares), inverse_size, eps));
+    return rsqrtf(fmaf(sum_row<Tiling>(squares), inverse_size, eps));
 }
 
 constexpr float kFp8Max = 448.0f;           // of E4M3
@@ -166,11 +195,22 @@ __device__ __forceinline__ void store_fp8_row(const uint4 (&words)[Tiling::kVecs
     }
 }
 
+template <typename Tiling>
+__device__ __forceinline__ void store_words(const uint4 (&words)[Tiling::kVecsPerThread], int lane,
+                                            int64_t row, int num_vecs, const RowOutputs& to) {
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v >= num_vecs) continue;
+        auto* at = static_cast<uint4*>(to.out) + row * num_vecs + v;
+        to.streams ? store_streaming(at, words[i]) : void(*at = words[i]);
+    }
+}
+
 // out[row] = the norm of h * weight + bias, rounded once.
-template <typename T, typename Tiling, RowNorm kNorm>
+template <typename T, typename Tiling, RowNorm kNorm, typename Parameter>
 __device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int lane, int64_t row,
-                                                 const RowParameter<Tiling>& weight,
-                                                 const RowParameter<Tiling>& bias,
+                                                 const Parameter& weight, const Parameter& bias,
                                                  int64_t hidden_size, float eps,
                                                  const RowOutputs& to) {
     const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
@@ -190,10 +230,8 @@ __device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int
             }
         }
         words[i] = pack<T>(h[i]);
-        if (to.out == nullptr) continue;
-        auto* at = static_cast<uint4*>(to.out) + row * num_vecs + v;
-        to.streams ? store_streaming(at, words[i]) : void(*at = words[i]);
     }
+    if (to.out != nullptr) store_words<Tiling>(words, lane, row, num_vecs, to);
     if (to.out_fp8 != nullptr) store_fp8_row<T, Tiling>(words, lane, row, num_vecs, to);
 }
 
@@ -236,8 +274,11 @@ bool dispatch_row_tiling(int64_t hidden_size, F&& f) {
         const auto with_vecs = [&]<int kVecs>() {
             f.template operator()<RowTiling<kWarpSize, kWarpsPerCta, kVecs>>();
         };
-        if constexpr (sizeof(T) == 2) return dispatch_at_least<1, 2, 3, 4>(vecs, with_vecs);
-        return dispatch_at_least<1, 2, 3, 4, 6, 8>(vecs, with_vecs);
+        if constexpr (sizeof(T) == 2) {
+            return dispatch_at_least<1, 2, 3, 4>(vecs, with_vecs);
+        } else {
+            return dispatch_at_least<1, 2, 3, 4, 6, 8>(vecs, with_vecs);
+        }
     }
     return dispatch_at_least<1, 2, 4, 8>(
         (num_vecs + kCtaThreads - 1) / kCtaThreads,

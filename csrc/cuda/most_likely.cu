@@ -4,10 +4,11 @@
 //   last_tokens[seats[i]] = max(out[i], 0)
 //
 // logits [num_rows, vocab_size] f32, f16, bf16. A cluster of 1 to 8 CTAs shares a row, so that few
-// rows still take many SMs; each of 256 threads keeps the largest of its elements and its place,
-// eight or four at a time where the row's address allows. Warps join keys of 64 bits, the value's
-// ordered bits above the inverted place, so that of equal values the first wins; the cluster's
-// first CTA joins the others' through their shared memory.
+// rows still take many SMs. Each of 256 threads keeps the 16 bytes that hold its largest element,
+// by one comparison a vector, and looks for the element in them at the end. All rows are read from
+// their last element to their first: what the product before wrote last is still in the L2. Warps
+// join keys of 64 bits, the value's ordered bits above the inverted place, so that of equal values
+// the first wins; the cluster's first CTA joins the others' through their shared memory.
 //
 // Bytes: num_rows * vocab_size * sizeof(T). Bound by HBM; fraction reached: csrc/README.md.
 // Source: standard.
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
@@ -32,29 +34,66 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kMaxCtas = 8;     // of a row: more is no portable cluster
 constexpr int kCtasAnSm = 4;    // that are wanted; their loads in flight cover the latency
-constexpr int kUnroll = 4;      // vectors of a thread in flight
+constexpr int kUnroll = 8;      // vectors of a thread in flight
 constexpr uint32_t kNan = ~0u;  // above the ordered bits of every number
 
 using Key = unsigned long long;
 
-// The largest of a thread's elements so far.
+// The largest of a vector's elements, NaN where one is.
+template <typename T>
+__device__ __forceinline__ float largest_of(const uint4& words) {
+    if constexpr (sizeof(T) == 4) {
+        float best = element<T>(words, 0);
+#pragma unroll
+        for (int e = 1; e < kVecSize<T>; ++e) {
+            asm("max.NaN.f32 %0, %0, %1;" : "+f"(best) : "f"(element<T>(words, e)));
+        }
+        return best;
+    } else {
+        using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+        const auto* pairs = reinterpret_cast<const Pair*>(&words);
+        const Pair best =
+            __hmax2_nan(__hmax2_nan(pairs[0], pairs[1]), __hmax2_nan(pairs[2], pairs[3]));
+        return static_cast<float>(__hmax_nan(best.x, best.y));
+    }
+}
+
+// The largest of a thread's elements so far, in the vector that holds it. Vectors come from the
+// last to the first, so that of equal elements the first stays.
+template <typename T>
 struct Best {
     float value = -INFINITY;
-    uint32_t place = 0;
+    uint32_t place = 0;  // of the vector's first element
+    uint4 words{};
     bool has_nan = false;
 
-    __device__ void add(float other, uint32_t at) {
-        if (other > value) {
+    __device__ __forceinline__ void add(const uint4& others, int64_t at) {
+        const float other = largest_of<T>(others);
+        if (other >= value) {
             value = other;
-            place = at;
+            place = static_cast<uint32_t>(at);
+            words = others;
         }
         has_nan |= other != other;
     }
 
+    // An element that is in no vector.
+    __device__ __forceinline__ void add(T other, int64_t at) {
+        Vec<T> same;
+#pragma unroll
+        for (int e = 0; e < kVecSize<T>; ++e) same.value[e] = other;
+        add(*reinterpret_cast<const uint4*>(&same), at);
+    }
+
     __device__ Key key() const {
+        int first = 0;
+#pragma unroll
+        for (int e = kVecSize<T> - 1; e >= 0; --e) {
+            if (element<T>(words, e) == value) first = e;
+        }
         const uint32_t bits = __float_as_uint(value + 0.0f);  // -0 is 0
         const uint32_t ordered = bits ^ (bits >> 31 ? ~0u : 1u << 31);
-        return static_cast<Key>(has_nan ? kNan : ordered) << 32 | (~0u - place);
+        return static_cast<Key>(has_nan ? kNan : ordered) << 32 | (~0u - (place + first));
     }
 };
 
@@ -74,37 +113,30 @@ __device__ int token_of(Key key) {
     return is_finite ? static_cast<int>(~0u - static_cast<uint32_t>(key)) : -1;
 }
 
-// Elements first ... end - 1 of a row: those before and after whole vectors one by one.
+// The share of CTA `rank` of num_ctas: chunks of a row's whole vectors in turn, from the last, and
+// of the first rank the elements before and after them.
 template <typename T>
-__device__ Best best_of(const T* row, int64_t first, int64_t end) {
-    Best best;
+__device__ Best<T> best_of(const T* row, int64_t size, int rank, int num_ctas) {
+    constexpr int kChunk = kThreads * kUnroll;
+    Best<T> best;
     const int thread = static_cast<int>(threadIdx.x);
-    const auto offset = reinterpret_cast<std::uintptr_t>(row + first) % kVecBytes / sizeof(T);
+    const auto offset = reinterpret_cast<std::uintptr_t>(row) % kVecBytes / sizeof(T);
     const int64_t skipped = offset ? kVecSize<T> - static_cast<int64_t>(offset) : 0;
-    const int64_t body = min(first + skipped, end);
-    const int64_t num_vecs = (end - body) / kVecSize<T>, tail = body + num_vecs * kVecSize<T>;
+    const int64_t body = min(skipped, size);
+    const int64_t num_vecs = (size - body) / kVecSize<T>, tail = body + num_vecs * kVecSize<T>;
     const auto* vecs = reinterpret_cast<const uint4*>(row + body);
-    for (int64_t j = first + thread; j < body; j += kThreads) {
-        best.add(static_cast<float>(row[j]), static_cast<uint32_t>(j));
-    }
-    for (int64_t base = thread; base < num_vecs; base += kThreads * kUnroll) {
+    if (rank == 0 && tail + thread < size) best.add(row[tail + thread], tail + thread);
+    for (int64_t chunk = (num_vecs + kChunk - 1) / kChunk - 1 - rank; chunk >= 0;
+         chunk -= num_ctas) {
         uint4 words[kUnroll];
+        const int64_t base = chunk * kChunk + thread;
+        const auto place = [&](int u) { return min(base + u * kThreads, num_vecs - 1); };
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {  // clamped: all loads leave before one is used
-            words[u] = load_once(vecs + min(base + u * kThreads, num_vecs - 1));
-        }
+        for (int u = 0; u < kUnroll; ++u) words[u] = load_once(vecs + place(u));
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-            const int64_t at = body + min(base + u * kThreads, num_vecs - 1) * kVecSize<T>;
-#pragma unroll
-            for (int e = 0; e < kVecSize<T>; ++e) {
-                best.add(element<T>(words[u], e), static_cast<uint32_t>(at + e));
-            }
-        }
+        for (int u = kUnroll - 1; u >= 0; --u) best.add(words[u], body + place(u) * kVecSize<T>);
     }
-    for (int64_t j = tail + thread; j < end; j += kThreads) {
-        best.add(static_cast<float>(row[j]), static_cast<uint32_t>(j));
-    }
+    if (rank == 0 && thread < body) best.add(row[thread], thread);
     return best;
 }
 
@@ -114,17 +146,15 @@ __global__ void __launch_bounds__(kThreads)
     namespace cg = cooperative_groups;
     __shared__ Key warp_keys[kWarps], cta_key;
     const cg::cluster_group cluster = cg::this_cluster();
-    const auto num_ctas = static_cast<int64_t>(cluster.num_blocks());
-    const auto rank = static_cast<int64_t>(cluster.block_rank());
-    const int64_t row = blockIdx.x / num_ctas;
+    const int num_ctas = static_cast<int>(cluster.num_blocks());
+    const int rank = static_cast<int>(cluster.block_rank());
+    const int64_t row = blockIdx.x / static_cast<unsigned>(num_ctas);
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     release_next_kernel();
     wait_for_prior_kernel();
-    const int64_t share = (p.vocab_size + num_ctas - 1) / num_ctas;
-    const int64_t first = min(rank * share, p.vocab_size);
     const auto* logits = static_cast<const T*>(p.logits) + row * p.vocab_size;
-    Key key = warp_max(best_of(logits, first, min(first + share, p.vocab_size)).key());
+    Key key = warp_max(best_of(logits, p.vocab_size, rank, num_ctas).key());
     if (lane == 0) warp_keys[warp] = key;
     __syncthreads();
     if (warp == 0) {

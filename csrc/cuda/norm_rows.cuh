@@ -11,7 +11,8 @@
 // warp (up to 1024 features; 4 rows a CTA, no shared memory, no barrier), of half a warp (384 f16
 // or bf16) or of one CTA of 256 threads (up to 16384 f16 or bf16, 8192 f32). Neighbouring threads
 // hold neighbouring 16 bytes. A warp takes row after row, keeps weight and bias in registers, and
-// loads a row while it computes the one before.
+// loads a row while it computes the one before; where rows are very many or few, launch_full_rows()
+// has other ways.
 // norm_any_rows_kernel: every other size; one CTA a row, element by element, three passes of which
 // the last two come from cache.
 #pragma once
@@ -26,30 +27,61 @@
 
 namespace bytetx {
 
-template <typename T, typename Tiling, RowNorm kNorm>
-__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
+// How rows go through a kernel. any: sizes up to what the tiling holds. full: rows that fill their
+// registers, so that every bound is known. once: the same, each warp with one row, no E4M3.
+enum class RowWay { any, full, once };
+
+template <typename T, typename Tiling>
+constexpr int kFullRow = Tiling::kThreadsPerRow * Tiling::kVecsPerThread * kVecSize<T>;
+
+// CTAs of an SM at least. Rows that are not read ahead need many warps: 36.7 us with 8 CTAs of
+// four, 37.9 with 6 (32k rows of 768 f16 with residual, H200). Then parameters have no registers.
+template <typename Tiling, RowWay kWay>
+constexpr int kMinCtas = kWay != RowWay::once          ? 1
+                         : Tiling::kVecsPerThread <= 3 ? 1024 / Tiling::kCtaThreads
+                         : Tiling::kVecsPerThread <= 4 ? 768 / Tiling::kCtaThreads
+                                                       : 512 / Tiling::kCtaThreads;
+template <typename Tiling, RowWay kWay>
+constexpr bool kKeepsParameters = Tiling::kVecsPerThread <= (kWay == RowWay::once ? 1 : 4);
+
+template <typename T, typename Tiling>
+__device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int lane,
+                                          int64_t row, int num_vecs) {
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v < num_vecs) static_cast<uint4*>(rows)[row * num_vecs + v] = pack<T>(h[i]);
+    }
+}
+
+template <typename T, typename Tiling, RowNorm kNorm, RowWay kWay>
+__global__ void __launch_bounds__(Tiling::kCtaThreads, kMinCtas<Tiling, kWay>)
     norm_rows_kernel(const __grid_constant__ NormParams p, const bool streams) {
-    const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
-    const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    const int64_t hidden_size = kWay == RowWay::any ? p.hidden_size : kFullRow<T, Tiling>;
+    const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
+    const int lane = static_cast<int>(threadIdx.x % Tiling::kThreadsPerRow);
     release_next_kernel();
-    const RowParameter<Tiling> weight(p.weight, lane, num_vecs);
-    const RowParameter<Tiling> bias(p.bias, lane, num_vecs);
+    using Parameter = RowParameter<Tiling, kKeepsParameters<Tiling, kWay>>;
+    const Parameter weight(p.weight, lane, num_vecs);
+    const Parameter bias(p.bias, lane, num_vecs);
     const int64_t stride = int64_t{gridDim.x} * Tiling::kRowsPerCta;
     const int place = static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
     const int mate = place % Tiling::kRowsPerWarp;  // which of the warp's rows this thread has
     int64_t first = int64_t{blockIdx.x} * Tiling::kRowsPerCta + place - mate;
     // Where the last row has no mate, both halves of its warp compute it and store the same.
     const auto own_row = [&] { return min(first + mate, p.total_tokens - 1); };
+    const uint64_t policy = first_out_policy();
     wait_for_prior_kernel();
 
     RawRow<Tiling> x;
     RawRow<Tiling> residual;
+    const auto last = [&](const uint4* at) { return load_last(at, policy); };
     const auto load = [&] {
         if (first >= p.total_tokens) return;
         const int64_t row = own_row();
         if (p.residual == nullptr) return x.load(p.x, row, lane, num_vecs, load_once);
-        x.load(p.x, row, lane, num_vecs, load_last);  // the sum takes the place of both
-        residual.load(p.residual, row, lane, num_vecs, load_last);
+        x.load(p.x, row, lane, num_vecs, last);  // the sum takes the place of both
+        residual.load(p.residual, row, lane, num_vecs, last);
     };
     load();
     while (first < p.total_tokens) {  // whole warps: a tiling with barriers has one row a CTA
@@ -62,14 +94,14 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
                 h[i][j] = element<T>(x.words[i], j);
                 if constexpr (kNorm != RowNorm::none) h[i][j] += element<T>(residual.words[i], j);
             }
-            const int v = lane + i * Tiling::kThreadsPerRow;
-            if (p.sum_out == nullptr || v >= num_vecs) continue;
-            static_cast<uint4*>(p.sum_out)[row * num_vecs + v] = pack<T>(h[i]);
         }
         first += stride;
-        load();
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.hidden_size, p.eps,
-                                           {p.out, p.out_fp8, p.out_scale, streams});
+        if constexpr (kWay != RowWay::once) load();
+        if (p.sum_out != nullptr) store_row<T, Tiling>(p.sum_out, h, lane, row, num_vecs);
+        uint8_t* out_fp8 = kWay == RowWay::once ? nullptr : p.out_fp8;
+        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, hidden_size, p.eps,
+                                           {p.out, out_fp8, p.out_scale, streams});
+        if constexpr (kWay == RowWay::once) return;
     }
 }
 
@@ -103,6 +135,42 @@ inline void check_norm(const char* op, const NormParams& p) {
     }
 }
 
+template <typename T, typename Tiling, RowNorm kNorm, RowWay kWay>
+void launch_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
+    const auto kernel = norm_rows_kernel<T, Tiling, kNorm, kWay>;
+    int64_t grid = (p.total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+    if constexpr (kWay != RowWay::once) {
+        static const int64_t resident =
+            resident_ctas(kernel, Tiling::kCtaThreads, 0, launch.device);
+        grid = std::min(grid, resident);
+    }
+    launch_kernel(kernel, {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream},
+                  p, is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
+}
+
+// Rows that fill the registers of Tiling. Few of them have a CTA each, a vector a thread: 1.5 us
+// for 256 of 1024 bf16 with their sums, 1.6 by a warp each. Results beyond the L2 are as many CTAs
+// as there are rows for: 48.4 us for 32k of 1024 f16 with residual, 49.6 one after another; fewer
+// ones are faster one after another (H200). A row's bits are the same but for the first way.
+template <typename T, typename Tiling, RowNorm kNorm>
+void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
+    constexpr int kFewRows = 264;  // two CTAs an SM of an H200
+    if constexpr (kNorm != RowNorm::none && Tiling::kThreadsPerRow <= kWarpSize) {
+        if (p.out_fp8 == nullptr) {
+            if constexpr (Tiling::kThreadsPerRow == kWarpSize && Tiling::kVecsPerThread > 1) {
+                using Few = SpreadTiling<Tiling::kVecsPerThread>;
+                if (p.total_tokens <= kFewRows) {
+                    return launch_rows<T, Few, kNorm, RowWay::once>(p, launch, stream);
+                }
+            }
+            if (is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device)) {
+                return launch_rows<T, Tiling, kNorm, RowWay::once>(p, launch, stream);
+            }
+        }
+    }
+    launch_rows<T, Tiling, kNorm, RowWay::full>(p, launch, stream);
+}
+
 template <typename T, RowNorm kNorm>
 bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t stream) {
     if (!fits_vecs<T>(p.hidden_size, p.x, p.residual, p.out, p.sum_out, p.weight, p.bias,
@@ -110,14 +178,10 @@ bool launch_in_registers(const NormParams& p, const Launch& launch, cudaStream_t
         return false;
     }
     return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
-        const auto kernel = norm_rows_kernel<T, Tiling, kNorm>;
-        static const int64_t resident =
-            resident_ctas(kernel, Tiling::kCtaThreads, 0, launch.device);
-        const int64_t ctas = (p.total_tokens + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-        const int64_t grid = std::min(ctas, resident);
-        launch_kernel(kernel,
-                      {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), 0, stream}, p,
-                      is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
+        if (p.hidden_size == kFullRow<T, Tiling>) {
+            return launch_full_rows<T, Tiling, kNorm>(p, launch, stream);
+        }
+        launch_rows<T, Tiling, kNorm, RowWay::any>(p, launch, stream);
     });
 }
 

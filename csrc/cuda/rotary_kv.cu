@@ -22,49 +22,54 @@
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
 #include "common/launch.cuh"
-#include "common/row.cuh"
+#include "common/row_norm.cuh"
 #include "ops.h"
 
 namespace bytetx {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPiece = 8;            // elements that a thread moves at a time
-constexpr int kWriteElements = 256;  // a "head" of write_kv, which knows rows only
+constexpr int kPiece = 8;                 // elements that a thread moves at a time
+constexpr int64_t kFewThreads = 1 << 16;  // a quarter of what an H200 takes at once
+constexpr int kWriteElements = 256;       // a "head" of write_kv, which knows rows only
 
 struct HeadParams {
     RotaryWriteKvParams own;
     unsigned num_items;  // heads of all tokens
     unsigned heads;      // of q, k and v together
     int group_shift;     // 2^this threads a head
+    bool streams;        // the results are more than the L2 keeps
 };
 
-// Where a head's features come from and go to; `to` is null where they go nowhere.
+// One of a token's heads: q's come first, then k's, then v's.
 template <typename T>
 struct Head {
-    const T* from;
-    T* to;
-    const T* norm;
-    bool is_rotated;
+    int of_q, of_k, of_v;  // its number there; below 0 before, past the last behind
 
-    __device__ Head(const HeadParams& params, int64_t token, int head) {
-        const RotaryWriteKvParams& p = params.own;
-        const bool is_q = head < p.num_heads;
-        const int kv_head = (head - p.num_heads) % max(p.num_kv_heads, 1);
-        const bool is_k = !is_q && head - p.num_heads < p.num_kv_heads;
-        is_rotated = is_q || is_k;
-        norm = static_cast<const T*>(is_q ? p.q_norm : is_k ? p.k_norm : nullptr);
-        if (is_q) {
-            to = static_cast<T*>(p.q) + token * p.q_stride + int64_t{head} * p.head_dim;
-            from = to;
-            return;
-        }
-        from = (is_k ? static_cast<const T*>(p.k) + token * p.k_stride
-                     : static_cast<const T*>(p.v) + token * p.v_stride) +
-               int64_t{kv_head} * p.head_dim;
-        const int slot = p.slot_mapping[token];
-        auto* cache = static_cast<T*>(is_k ? p.k_cache : p.v_cache);
-        to = slot < 0 ? nullptr : cache + (int64_t{slot} * p.num_kv_heads + kv_head) * p.head_dim;
+    __device__ Head(const RotaryWriteKvParams& p, int head)
+        : of_q(head), of_k(head - p.num_heads), of_v(of_k - p.num_kv_heads) {}
+
+    __device__ bool is_q() const { return of_k < 0; }
+    __device__ bool is_rotated() const { return of_v < 0; }
+
+    __device__ const T* norm(const RotaryWriteKvParams& p) const {
+        return static_cast<const T*>(is_q() ? p.q_norm : is_rotated() ? p.k_norm : nullptr);
+    }
+
+    __device__ const T* from(const RotaryWriteKvParams& p, int64_t token) const {
+        const auto* rows = static_cast<const T*>(is_q() ? p.q : is_rotated() ? p.k : p.v);
+        const int64_t stride = is_q() ? p.q_stride : is_rotated() ? p.k_stride : p.v_stride;
+        const int64_t head = is_q() ? of_q : is_rotated() ? of_k : of_v;
+        return rows + token * stride + head * p.head_dim;
+    }
+
+    // Null where it goes nowhere. slot: the token's.
+    __device__ T* to(const RotaryWriteKvParams& p, int64_t token, int slot) const {
+        if (is_q()) return static_cast<T*>(p.q) + token * p.q_stride + int64_t{of_q} * p.head_dim;
+        if (slot < 0) return nullptr;
+        auto* cache = static_cast<T*>(is_rotated() ? p.k_cache : p.v_cache);
+        const int64_t head = is_rotated() ? of_k : of_v;
+        return cache + (int64_t{slot} * p.num_kv_heads + head) * p.head_dim;
     }
 };
 
@@ -74,24 +79,32 @@ struct alignas(kPiece * sizeof(T) < 16 ? kPiece * sizeof(T) : 16) Piece {
 };
 
 template <typename T>
-__device__ __forceinline__ void load_piece(float (&x)[kPiece], const T* from) {
-    const Piece<T> piece = *reinterpret_cast<const Piece<T>*>(from);
+__device__ __forceinline__ void load_piece(Piece<T>& piece, const T* from) {
+    auto* words = reinterpret_cast<uint4*>(&piece);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) x[i] = static_cast<float>(piece.value[i]);
+    for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(*words)); ++i) {
+        words[i] = load_once(reinterpret_cast<const uint4*>(from) + i);
+    }
 }
 
 template <typename T>
-__device__ __forceinline__ void store_piece(T* to, const float (&x)[kPiece]) {
+__device__ __forceinline__ void store_piece(T* to, const float (&x)[kPiece], bool streams) {
     Piece<T> piece;
 #pragma unroll
     for (int i = 0; i < kPiece; ++i) piece.value[i] = static_cast<T>(x[i]);
-    *reinterpret_cast<Piece<T>*>(to) = piece;
+    const auto* words = reinterpret_cast<const uint4*>(&piece);
+    auto* at = reinterpret_cast<uint4*>(to);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(piece) / sizeof(*words)); ++i) {
+        streams ? store_streaming(at + i, words[i]) : void(at[i] = words[i]);
+    }
 }
 
+// Rounded where it says so, or kernels with other numbers of heads a thread round elsewhere.
 __device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
     const float x = a;
-    a = x * cos - b * sin;
-    b = b * cos + x * sin;
+    a = fmaf(x, cos, -__fmul_rn(b, sin));
+    b = fmaf(b, cos, __fmul_rn(x, sin));
 }
 
 // Sum over the group_threads neighbouring lanes that share a head.
@@ -100,69 +113,134 @@ __device__ __forceinline__ float group_sum(float x, int group_threads) {
     return x;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) head_kernel(const __grid_constant__ HeadParams params) {
-    const RotaryWriteKvParams& p = params.own;
-    wait_for_prior_kernel();  // before the release: attention reads settled keys without a wait
-    release_next_kernel();
-    const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
-    const unsigned item = thread >> params.group_shift;
-    const int own = static_cast<int>(thread & ((1u << params.group_shift) - 1));
-    const bool is_item = item < params.num_items;  // no early return: lanes join in the sums
-    const unsigned token = is_item ? item / params.heads : 0;
-    const Head<T> head(params, token, is_item ? item - token * params.heads : 0);
-    // Pieces of the pairs' two halves, in one thread; the features after them two by two.
-    const int half = p.num_pairs / kPiece;
-    const bool is_split = !p.is_interleaved && own < half;
-    const int pieces[2] = {is_split ? own : 2 * own, is_split ? own + half : 2 * own + 1};
-    const int num_pieces = p.head_dim / kPiece;
-    float x[2][kPiece] = {};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        if (is_item && pieces[i] < num_pieces) load_piece(x[i], head.from + pieces[i] * kPiece);
+// The pieces of a head that a thread has: one of each half of the pairs, or two neighbours.
+struct Pieces {
+    int number[2];
+    bool is_split;  // pairs lie across the two
+
+    __device__ Pieces(const RotaryWriteKvParams& p, int own) {
+        const int half = p.num_pairs / kPiece;
+        is_split = !p.is_interleaved && own < half;
+        number[0] = is_split ? own : 2 * own;
+        number[1] = is_split ? own + half : 2 * own + 1;
     }
-    if (p.q_norm != nullptr) {  // then there is a k_norm, too
-        float sum = 0.0f;
+};
+
+// Cosines and sines of the eight pairs of a thread, four at a time where there are so many.
+struct Turns {
+    float cos[kPiece], sin[kPiece];
+    bool has[2] = {};  // the first, the second four
+
+    __device__ void load(const RotaryWriteKvParams& p, int position, int own) {
+        const int64_t row = int64_t{position} * p.num_pairs;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < kPiece; ++j) sum += x[i][j] * x[i][j];
-        }
-        const float inverse = rsqrtf(
-            group_sum(sum, 1 << params.group_shift) / static_cast<float>(p.head_dim) + p.eps);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (head.norm == nullptr || pieces[i] >= num_pieces) continue;
-            float weight[kPiece];
-            load_piece(weight, head.norm + pieces[i] * kPiece);
-#pragma unroll
-            for (int j = 0; j < kPiece; ++j) x[i][j] = x[i][j] * inverse * weight[j];
+            const int first = own * kPiece + 4 * i;
+            has[i] = first < p.num_pairs;
+            if (!has[i]) continue;
+            *reinterpret_cast<float4*>(cos + 4 * i) =
+                *reinterpret_cast<const float4*>(p.cos + row + first);
+            *reinterpret_cast<float4*>(sin + 4 * i) =
+                *reinterpret_cast<const float4*>(p.sin + row + first);
         }
     }
-    if (!is_item || head.to == nullptr) return;
-    if (head.is_rotated && p.num_pairs > 0) {
-        const int64_t row = int64_t{p.position_ids[token]} * p.num_pairs;
-        if (is_split) {
-            float cos[kPiece], sin[kPiece];
-            load_piece(cos, p.cos + row + own * kPiece);
-            load_piece(sin, p.sin + row + own * kPiece);
+
+    __device__ void apply(float (&x)[2][kPiece], bool is_split) const {
 #pragma unroll
-            for (int j = 0; j < kPiece; ++j) turn(x[0][j], x[1][j], cos[j], sin[j]);
-        } else if (p.is_interleaved) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                if (pieces[i] * kPiece >= 2 * p.num_pairs) continue;
-#pragma unroll
-                for (int j = 0; j < kPiece; j += 2) {
-                    const int64_t at = row + (pieces[i] * kPiece + j) / 2;
-                    turn(x[i][j], x[i][j + 1], p.cos[at], p.sin[at]);
-                }
+        for (int i = 0; i < kPiece; ++i) {
+            if (!has[i / 4]) continue;
+            if (is_split) {
+                turn(x[0][i], x[1][i], cos[i], sin[i]);
+            } else {
+                turn(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1], cos[i], sin[i]);
             }
         }
     }
+};
+
+// RMS norm of a head of which each of its threads has two pieces. weight_of: that of piece 0 or 1.
+template <typename WeightOf>
+__device__ __forceinline__ void norm_head(float (&x)[2][kPiece], const HeadParams& params,
+                                          bool is_normed, const WeightOf& weight_of) {
+    float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        if (pieces[i] < num_pieces) store_piece(head.to + pieces[i] * kPiece, x[i]);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) sum = fmaf(x[i][j], x[i][j], sum);
+    }
+    const float mean =
+        group_sum(sum, 1 << params.group_shift) / static_cast<float>(params.own.head_dim);
+    const float inverse = rsqrtf(mean + params.own.eps);
+    if (!is_normed) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const auto weight = weight_of(i);
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) {
+            x[i][j] = x[i][j] * inverse * static_cast<float>(weight.value[j]);
+        }
+    }
+}
+
+// Few heads wait for their loads: whatever does not depend on another one leaves first. Many want
+// threads, hence few registers, and start with the rows that the product before wrote last.
+template <typename T, bool kIsFew>
+__global__ void __launch_bounds__(kThreads, kIsFew ? 1 : 5)
+    head_kernel(const __grid_constant__ HeadParams params) {
+    const RotaryWriteKvParams& p = params.own;
+    const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
+    const bool is_item = thread >> params.group_shift < params.num_items;  // lanes join in sums
+    const unsigned number = min(thread >> params.group_shift, params.num_items - 1);
+    const unsigned item = kIsFew ? number : params.num_items - 1 - number;
+    const int own = static_cast<int>(thread & ((1u << params.group_shift) - 1));
+    const unsigned token = item / params.heads;
+    const Head<T> head(p, static_cast<int>(item - token * params.heads));
+    const Pieces pieces(p, own);
+    const int num_pieces = p.head_dim / kPiece;
+    Piece<T> raw[2] = {}, early[2] = {};
+    const T *from = head.from(p, token), *norm = head.norm(p);
+    Turns turns;
+    const auto weight_of = [&](int i) {
+        Piece<T> weight{};
+        if (norm != nullptr && pieces.number[i] < num_pieces) {
+            weight = *reinterpret_cast<const Piece<T>*>(norm + pieces.number[i] * kPiece);
+        }
+        return weight;
+    };
+    const auto load_turns = [&](int position) {
+        if (head.is_rotated() && p.num_pairs > 0) turns.load(p, position, own);
+    };
+    if constexpr (kIsFew) {
+        for (int i = 0; i < 2; ++i) early[i] = weight_of(i);
+    }
+    wait_for_prior_kernel();
+    // Not first: attention reads settled keys without a wait of its own, and its CTAs, placed that
+    // early, cost a decode step 4 us (16 rows) to 26 (256).
+    release_next_kernel();
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (pieces.number[i] < num_pieces) load_piece(raw[i], from + pieces.number[i] * kPiece);
+    }
+    const int position = p.num_pairs > 0 ? p.position_ids[token] : 0;
+    const int slot = p.slot_mapping != nullptr ? p.slot_mapping[token] : -1;
+    if constexpr (kIsFew) load_turns(position);
+    float x[2][kPiece];
+#pragma unroll
+    for (int i = 0; i < 2 * kPiece; ++i) {
+        x[i / kPiece][i % kPiece] = static_cast<float>(raw[i / kPiece].value[i % kPiece]);
+    }
+    if (p.q_norm != nullptr) {
+        norm_head(x, params, norm != nullptr,
+                  [&](int i) { return kIsFew ? early[i] : weight_of(i); });
+    }
+    T* to = is_item ? head.to(p, token, slot) : nullptr;
+    if (to == nullptr) return;
+    if constexpr (!kIsFew) load_turns(position);
+    if (head.is_rotated()) turns.apply(x, pieces.is_split);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        if (pieces.number[i] >= num_pieces) continue;
+        store_piece(to + pieces.number[i] * kPiece, x[i], params.streams);
     }
 }
 
@@ -172,30 +250,33 @@ __global__ void __launch_bounds__(kThreads)
     any_head_kernel(const __grid_constant__ HeadParams params) {
     extern __shared__ float rows[];  // [warps][head_dim]
     const RotaryWriteKvParams& p = params.own;
-    wait_for_prior_kernel();  // before the release: attention reads settled keys without a wait
+    wait_for_prior_kernel();
     release_next_kernel();
     const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const unsigned item = blockIdx.x * (kThreads / kWarpSize) + warp;
     if (item >= params.num_items) return;
     const unsigned token = item / params.heads;
-    const Head<T> head(params, token, item - token * params.heads);
-    if (head.to == nullptr) return;
+    const Head<T> head(p, static_cast<int>(item - token * params.heads));
+    T* to = head.to(p, token, p.slot_mapping != nullptr ? p.slot_mapping[token] : -1);
+    if (to == nullptr) return;
+    const T* from = head.from(p, token);
+    const T* norm = head.norm(p);
     float* x = rows + int64_t{warp} * p.head_dim;
     float sum = 0.0f;
     for (int i = lane; i < p.head_dim; i += kWarpSize) {
-        x[i] = static_cast<float>(head.from[i]);
+        x[i] = static_cast<float>(from[i]);
         sum += x[i] * x[i];
     }
-    if (head.norm != nullptr) {
+    if (norm != nullptr) {
         const float inverse =
             rsqrtf(group_sum(sum, kWarpSize) / static_cast<float>(p.head_dim) + p.eps);
         for (int i = lane; i < p.head_dim; i += kWarpSize) {
-            x[i] *= inverse * static_cast<float>(head.norm[i]);
+            x[i] *= inverse * static_cast<float>(norm[i]);
         }
     }
     __syncwarp();
-    if (head.is_rotated) {
+    if (head.is_rotated()) {
         const int64_t row = p.num_pairs > 0 ? int64_t{p.position_ids[token]} * p.num_pairs : 0;
         for (int i = lane; i < p.num_pairs; i += kWarpSize) {
             float* a = x + (p.is_interleaved ? 2 * i : i);
@@ -203,7 +284,7 @@ __global__ void __launch_bounds__(kThreads)
         }
         __syncwarp();
     }
-    for (int i = lane; i < p.head_dim; i += kWarpSize) head.to[i] = static_cast<T>(x[i]);
+    for (int i = lane; i < p.head_dim; i += kWarpSize) to[i] = static_cast<T>(x[i]);
 }
 
 bool is_aligned(const RotaryWriteKvParams& p) {
@@ -219,23 +300,29 @@ bool is_aligned(const RotaryWriteKvParams& p) {
 }
 
 template <typename T>
-void launch_heads(const RotaryWriteKvParams& p, cudaStream_t stream) {
+void launch_heads(const RotaryWriteKvParams& p, int device, cudaStream_t stream) {
     const int64_t heads = p.num_heads + 2 * int64_t{p.num_kv_heads};
     int shift = 0;
     while (2 * kPiece << shift < p.head_dim) ++shift;
     const bool is_fast = is_aligned(p) && 1 << shift <= kWarpSize;
-    const int64_t heads_at_once = kThreads / (is_fast ? 1 << shift : kWarpSize);
     if (p.total_tokens * heads * kWarpSize > std::numeric_limits<uint32_t>::max() - kThreads) {
         throw std::invalid_argument("rotary_write_kv: " + std::to_string(p.total_tokens) +
                                     " tokens are too many for one call");
     }
+    const int64_t bytes = p.total_tokens * heads * p.head_dim * int64_t{sizeof(T)};
     const HeadParams params{p, static_cast<unsigned>(p.total_tokens * heads),
-                            static_cast<unsigned>(heads), shift};
-    const auto grid = static_cast<unsigned>((params.num_items + heads_at_once - 1) / heads_at_once);
-    if (is_fast) return launch_kernel(head_kernel<T>, {grid, kThreads, 0, stream}, params);
+                            static_cast<unsigned>(heads), shift, is_beyond_l2(bytes, device)};
+    const auto launch = [&](auto kernel, unsigned heads_at_once, int smem_bytes) {
+        const unsigned grid = (params.num_items + heads_at_once - 1) / heads_at_once;
+        launch_kernel(kernel, {grid, kThreads, smem_bytes, stream}, params);
+    };
+    if (is_fast) {
+        const bool is_few = p.total_tokens * heads << shift <= kFewThreads;
+        return launch(is_few ? head_kernel<T, true> : head_kernel<T, false>, kThreads >> shift, 0);
+    }
     const int smem_bytes = kThreads / kWarpSize * p.head_dim * static_cast<int>(sizeof(float));
     allow_smem(any_head_kernel<T>, smem_bytes);
-    launch_kernel(any_head_kernel<T>, {grid, kThreads, smem_bytes, stream}, params);
+    launch(any_head_kernel<T>, kThreads / kWarpSize, smem_bytes);
 }
 
 }  // namespace
@@ -247,7 +334,7 @@ void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch) {
     if (p.total_tokens == 0 || p.head_dim == 0 || p.num_heads + p.num_kv_heads == 0) return;
     const DeviceGuard guard(launch.device);
     dispatch_dtype(p.dtype, [&]<typename T>() {
-        launch_heads<T>(p, static_cast<cudaStream_t>(launch.stream));
+        launch_heads<T>(p, launch.device, static_cast<cudaStream_t>(launch.stream));
     });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
