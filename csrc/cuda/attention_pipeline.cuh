@@ -142,7 +142,7 @@ struct Consumer {
         slot.index = uniform(slot.index);
         kv = {uniform(kv.index), uniform(kv.phase)};
         FullBarrier::wait(&s.q_full[q.index], q.phase);
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         const int base = uniform(item.base), rows = uniform(item.rows);
         const int begin = uniform(item.begin), end = uniform(item.end);
         if (rows == 0) return false;
@@ -170,9 +170,16 @@ struct Consumer {
         return true;
     }
 
+    // By the lane that arrives for its warp, so that the producer's next write comes after.
+    __device__ __forceinline__ Item read_item() const {
+        Item item{};
+        if (tile.lane == 0) item = s.items[slot.index];
+        return item;  // made uniform field by field, from lane 0
+    }
+
     // Read again from shared memory where they are needed: the loop has no registers to keep them.
     __device__ __forceinline__ int find_rows() {
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         const int base = uniform(item.base);
         tile.base = base + warpgroup * kTileRows;
         tile.num_rows = uniform(item.rows) - warpgroup * kTileRows;
@@ -180,7 +187,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void find_seen() {
         const int2* sequences = s.row_bounds[slot.index] + find_rows() % 2;
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         tile.find_seen(sequences + warpgroup * kTileRows, {uniform(item.begin), uniform(item.end)});
     }
 
