@@ -46,15 +46,16 @@ def load_shared(
     ranks: int | TorchrunLead,
     device: str | torch.device,
     dtype: str | torch.dtype,
-    token_budget: Callable[[torch.device], int],
+    token_budget: Callable[[ModelSpec, torch.device], int],
     shares_memory: bool = True,
     rows: RowScheme | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a share; this process is rank 0.
 
     ranks: how many to start on this machine, this one included, or those of torchrun.
-    token_budget: rows of the largest step on a device.  shares_memory: whether GPUs that can reach
-    into one another's memory for the fused ops, which are of half types; else all is NCCL's.
+    token_budget: rows of the model's largest step on a device.  shares_memory: whether GPUs that
+    can reach into one another's memory for the fused ops, which are of half types; else all is
+    NCCL's.
     rows: None is the scheme that was measured for the device and the model's hidden size.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
@@ -68,7 +69,7 @@ def load_shared(
     shared_bytes = 0
     if shares_memory and device.type == "cuda" and dtype in DTYPE_NAMES:
         sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
-        shared_bytes = workspace_bytes(max_tokens=token_budget(device), **sizes)
+        shared_bytes = workspace_bytes(max_tokens=token_budget(spec, device), **sizes)
     rows = rows or row_scheme(device.type, size, spec.hidden_size)
     followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
     try:

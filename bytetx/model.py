@@ -95,7 +95,7 @@ class Model(GeneratesText):
     ):
         super().__init__()
         if token_budget is None:
-            token_budget = default_token_budget(checkpoint.device)
+            token_budget = default_token_budget(checkpoint.spec, checkpoint.device)
         self.checkpoint = checkpoint
         self.token_budget, self.cuda_graphs = check_token_budget(token_budget), cuda_graphs
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer

@@ -91,7 +91,8 @@ def _addresses(checkpoint: LoadedCheckpoint) -> list[int]:
 
 def _build(checkpoint: LoadedCheckpoint, needs: EngineNeeds) -> GenerationEngine:
     """What does not fit beside the other sequences waits for their pages; one always fits."""
-    head, budget = checkpoint.heads.lm, default_token_budget(checkpoint.device)
+    head = checkpoint.heads.lm
+    budget = default_token_budget(checkpoint.spec, checkpoint.device)
     assert isinstance(head, LmHead)
     options = {"token_budget": budget, "max_num_seqs": min(needs.num_seqs, budget)}
     fitting = generation_sizes(checkpoint, **options).kv_cache_tokens
