@@ -80,9 +80,8 @@ void check(const PlannedAttentionParams& p) {
 
 // Warpgroups that share keys need a half or a third of the traffic from L2, and sequences long
 // enough to occupy them all (H200, tiles of 64 rows against these: 2048 tokens a sequence, causal,
-// 128 features 589 against 472 us, mean 124 112 against 123; 64 features, mean 592 with up to 8192
-// tokens 412 against 454, 4096 tokens 1811 against 1743). head_dim 0: there is a bias, which only
-// tiles of 64 take.
+// 128 features 589 against 472 us, mean 124 112 against 123; 64 features, 1024 tokens 427 against
+// 460, 4096 tokens 1537 against 1489). head_dim 0: there is a bias, which only tiles of 64 take.
 int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t head_dim) {
     const int64_t long_mean = head_dim > 64 ? 512 : 2048;
     const bool is_long = head_dim > 0 && total_tokens >= long_mean * batch_size;

@@ -22,22 +22,25 @@ struct TileTiling {
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = 0;
     static constexpr bool kHasBias = kBias;
+    static constexpr bool kQInRegisters = false;
     static constexpr int kMinCtas = (kHeadDim <= 64 ? 5 : 3) - (kBias && kHeadDim <= 64);
 };
 
 // pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
-// its shared memory holds. Up to 64 features three warpgroups of 160 registers and steps of 64 keys
-// (128 keys spill, 96 lose 5 %); above, two of 232 and 128 keys (causal, 2048 tokens, 128 features:
-// three with 64 keys lose 12 %, two stages of queries and of keys 55 %).
+// its shared memory holds. Up to 64 features three warpgroups of 160 registers with queries in
+// registers (4096 tokens, 64 features: 1489 us; queries in shared memory 1683, and with two products
+// in flight besides 1747); above, two of 232 (causal, 2048 tokens, 128 features: three with 64 keys
+// lose 12 %, two stages of queries and of keys 55 %).
 template <int kHeadDim>
 struct PipelineTiling {
     static constexpr bool kIsWide = kHeadDim > 64;
-    static constexpr int kBlockN = kIsWide ? 128 : 64;
-    static constexpr int kStages = kHeadDim > 96 ? 3 : kIsWide ? 4 : 8;
+    static constexpr int kBlockN = 128;
+    static constexpr int kStages = kHeadDim > 96 ? 3 : kIsWide ? 4 : 6;
     static constexpr int kNumWarpgroups = pipeline_rows(kHeadDim) / kTileRows;
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
     static constexpr bool kHasBias = false;
+    static constexpr bool kQInRegisters = !kIsWide;
 };
 
 struct SplitTiling {
@@ -47,6 +50,7 @@ struct SplitTiling {
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = 0;
     static constexpr bool kHasBias = false;
+    static constexpr bool kQInRegisters = false;
 };
 
 // Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.

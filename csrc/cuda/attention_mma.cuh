@@ -46,6 +46,10 @@ struct TileShapes {
         cute::GMMA::ss_op_selector<T, T, float,
                                    cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
     template <int kN>
+    using MmaQkOfRegisters = decltype(cute::make_tiled_mma(
+        cute::GMMA::rs_op_selector<T, T, float,
+                                   cute::Shape<cute::_64, cute::Int<kN>, cute::Int<kHeadDim>>>()));
+    template <int kN>
     using MmaPv = decltype(cute::make_tiled_mma(
         cute::GMMA::rs_op_selector<T, T, float,
                                    cute::Shape<cute::_64, cute::Int<kHeadDim>, cute::Int<kN>>,

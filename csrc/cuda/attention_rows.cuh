@@ -84,16 +84,32 @@ struct SoftmaxRows {
         full_begin = __shfl_sync(kFullMask, bounds[1].x, 31);
     }
 
+    // q: a tile in shared memory.
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {
         using namespace cute;
         typename C::template MmaQk<kN> mma;
-        auto thread = mma.get_thread_slice(tid);
         Tensor q_tile = make_tensor(make_smem_ptr(q), typename C::LayoutQ{});
+        Tensor a = known_uniform(mma.get_thread_slice(tid).partition_fragment_A(q_tile));
+        return multiply_qk<kN>(mma, a, k);
+    }
+
+    // q: what load_q left in registers.
+    template <int kN>
+    __device__ __forceinline__ auto multiply_qk(const uint32_t (&q)[C::kDim / 4], const T* k) {
+        using namespace cute;
+        typename C::template MmaQkOfRegisters<kN> mma;
+        using Tile = decltype(make_tensor<T>(Shape<Int<kTileRows>, Int<C::kDim>>{}));
+        auto layout = mma.get_thread_slice(tid).partition_fragment_A(Tile{}).layout();
+        return multiply_qk<kN>(mma, make_tensor(reinterpret_cast<const T*>(q), layout), k);
+    }
+
+    template <int kN, typename Mma, typename A>
+    __device__ __forceinline__ auto multiply_qk(Mma& mma, const A& a, const T* k) {
+        using namespace cute;
         Tensor k_tile = local_tile(make_tensor(make_smem_ptr(k), typename C::LayoutK{}),
                                    Shape<Int<kN>, Int<C::kDim>>{}, make_coord(_0{}, _0{}));
-        Tensor a = known_uniform(thread.partition_fragment_A(q_tile));
-        Tensor b = known_uniform(thread.partition_fragment_B(k_tile));
+        Tensor b = known_uniform(mma.get_thread_slice(tid).partition_fragment_B(k_tile));
         Tensor acc = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kN>>{});
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         warpgroup_fence_operand(acc);
@@ -105,6 +121,18 @@ struct SoftmaxRows {
         }
         warpgroup_commit_batch();
         return acc;
+    }
+
+    // Queries as the A operand of wgmma: four 8 x 8 matrices for each 16 features.
+    __device__ __forceinline__ void load_q(uint32_t (&q)[C::kDim / 4], const T* tile) const {
+        const uint32_t start = cute::cast_smem_ptr_to_uint(tile);
+#pragma unroll
+        for (int i = 0; i < C::kDim / 4; i += 4) {
+            const int row = tid / 32 * 16 + lane % 16, column = 4 * i + lane / 16 * 8;
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(q[i]), "=r"(q[i + 1]), "=r"(q[i + 2]), "=r"(q[i + 3])
+                         : "r"(start + tile_offset<C>(row, column)));
+        }
     }
 
     template <int kN>

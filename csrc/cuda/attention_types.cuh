@@ -56,6 +56,7 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     static constexpr int kSkippedKeys =
         kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;
     static constexpr bool kHasBias = Tiling::kHasBias;
+    static constexpr bool kQInRegisters = Tiling::kQInRegisters;
     static constexpr int kKvBytes = kBlockN * kHeadDim * kElementBytes;
 };
 
