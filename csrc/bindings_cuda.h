@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "cache_ops.h"
 #include "comm_ops.h"
 #include "gate_ops.h"
 #include "linear_norm_ops.h"

@@ -15,10 +15,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "cpu/attention.h"
 #include "cpu/attention_work.h"
 #include "cpu/isa.h"
-#include "ops.h"
 
 namespace bytetx {
 namespace {

@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
-#include "ops.h"
 
 namespace bytetx {
 namespace {

@@ -6,8 +6,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "cpu/parallel.h"
-#include "ops.h"
 
 namespace bytetx {
 namespace {

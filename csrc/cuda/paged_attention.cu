@@ -13,10 +13,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
 #include "cuda/paged_decode.cuh"
-#include "ops.h"
 
 namespace bytetx {
 namespace paged {

@@ -1,9 +1,9 @@
 // Launches of the decode kernel for few sequences; paged_attention.cu says what it computes.
 #include <algorithm>
 
+#include "cache_ops.h"
 #include "common/dispatch.cuh"
 #include "cuda/paged_cluster.cuh"
-#include "ops.h"
 
 namespace bytetx::paged {
 namespace {

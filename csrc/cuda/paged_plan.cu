@@ -12,10 +12,10 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "common/check.cuh"
 #include "common/launch.cuh"
 #include "cuda/paged_plan.cuh"
-#include "ops.h"
 
 namespace bytetx {
 namespace paged {

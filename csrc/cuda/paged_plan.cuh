@@ -12,7 +12,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "ops.h"
+#include "cache_ops.h"
+
 
 namespace bytetx::paged {
 

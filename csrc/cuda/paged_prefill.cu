@@ -1,9 +1,9 @@
 // Launches of the prefill kernel of paged attention; paged_attention.cu says what it computes.
 #include <algorithm>
 
+#include "cache_ops.h"
 #include "common/dispatch.cuh"
 #include "cuda/paged_prefill.cuh"
-#include "ops.h"
 
 namespace bytetx::paged {
 namespace {

@@ -19,11 +19,11 @@
 #include <stdexcept>
 #include <string>
 
+#include "cache_ops.h"
 #include "common/check.cuh"
 #include "common/dispatch.cuh"
 #include "common/launch.cuh"
 #include "common/row_norm.cuh"
-#include "ops.h"
 
 namespace bytetx {
 namespace {
