@@ -14,7 +14,6 @@
 
 #include "cache_ops.h"
 
-
 namespace bytetx::paged {
 
 constexpr int kUnitRows = 16;        // rows of one mma
