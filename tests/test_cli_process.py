@@ -17,10 +17,18 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_TEXTS = 1500
 
 
-# The command as installed, but for commits after every window: these jobs end within a second.
+# The command as installed, but for commits after every window, and a pause behind each: these jobs
+# would end within half a second, perhaps before the test has seen their first rows.
 COMMITS_OFTEN = """
+import time
 import bytetx.files.job
+from bytetx.files.writer import StagedOutput
 bytetx.files.job.COMMIT_SECONDS = 0
+append = StagedOutput.append
+def append_and_pause(*arguments):
+    append(*arguments)
+    time.sleep(0.05)
+StagedOutput.append = append_and_pause
 from bytetx.cli import main
 main()
 """
