@@ -18,9 +18,11 @@ NUM_TEXTS = 1500
 
 
 # The command as installed, but for commits after every window, and a pause behind each: these jobs
-# would end within half a second, perhaps before the test has seen their first rows.
+# would end within half a second, perhaps before the test has seen their first rows. Ctrl-C counts
+# also where the tests run in the background of a shell, whose children ignore it.
 COMMITS_OFTEN = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import bytetx.files.job
 from bytetx.files.writer import StagedOutput
 bytetx.files.job.COMMIT_SECONDS = 0
