@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from captured import captured
 from paged_steps import Step, assert_exact, make_step
 from torch import Tensor
 
@@ -245,10 +246,7 @@ def test_captured_step_serves_any_lengths() -> None:
     out = torch.full_like(inputs.q, torch.nan)
     inputs.lengths["max_kv_seqlen"] = 1024
     run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     rng = random.Random(0)
     for used in (32, 1, 17, 31, 0, 5):
         lengths = [(1, rng.randint(1, 1024)) for _ in range(used)] + [(0, 0)] * (places - used)
@@ -309,9 +307,7 @@ def test_settled_keys_are_read_early_and_new_ones_are_not(batch_size: int) -> No
             inputs.attend(plan=plan, settled=settled, out=own)
 
     run(Settled.NOTHING, outs[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(Settled.KEYS, outs[1])
+    graph, _ = captured(lambda: run(Settled.KEYS, outs[1]))
     for _ in range(5):
         outs[1].fill_(torch.nan)
         graph.replay()
