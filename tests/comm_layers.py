@@ -16,7 +16,7 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import LINEAR_PUSH, CommPlan, plan_comm
+from bytetx.ops.comm_plan import LINEAR_PUSH, MANY, CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -162,7 +162,9 @@ def sum_layer(
 
 
 def pushing_plan(size: int, m: int, n: int, k: int) -> CommPlan:
-    """The rule's, but never NCCL's."""
+    """The rule's, but never NCCL's; now and then a tiling for many rows."""
+    if random.random() < 0.3:
+        return CommPlan(MANY + random.choice(["128x192", "128x128"]))
     plan = plan_comm(comm_plan.Layer("gemm_all_reduce", size, n, k, is_even=False), m)
     return plan if plan.is_fused else CommPlan(LINEAR_PUSH)
 

@@ -4,7 +4,7 @@ import os
 import random
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -119,9 +119,19 @@ def test_all_reduce_behind_another_gemm(group: Group, way: str) -> None:
         check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
 
 
+def test_an_all_reduce_whose_slots_do_not_fit_takes_the_inbox(group: Group) -> None:
+    peers = {
+        rank: replace(own, workspace=replace(own.workspace, buffer_bytes=4096))
+        for rank, own in group.peers.items()
+    }
+    small, plan = replace(group, peers=peers), CommPlan("many-128x128")
+    layer = sum_layer(small, torch.bfloat16, max_rows=300, is_dealt=False, plan=plan)
+    check_layer(small, layer, torch.bfloat16)
+
+
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
-    for _ in range(20):
-        layer = sum_layer(group, torch.bfloat16, max_rows=300, is_dealt=False)
+    for _ in range(40):
+        layer = sum_layer(group, torch.bfloat16, max_rows=600, is_dealt=False)
         results = [layer.call(rank) for rank in range(group.size)]
         group.wait()
         for found in results[1:]:

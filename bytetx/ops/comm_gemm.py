@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from bytetx.ops import comm_copies, comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.comm_copies import CopyMemory
-from bytetx.ops.comm_plan import LINEAR, CommPlan, Layer, Op, plan_comm
+from bytetx.ops.comm_plan import CUBLAS_PUSH, LINEAR, CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
@@ -170,7 +170,7 @@ def gemm_reduce_scatter(
     most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
     workspace = _kernel_workspace(peers)
-    fits = workspace is not None and comm_kernels.takes_reduce_scatter(
+    fits = workspace is not None and comm_kernels.takes_slots(
         w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
     )
     options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
@@ -203,8 +203,12 @@ def gemm_all_reduce(
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
-    fits = comm_kernels.takes_all_reduce(w, slot_rows=len(x) * peers.size)
-    has_kernel = _kernel_workspace(peers) is not None and fits
+    workspace, slot_rows = _kernel_workspace(peers), len(x) * peers.size
+    has_kernel = workspace is not None and comm_kernels.takes_all_reduce(w, slot_rows=slot_rows)
+    if has_kernel and plan.takes_slots:
+        sizes = {"slot_rows": slot_rows, "buffer_bytes": workspace.buffer_bytes}
+        if not comm_kernels.takes_slots(w, **sizes):
+            plan = CommPlan(CUBLAS_PUSH)
     options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
     if has_kernel and plan.is_fused:
         return _sum_by_kernel(x, w, peers, None, **options, partial=partial)

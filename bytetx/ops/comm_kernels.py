@@ -51,13 +51,13 @@ def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bo
     return fits and total_tokens > 0
 
 
-def takes_reduce_scatter(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
-    """Whether gemm_reduce_scatter has a kernel for this weight; slot_rows: of all slots."""
+def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+    """Whether a kernel sums this weight's products from slots; slot_rows: of all slots."""
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
 
 
 def takes_all_reduce(w: LinearWeight, *, slot_rows: int) -> bool:
-    """Whether gemm_all_reduce has a kernel for this weight; slot_rows: of all ranks' parts."""
+    """Whether a kernel sums this weight's products from inboxes; slot_rows: of all parts."""
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
 
 

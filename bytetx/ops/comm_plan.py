@@ -26,6 +26,8 @@ PUSHES = CUBLAS_PUSH, LINEAR_PUSH = "cublas-push", "linear-push"
 # Of the ops that deal rows: cuBLAS, beside which copy engines move them.
 COPIED = "copied"
 _UNFUSED = (CUBLAS, LINEAR, *PUSHES, COPIED)
+# Of gemm_all_reduce: tilings of the many-row GEMM, whose tiles go to every rank's slots.
+MANY = "many-"
 
 _MAX_PLANS = 4096
 _NUM_SMS = 132
@@ -59,6 +61,11 @@ class CommPlan:
     def is_pushed(self) -> bool:
         """Whether a product goes to the other ranks by a kernel of its own."""
         return self.way in PUSHES
+
+    @property
+    def takes_slots(self) -> bool:
+        """Whether a gemm_all_reduce has its partial sums in slots, not in the inbox."""
+        return self.way.startswith(MANY)
 
     @property
     def is_copied(self) -> bool:

@@ -4,7 +4,8 @@
 //   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
-// gemm_all_reduce: for few rows, which every rank sums; push_kernel.cuh stores tiles in all inboxes.
+// gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all inboxes,
+// scatter_kernel.cuh those of some hundred rows in all slots.
 // The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
 // tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
 // 2406.06858), section 4.2; its all-to-all in the epilogue.
@@ -19,9 +20,18 @@
 namespace bytetx {
 namespace {
 
+void many_128x192(const GemmSumParams& p, cudaStream_t stream) {
+    gemm::gemm_scatter_128x192(p, true, stream);
+}
+
+void many_128x128(const GemmSumParams& p, cudaStream_t stream) {
+    gemm::gemm_scatter_128x128(p, true, stream);
+}
+
 struct Entry {
     LinearTiling tiling;
     void (*launch)(const GemmSumParams&, cudaStream_t);
+    bool takes_slots = false;  // not the inbox
 };
 
 constexpr Entry kPushes[] = {
@@ -33,6 +43,8 @@ constexpr Entry kPushes[] = {
     {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
     {{"256x64", 256, 64, true}, gemm::gemm_push_256x64},
+    {{"many-128x192", 128, 192, false}, many_128x192, true},
+    {{"many-128x128", 128, 128, false}, many_128x128, true},
 };
 
 }  // namespace
@@ -61,17 +73,19 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     if (std::string(linear_tiling(p.linear.tiling).name) == "128x128") {
-        gemm::gemm_scatter_128x128(p, stream);
+        gemm::gemm_scatter_128x128(p, false, stream);
     } else {
-        gemm::gemm_scatter_128x192(p, stream);
+        gemm::gemm_scatter_128x192(p, false, stream);
     }
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
-    comm::check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, comm::inbox_bytes(p.peers));
     push_tiling(o.tiling);
+    const int64_t most_bytes = kPushes[o.tiling].takes_slots ? p.peers.buffer_bytes / 4
+                                                             : comm::inbox_bytes(p.peers);
+    comm::check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, most_bytes);
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);

@@ -1,11 +1,11 @@
-// The GEMM of gemm_reduce_scatter in tiles of 128 rows and 192 columns: see scatter_kernel.cuh.
+// The GEMM of gemm_reduce_scatter, and of gemm_all_reduce, in tiles of 128 rows and 192 columns: see scatter_kernel.cuh.
 #include "comm/comm_tilings.cuh"
 #include "comm/scatter_launch.cuh"
 
 namespace bytetx::gemm {
 
-void gemm_scatter_128x192(const GemmSumParams& p, cudaStream_t stream) {
-    launch_scatter_tiling<Tiling<2, 192, 5, 2>>(p, stream);
+void gemm_scatter_128x192(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_scatter_tiling<Tiling<2, 192, 5, 2>>(p, is_for_all, stream);
 }
 
 }  // namespace bytetx::gemm

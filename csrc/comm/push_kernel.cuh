@@ -249,7 +249,7 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
                   {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream,
                    splits},
                   p);
-    comm::launch_sum(o, {.is_in_inbox = true, .num_rows = p.m}, stream);
+    comm::launch_sum_inbox(o, nullptr, stream);
 }
 
 // The body of a tiling's launcher.

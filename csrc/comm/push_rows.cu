@@ -81,11 +81,7 @@ void all_reduce_rows(const GemmSumParams& p, const Launch& launch) {
     launch_kernel(push_rows_kernel, {dim3(grid), dim3(kThreads), 0, stream},
                   PushRowsParams{static_cast<const uint4*>(o.residual), comm::make_peers(p.peers),
                                  num_vecs});
-    comm::launch_sum(p,
-                     {.is_in_inbox = true,
-                      .own_part = o.residual,
-                      .num_rows = static_cast<int>(o.m)},
-                     stream);
+    comm::launch_sum_inbox(p, o.residual, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

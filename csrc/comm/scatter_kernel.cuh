@@ -1,8 +1,9 @@
 // The persistent GEMM kernel whose tiles go straight to the ranks that sum them up.
 //
-// A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of whoever owns
-// them; when all have been performed, the tile is counted there. Tiles begin with the rows of the
-// next rank and end with this one's, so that no two ranks write to one at a time.
+// A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of whoever sums
+// them: their owner, or every rank. When all have been performed, the tile is counted there. Tiles
+// begin with the rows of the next rank and end with this one's, so that no two ranks write to one at
+// a time.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -16,8 +17,9 @@ using comm::Counted;
 struct ScatterParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
-    int offsets[kMaxPeers + 1];
+    int offsets[kMaxPeers + 1];  // of rows that are dealt
     Bands bands;
+    bool is_for_all;  // every rank sums every row
 };
 
 // Where rank `source` puts its part of `row`, and what lies behind it, in elements of the slots.
@@ -45,11 +47,17 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
         return owner;
     }
 
-    __device__ __forceinline__ T* slot_of(int row, uint32_t epoch) const {
-        const int owner = owner_of(row), first = all.offsets[owner];
-        T* slots = reinterpret_cast<T*>(quarter_at(all.peers, owner, Counted::tiles, epoch));
-        return slots + slot_row(all.peers.rank, all.offsets[owner + 1] - first, row - first) *
-                           this->p.n;
+    // visit(reader, first, count) for every rank that sums `row`, of the `count` rows from `first` on
+    // that it sums.
+    template <typename Visit>
+    __device__ __forceinline__ void each_reader(int row, const Visit& visit) const {
+        if (!all.is_for_all) {
+            const int owner = owner_of(row), first = all.offsets[owner];
+            return visit(owner, first, all.offsets[owner + 1] - first);
+        }
+        for (int turn = 1; turn <= all.peers.size; ++turn) {  // the own one last
+            visit((all.peers.rank + turn) % all.peers.size, 0, this->p.m);
+        }
     }
 
     template <typename Sums>
@@ -58,32 +66,41 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
         const uint32_t epoch = comm::this_epoch(all.peers, comm::kSumEpoch);
 #pragma unroll
         for (int i = 0; i < Base::kRowsOfThread; ++i) {
-            if (this->row(i) >= this->p.m) continue;
-            T* out = slot_of(this->row(i), epoch) + this->first_column;
+            const int row = this->row(i);
+            if (row >= this->p.m) continue;
+            each_reader(row, [&](int reader, int first, int count) {
+                auto* slots = reinterpret_cast<T*>(
+                    quarter_at(all.peers, reader, Counted::tiles, epoch));
+                T* out = slots + slot_row(all.peers.rank, count, row - first) * this->p.n +
+                         this->first_column;
 #pragma unroll
-            for (int q = 0; q < Base::kColumnGroups; ++q) {
-                if (!this->has_group(q)) continue;
-                *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
-            }
+                for (int q = 0; q < Base::kColumnGroups; ++q) {
+                    if (!this->has_group(q)) continue;
+                    *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
+                }
+            });
         }
         publish(epoch);
     }
 
-    // Counts the tile at every rank that owns some of its rows; pairs with wait_for_tile().
+    // Counts the tile at every rank that sums some of its rows; pairs with wait_for_tiles().
     __device__ __forceinline__ void publish(uint32_t epoch) const {
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
         const int group = static_cast<int>(threadIdx.x) / kWarpgroupThreads;
         cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, group);  // all have stored
         if (thread == 0 && this->m < this->p.m) {
             comm::fence_system();
-            const int last = min(this->m + C::kTileM, this->p.m) - 1;
-            const int tile = this->m / C::kTileM;
-            for (int owner = owner_of(this->m); owner <= owner_of(last); ++owner) {
-                if (all.offsets[owner] == all.offsets[owner + 1]) continue;
-                const int index = tile - all.offsets[owner] / C::kTileM;
-                comm::add_relaxed(counter_at(all.peers, owner, Counted::tiles, epoch,
-                                             all.peers.rank, index),
-                                  1);
+            const int end = min(this->m + C::kTileM, this->p.m);
+            for (int row = this->m; row < end;) {
+                int last = end;  // of the rows that go the same way
+                each_reader(row, [&](int reader, int first, int count) {
+                    const int tile = this->m / C::kTileM - first / C::kTileM;
+                    comm::add_relaxed(counter_at(all.peers, reader, Counted::tiles, epoch,
+                                                 all.peers.rank, tile),
+                                      1);
+                    last = first + count;
+                });
+                row = last;
             }
         }
         __syncwarp();

@@ -1,5 +1,5 @@
 // What becomes of partial sums that all ranks have put into this one's slots or inbox: see
-// sum_rows.cu.
+// sum_rows.cu and sum_inbox.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,9 +10,7 @@ namespace bytetx::comm {
 
 // Rows of this rank and the tiles in which they come, if not into the inbox.
 struct SumShape {
-    bool is_in_inbox = false;
-    const void* own_part = nullptr;  // of sums in the inbox: this rank's, which is not there; or null
-    const void* parts = nullptr;     // all ranks' parts, which are there; or null
+    const void* parts = nullptr;  // all ranks' parts, which are there; or null: in slots
     int first_row = 0, num_rows = 0;    // of all rows
     int first_tile = 0, num_tiles = 0;  // those that hold these rows, counted from row 0
     int tile_rows = 1;
@@ -21,5 +19,8 @@ struct SumShape {
 
 // Behind the kernel that fills the slots, which has let this one start.
 void launch_sum(const GemmSumParams& p, const SumShape& shape, cudaStream_t stream);
+
+// The same of all rows, from the inbox. own_part: this rank's, where it is not there; or null.
+void launch_sum_inbox(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
 
 }  // namespace bytetx::comm

@@ -94,9 +94,15 @@ bool fits_vecs(int64_t hidden_size, const Pointers*... addresses) {
     return hidden_size % kVecSize<T> == 0 && (is_aligned(addresses) && ...);
 }
 
+// A barrier of the CTA's first kThreads threads, beside which it may have others.
+template <int kThreads>
+__device__ __forceinline__ void sync_threads() {
+    asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+}
+
 // One value of the kThreads threads that share a row, joined; every one of them gets it. The order
 // depends on kThreads alone. The whole warp calls it, also where it holds several rows; more than
-// one warp: all threads of the CTA, on the same row.
+// one warp: the CTA's first kThreads threads, on the same row.
 template <int kThreads, typename Join>
 __device__ __forceinline__ float row_reduce(float value, const Join& join) {
 #pragma unroll
@@ -106,9 +112,9 @@ __device__ __forceinline__ float row_reduce(float value, const Join& join) {
     if constexpr (kThreads > kWarpSize) {
         constexpr int kNumWarps = kThreads / kWarpSize;
         __shared__ float partial[kNumWarps];
-        __syncthreads();  // pairs with the reads at the end of the row_reduce before this one
+        sync_threads<kThreads>();  // pairs with the reads at the end of the row_reduce before this one
         if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
-        __syncthreads();  // every warp's partial value is written
+        sync_threads<kThreads>();  // every warp's partial value is written
         value = partial[0];
 #pragma unroll
         for (int warp = 1; warp < kNumWarps; ++warp) value = join(value, partial[warp]);

@@ -280,7 +280,7 @@ bool dispatch_row_tiling(int64_t hidden_size, F&& f) {
             return dispatch_at_least<1, 2, 3, 4, 6, 8>(vecs, with_vecs);
         }
     }
-    return dispatch_at_least<1, 2, 4, 8>(
+    return dispatch_at_least<1, 2, 4, 6, 8>(
         (num_vecs + kCtaThreads - 1) / kCtaThreads,
         [&]<int kVecs>() { f.template operator()<RowTiling<kCtaThreads, 1, kVecs>>(); });
 }

@@ -1,0 +1,165 @@
+// The second half of gemm_all_reduce for few rows: partial sums of all ranks as they come into the
+// inbox, summed up, with bias, residual and norm. What it gives, and in which order it adds: see
+// sum_rows.cu.
+//
+// inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come. A
+// row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what does
+// not come from other ranks is loaded before the wait. It starts beside the GEMM where both fit an SM.
+// Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and the links.
+#include <algorithm>
+
+#include "comm/sum_parts.cuh"
+
+namespace bytetx::comm {
+namespace {
+
+struct InboxParams : SumParams {
+    const void* own_part;
+};
+
+// Past L1, which may hold what lay there in an earlier call.
+__device__ __forceinline__ uint4 load_coherent(const uint4* at) {
+    uint4 words;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at)
+                 : "memory");
+    return words;
+}
+
+// All threads of a row.
+template <typename Tiling>
+__device__ __forceinline__ void sync_row() {
+    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
+        __syncthreads();
+    } else {
+        __syncwarp();
+    }
+}
+
+// h += the bias, which the L1 has after the first row.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_bias(const SumParams& p, int lane, int num_vecs,
+                                         RowRegisters<T, Tiling>& h) {
+    if (p.bias == nullptr) return;
+    RawRow<Tiling> bias;
+    bias.load(p.bias, 0, lane, num_vecs, [](const uint4* at) { return __ldg(at); });
+    add_row<T, Tiling>(h, bias);
+}
+
+// A rank's part of a row in this one's inbox: what has come of it.
+template <typename Tiling>
+__device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
+                                     int num_vecs) {
+    bool is_whole = true;
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = i * Tiling::kThreadsPerRow;
+        if (lane + v >= num_vecs) continue;
+        part.words[i] = load_relaxed(first + v);
+        is_whole = is_whole && has_come(part.words[i]);
+    }
+    return is_whole;
+}
+
+// h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
+// Two are looked at together. Before that one thread waits for the first of this rank's own part, lest
+// all of them read all along while weights are.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void add_inbox(const InboxParams& p, uint32_t epoch, int64_t row,
+                                          int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
+    RawRow<Tiling> residual;
+    if (p.norm.residual != nullptr) {
+        residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
+    }
+    clear_row<T, Tiling>(h);
+    add_row<T, Tiling>(h, residual);
+    add_bias<T, Tiling>(p, lane, num_vecs, h);
+    uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
+    const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
+    const auto is_here = [&](int source) {
+        return source == p.peers.rank && p.own_part != nullptr;
+    };
+    const auto look = [&](RawRow<Tiling>& part, int source) {
+        if (!is_here(source)) {
+            return peek<Tiling>(part, inbox + source * stride, lane, num_vecs);
+        }
+        part.load(p.own_part, row, lane, num_vecs, load_coherent);
+        return true;
+    };
+    const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
+        uint4* first = inbox + source * stride;
+        Patience patience;
+        while (!is_whole) {
+            const auto* at = reinterpret_cast<const uint32_t*>(first);
+            if (patience.has_ended(p.peers, source, at, 0, 1)) break;
+            is_whole = peek<Tiling>(part, first, lane, num_vecs);
+        }
+        add_row<T, Tiling>(h, part);
+        if (is_here(source)) return;
+#pragma unroll
+        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+            const int v = i * Tiling::kThreadsPerRow;
+            if (lane + v < num_vecs) first[v] = uint4{};
+        }
+    };
+    if (lane == 0 && p.own_part == nullptr) {
+        const auto* at = reinterpret_cast<const uint32_t*>(inbox + p.peers.rank * stride);
+        Patience patience;
+        while (load_acquire(at) == 0 && !patience.has_ended(p.peers, p.peers.rank, at, 0, 1)) {
+        }
+    }
+    sync_row<Tiling>();
+    for (int source = 0; source < p.peers.size; source += 2) {
+        RawRow<Tiling> one, other;
+        const bool has_other = source + 1 < p.peers.size;
+        const bool has_one = look(one, source);
+        const bool is_other_whole = has_other && look(other, source + 1);
+        finish(one, has_one, source);
+        if (has_other) finish(other, is_other_whole, source + 1);
+    }
+}
+
+template <typename T, typename Tiling, RowNorm kNorm>
+__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
+    sum_inbox_kernel(const __grid_constant__ InboxParams p) {
+    const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
+    const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
+    release_next_kernel();
+    const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
+    const RowParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
+    const RowParameter<Tiling> norm_bias(p.norm.bias, lane, num_vecs);
+    const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
+    const bool ends_call = is_last_to_start(p);
+    for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
+                   static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+         row < p.shape.num_rows; row += stride) {
+        RowRegisters<T, Tiling> h;
+        add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
+        if (p.norm.sum_out != nullptr) {
+            store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
+        }
+        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
+                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
+    }
+    wait_for_prior_kernel();
+    if (ends_call) end_sum(p, epoch);
+}
+
+}  // namespace
+
+void launch_sum_inbox(const GemmSumParams& o, const void* own_part, cudaStream_t stream) {
+    const SumShape shape{.num_rows = static_cast<int>(o.linear.m)};
+    const InboxParams p{{o.norm, o.bias, make_peers(o.peers), shape}, own_part};
+    dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
+        const auto kernel = sum_inbox_kernel<T, Tiling, kNorm>;
+        int device;
+        BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+        static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
+        const int64_t ctas = (shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+        const auto grid = static_cast<unsigned>(std::min(ctas, resident));
+        launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, p);
+    });
+}
+
+}  // namespace bytetx::comm
