@@ -43,7 +43,7 @@ LAYERS = {"ag_gemm": _GATHER_LAYERS, "gemm_rs": _SUM_LAYERS, "gemm_ar": _SUM_LAY
 _MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
 _MIN_CALLS = 4  # in one graph, so that its start is no part of the time
-_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a call that is long enough alone; of a GPU
+_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a long call; of a GPU
 
 Call = Callable[[LinearWeight], object]
 
@@ -199,6 +199,11 @@ def join() -> Ranks:
     return join_ranks(workspace_bytes=workspace_bytes(size=dist.get_world_size(), **largest))
 
 
+def is_long(m: int, n: int, k: int) -> bool:
+    """Whether a rank's GEMM is measured alone: it takes so long that no call before it matters."""
+    return 2 * m * n * k / _FLOP_PER_US > _LONG_US
+
+
 def _row_step(m: int, size: int) -> int:
     """Rows of a step in which ranks get theirs: whole tiles where these are few beside a share."""
     return next(step for step in (256, 128, 64, 16) if m >= 8 * step * size or step == 16)
@@ -230,8 +235,8 @@ def _measure(
     *,
     notes: tuple[str, ...] = (),
 ) -> Measurement:
-    expected_us = 2 * shape.m * shape.n * shape.k / ranks.size / _FLOP_PER_US
-    count = 1 if expected_us > _LONG_US else max(len(weights), _MIN_CALLS)
+    is_alone = is_long(shape.m, shape.n, shape.k // ranks.size)
+    count = 1 if is_alone else max(len(weights), _MIN_CALLS)
 
     def in_turn(call: Call) -> None:
         for i in range(count):

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bytetx.bench.comm import LAYERS
+from bytetx.bench.comm import LAYERS, is_long
 from bytetx.bench.gpu import DTYPES, Run, num_rotated
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected
@@ -63,7 +63,6 @@ _NEAR, _ALIKE = 1.08, 1.01
 # Of a sample, from so many rows on; where they keep a GPU at its power limit, longer than it takes
 # to get there.
 _SAMPLE_US = ((8192, 15_000), (2048, 8_000), (0, 1_000))
-_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a call that finds nothing of the one before it in L2
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], object]
@@ -193,8 +192,7 @@ def choose(plans: Sequence[CommPlan], clock: Clock) -> CommPlan:
 
 def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
     torch.manual_seed(0)
-    is_long = 2 * m * layer.n * layer.k / _FLOP_PER_US > _LONG_US
-    weights = _weights(layer, count=1 if is_long else None)
+    weights = _weights(layer, count=1 if is_long(m, layer.n, layer.k) else None)
     call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
