@@ -140,8 +140,8 @@ def test_two_rounds_choose_a_plan(
         return dict(zip(numbers, second if len(rounds) == 2 else first, strict=True))
 
     plans = [CommPlan("linear", splits) for splits in range(1, 5)]
-    assert tune_comm.choose(plans, clock) == plans[best]
-    assert rounds[0] == ([0, 1, 2, 3], 2)
+    assert tune_comm.choose(plans, clock)[0] == plans[best]
+    assert rounds[0] == ([0, 1, 2, 3], 3)
     assert rounds[1:] == ([] if second is None else [([0, 2, 3], 7)])
 
 
@@ -149,19 +149,20 @@ def test_the_tuner_writes_line_after_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     """With a clock that says that cuBLAS is fastest, and a stop in the second line."""
     seen: list[Layer] = []
 
-    def best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
+    def best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:
         seen.append(layer)
-        return CommPlan("cublas") if len(set(seen)) == 1 else stop()
-
-    def stop() -> CommPlan:
-        raise KeyboardInterrupt
+        if len(set(seen)) > 1:
+            raise KeyboardInterrupt
+        return CommPlan("cublas"), 12.3456
 
     monkeypatch.setattr(tune_comm, "_best", best)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     group = TpGroup(0, 2, torch.device("cpu"), tp_layer.NoCollectives(0), None, RowScheme(24, ()))
     path = tmp_path / "table.json"
     lines = tune_comm.tune_comm("gemm_rs", path, Ranks(group, "a group"), patterns=["gpt3-*-512"])
-    assert next(lines).startswith("gemm_reduce_scatter gpt3-o: 512: cublas/1 (0 s, about 0 s")
+    assert next(lines).startswith(
+        "gemm_reduce_scatter gpt3-o: 512: cublas/1 12.35 us (0 s, about 0 s"
+    )
     with pytest.raises(KeyboardInterrupt):
         next(lines)
     (line,) = json.loads(path.read_text())["lines"]

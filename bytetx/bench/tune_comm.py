@@ -58,7 +58,7 @@ _SPLITS = (1, 2, 4, 5)
 _SMS = 132
 # Samples of the first round and of the second, to which come those that take at most _NEAR times
 # the first one's best; the winner is the first candidate within _ALIKE of the best.
-_SAMPLES, _MORE_SAMPLES = 2, 7
+_SAMPLES, _MORE_SAMPLES = 3, 7
 _NEAR, _ALIKE = 1.08, 1.01
 # Of a sample, from so many rows on; where they keep a GPU at its power limit, longer than it takes
 # to get there.
@@ -88,15 +88,13 @@ def tune_comm(suite: str, path: Path, ranks: Ranks, *, patterns: list[str]) -> I
     """
     lines, began = lines_of(suite, ranks.size, patterns=patterns), time.perf_counter()
     for number, line in enumerate(lines, start=1):
-        plans = [_best(line.layer, m, ranks, activation=line.activation) for m in line.rows]
+        best = {m: _best(line.layer, m, ranks, activation=line.activation) for m in line.rows}
         if ranks.group.rank == 0:
-            found = dict(zip(line.rows, plans, strict=True))
-            write_plans(path, line.layer, found, device=torch.cuda.get_device_name())
+            plans = {m: plan for m, (plan, _) in best.items()}
+            write_plans(path, line.layer, plans, device=torch.cuda.get_device_name())
         spent = time.perf_counter() - began
         left = spent / number * (len(lines) - number)
-        chosen = ", ".join(
-            f"{m}: {p.way}/{p.splits}" for m, p in zip(line.rows, plans, strict=True)
-        )
+        chosen = ", ".join(f"{m}: {p.way}/{p.splits} {us:.4g} us" for m, (p, us) in best.items())
         yield f"{line.layer.op} {line.name}: {chosen} ({spent:.0f} s, about {left:.0f} s to go)"
 
 
@@ -176,8 +174,8 @@ def _splits(layer: Layer, m: int, plans: list[CommPlan]) -> list[CommPlan]:
     return sorted(found, key=lambda plan: plan.splits)
 
 
-def choose(plans: Sequence[CommPlan], clock: Clock) -> CommPlan:
-    """The best of plans, the preferred ones first, in two rounds.
+def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
+    """The best of plans, the preferred ones first, in two rounds; and its microseconds.
 
     clock(numbers, samples): microseconds of the plans of these numbers, the same on every rank.
     """
@@ -187,10 +185,11 @@ def choose(plans: Sequence[CommPlan], clock: Clock) -> CommPlan:
     if len(near) > 1:
         found = clock(near, _MORE_SAMPLES)
     most = _ALIKE * min(found[number] for number in near)
-    return plans[min(number for number in near if found[number] <= most)]
+    best = min(number for number in near if found[number] <= most)
+    return plans[best], found[best]
 
 
-def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
+def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:
     torch.manual_seed(0)
     weights = _weights(layer, count=1 if is_long(m, layer.n, layer.k) else None)
     call = _CALLS[layer.op](layer, m, ranks, activation)
@@ -206,7 +205,7 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
 
     def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
         found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)
-        return {int(number): us for number, us in found.items()}
+        return {int(number): us / len(weights) for number, us in found.items()}
 
     return choose(plans, us)
 
