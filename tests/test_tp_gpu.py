@@ -49,9 +49,8 @@ Ranks = tuple[TpGroup, Followers]
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     device = torch.device("cuda", 0)
     shared_bytes = 64 << 20 if request.param == "symmetric memory" else 0
-    reason = native.why_no_kernel("all_gather_gemm", device)
-    if shared_bytes and reason is not None:
-        pytest.skip(reason)
+    if shared_bytes:
+        require_kernels()
     followers, group = start_ranks(2, device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
     yield group, followers
@@ -71,11 +70,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=CROWD_SIZES)
 def crowd(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """More ranks than GPUs: processes that take turns on them, with gloo beside shared memory."""
-    followers, group = start_ranks(
-        request.param, torch.device("cuda", 0), shared_bytes=64 << 20, rows=ROWS
-    )
+    require_kernels()
+    device = torch.device("cuda", 0)
+    followers, group = start_ranks(request.param, device, shared_bytes=64 << 20, rows=ROWS)
     yield group, followers
     followers.close()
+
+
+def require_kernels() -> None:
+    reason = native.why_no_kernel("all_gather_gemm", torch.device("cuda", 0))
+    if reason is not None:
+        pytest.skip(reason)
 
 
 def last_states(model: Model, seqlens: list[int]) -> torch.Tensor:
