@@ -86,10 +86,17 @@ def test_the_tuner_keeps_the_plans_of_others(tmp_path: Path) -> None:
 
 def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes = [("64x64", 64, 64, True), ("128x128", 128, 128, True)]
+    pushes.append(("many-128x192", 128, 192, False))
     monkeypatch.setattr("bytetx.ops.native.push_tilings", lambda: pushes)
     few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
     assert [(p.way, p.splits) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
     assert [p.way for p in few[-4:]] == ["linear-push", "cublas-push", "linear", "cublas"]
+    more = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 512)
+    assert [(p.way, p.splits) for p in more[:3]] == [
+        ("128x128", 1),
+        ("many-128x192", 1),
+        ("128x128", 2),
+    ]
     many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
     assert [p.way for p in many] == ["128x192", "128x128", "copied", "linear", "cublas"]
     column = tune_comm.candidates(Layer("column_gemm", 2, 1024, 512), 4096)

@@ -21,6 +21,7 @@ from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected
 from bytetx.bench.tp_models import MODELS, spec_of
 from bytetx.errors import BytetxError
+from bytetx.ops import native
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
@@ -153,24 +154,24 @@ def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
     """Every way that can be the best, the preferred ones first: what is fused, then what copies."""
-    found = [CommPlan(name) for name in tilings(layer)]
     if layer.op == "gemm_all_reduce":
-        found = _splits(layer, m, found) + [CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
-    elif layer.op != _COLUMN and m >= _COPIED_ROWS:
-        found.append(CommPlan(COPIED))
+        found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
+    else:
+        found = [CommPlan(name) for name in tilings(layer)]
+        found += [CommPlan(COPIED)] * (layer.op != _COLUMN and m >= _COPIED_ROWS)
     return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
 
 
-def _splits(layer: Layer, m: int, plans: list[CommPlan]) -> list[CommPlan]:
+def _pushing(layer: Layer, m: int) -> list[CommPlan]:
     """Tilings of gemm_all_reduce for m rows, whole and with each number of splits, few first."""
     found = []
-    for plan in plans:
-        rows, columns = map(int, plan.way.split("x"))
-        if rows > 64 and m <= 64 or rows <= 64 and m > 256:
-            continue
-        tiles = -(-m // rows) * -(-layer.n // columns)
-        fitting = (s for s in _SPLITS if s == 1 or tiles * s <= 2 * _SMS)
-        found += [replace(plan, splits=splits) for splits in fitting]
+    for name, rows, columns, is_for_few in native.push_tilings():
+        if not is_for_few:
+            found += [CommPlan(name)] * (m >= rows)
+        elif (rows <= 64 or m > 64) and (rows > 64 or m <= 256):
+            tiles = -(-m // rows) * -(-layer.n // columns)
+            fitting = (s for s in _SPLITS if s == 1 or tiles * s <= 2 * _SMS)
+            found += [CommPlan(name, splits) for splits in fitting]
     return sorted(found, key=lambda plan: plan.splits)
 
 
