@@ -117,7 +117,7 @@ def test_the_lines_of_a_suite_have_every_layer_that_it_measures() -> None:
 
 def test_patterns_choose_layers_and_rows() -> None:
     (line,) = tune_comm.lines_of("gemm_ar", 2, patterns=["gpt3-ffn1"])
-    assert line.layer.op == "column_gemm" and line.activation == "gelu_tanh" and len(line.rows) == 6
+    assert line.layer.op == "column_gemm" and line.activation == "gelu_tanh" and len(line.rows) == 8
     found = tune_comm.lines_of("gemm_rs", 4, patterns=["llama*-4096", "bert-large-o-512"])
     rows = {line.name: line.rows for line in found}
     assert rows == {"llama-70b-o": (4096,), "llama-70b-down": (4096,), "bert-large-o": (512,)}

@@ -51,7 +51,7 @@ OPS: dict[str, Op] = {
 }
 # Measured with the op beside which it is needed: for rows that every rank holds.
 _COLUMN: Op = "column_gemm"
-_FEW_ROWS = (16, 32, 64, 128, 256, 512)
+_FEW_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 _MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _COPIED_ROWS = 256  # below, copies take longer to start than they hide
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
