@@ -185,10 +185,29 @@ def gemm_ar(
 
 @app.command(name="tp_layer")
 def tp_layer(
-    record: RecordOption = None, case: CaseOption = None, tune: CommTuneOption = None
+    record: RecordOption = None,
+    case: CaseOption = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            "--tune",
+            help="Measure from how many rows on ranks deal them instead, and write the table.",
+        ),
+    ] = None,
+    tune_ways: Annotated[
+        Path | None,
+        typer.Option(
+            "--tune-ways",
+            help="Measure ways to run long GEMMs in whole layers instead, behind the other suites' "
+            "--tune, and write the best into their table: a minute.",
+        ),
+    ] = None,
 ) -> None:
     """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
-    _run_ranks("tp_layer", record=record, case=case, tune=tune)
+    if tune is not None and tune_ways is not None:
+        _fail(BytetxError("--tune and --tune-ways write tables of their own; give one of them"))
+    name = "tp_layer" if tune_ways is None else "tp_layer_ways"
+    _run_ranks(name, record=record, case=case, tune=tune or tune_ways)
 
 
 @app.command(name="plot")
@@ -271,10 +290,12 @@ def _run_ranks(
 def _tune_ranks(console: Console, name: str, path: Path, *, patterns: list[str]) -> None:
     from bytetx.bench.comm import join
     from bytetx.bench.tune_comm import tune_comm
+    from bytetx.bench.tune_layers import tune_layers
     from bytetx.bench.tune_rows import tune_rows
 
     ranks = join()
-    tune = tune_rows if name == "tp_layer" else partial(tune_comm, name)
+    of_layers = {"tp_layer": tune_rows, "tp_layer_ways": tune_layers}
+    tune = of_layers.get(name, partial(tune_comm, name))
     for line in tune(path, ranks, patterns=patterns):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

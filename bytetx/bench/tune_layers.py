@@ -1,0 +1,120 @@
+"""`bytetx bench tp_layer --tune-ways FILE`: how long GEMMs of many rows run, chosen in whole layers.
+
+Layers of large models hold GPUs at their power limit, and bytes that a way moves more than another
+show in the clock, some tens of milliseconds later: of ways that take as long alone, some slow down
+what comes after them. So here every way of gathering is timed with every way of scattering, in
+whole layers. bytetx/ops/comm_plan.py reads the table.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from bytetx.bench.gpu import DTYPES, Run
+from bytetx.bench.lengths import dense
+from bytetx.bench.ranks import Ranks, RanksClock
+from bytetx.bench.suite import is_selected
+from bytetx.bench.tp_models import Share, layers_run, prefill_batch, random_share, spec_of
+from bytetx.bench.tune_comm import lines_of, write_plans
+from bytetx.errors import BytetxError
+from bytetx.ops.comm_plan import COPIED, CUBLAS, CommPlan, Layer, plan_comm, planned, tilings
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import row_scheme
+from bytetx.parallel.sharded import ShardedBlocks
+
+_MODELS = ("gpt3", "llama-70b")
+_ROWS = (8192, 16384)
+_SEQUENCE = 2048  # tokens
+_LAYERS = 2
+_SAMPLES, _SAMPLE_US = 4, 100_000
+_ALIKE = 1.003  # times that are no worse than the best
+_FUSED = "fused"
+# The preferred ones first.
+_WAYS = (_FUSED, COPIED, CUBLAS)
+
+Plans = Mapping[Layer, CommPlan]
+
+
+def tune_layers(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
+    """Measures, writes (on rank 0) and yields a text for each model and number of rows.
+
+    All ranks call it.  patterns: parts or globs of names like gpt3-8192; empty means all.
+    Raises BytetxError where none fits.
+    """
+    names = [(model, m) for model in _MODELS for m in _ROWS]
+    chosen = [(model, m) for model, m in names if is_selected(f"{model}-{m}", patterns)]
+    if not chosen:
+        known = ", ".join(f"{model}-{m}" for model, m in names)
+        raise BytetxError(f"nothing fits {', '.join(patterns)}; the layers are: {known}")
+    for model, m in chosen:
+        plans = candidates(model, m, ranks.size)
+        times = _measure(model, m, ranks, plans)
+        best = choose(times)
+        if ranks.group.rank == 0:
+            for layer, plan in plans[best].items():
+                write_plans(path, layer, {m: plan}, device=torch.cuda.get_device_name())
+        found = ", ".join(f"{name}: {us:.0f}" for name, us in times.items())
+        yield f"{model}, {m} rows; us a layer: {found}; chosen: {best}"
+
+
+def candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
+    """Every way of gathering with every way of scattering, the preferred ones first, by name."""
+    of_model = {f"{model}-{name}" for name in ("qkv", "ffn1", "gates", "o", "ffn2", "down")}
+    gathers, scatters = (
+        [line.layer for line in lines_of(suite, tp) if line.name in of_model]
+        for suite in ("ag_gemm", "gemm_rs")
+    )
+    return {
+        f"{gather}+{scatter}": _plans(gathers, gather, m) | _plans(scatters, scatter, m)
+        for gather, scatter in product(_WAYS, _WAYS)
+    }
+
+
+def choose(times: Mapping[str, float]) -> str:
+    """The first of those that are as good as the best."""
+    most = _ALIKE * min(times.values())
+    return next(name for name, us in times.items() if us <= most)
+
+
+def _plans(layers: list[Layer], way: str, m: int) -> dict[Layer, CommPlan]:
+    return {layer: _fused(layer, m) if way == _FUSED else CommPlan(way) for layer in layers}
+
+
+def _fused(layer: Layer, m: int) -> CommPlan:
+    """The table's tiling where it has one."""
+    plan = plan_comm(layer, m)
+    return plan if plan.is_fused else CommPlan(tilings(layer)[0])
+
+
+def _measure(
+    model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]
+) -> dict[str, float]:
+    torch.manual_seed(0)
+    share = _share(model, ranks)
+    batch = prefill_batch(share, dense(_SEQUENCE, m // _SEQUENCE))
+    run = layers_run(share, batch, None)
+
+    def with_plans(plans: Plans) -> Run:
+        def planned_run() -> None:
+            with planned(plans):
+                run()
+
+        return planned_run
+
+    runs = {name: with_plans(plans) for name, plans in candidates.items()}
+    clock = RanksClock(runs, [], required=runs)
+    found = clock.us(runs, samples=_SAMPLES, sample_us=_SAMPLE_US)
+    return {name: us / _LAYERS for name, us in found.items()}
+
+
+def _share(model: str, ranks: Ranks) -> Share:
+    spec = spec_of(model)
+    group = replace(ranks.group, rows=row_scheme("cuda", ranks.size, spec.hidden_size))
+    split = split_model(spec, rank=group.rank, size=group.size)
+    blocks = ShardedBlocks(spec, group, split)
+    share = random_share(spec, blocks, count=_LAYERS, dtype=DTYPES["bf16"])
+    blocks.agree_on_kernels(share.layers)
+    return share
