@@ -6,6 +6,7 @@ the tool sees; it needs one Hopper GPU.
 
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from paged_steps import make_step
@@ -24,6 +25,9 @@ from bytetx.ops.pooling import pool
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.ops.rotary_kv import rotary_write_kv
 from bytetx.ops.sampling import Filters
+
+if TYPE_CHECKING:
+    from comm_layers import Group
 
 HALVES = (torch.float16, torch.bfloat16)
 LENGTHS = (5, 0, 1, 33, 256, 300, 0, 600)
@@ -152,6 +156,38 @@ def run_comm() -> None:
                 sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
             push = {"is_dealt": False, "plan": CommPlan(LINEAR_PUSH)}
             sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
+    for _ in range(2):
+        for rows in (1, 77):
+            copy_and_sum(group, some(rows, 416, dtype=HALVES[1]))
+
+
+def copy_and_sum(group: "Group", rows: Tensor) -> None:
+    """What ways with copies do beside cuBLAS: a rank meets itself, sends itself rows, sums them."""
+    from bytetx.ops.comm_kernels import gemm_sum
+    from bytetx.ops.comm_plan import COPIED, CommPlan
+
+    workspace, (count, width) = group.peers[0].workspace, rows.shape
+    copies, vector = workspace.copies, some(width, dtype=rows.dtype)
+    copies.meet()
+    copies.send(rows, 0, 0)
+    copies.wait()
+    copies.end()
+    gemm_sum(
+        rows,
+        linear.prepare_linear(some(width, 8, dtype=rows.dtype), prepack=False),
+        memory=workspace.memory,
+        row_offsets=None,
+        own_rows=count,
+        size=1,
+        residual=rows,
+        bias=vector,
+        partial=copies.rows(0, count, rows),
+        norm_weight=vector,
+        norm_bias=vector,
+        eps=1e-5,
+        is_rms=False,
+        plan=CommPlan(COPIED),
+    )
 
 
 RUNS: dict[str, Callable[[], None]] = {

@@ -242,6 +242,13 @@ def test_linear_measures(epilogue: str) -> None:
     check(found, rivals={"cublas"})
 
 
+def test_calls_of_a_norm_in_turn_have_results_of_their_own() -> None:
+    rows = [(torch.full((3, 5), float(number)),) for number in range(4)]
+    results = norm.in_turn(lambda x: x + 1, rows)
+    assert [float(result[0, 0]) for result in results] == [1, 2, 3, 4]
+    assert len({result.data_ptr() for result in results}) == 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", norm.shapes()[::3], ids=lambda shape: shape.name)
 def test_norm_measures(shape: norm.Shape) -> None:

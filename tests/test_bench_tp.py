@@ -1,6 +1,8 @@
 """The suites of several GPUs, as far as one process without a GPU runs them."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_rows
 from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.blocks import WholeBlocks
-from bytetx.ops.comm_plan import Layer
+from bytetx.errors import BytetxError
+from bytetx.ops.comm_plan import CommPlan, Layer
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
@@ -70,24 +73,107 @@ def test_what_the_times_say_of_overlap() -> None:
     assert found.shape["of_floor"] == 0.909 and found.shape["m"] == 3
 
 
-def test_the_tuner_keeps_the_lines_of_others(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    for op, tp in (("gemm_all_reduce", 2), ("gemm_all_reduce", 4), ("gemm_all_reduce", 2)):
-        line = {"op": op, "tp": tp, "n": 64, "k": 64, "is_gated": False, "plans": []}
-        tune_comm.write_lines(path, [line], device="a GPU")
+def test_the_tuner_keeps_the_plans_of_others(tmp_path: Path) -> None:
+    path, layer = tmp_path / "table.json", Layer("gemm_all_reduce", 2, 64, 64)
+    for own, way in ((layer, "linear"), (replace(layer, tp=4), "linear"), (layer, "cublas")):
+        plans = {512: CommPlan(way)} if way == "cublas" else {512: CommPlan(way), 16: CommPlan(way)}
+        tune_comm.write_plans(path, own, plans, device="a GPU")
     table = json.loads(path.read_text())
-    assert [line["tp"] for line in table["lines"]] == [4, 2] and table["device"] == "a GPU"
+    assert [line["tp"] for line in table["lines"]] == [2, 4] and table["device"] == "a GPU"
+    assert table["lines"][0]["plans"] == [[16, "linear", 1], [512, "cublas", 1]]
+    assert table["lines"][1]["plans"] == [[16, "linear", 1], [512, "linear", 1]]
 
 
 def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes = [("64x64", 64, 64, True), ("128x128", 128, 128, True)]
+    pushes.append(("many-128x192", 128, 192, False))
     monkeypatch.setattr("bytetx.ops.native.push_tilings", lambda: pushes)
     few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
-    assert {p.way for p in few[2:4]} == {"linear-push", "cublas-push"}
-    assert [(p.way, p.splits) for p in few[4:]] == [("64x64", s) for s in (1, 2, 4, 5)]
+    assert [(p.way, p.splits) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
+    assert [p.way for p in few[-4:]] == ["linear-push", "cublas-push", "linear", "cublas"]
+    more = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 512)
+    assert [(p.way, p.splits) for p in more[:3]] == [
+        ("128x128", 1),
+        ("many-128x192", 1),
+        ("128x128", 2),
+    ]
     many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
-    assert [p.way for p in many] == ["linear", "cublas", "copied", "128x192", "128x128"]
-    assert {layer.tp for layer in tune_comm.layers_of("all_gather_gemm", 2)} == {2}
+    assert [p.way for p in many] == ["128x192", "128x128", "copied", "linear", "cublas"]
+    column = tune_comm.candidates(Layer("column_gemm", 2, 1024, 512), 4096)
+    assert [p.way for p in column] == ["linear", "cublas"]
+
+
+def test_the_lines_of_a_suite_have_every_layer_that_it_measures() -> None:
+    for suite in ("ag_gemm", "gemm_rs", "gemm_ar"):
+        lines = tune_comm.lines_of(suite, 2)
+        assert len({line.layer for line in lines}) == len(lines) == len({x.name for x in lines})
+        sizes = {(line.layer.n, line.layer.k) for line in lines if not line.layer.is_gated}
+        for shape in comm.shapes(suite):
+            n, k = shape.n, shape.k
+            assert ((n // 2, k) if suite == "ag_gemm" else (n, k // 2)) in sizes
+    names = [line.name for line in tune_comm.lines_of("ag_gemm", 2)]
+    assert {"llama-70b-gates", "llama-70b-ffn", "gpt2-xl-ffn1"} < set(names)
+
+
+def test_patterns_choose_layers_and_rows() -> None:
+    (line,) = tune_comm.lines_of("gemm_ar", 2, patterns=["gpt3-ffn1"])
+    assert line.layer.op == "column_gemm" and line.activation == "gelu_tanh" and len(line.rows) == 8
+    found = tune_comm.lines_of("gemm_rs", 4, patterns=["llama*-4096", "bert-large-o-512"])
+    rows = {line.name: line.rows for line in found}
+    assert rows == {"llama-70b-o": (4096,), "llama-70b-down": (4096,), "bert-large-o": (512,)}
+    with pytest.raises(BytetxError, match="nothing to tune fits gpt5; the layers are: gpt3-o"):
+        tune_comm.lines_of("gemm_rs", 2, patterns=["gpt5"])
+    with pytest.raises(BytetxError, match="no model fits gpt5; they are: gpt3, "):
+        next(tune_rows.tune_rows(Path("none"), None, patterns=["gpt5"]))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "best"),
+    [
+        ([10, 30, 9.5, 10.2], [9.0, 9.4, 9.5], 0),  # 9.5 and 10.2 come to the second round, too
+        ([10, 30, 9.5, 10.2], [9.4, 9.35, 9.5], 0),  # alike: the preferred one
+        ([10, 30, 9.5, 10.2], [9.6, 9.35, 9.36], 2),
+        ([10, 30, 9.5, 10.2], [9.6, 9.5, 9.3], 3),
+        ([10, 30, 9.0, 12.0], None, 2),  # alone: no second round
+    ],
+)
+def test_two_rounds_choose_a_plan(
+    first: list[float], second: list[float] | None, best: int
+) -> None:
+    rounds = []
+
+    def clock(numbers: Sequence[int], samples: int) -> dict[int, float]:
+        rounds.append((list(numbers), samples))
+        return dict(zip(numbers, second if len(rounds) == 2 else first, strict=True))
+
+    plans = [CommPlan("linear", splits) for splits in range(1, 5)]
+    assert tune_comm.choose(plans, clock)[0] == plans[best]
+    assert rounds[0] == ([0, 1, 2, 3], 3)
+    assert rounds[1:] == ([] if second is None else [([0, 2, 3], 7)])
+
+
+def test_the_tuner_writes_line_after_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a clock that says that cuBLAS is fastest, and a stop in the second line."""
+    seen: list[Layer] = []
+
+    def best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:
+        seen.append(layer)
+        if len(set(seen)) > 1:
+            raise KeyboardInterrupt
+        return CommPlan("cublas"), 12.3456
+
+    monkeypatch.setattr(tune_comm, "_best", best)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    group = TpGroup(0, 2, torch.device("cpu"), tp_layer.NoCollectives(0), None, RowScheme(24, ()))
+    path = tmp_path / "table.json"
+    lines = tune_comm.tune_comm("gemm_rs", path, Ranks(group, "a group"), patterns=["gpt3-*-512"])
+    assert next(lines).startswith(
+        "gemm_reduce_scatter gpt3-o: 512: cublas/1 12.35 us (0 s, about 0 s"
+    )
+    with pytest.raises(KeyboardInterrupt):
+        next(lines)
+    (line,) = json.loads(path.read_text())["lines"]
+    assert line["k"] == 6144 and line["plans"] == [[512, "cublas", 1]]
 
 
 def test_the_scheme_that_loses_least(tmp_path: Path) -> None:

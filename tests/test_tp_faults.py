@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from bytetx.leading import load_led, start_ranks
 from bytetx.loading import load_share
 from bytetx.model import Model
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.parallel.control import Followers
+from bytetx.parallel.control import Answer, Followers
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
@@ -76,6 +77,16 @@ def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(GroupError, match="rank 1 failed: TypeError: rank 0 sent a str"):
         while time.monotonic() < end:
             model.embed(SENTENCES)
+    followers.close()
+
+
+def test_an_error_is_no_answer() -> None:
+    """Whoever waits for what ranks have loaded is told that one of them failed."""
+    ours, theirs = Pipe()
+    followers = Followers([ours], [])
+    theirs.send(Answer(error="the disk is full"))
+    with pytest.raises(GroupError, match="rank 1 failed: the disk is full"):
+        followers.answers()
     followers.close()
 
 

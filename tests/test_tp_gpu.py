@@ -34,6 +34,14 @@ BERT = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 LLAMA = BERT | {"num_key_value_heads": 2}
 SECONDS = 30.0
 
+# Eight heads and features for as many ranks, which a GPU or two share; keys of two heads for all.
+CROWD_SIZES = (4, 8)
+CROWD_BERT = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
+CROWD = {
+    "gpt2": {"n_embd": 512, "n_head": 8},
+    "llama": CROWD_BERT | {"num_key_value_heads": 2},
+}
+
 Ranks = tuple[TpGroup, Followers]
 
 
@@ -41,9 +49,8 @@ Ranks = tuple[TpGroup, Followers]
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     device = torch.device("cuda", 0)
     shared_bytes = 64 << 20 if request.param == "symmetric memory" else 0
-    reason = native.why_no_kernel("all_gather_gemm", device)
-    if shared_bytes and reason is not None:
-        pytest.skip(reason)
+    if shared_bytes:
+        require_kernels()
     followers, group = start_ranks(2, device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
     yield group, followers
@@ -60,6 +67,22 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_decoder("llama", **LLAMA), tmp_path_factory.mktemp("llama"))
 
 
+@pytest.fixture(scope="module", params=CROWD_SIZES)
+def crowd(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """More ranks than GPUs: processes that take turns on them, with gloo beside shared memory."""
+    require_kernels()
+    device = torch.device("cuda", 0)
+    followers, group = start_ranks(request.param, device, shared_bytes=64 << 20, rows=ROWS)
+    yield group, followers
+    followers.close()
+
+
+def require_kernels() -> None:
+    reason = native.why_no_kernel("all_gather_gemm", torch.device("cuda", 0))
+    if reason is not None:
+        pytest.skip(reason)
+
+
 def last_states(model: Model, seqlens: list[int]) -> torch.Tensor:
     spec, ids = model.spec, random_ids(seqlens)
     batch = pack(ids, has_token_types=spec.num_token_types > 0, device="cuda")
@@ -68,14 +91,18 @@ def last_states(model: Model, seqlens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_float32(kind: str, ranks: Ranks, request: pytest.FixtureRequest) -> None:
-    folder = request.getfixturevalue(kind)
-    shared = Model(load_led(folder, *ranks, dtype=torch.float32))
+    assert_same_as_one_gpu(request.getfixturevalue(kind), ranks)
+
+
+def assert_same_as_one_gpu(folder: Path, ranks: Ranks, *, cuda_graphs: bool = True) -> None:
+    """The same states, embeddings and greedy tokens in float32."""
+    shared = Model(load_led(folder, *ranks, dtype=torch.float32), cuda_graphs=cuda_graphs)
     whole = bytetx.load(folder, device="cuda", dtype="float32")
     for seqlens in BATCHES:
         seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
         found, wanted = last_states(shared, seqlens), last_states(whole, seqlens)
         assert (found - wanted).abs().max() < 1e-3  # cuBLAS sums in other orders
-    if kind == "bert":
+    if shared.spec.decoder is None:
         texts = random_texts(40, max_words=5)
         assert np.allclose(shared.embed(texts), whole.embed(texts), atol=1e-3)
         return
@@ -111,6 +138,17 @@ def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) ->
         errors = [(last_states(m, seqlens) - wanted).norm() for m in (shared, whole)]
         noise = torch.finfo(dtype).eps * wanted.norm()
         assert errors[0] <= 2 * errors[1] + noise
+
+
+@pytest.mark.parametrize("kind", ["bert", *CROWD])
+def test_more_ranks_than_gpus(kind: str, crowd: Ranks, tmp_path: Path) -> None:
+    """What four and eight ranks compute, on whatever GPUs there are."""
+    if kind == "bert":
+        folder = save_checkpoint(tmp_path, "bert", head="ForMaskedLM", **CROWD_BERT)
+    else:
+        folder = save(tiny_decoder(kind, **CROWD[kind]), tmp_path)
+    assert_same_as_one_gpu(folder, crowd, cuda_graphs=False)  # gloo's collectives are no graph's
+    assert_as_good_as_one_gpu(folder, torch.bfloat16, crowd)
 
 
 def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) -> None:

@@ -151,7 +151,11 @@ def generate(
 
 CommTuneOption = Annotated[
     Path | None,
-    typer.Option("--tune", help="Measure every way instead, and write its lines into the table."),
+    typer.Option(
+        "--tune",
+        help="Measure every way to run the layers (of --case) instead, and write the best into the "
+        "table: half a minute a suite.",
+    ),
 ]
 
 
@@ -255,7 +259,7 @@ def _run_ranks(
             return start_ranks(sys.argv[1:])
         console = Console(quiet=rank > 0)
         if tune is not None:
-            return _tune_ranks(console, name, tune)
+            return _tune_ranks(console, name, tune, patterns=case or [])
         patterns, command = case or [], _command(name, case or [])
         make_suite = tp_layer_suite if name == "tp_layer" else partial(comm_suite, name)
         own_record = record if rank == 0 else None
@@ -264,14 +268,14 @@ def _run_ranks(
         _fail(error)
 
 
-def _tune_ranks(console: Console, name: str, path: Path) -> None:
+def _tune_ranks(console: Console, name: str, path: Path, *, patterns: list[str]) -> None:
     from bytetx.bench.comm import join
     from bytetx.bench.tune_comm import tune_comm
     from bytetx.bench.tune_rows import tune_rows
 
     ranks = join()
-    lines = tune_rows(path, ranks) if name == "tp_layer" else tune_comm(name, path, ranks)
-    for line in lines:
+    tune = tune_rows if name == "tp_layer" else partial(tune_comm, name)
+    for line in tune(path, ranks, patterns=patterns):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
+from torch import Tensor
 
 from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite, num_rotated
 from bytetx.bench.ranks import Ranks, join_ranks, overlap_measurement, ranks_us
@@ -21,7 +22,7 @@ from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.parallel.layout import deal
 
-# (model, layer): outputs and inputs of all ranks.
+# Of a suite: (model, layer) -> outputs and inputs of all ranks.
 _GATHER_LAYERS = {
     ("gpt3", "ffn1"): (49152, 12288),
     ("gpt3", "qkv"): (36864, 12288),
@@ -37,11 +38,14 @@ _SUM_LAYERS = {
     ("bert-large", "ffn2"): (1024, 4096),
     ("gpt2-xl", "ffn2"): (1600, 6400),
 }
+LAYERS = {"ag_gemm": _GATHER_LAYERS, "gemm_rs": _SUM_LAYERS, "gemm_ar": _SUM_LAYERS}
 # 16384 is a prefill of 8 x 2048.
 _MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
 _MIN_CALLS = 4  # in one graph, so that its start is no part of the time
-_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a call that is long enough alone; of a GPU
+_LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a long call; of a GPU
+
+Call = Callable[[LinearWeight], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +71,15 @@ def comm_suite(op: str, *, patterns: list[str]) -> Suite:
 
 def shapes(op: str) -> list[Shape]:
     """Every layer at every number of rows."""
-    layers = _GATHER_LAYERS if op == "ag_gemm" else _SUM_LAYERS
     return [
         Shape(f"{model}-{layer}-{m}", m, n, k)
-        for (model, layer), (n, k) in layers.items()
+        for (model, layer), (n, k) in LAYERS[op].items()
         for m in (_FEW_TOKENS if op == "gemm_ar" else _MANY_TOKENS)
     ]
 
 
 def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
-    """Ours; cuBLAS and NCCL behind one another; torch's fused op."""
+    """Ours; cuBLAS and NCCL behind one another; torch's fused op. All without bias, as it is."""
     m, n, k = shape.m, shape.n // ranks.size, shape.k
     offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
     weights = _weights(n, k, shape.dtype)
@@ -89,7 +92,7 @@ def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
         all_gather_gemm(shard, w, peers=ranks.peers, row_offsets=offsets)
 
     def gemm(w: LinearWeight) -> None:
-        F.linear(rows, w.weight, w.bias)
+        F.linear(rows, w.weight)
 
     def collective(_: LinearWeight) -> None:
         dist.all_gather_into_tensor(rows, even)
@@ -106,11 +109,11 @@ def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 
 
 def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
-    """Ours with bias, residual and norm; cuBLAS and NCCL without and with them; torch's op."""
+    """Ours with bias, residual and norm; cuBLAS and NCCL, torch's op: without and with a norm."""
     m, n, k = shape.m, shape.n, shape.k // ranks.size
     offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
     options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
-    weights = _weights(n, k, shape.dtype, has_bias=False)
+    weights = _weights(n, k, shape.dtype)
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     even = -(-m // ranks.size)
     x = torch.randn(even * ranks.size, k, **options)
@@ -130,27 +133,27 @@ def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     def collective(_: LinearWeight) -> None:
         dist.reduce_scatter_tensor(part, product)
 
-    def nccl(w: LinearWeight) -> None:
+    def nccl(w: LinearWeight) -> Tensor:
         gemm(w)
         collective(w)
+        return part
 
-    def normed(w: LinearWeight) -> None:
-        nccl(w)
-        layer_norm(part, vector, vector, eps=1e-5, residual=rest)
-
-    def symmetric(w: LinearWeight) -> None:
-        torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.weight.t(), "sum", 0, ranks.name)
+    def symmetric(w: LinearWeight) -> Tensor:
+        options = ("sum", 0, ranks.name)
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.weight.t(), *options)
 
     runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
-    rivals = {"cublas-nccl-norm": normed, "torch-symm-mem": symmetric}
-    return _measure(shape, ranks, weights, runs | rivals)
+    then_norm = partial(_then_norm, residual=rest, norm=norm)
+    rivals = {"cublas-nccl-norm": then_norm(nccl), "torch-symm-mem": symmetric}
+    rivals |= {"torch-symm-mem-norm": then_norm(symmetric)}
+    return _measure(shape, ranks, weights, runs | rivals, notes=(_SUM_NOTE,))
 
 
 def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
-    """Ours with bias, residual and norm; cuBLAS, then NCCL's or torch's all-reduce."""
+    """Ours with bias, residual and norm; cuBLAS, then NCCL's or torch's all-reduce, then a norm."""
     m, n, k = shape.m, shape.n, shape.k // ranks.size
     options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
-    weights = _weights(n, k, shape.dtype, has_bias=False)
+    weights = _weights(n, k, shape.dtype)
     x, residual = torch.randn(m, k, **options), torch.randn(m, n, **options)
     vector = torch.randn(n, **options)
     norm = RowNorm(vector, vector, 1e-5)
@@ -167,25 +170,24 @@ def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     def collective(_: LinearWeight) -> None:
         dist.all_reduce(product)
 
-    def nccl(w: LinearWeight) -> None:
+    def nccl(w: LinearWeight) -> Tensor:
         gemm(w)
         collective(w)
+        return product
 
-    def normed(w: LinearWeight) -> None:
-        nccl(w)
-        layer_norm(product, vector, vector, eps=1e-5, residual=residual)
-
-    def two_shot(w: LinearWeight) -> None:
+    def two_shot(w: LinearWeight) -> Tensor:
         gemm(w)
-        torch.ops.symm_mem.two_shot_all_reduce_(product, "sum", ranks.name)
+        return torch.ops.symm_mem.two_shot_all_reduce_(product, "sum", ranks.name)
 
     def one_shot(w: LinearWeight) -> None:
         gemm(w)
         torch.ops.symm_mem.one_shot_all_reduce(product, "sum", ranks.name)
 
     runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
-    rivals = {"cublas-nccl-norm": normed, "cublas-two-shot": two_shot, "cublas-one-shot": one_shot}
-    return _measure(shape, ranks, weights, runs | rivals)
+    then_norm = partial(_then_norm, residual=residual, norm=norm)
+    rivals = {"cublas-nccl-norm": then_norm(nccl), "cublas-two-shot": two_shot}
+    rivals |= {"cublas-two-shot-norm": then_norm(two_shot), "cublas-one-shot": one_shot}
+    return _measure(shape, ranks, weights, runs | rivals, notes=(_SUM_NOTE,))
 
 
 _MEASURES = {"ag_gemm": measure_gather, "gemm_rs": measure_scatter, "gemm_ar": measure_reduce}
@@ -197,39 +199,57 @@ def join() -> Ranks:
     return join_ranks(workspace_bytes=workspace_bytes(size=dist.get_world_size(), **largest))
 
 
+def is_long(m: int, n: int, k: int) -> bool:
+    """Whether a rank's GEMM is measured alone: it takes so long that no call before it matters."""
+    return 2 * m * n * k / _FLOP_PER_US > _LONG_US
+
+
 def _row_step(m: int, size: int) -> int:
     """Rows of a step in which ranks get theirs: whole tiles where these are few beside a share."""
     return next(step for step in (256, 128, 64, 16) if m >= 8 * step * size or step == 16)
 
 
-def _weights(n: int, k: int, dtype: str, *, has_bias: bool = True) -> list[LinearWeight]:
+def _weights(n: int, k: int, dtype: str) -> list[LinearWeight]:
+    """Without bias: as many as keep each call from finding its own in L2."""
     options = {"device": "cuda", "dtype": DTYPES[dtype]}
-    bias = torch.randn(n, **options) if has_bias else None
     count = num_rotated(n * k * DTYPES[dtype].itemsize)
-    return [prepare_linear(torch.randn(n, k, **options), bias, prepack=False) for _ in range(count)]
+    return [prepare_linear(torch.randn(n, k, **options), prepack=False) for _ in range(count)]
+
+
+def _then_norm(call: Call, *, residual: Tensor, norm: RowNorm) -> Call:
+    """call, and behind its sums what ours does, but for the bias: norm(sums + residual), and h."""
+
+    def run(w: LinearWeight) -> Tensor:
+        sums = call(w)
+        given = {"eps": norm.eps, "residual": residual, "sum_out": sums}
+        return layer_norm(sums, norm.weight, norm.bias, **given)
+
+    return run
 
 
 def _measure(
     shape: Shape,
     ranks: Ranks,
     weights: list[LinearWeight],
-    calls: dict[str, Callable[[LinearWeight], None]],
+    calls: dict[str, Call],
+    *,
+    notes: tuple[str, ...] = (),
 ) -> Measurement:
-    expected_us = 2 * shape.m * shape.n * shape.k / ranks.size / _FLOP_PER_US
-    count = 1 if expected_us > _LONG_US else max(len(weights), _MIN_CALLS)
+    is_alone = is_long(shape.m, shape.n, shape.k // ranks.size)
+    count = 1 if is_alone else max(len(weights), _MIN_CALLS)
 
-    def in_turn(call: Callable[[LinearWeight], None]) -> None:
+    def in_turn(call: Call) -> None:
         for i in range(count):
             call(weights[i % len(weights)])
 
-    notes: list[str] = []
-    found = ranks_us({name: partial(in_turn, call) for name, call in calls.items()}, notes)
+    left_out: list[str] = []
+    found = ranks_us({name: partial(in_turn, call) for name, call in calls.items()}, left_out)
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
     per_call = {name: us / count for name, us in found.items()}
-    return overlap_measurement(per_call, shape=sizes, notes=(*notes, _NOTE))
+    return overlap_measurement(per_call, shape=sizes, notes=(*left_out, *notes))
 
 
-_NOTE = (
-    "gemm_rs and gemm_ar: ours adds bias and residual and norms; cublas-nccl does not, "
-    "cublas-nccl-norm does"
+_SUM_NOTE = (
+    "gemm_rs and gemm_ar: ours adds bias and residual to the sum and norms it; rivals in -norm add "
+    "the residual and norm, the others leave the bare sum"
 )

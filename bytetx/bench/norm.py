@@ -1,13 +1,14 @@
 """Suite `norm`: the passes over memory between an encoder's GEMMs, against torch on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, compile_rival, gpu_suite, graph_us
+from bytetx.bench.gpu import DTYPES, Gpu, Work, compile_rival, gpu_suite, graph_us
 from bytetx.bench.lengths import Lengths, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.embedding import embed
@@ -17,7 +18,7 @@ from bytetx.ops.pooling import pool
 _HIDDEN_SIZES = (384, 768, 1024)
 _TOKENS = 32768
 _VOCABULARY, _POSITIONS = 30522, 512
-_NUM_BUFFERS = 4  # operands taken in turn, together larger than the L2
+_NUM_BUFFERS = 4  # operands and results taken in turn, together larger than the L2
 _EPS = 1e-12
 
 Op = Callable[..., Tensor]
@@ -70,14 +71,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         compiled = compile_rival("torch-compiled", contest.torch, contest.arguments[0], notes)
         ops |= compiled
 
-    def in_turn(op: Op) -> Run:
-        def run() -> None:
-            for arguments in contest.arguments:
-                op(*arguments)
-
-        return run
-
-    runs = {name: in_turn(op) for name, op in ops.items()}
+    runs = {name: partial(in_turn, op, contest.arguments) for name, op in ops.items()}
     found = graph_us(runs, calls=len(contest.arguments))
     work = Work(contest.num_bytes)
     return Measurement(
@@ -91,6 +85,12 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         },
         notes=tuple(notes),
     )
+
+
+def in_turn(op: Op, arguments: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The results of all calls, which live until the last one: else each call would be given the
+    memory of the one before it, which the L2 still has."""
+    return [op(*given) for given in arguments]
 
 
 def _residual_norm(shape: Shape) -> Contest:

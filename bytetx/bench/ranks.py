@@ -100,7 +100,6 @@ def overlap_measurement(
     return Measurement(ours, rivals, floor, {**shape, **numbers}, (*NOTES, *notes))
 
 
-@torch.inference_mode()
 def ranks_us(
     runs: Mapping[str, Run],
     notes: list[str],
@@ -113,24 +112,48 @@ def ranks_us(
 
     A run that cannot be captured is left out, which a line of `notes` says, unless it is required.
     """
-    graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for name, run in runs.items():
-        try:
-            graphs[name] = capture(run)
-        except Exception as error:  # a rival may raise anything, and costs no other number
-            if name in required:
-                raise
-            notes.append(left_out(name, error))
-    replays, times = {}, {name: [] for name in graphs}
-    for name, graph in graphs.items():
-        replay_us(graph, 1)
-        replays[name] = max(1, round(sample_us / slowest(replay_us(graph, 1))))
-    for _ in range(samples):
-        for name, graph in graphs.items():
-            dist.barrier()
-            replay_us(graph, replays[name])
-            times[name].append(slowest(replay_us(graph, replays[name])))
-    return {name: statistics.median(of_run) for name, of_run in times.items()}
+    clock = RanksClock(runs, notes, required=required)
+    return clock.us(clock.names, samples=samples, sample_us=sample_us)
+
+
+class RanksClock:
+    """Graphs of runs that every rank has, which all ranks time at the same moment."""
+
+    @torch.inference_mode()
+    def __init__(self, runs: Mapping[str, Run], notes: list[str], *, required: Iterable[str]):
+        """Captures the runs; notes, required: as of ranks_us."""
+        self._graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        for name, run in runs.items():
+            try:
+                self._graphs[name] = capture(run)
+            except Exception as error:  # a rival may raise anything, and costs no other number
+                if name in required:
+                    raise
+                notes.append(left_out(name, error))
+        self._replay_us: dict[str, float] = {}
+        for name, graph in self._graphs.items():
+            replay_us(graph, 1)
+            self._replay_us[name] = slowest(replay_us(graph, 1))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._graphs)
+
+    def us(self, names: Iterable[str], *, samples: int, sample_us: float) -> dict[str, float]:
+        """Microseconds of each graph on the slowest rank, medians of samples taken in turn.
+
+        A sample is as many replays as take sample_us, behind as many that are not timed.
+        """
+        times: dict[str, list[float]] = {name: [] for name in names}
+        order = list(times)
+        for _ in range(samples):
+            for name in order:
+                dist.barrier()
+                count = max(1, round(sample_us / self._replay_us[name]))
+                replay_us(self._graphs[name], count)
+                times[name].append(slowest(replay_us(self._graphs[name], count)))
+            order.append(order.pop(0))  # heat is the same for all
+        return {name: statistics.median(found) for name, found in times.items()}
 
 
 def slowest(us: float) -> float:

@@ -1,19 +1,27 @@
 """`bytetx bench ag_gemm | gemm_rs | gemm_ar --tune FILE`: every way to run the layers of a group.
 
-bytetx/ops/comm_plan.py reads the table; lines of other ops and sizes of groups stay in it.
+bytetx/ops/comm_plan.py reads the table; lines of other layers, ops and sizes of groups stay in it.
+Two rounds choose a way: all candidates with few samples, then those near the best in turn with
+more. Of ways that come out alike the preferred one is taken, so that another run finds the same.
 """
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from bytetx.bench.comm import LAYERS, is_long
 from bytetx.bench.gpu import DTYPES, Run, num_rotated
-from bytetx.bench.ranks import Ranks, ranks_us
+from bytetx.bench.ranks import Ranks, RanksClock
+from bytetx.bench.suite import is_selected
 from bytetx.bench.tp_models import MODELS, spec_of
+from bytetx.errors import BytetxError
+from bytetx.ops import native
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
@@ -43,97 +51,148 @@ OPS: dict[str, Op] = {
 }
 # Measured with the op beside which it is needed: for rows that every rank holds.
 _COLUMN: Op = "column_gemm"
-_FEW_ROWS = (16, 32, 64, 128, 256, 512)
+_FEW_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 _MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-_COPIED_ROWS = 1024  # below, copies take longer to start than they hide
+_COPIED_ROWS = 256  # below, copies take longer to start than they hide
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
 _SPLITS = (1, 2, 4, 5)
 _SMS = 132
-_SAMPLES = 3
+# Samples of the first round and of the second, to which come those that take at most _NEAR times
+# the first one's best; the winner is the first candidate within _ALIKE of the best.
+_SAMPLES, _MORE_SAMPLES = 3, 7
+_NEAR, _ALIKE = 1.08, 1.01
 # Of a sample, from so many rows on; where they keep a GPU at its power limit, longer than it takes
 # to get there.
-_SAMPLE_US = ((8192, 25_000), (2048, 12_000), (0, 1_000))
+_SAMPLE_US = ((8192, 15_000), (2048, 8_000), (0, 1_000))
 _DTYPE = DTYPES["bf16"]
 
-Call = Callable[[LinearWeight | GatedWeight, CommPlan], None]
+Call = Callable[[LinearWeight | GatedWeight, CommPlan], object]
+Clock = Callable[[Sequence[int], int], Mapping[int, float]]
 
 
-def tune_comm(suite: str, path: Path, ranks: Ranks) -> Iterator[str]:
-    """Measures, writes (on rank 0) and yields a line after the other. All ranks call it."""
-    op, lines = OPS[suite], []
-    layers = layers_of(op, ranks.size)
-    if op == "gemm_all_reduce":
-        layers |= layers_of(_COLUMN, ranks.size)
-    for layer, activation in layers.items():
-        rows = _MANY_ROWS if op in ("all_gather_gemm", "gemm_reduce_scatter") else _FEW_ROWS
-        plans = [_best(layer, m, ranks, activation=activation) for m in rows]
-        sizes = {
-            "op": layer.op,
-            "tp": layer.tp,
-            "n": layer.n,
-            "k": layer.k,
-            "is_gated": layer.is_gated,
-        }
-        lines.append(
-            sizes | {"plans": [[m, p.way, p.splits] for m, p in zip(rows, plans, strict=True)]}
-        )
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the table. name: of the layer, as in the suites' cases.  rows: to be measured."""
+
+    name: str
+    layer: Layer
+    activation: str
+    rows: tuple[int, ...]
+
+
+def tune_comm(suite: str, path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
+    """Measures and writes (on rank 0) a line after the other, and yields a text each.
+
+    All ranks call it.  patterns: parts or globs of names like gpt3-ffn1-2048, a layer and its rows;
+    empty means all, and what they leave out stays as the table has it.
+    Raises BytetxError where no name fits.
+    """
+    lines, began = lines_of(suite, ranks.size, patterns=patterns), time.perf_counter()
+    for number, line in enumerate(lines, start=1):
+        best = {m: _best(line.layer, m, ranks, activation=line.activation) for m in line.rows}
         if ranks.group.rank == 0:
-            write_lines(path, lines, device=torch.cuda.get_device_name())
-        yield json.dumps(lines[-1])
+            plans = {m: plan for m, (plan, _) in best.items()}
+            write_plans(path, line.layer, plans, device=torch.cuda.get_device_name())
+        spent = time.perf_counter() - began
+        left = spent / number * (len(lines) - number)
+        chosen = ", ".join(f"{m}: {p.way}/{p.splits} {us:.4g} us" for m, (p, us) in best.items())
+        yield f"{line.layer.op} {line.name}: {chosen} ({spent:.0f} s, about {left:.0f} s to go)"
 
 
-def write_lines(path: Path, lines: list[dict[str, object]], *, device: str) -> None:
-    """Puts lines of one op and size of group in the place of those that the table has."""
-    kept = json.loads(path.read_text())["lines"] if path.exists() else []
-    ours = {(line["op"], line["tp"]) for line in lines}
-    kept = [line for line in kept if (line["op"], line["tp"]) not in ours]
-    body = ",\n  ".join(json.dumps(line) for line in [*kept, *lines])
+def write_plans(path: Path, layer: Layer, plans: Mapping[int, CommPlan], *, device: str) -> None:
+    """Puts the plans of a layer, by rows, in the place of those that the table has for it."""
+    lines = json.loads(path.read_text())["lines"] if path.exists() else []
+    own = {name: getattr(layer, name) for name in ("op", "tp", "n", "k", "is_gated")}
+    place = next((i for i, line in enumerate(lines) if own.items() <= line.items()), len(lines))
+    old = lines[place]["plans"] if place < len(lines) else []
+    found = {m: (way, splits) for m, way, splits in old}
+    found |= {m: (plan.way, plan.splits) for m, plan in plans.items()}
+    lines[place:] = [own | {"plans": [[m, *found[m]] for m in sorted(found)]}, *lines[place + 1 :]]
+    body = ",\n  ".join(json.dumps(line) for line in lines)
     text = f'{{"device": {json.dumps(device)}, "lines": [\n  {body}\n]}}\n'
     path.write_text(text, encoding="utf-8")
 
 
-def layers_of(op: Op, tp: int) -> dict[Layer, str]:
-    """Of all models whose shares are even, each size once, with what follows the product."""
-    found: dict[Layer, str] = {}
+def lines_of(suite: str, tp: int, *, patterns: Iterable[str] = ()) -> list[Line]:
+    """Lines of a suite's op: of the models whose shares are even, and of the suite's own cases."""
+    op, patterns = OPS[suite], list(patterns)
+    ops = (op, _COLUMN) if op == "gemm_all_reduce" else (op,)
+    rows = _FEW_ROWS if op == "gemm_all_reduce" else _MANY_ROWS
+    every = {line.layer: line for own in ops for line in _lines_of_models(own, tp, rows)}
+    for (model, name), (n, k) in LAYERS[suite].items():
+        share = (n // tp, k) if op == "all_gather_gemm" else (n, k // tp)
+        own = Line(f"{model}-{name}", Layer(op, tp, *share), "none", rows)
+        every.setdefault(own.layer, own)
+    chosen = []
+    for line in every.values():
+        wanted = tuple(m for m in line.rows if is_selected(f"{line.name}-{m}", patterns))
+        chosen += [replace(line, rows=wanted)] * bool(wanted)
+    if not chosen:
+        known = ", ".join(line.name for line in every.values())
+        raise BytetxError(f"nothing to tune fits {', '.join(patterns)}; the layers are: {known}")
+    return chosen
+
+
+def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
     for model in MODELS:
         spec = spec_of(model)
         if not has_even_shares(spec, tp):
             continue
         split = split_model(spec, rank=0, size=tp)
         heads, inner, hidden = len(split.heads), len(split.inner), spec.hidden_size
+        is_gated = "ffn_gate" in spec.layer
         if op in ("all_gather_gemm", _COLUMN):
             qkv = (heads + 2 * len(split.kv_heads)) * spec.head_dim
-            is_gated = "ffn_gate" in spec.layer
-            found[Layer(op, tp, qkv, hidden)] = "none"
-            found[Layer(op, tp, inner * (1 + is_gated), hidden, is_gated)] = spec.activation
+            ffn = Layer(op, tp, inner * (1 + is_gated), hidden, is_gated)
+            yield Line(f"{model}-qkv", Layer(op, tp, qkv, hidden), "none", rows)
+            yield Line(f"{model}-{'gates' if is_gated else 'ffn1'}", ffn, spec.activation, rows)
         else:
-            found[Layer(op, tp, hidden, heads * spec.head_dim)] = "none"
-            found[Layer(op, tp, hidden, inner)] = "none"
-    return found
+            own, ffn = (Layer(op, tp, hidden, k) for k in (heads * spec.head_dim, inner))
+            yield Line(f"{model}-o", own, "none", rows)
+            yield Line(f"{model}-{'down' if is_gated else 'ffn2'}", ffn, "none", rows)
 
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
-    """Every way that can be the best."""
-    found = [CommPlan(LINEAR), CommPlan(CUBLAS)]
+    """Every way that can be the best, the preferred ones first: what is fused, then what copies."""
     if layer.op == "gemm_all_reduce":
-        found += [CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
-    elif layer.op != _COLUMN and m >= _COPIED_ROWS:
-        found.append(CommPlan(COPIED))
-    for name in tilings(layer):
-        if layer.op != "gemm_all_reduce":
-            found.append(CommPlan(name))
-            continue
-        rows, columns = map(int, name.split("x"))
-        if rows > 64 and m <= 64 or rows <= 64 and m > 256:
-            continue
-        tiles = -(-m // rows) * -(-layer.n // columns)
-        found += [CommPlan(name, s) for s in _SPLITS if s == 1 or tiles * s <= 2 * _SMS]
-    return found
+        found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
+    else:
+        found = [CommPlan(name) for name in tilings(layer)]
+        found += [CommPlan(COPIED)] * (layer.op != _COLUMN and m >= _COPIED_ROWS)
+    return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
 
 
-def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
+def _pushing(layer: Layer, m: int) -> list[CommPlan]:
+    """Tilings of gemm_all_reduce for m rows, whole and with each number of splits, few first."""
+    found = []
+    for name, rows, columns, is_for_few in native.push_tilings():
+        if not is_for_few:
+            found += [CommPlan(name)] * (m >= rows)
+        elif (rows <= 64 or m > 64) and (rows > 64 or m <= 256):
+            tiles = -(-m // rows) * -(-layer.n // columns)
+            fitting = (s for s in _SPLITS if s == 1 or tiles * s <= 2 * _SMS)
+            found += [CommPlan(name, splits) for splits in fitting]
+    return sorted(found, key=lambda plan: plan.splits)
+
+
+def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
+    """The best of plans, the preferred ones first, in two rounds; and its microseconds.
+
+    clock(numbers, samples): microseconds of the plans of these numbers, the same on every rank.
+    """
+    found = clock(range(len(plans)), _SAMPLES)
+    most = _NEAR * min(found.values())
+    near = [number for number, us in found.items() if us <= most]
+    if len(near) > 1:
+        found = clock(near, _MORE_SAMPLES)
+    most = _ALIKE * min(found[number] for number in near)
+    best = min(number for number in near if found[number] <= most)
+    return plans[best], found[best]
+
+
+def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:
     torch.manual_seed(0)
-    weights = _weights(layer)
+    weights = _weights(layer, count=1 if is_long(m, layer.n, layer.k) else None)
     call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
@@ -142,16 +201,20 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> CommPlan:
             call(w, plan)
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
+    clock = RanksClock(runs, [], required=runs)
     sample_us = next(us for rows, us in _SAMPLE_US if m >= rows)
-    options = {"required": runs, "samples": _SAMPLES, "sample_us": sample_us}
-    found = ranks_us(runs, [], **options)
-    return plans[int(min(found, key=found.__getitem__))]
+
+    def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
+        found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)
+        return {int(number): us / len(weights) for number, us in found.items()}
+
+    return choose(plans, us)
 
 
-def _weights(layer: Layer) -> list[LinearWeight | GatedWeight]:
-    """As many as keep each call from finding its own in L2."""
+def _weights(layer: Layer, *, count: int | None = None) -> list[LinearWeight | GatedWeight]:
+    """None: as many as keep each call from finding its own in L2."""
     n, k = layer.n, layer.k
-    count = num_rotated(n * k * _DTYPE.itemsize)
+    count = count or num_rotated(n * k * _DTYPE.itemsize)
     if layer.is_gated:
         pairs = ((_randn(n // 2, k), _randn(n // 2, k)) for _ in range(count))
         return [prepare_gated(gate, up, prepack=False) for gate, up in pairs]

@@ -15,7 +15,9 @@ import torch
 from bytetx.bench.gpu import DTYPES
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, ranks_us
+from bytetx.bench.suite import is_selected
 from bytetx.bench.tp_models import layers_run, prefill_batch, random_share, spec_of
+from bytetx.errors import BytetxError
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
@@ -31,9 +33,16 @@ _REPLICATED = 0  # in the place of a tile
 Times = Mapping[int, Mapping[int, float]]  # rows -> tile -> microseconds
 
 
-def tune_rows(path: Path, ranks: Ranks) -> Iterator[str]:
-    """Measures and yields a text a line; rank 0 writes the table at the end. All ranks call it."""
-    for model in _MODELS:
+def tune_rows(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
+    """Measures and yields a text a line; rank 0 writes each model's scheme. All ranks call it.
+
+    patterns: parts or globs of the models' names; empty means all.
+    Raises BytetxError where none fits.
+    """
+    models = [model for model in _MODELS if is_selected(model, patterns)]
+    if not models:
+        raise BytetxError(f"no model fits {', '.join(patterns)}; they are: {', '.join(_MODELS)}")
+    for model in models:
         times: dict[int, dict[int, float]] = {}
         for rows in _ROWS:
             times[rows] = _measure(model, rows, ranks)

@@ -120,6 +120,7 @@ class Followers:
                 if answer.error is not None:
                     others = self._ended_without_a_word(rank)
                     self._fail(others or f"rank {rank} failed: {answer.error}")
+                    continue
                 self._answers[rank - 1].put(answer.value)
 
     def _ended_without_a_word(self, rank: int) -> str | None:

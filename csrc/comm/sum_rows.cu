@@ -78,6 +78,7 @@ __device__ __forceinline__ void fetch_rows(const RingSumParams& p, const Ring& r
         slot.advance();
     };
     const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
+    fence_proxies();  // residuals are what kernels before the GEMM have stored
     for (int first = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta; first < p.shape.num_rows;
          first += stride) {
         const int count = min(Tiling::kRowsPerCta, p.shape.num_rows - first);

@@ -34,15 +34,9 @@ enum class RowWay { any, full, once };
 template <typename T, typename Tiling>
 constexpr int kFullRow = Tiling::kThreadsPerRow * Tiling::kVecsPerThread * kVecSize<T>;
 
-// CTAs of an SM at least. Rows that are not read ahead need many warps: 36.7 us with 8 CTAs of
-// four, 37.9 with 6 (32k rows of 768 f16 with residual, H200). Then parameters have no registers.
-template <typename Tiling, RowWay kWay>
-constexpr int kMinCtas = kWay != RowWay::once          ? 1
-                         : Tiling::kVecsPerThread <= 3 ? 1024 / Tiling::kCtaThreads
-                         : Tiling::kVecsPerThread <= 4 ? 768 / Tiling::kCtaThreads
-                                                       : 512 / Tiling::kCtaThreads;
-template <typename Tiling, RowWay kWay>
-constexpr bool kKeepsParameters = Tiling::kVecsPerThread <= (kWay == RowWay::once ? 1 : 4);
+// Parameters in registers are loaded before the kernel before has ended, and beside the row.
+template <typename Tiling>
+constexpr bool kKeepsParameters = Tiling::kVecsPerThread <= 4;
 
 template <typename T, typename Tiling>
 __device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int lane,
@@ -55,13 +49,13 @@ __device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tili
 }
 
 template <typename T, typename Tiling, RowNorm kNorm, RowWay kWay>
-__global__ void __launch_bounds__(Tiling::kCtaThreads, kMinCtas<Tiling, kWay>)
+__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     norm_rows_kernel(const __grid_constant__ NormParams p, const bool streams) {
     const int64_t hidden_size = kWay == RowWay::any ? p.hidden_size : kFullRow<T, Tiling>;
     const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
     const int lane = static_cast<int>(threadIdx.x % Tiling::kThreadsPerRow);
     release_next_kernel();
-    using Parameter = RowParameter<Tiling, kKeepsParameters<Tiling, kWay>>;
+    using Parameter = RowParameter<Tiling, kKeepsParameters<Tiling>>;
     const Parameter weight(p.weight, lane, num_vecs);
     const Parameter bias(p.bias, lane, num_vecs);
     const int64_t stride = int64_t{gridDim.x} * Tiling::kRowsPerCta;
@@ -149,12 +143,14 @@ void launch_rows(const NormParams& p, const Launch& launch, cudaStream_t stream)
 }
 
 // Rows that fill the registers of Tiling. Few of them have a CTA each, a vector a thread: 1.5 us
-// for 256 of 1024 bf16 with their sums, 1.6 by a warp each. Results beyond the L2 are as many CTAs
-// as there are rows for: 48.4 us for 32k of 1024 f16 with residual, 49.6 one after another; fewer
-// ones are faster one after another (H200). A row's bits are the same but for the first way.
+// for 256 of 1024 bf16 with their sums, 1.6 by a warp each. Where results are much of what L2 holds
+// there are two warps' rows a CTA, and as many CTAs as that takes: 38.3 us for 32k of 768 f16 with
+// residual, 39.7 one after another, 40.8 a warp a CTA; fewer ones are faster one after another (H200).
+// A row's bits are the same but for the first way.
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
-    constexpr int kFewRows = 264;  // two CTAs an SM of an H200
+    constexpr int kFewRows = 264;               // two CTAs an SM of an H200
+    constexpr int64_t kManyBytes = 20 << 20;  // of 50 that its L2 has
     if constexpr (kNorm != RowNorm::none && Tiling::kThreadsPerRow <= kWarpSize) {
         if (p.out_fp8 == nullptr) {
             if constexpr (Tiling::kThreadsPerRow == kWarpSize && Tiling::kVecsPerThread > 1) {
@@ -163,8 +159,10 @@ void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t st
                     return launch_rows<T, Few, kNorm, RowWay::once>(p, launch, stream);
                 }
             }
-            if (is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device)) {
-                return launch_rows<T, Tiling, kNorm, RowWay::once>(p, launch, stream);
+            if (p.total_tokens * p.hidden_size * int64_t{sizeof(T)} > kManyBytes) {
+                using Many = RowTiling<Tiling::kThreadsPerRow, 2 * Tiling::kRowsPerWarp,
+                                       Tiling::kVecsPerThread>;
+                return launch_rows<T, Many, kNorm, RowWay::once>(p, launch, stream);
             }
         }
     }
