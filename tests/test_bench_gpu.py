@@ -76,13 +76,16 @@ def test_linear_has_every_epilogue_at_many_tokens_and_each_layers_own_at_few() -
     assert len(few) == 8
     assert {s.epilogue for s in few if s.name.startswith("base-attn-out")} == {"residual"}
     assert shapes["large-ffn-in-512-gelu"].n == 4096
+    assert shapes["llama-8b-ffn-in-8192-gated"].dtype == "bf16"
 
 
-@pytest.mark.parametrize(("epilogue", "outputs"), [("bias", 1), ("gelu", 1), ("residual", 2)])
-def test_work_of_a_linear_by_hand(epilogue: str, outputs: int) -> None:
-    work = linear.work_of(linear.Shape("x", 5, 7, 11, epilogue))
-    assert work.flop == 2 * 5 * 7 * 11
-    assert work.num_bytes == 2 * (5 * 11 + 7 * 11 + 7 + outputs * 5 * 7)
+@pytest.mark.parametrize(
+    ("epilogue", "outputs"), [("bias", 1), ("gelu", 1), ("residual", 2), ("gated", 0.5)]
+)
+def test_work_of_a_linear_by_hand(epilogue: str, outputs: float) -> None:
+    work = linear.work_of(linear.Shape("x", 5, 8, 11, epilogue))
+    assert work.flop == 2 * 5 * 8 * 11
+    assert work.num_bytes == 2 * (5 * 11 + 8 * 11 + 8 + outputs * 5 * 8)
 
 
 def test_work_of_an_encoder_is_its_weights_ends_and_flop() -> None:
@@ -233,7 +236,7 @@ def test_plots_of_every_gpu_suite(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("epilogue", linear.EPILOGUES)
+@pytest.mark.parametrize("epilogue", [*linear.EPILOGUES, linear.GATED])
 def test_linear_measures(epilogue: str) -> None:
     found = linear.measure(linear.Shape("tiny", 64, 128, 64, epilogue), gpu.Gpu())
     check(found, rivals={"cublas"})

@@ -105,6 +105,20 @@ def test_many_tiles_a_cta(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(again, ours)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name, _, _, is_few in native.linear_tilings() if not is_few]
+)
+@pytest.mark.parametrize("m", [300, 2200, 5000])
+def test_rows_in_bands_where_weights_are_large(name: str, m: int) -> None:
+    """Along n, in two bands and in three whose last one is lower; tiles that m and n cut."""
+    plan = LinearPlan(index_of(name))
+    x, w, residual = random_layer(m, 4128, 3080, torch.bfloat16)
+    for activation, rest in (("none", None), ("none", residual), ("gelu", None)):
+        poison_free_memory()
+        ours = run_kernel(x, w, plan=plan, activation=activation, residual=rest)
+        assert_right(ours, x, w, activation, rest)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("m", [1, 77, 5000])

@@ -141,6 +141,18 @@ def test_every_tiling(name: str, m: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name, *_ in native.fp8_linear_tilings()])
+@pytest.mark.usefixtures("has_kernel")
+def test_rows_in_bands_where_weights_are_large(name: str) -> None:
+    """Several bands whose last one is lower, and tiles that m and n cut."""
+    tiling = next(tiling.index for tiling in tilings() if tiling.name == name)
+    rows, scale, w = random_layer(5000, 8224, 3088, torch.bfloat16, CUDA)
+    sums = exact(rows, scale, w, "none")
+    poison_free_memory()
+    assert_near(run_kernel(rows, scale, w, tiling), sums, sums, None)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.usefixtures("has_kernel")

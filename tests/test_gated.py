@@ -62,12 +62,18 @@ CUTS = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("index", "splits"), CUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_every_tiling_that_gates(index: int, splits: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("m", "n", "k"), [(200, 352, 1096), (5000, 2080, 3080)])
+def test_every_tiling_that_gates(
+    index: int, splits: int, dtype: torch.dtype, m: int, n: int, k: int
+) -> None:
+    """The larger weight's tiles come in several bands of rows."""
     torch.manual_seed(index + splits)
-    x = torch.randn(200, 1096, device="cuda", dtype=dtype)
-    gate, up = torch.randn(2, 352, 1096, device="cuda", dtype=dtype) / 1096**0.5
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    gate, up = torch.randn(2, n, k, device="cuda", dtype=dtype) / k**0.5
     weight = prepare_gated(gate, up, prepack=False).fused
     plan = LinearPlan(index, splits)
+    poison = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
+    del poison  # whose memory is next
     ours = run_kernel(x, weight, plan=plan, activation="silu", is_gated=True)
 
     def plain(to: torch.dtype) -> torch.Tensor:

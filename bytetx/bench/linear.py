@@ -1,4 +1,4 @@
-"""Suite `linear`: an encoder's GEMMs with what follows them fused, against cuBLAS on a GPU."""
+"""Suite `linear`: GEMMs of layers with what follows them fused, against cuBLAS on a GPU."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,9 @@ import torch.nn.functional as F
 
 from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, num_rotated
 from bytetx.bench.suite import Measurement, Suite
+from bytetx.ops.gated import BLOCK, GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.linear_plan import GATED
 
 EPILOGUES = ("bias", "gelu", "residual")  # each with the bias; gelu is the exact one, by erf
 
@@ -26,6 +28,14 @@ _LAYERS = {
 }
 _MANY_TOKENS = 65536
 _FEW_TOKENS = (8192, 512, 128, 64, 32)
+# Weights that L2 does not hold, of Llama-3 8B and GPT-3 175B: n, k, and what follows.
+_LARGE_LAYERS = {
+    "llama-8b-qkv": (6144, 4096, "bias"),
+    "llama-8b-ffn-in": (28672, 4096, GATED),
+    "llama-8b-ffn-out": (4096, 14336, "residual"),
+    "gpt3-ffn-in": (49152, 12288, "gelu"),
+}
+_LARGE_TOKENS = 8192
 _MIN_CALLS = 4  # in one graph, so that its start is no part of the time
 
 
@@ -61,7 +71,7 @@ def linear_suite(*, patterns: list[str]) -> Suite:
 
 
 def shapes() -> list[Shape]:
-    """Every layer with every epilogue at many tokens, and with its own at fewer."""
+    """BERT's layers with every epilogue at many tokens, all with their own at fewer."""
     many = [
         Shape(f"{model}-{layer}-{_MANY_TOKENS}-{epilogue}", _MANY_TOKENS, n, k, epilogue)
         for (model, layer), (n, k, _) in _LAYERS.items()
@@ -72,7 +82,11 @@ def shapes() -> list[Shape]:
         for m in _FEW_TOKENS
         for (model, layer), (n, k, epilogue) in _LAYERS.items()
     ]
-    return many + few
+    large = [
+        Shape(f"{layer}-{_LARGE_TOKENS}-{epilogue}", _LARGE_TOKENS, n, k, epilogue, "bf16")
+        for layer, (n, k, epilogue) in _LARGE_LAYERS.items()
+    ]
+    return many + few + large
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
@@ -106,7 +120,8 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
 def work_of(shape: Shape) -> Work:
     """Operands read once and the result written once; the product's FLOP."""
     m, n, k = shape.m, shape.n, shape.k
-    elements = m * k + n * k + n + m * n * (2 if shape.epilogue == "residual" else 1)
+    ends = {"residual": 2 * m * n, GATED: m * n // 2}
+    elements = m * k + n * k + n + ends.get(shape.epilogue, m * n)
     return Work(elements * DTYPES[shape.dtype].itemsize, 2.0 * m * n * k)
 
 
@@ -124,6 +139,9 @@ def make_operands(shape: Shape) -> Operands:
 
 
 def _ours(o: Operands, epilogue: str) -> torch.Tensor:
+    if epilogue == GATED:
+        weight = GatedWeight(o.prepared, o.prepared.n // 2, BLOCK)
+        return gated_linear(o.x, weight, activation="silu")
     return linear(
         o.x,
         o.prepared,
@@ -144,6 +162,11 @@ def _cublas_then_add(o: Operands) -> torch.Tensor:
     return F.linear(o.x, o.weight, o.bias).add_(o.residual)
 
 
+def _cublas_then_gate(o: Operands) -> torch.Tensor:
+    gates, values = F.linear(o.x, o.weight, o.bias).chunk(2, 1)
+    return F.silu(gates).mul_(values)
+
+
 def _cublaslt_gelu_tanh(o: Operands) -> torch.Tensor:
     """The one fused activation that torch offers, which is the other GELU."""
     return torch._addmm_activation(o.bias, o.x, o.weight.t(), use_gelu=True)
@@ -153,9 +176,10 @@ _RIVALS: dict[str, dict[str, Callable[[Operands], torch.Tensor]]] = {
     "bias": {},
     "gelu": {"cublas-unfused": _cublas_then_gelu, "cublaslt-gelu-tanh": _cublaslt_gelu_tanh},
     "residual": {"cublas-unfused": _cublas_then_add},
+    GATED: {"cublas-unfused": _cublas_then_gate},
 }
 _NOTES = (
     "cublas: F.linear with the bias and nothing after it, whatever the case does",
-    "cublas-unfused: F.linear, then F.gelu or add_",
+    "cublas-unfused: F.linear, then F.gelu, add_, or F.silu and mul_",
     "cublaslt-gelu-tanh: cuBLASLt's fused GELU, which is the tanh one",
 )

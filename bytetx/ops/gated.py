@@ -19,7 +19,7 @@ from bytetx.ops.linear_plan import LinearPlan, plan_gated
 
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
-_BLOCK = 32
+BLOCK = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class GatedWeight:
     @property
     def has_kernel(self) -> bool:
         """Whether the Hopper kernels take it; x must be aligned as well."""
-        return self.fused.has_kernel and self.block == _BLOCK
+        return self.fused.has_kernel and self.block == BLOCK
 
 
 def prepare_gated(
@@ -53,7 +53,7 @@ def prepare_gated(
     if (gate_bias is None) != (up_bias is None):
         raise ValueError("gate_bias and up_bias must be given both, or neither")
     n = gate.shape[0]
-    block = _BLOCK if n % _BLOCK == 0 else n
+    block = BLOCK if n % BLOCK == 0 else n
     bias = None
     if gate_bias is not None and up_bias is not None:
         for name, t in (("gate_bias", gate_bias), ("up_bias", up_bias)):

@@ -26,7 +26,6 @@ struct GatherParams {
     int offsets[kMaxPeers + 1];
     int row_bytes;
     int chunks_of_piece, own_chunks;
-    Bands bands;
     bool pushes_to_self;  // a tile has rows of this rank and of another
 };
 
@@ -66,7 +65,7 @@ __device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t ep
 
 template <typename C>
 __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
-                                                 const BandSchedule<C>& at, uint32_t epoch) {
+                                                 const Schedule<C>& at, uint32_t epoch) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const int own_first = p.offsets[p.peers.rank], own_last = p.offsets[p.peers.rank + 1];
     const Params& gemm = p.gemm;
@@ -225,7 +224,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     all_gather_gemm_kernel(const __grid_constant__ GatherParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<GatherSmem<C>*>(smem);
-    const BandSchedule<C> at(p.bands);
+    const Schedule<C> at;
     if (threadIdx.x == 0) {
         for (int i = 0; i < kChunksInFlight; ++i) FullBarrier::init(&s.arrived[i], 1);
     }

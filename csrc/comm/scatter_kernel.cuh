@@ -18,7 +18,6 @@ struct ScatterParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
     int offsets[kMaxPeers + 1];  // of rows that are dealt
-    Bands bands;
     bool is_for_all;  // every rank sums every row
 };
 
@@ -112,7 +111,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     gemm_scatter_kernel(const __grid_constant__ ScatterParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<Smem<C>*>(smem);
-    const BandSchedule<C> at(p.bands);
+    const Schedule<C> at;
     init_barriers(s);
     wait_for_prior_kernel();
     // Only now: what follows relies on all kernels before this one having ended (sum_rows.cuh).

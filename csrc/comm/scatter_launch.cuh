@@ -19,8 +19,8 @@ void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream
     p.peers = comm::make_peers(peers);
     for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
     const int next = peers.rank + 1 < peers.size ? p.offsets[peers.rank + 1] : 0;
-    p.bands = {next / kRows % p.gemm.tiles_m, band_rows(p.gemm.tiles_m, peers.size)};
-    if (is_for_all) p.bands = {0, band_rows(p.gemm.tiles_m, 1)};
+    p.gemm.bands = {next / kRows % p.gemm.tiles_m, band_rows(p.gemm.tiles_m, peers.size)};
+    if (is_for_all) p.gemm.bands = {0, band_rows(p.gemm.tiles_m, 1)};
     p.is_for_all = is_for_all;
     const auto kernel = gemm_scatter_kernel<C>;
     allow_smem(kernel, kSmemBytes);

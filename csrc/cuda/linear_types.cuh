@@ -43,6 +43,14 @@ struct ActivationConstants {
     float times_x, times_one, offset;
 };
 
+// The order of a persistent kernel's tiles: in bands of several rows of them, within which
+// neighbours along m come first. A band is read together: its rows of a stay in L2 while the columns
+// of b pass once. A band of one row goes along n: it reads its rows of a once.
+struct Bands {
+    int first;  // row of cluster tiles that comes first; behind the last one it goes round
+    int rows;   // of cluster tiles in a band
+};
+
 // What a kernel gets. Tensor maps first: they must be 64-byte aligned.
 struct Params {
     CUtensorMap a;  // {k, m}
@@ -54,6 +62,7 @@ struct Params {
     int num_k_blocks;
     int tiles_m, tiles_n;  // of clusters
     ActivationConstants activation;
+    Bands bands;
 };
 
 // One way to cut a GEMM. Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums.
@@ -114,12 +123,23 @@ struct Schedule {
     int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
     int num_clusters = static_cast<int>(gridDim.x) / C::kClusterCtas;
 
-    // Neighbours along n run together: they read the same rows of a.
+    struct Place {
+        int m, n;
+    };
+
+    __device__ __forceinline__ Place place(const Params& p, int tile) const {
+        const int whole = p.bands.rows * p.tiles_n;
+        const int band = tile / whole, within = tile % whole;
+        const int height = min(p.bands.rows, p.tiles_m - band * p.bands.rows);
+        int row = band * p.bands.rows + within % height + p.bands.first;
+        if (row >= p.tiles_m) row -= p.tiles_m;
+        return {row, within / height};
+    }
     __device__ __forceinline__ int tile_m(const Params& p, int tile) const {
-        return (tile / p.tiles_n * C::kClusterCtas + rank) * C::kTileM;
+        return (place(p, tile).m * C::kClusterCtas + rank) * C::kTileM;
     }
     __device__ __forceinline__ int tile_n(const Params& p, int tile) const {
-        return tile % p.tiles_n * C::kTileN;
+        return place(p, tile).n * C::kTileN;
     }
 };
 
