@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from tiny import one_thread  # noqa: F401  (a fixture)
 
-from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_rows
+from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_layers, tune_rows
 from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.blocks import WholeBlocks
@@ -215,3 +216,41 @@ def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found.ours == 10 and found.floor == 9 and found.shape["e_overlap"] == 0.833
         assert set(found.rivals) == {"bytetx-nccl", "cublas-nccl", "one-gpu"}
     assert seen.count("cublas") == 2
+
+
+def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() -> None:
+    plans = tune_layers.candidates("llama-70b", 16384, 2)
+    assert list(plans)[:3] == ["fused+fused", "fused+copied", "fused+cublas"] and len(plans) == 9
+    for name, of_layers in plans.items():
+        gather, scatter = name.split("+")
+        assert len(of_layers) == 4  # as a rank of Llama has them, the gated one among them
+        for layer, plan in of_layers.items():
+            way = gather if layer.op == "all_gather_gemm" else scatter
+            assert plan.is_fused if way == "fused" else plan.way == way
+    assert any(layer.is_gated for layer in plans["fused+fused"])
+
+
+def test_of_layers_that_take_alike_the_preferred_ways_are_chosen() -> None:
+    assert tune_layers.choose({"fused+fused": 100.2, "copied+fused": 100.0}) == "fused+fused"
+    assert tune_layers.choose({"fused+fused": 100.4, "copied+fused": 100.0}) == "copied+fused"
+
+
+def test_the_tuner_of_layers_writes_what_it_chose(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(model: str, m: int, ranks: Ranks, plans: dict[str, object]) -> dict[str, float]:
+        return {name: 1.0 if name == "copied+cublas" else 2.0 for name in plans}
+
+    monkeypatch.setattr(tune_layers, "_measure", measure)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    group, path = SimpleNamespace(rank=0, size=2), tmp_path / "table.json"
+    (text,) = tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt3-8192"])
+    assert text.endswith("chosen: copied+cublas")
+    lines = json.loads(path.read_text())["lines"]
+    assert {(line["op"], line["plans"][0][1]) for line in lines} == {
+        ("all_gather_gemm", "copied"),
+        ("gemm_reduce_scatter", "cublas"),
+    }
+    assert all(line["plans"][0][0] == 8192 for line in lines) and len(lines) == 4
+    with pytest.raises(BytetxError, match="nothing fits gpt5; the layers are: gpt3-8192, "):
+        next(tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt5"]))

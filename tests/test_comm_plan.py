@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx.ops import comm_plan, native
-from bytetx.ops.comm_plan import CUBLAS, LINEAR, TABLE_FILE, CommPlan, Layer, plan_comm
+from bytetx.ops.comm_plan import CUBLAS, LINEAR, TABLE_FILE, CommPlan, Layer, plan_comm, planned
 
 PUSHES = [("64x32", 64, 32, True), ("64x64", 64, 64, True), ("128x128", 128, 128, True)]
 SUM = Layer("gemm_all_reduce", 2, 1024, 4096)
@@ -58,6 +58,13 @@ def test_other_ops_and_groups_are_no_neighbours() -> None:
     assert plan_comm(replace(SUM, tp=8), 64).way == "64x64"  # the rule's
     assert plan_comm(Layer("all_gather_gemm", 2, 4096, 1024), 4096).is_fused
     assert not plan_comm(Layer("all_gather_gemm", 2, 4096, 1024, is_gated=True), 4096).is_fused
+
+
+def test_who_measures_plans_goes_before_the_table() -> None:
+    with planned({SUM: CommPlan(LINEAR)}):
+        assert plan_comm(SUM, 64).way == LINEAR
+        assert plan_comm(replace(SUM, n=8192, k=8192), 64).way == CUBLAS
+    assert plan_comm(SUM, 64).way == "64x32"
 
 
 def test_a_tiling_that_was_not_built_is_the_rules_to_choose() -> None:

@@ -1,4 +1,4 @@
-"""`bytetx bench tp_layer --tune-ways FILE`: how long GEMMs of many rows run, chosen in whole layers.
+"""`bytetx bench tp_layer --tune-ways FILE`: how GEMMs of many rows run, chosen in whole layers.
 
 Layers of large models hold GPUs at their power limit, and bytes that a way moves more than another
 show in the clock, some tens of milliseconds later: of ways that take as long alone, some slow down
@@ -29,7 +29,7 @@ _MODELS = ("gpt3", "llama-70b")
 _ROWS = (8192, 16384)
 _SEQUENCE = 2048  # tokens
 _LAYERS = 2
-_SAMPLES, _SAMPLE_US = 4, 100_000
+_SAMPLES, _SAMPLE_US = 3, 80_000
 _ALIKE = 1.003  # times that are no worse than the best
 _FUSED = "fused"
 # The preferred ones first.
@@ -89,9 +89,7 @@ def _fused(layer: Layer, m: int) -> CommPlan:
     return plan if plan.is_fused else CommPlan(tilings(layer)[0])
 
 
-def _measure(
-    model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]
-) -> dict[str, float]:
+def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) -> dict[str, float]:
     torch.manual_seed(0)
     share = _share(model, ranks)
     batch = prefill_batch(share, dense(_SEQUENCE, m // _SEQUENCE))

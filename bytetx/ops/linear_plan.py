@@ -43,8 +43,8 @@ _CLOCK_SUM_US = 2.35e-5
 _SUM_US = 2.55e-5
 _ROW_US = 1.34e-3
 # Where L2 does not hold the weights, and rows are more than a band has, tiles of 128 x 192 draw the
-# least power: a GPU that has been at its limit for a tenth of a second takes 1 to 19 % longer with
-# others. Shorter samples, taken in turn, do not show it.
+# least power: in samples of 20 to 90 ms others take 1 to 19 % longer. Shorter ones, taken in turn,
+# do not show it.
 _FRUGAL = "128x192"
 _OTHERS = 1.04
 _BAND_ROWS = 2048
@@ -211,7 +211,7 @@ def _predicted_us(tiling: Tiling, splits: int, m: int, n: int, k: int) -> float:
 
     Fitted to what the plans of 220 products of BERT's sizes take, and of 125 of Llama's and
     GPT-3's: the plan that it chooses takes 3 % more in the mean than the fastest, and up to 28 %,
-    of the large ones 0.6 and 6 %.
+    of the large ones 1.3 and 11 %.
     """
     if not tiling.is_for_few_rows:
         return _predicted_many_us(tiling, m, n, k)
