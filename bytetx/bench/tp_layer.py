@@ -19,6 +19,7 @@ from bytetx.bench.tp_models import (
     layers_run,
     prefill_batch,
     random_share,
+    shared_layers,
     spec_of,
     without_kernels,
 )
@@ -26,7 +27,6 @@ from bytetx.blocks import WholeBlocks
 from bytetx.cache import KvCache
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.packed import PackedBatch
-from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
@@ -115,9 +115,7 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     spec, dtype = spec_of(shape.model), DTYPES[shape.dtype]
     count = _LAYERS_OF_LARGE if shape.model in _LARGE else spec.num_layers
     group = replace(ranks.group, rows=row_scheme("cuda", ranks.size, spec.hidden_size))
-    split = split_model(spec, rank=group.rank, size=group.size)
-    ours = random_share(spec, ShardedBlocks(spec, group, split), count=count, dtype=dtype)
-    ours.blocks.agree_on_kernels(ours.layers)
+    ours = shared_layers(spec, group, count=count, dtype=dtype)
     notes: list[str] = []
     found = ranks_us(_shared_runs(shape, ours, group), notes)
     del ours

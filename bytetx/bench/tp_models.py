@@ -15,6 +15,9 @@ from bytetx.decoder import Decoder, DecoderLayer
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.packed import PackedBatch, Past, pack_columns
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.sharded import ShardedBlocks
+from bytetx.parallel.tp import TpGroup
 from bytetx.rotary import rotary_tables
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.transformer import EmbeddingWeights, LayerWeights, Transformer
@@ -76,6 +79,15 @@ def random_share(
     """`count` layers, of the sizes that blocks.split says."""
     like = torch.empty(0, dtype=dtype, device=device)
     return Share(spec, blocks, [_layer(spec, blocks, like) for _ in range(count)])
+
+
+def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.dtype) -> Share:
+    """`count` layers, of which this rank holds its share; every rank calls it."""
+    split = split_model(spec, rank=group.rank, size=group.size)
+    blocks = ShardedBlocks(spec, group, split)
+    share = random_share(spec, blocks, count=count, dtype=dtype, device=group.device)
+    blocks.agree_on_kernels(share.layers)
+    return share
 
 
 def without_kernels(share: Share, blocks: Blocks) -> Share:

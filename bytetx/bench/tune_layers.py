@@ -17,13 +17,11 @@ from bytetx.bench.gpu import DTYPES, Run
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected
-from bytetx.bench.tp_models import Share, layers_run, prefill_batch, random_share, spec_of
+from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
 from bytetx.bench.tune_comm import lines_of, write_plans
 from bytetx.errors import BytetxError
 from bytetx.ops.comm_plan import COPIED, CUBLAS, CommPlan, Layer, plan_comm, planned, tilings
-from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
-from bytetx.parallel.sharded import ShardedBlocks
 
 _MODELS = ("gpt3", "llama-70b")
 _ROWS = (8192, 16384)
@@ -91,7 +89,9 @@ def _fused(layer: Layer, m: int) -> CommPlan:
 
 def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) -> dict[str, float]:
     torch.manual_seed(0)
-    share = _share(model, ranks)
+    spec = spec_of(model)
+    group = replace(ranks.group, rows=row_scheme("cuda", ranks.size, spec.hidden_size))
+    share = shared_layers(spec, group, count=_LAYERS, dtype=DTYPES["bf16"])
     batch = prefill_batch(share, dense(_SEQUENCE, m // _SEQUENCE))
     run = layers_run(share, batch, None)
 
@@ -106,13 +106,3 @@ def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) 
     clock = RanksClock(runs, [], required=runs)
     found = clock.us(runs, samples=_SAMPLES, sample_us=_SAMPLE_US)
     return {name: us / _LAYERS for name, us in found.items()}
-
-
-def _share(model: str, ranks: Ranks) -> Share:
-    spec = spec_of(model)
-    group = replace(ranks.group, rows=row_scheme("cuda", ranks.size, spec.hidden_size))
-    split = split_model(spec, rank=group.rank, size=group.size)
-    blocks = ShardedBlocks(spec, group, split)
-    share = random_share(spec, blocks, count=_LAYERS, dtype=DTYPES["bf16"])
-    blocks.agree_on_kernels(share.layers)
-    return share

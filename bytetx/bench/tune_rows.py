@@ -16,9 +16,8 @@ from bytetx.bench.gpu import DTYPES
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, ranks_us
 from bytetx.bench.suite import is_selected
-from bytetx.bench.tp_models import layers_run, prefill_batch, random_share, spec_of
+from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
 from bytetx.errors import BytetxError
-from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
 
@@ -99,17 +98,14 @@ def write_scheme(path: Path, scheme: RowScheme, *, size: int, hidden_size: int) 
 def _measure(model: str, rows: int, ranks: Ranks) -> dict[int, float]:
     torch.manual_seed(0)
     spec, group = spec_of(model), ranks.group
-    split = split_model(spec, rank=group.rank, size=group.size)
     count = _LAYERS if spec.hidden_size > 4096 else spec.num_layers
-    blocks = ShardedBlocks(spec, group, split)
-    share = random_share(spec, blocks, count=count, dtype=DTYPES["bf16"])
-    blocks.agree_on_kernels(share.layers)
+    share = shared_layers(spec, group, count=count, dtype=DTYPES["bf16"])
     batch = prefill_batch(share, dense(_SEQUENCE, rows // _SEQUENCE))
     runs = {}
     for tile in (_REPLICATED, *_TILES):
         scheme = RowScheme(0 if tile else rows + 1, ((0, tile or 1),))
-        own = ShardedBlocks(spec, replace(group, rows=scheme), split)
-        own.peers = blocks.peers
+        own = ShardedBlocks(spec, replace(group, rows=scheme), share.blocks.split)
+        own.peers = share.blocks.peers
         runs[str(tile)] = layers_run(replace(share, blocks=own), batch, None)
     options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
     return {int(tile): us / count for tile, us in ranks_us(runs, [], **options).items()}
