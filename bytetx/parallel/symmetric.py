@@ -52,6 +52,8 @@ def turn_multicast_off() -> None:
 def _shared(
     store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
+    if backend.size() > torch.cuda.device_count():
+        os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     own_store = NumberedStore(store)
     name, group = _register(own_store, backend)
     flag_bytes, copy_bytes = 4 * NUM_FLAGS, buffer_bytes // 4
@@ -116,10 +118,8 @@ class NumberedStore(dist.Store):
 
 def _reaches_all(device: torch.device, size: int) -> bool:
     """Rank i has GPU i, or shares one: the launcher sees to it."""
-    count = torch.cuda.device_count()
-    if size > count:
-        os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    others = [i for i in range(min(size, count)) if i != device.index]
+    count = min(size, torch.cuda.device_count())
+    others = [i for i in range(count) if i != device.index]
     return all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
 
 
