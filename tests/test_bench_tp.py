@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from tiny import one_thread  # noqa: F401  (a fixture)
+from typer.testing import CliRunner
 
 from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_layers, tune_rows
+from bytetx.bench.cli import app
 from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.blocks import WholeBlocks
@@ -175,6 +177,29 @@ def test_the_tuner_writes_line_after_line(monkeypatch: pytest.MonkeyPatch, tmp_p
         next(lines)
     (line,) = json.loads(path.read_text())["lines"]
     assert line["k"] == 6144 and line["plans"] == [[512, "cublas", 1]]
+
+
+def test_two_tables_are_not_made_at_once() -> None:
+    result = CliRunner().invoke(app, ["tp_layer", "--tune", "rows", "--tune-ways", "ways"])
+    assert result.exit_code == 1
+    assert "--tune and --tune-ways write tables of their own; give one of them" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tuner"),
+    [(["tp_layer", "--tune"], "tune_rows"), (["tp_layer", "--tune-ways"], "tune_layers")],
+)
+def test_each_option_makes_its_own_table(
+    arguments: list[str], tuner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tune(path: Path, ranks: Ranks, *, patterns: list[str]) -> list[str]:
+        return [f"{tuner} writes {path} for {patterns}"]
+
+    monkeypatch.setattr(f"bytetx.bench.{tuner}.{tuner}", tune)
+    monkeypatch.setattr("bytetx.bench.ranks.this_rank", lambda: 0)
+    monkeypatch.setattr(comm, "join", lambda: None)
+    result = CliRunner().invoke(app, [*arguments, "table.json", "--case", "gpt3"])
+    assert result.output == f"{tuner} writes table.json for ['gpt3']\n"
 
 
 def test_the_scheme_that_loses_least(tmp_path: Path) -> None:

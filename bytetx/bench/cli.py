@@ -206,8 +206,9 @@ def tp_layer(
     """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
     if tune is not None and tune_ways is not None:
         _fail(BytetxError("--tune and --tune-ways write tables of their own; give one of them"))
-    name = "tp_layer" if tune_ways is None else "tp_layer_ways"
-    _run_ranks(name, record=record, case=case, tune=tune or tune_ways)
+    if tune_ways is not None:
+        return _run_ranks("tp_layer", record=None, case=case, tune=tune_ways, tuner="ways")
+    _run_ranks("tp_layer", record=record, case=case, tune=tune)
 
 
 @app.command(name="plot")
@@ -265,9 +266,17 @@ def _run_gpu(
 
 
 def _run_ranks(
-    name: str, *, record: Path | None, case: list[str] | None, tune: Path | None
+    name: str,
+    *,
+    record: Path | None,
+    case: list[str] | None,
+    tune: Path | None,
+    tuner: str | None = None,
 ) -> None:
-    """Runs a suite in one process a GPU: starts them, or is one of them."""
+    """Runs a suite in one process a GPU: starts them, or is one of them.
+
+    tune: the table to be made instead.  tuner: who makes it, if not the suite's own.
+    """
     from bytetx.bench.comm import comm_suite
     from bytetx.bench.ranks import start_ranks, this_rank
     from bytetx.bench.tp_layer import tp_layer_suite
@@ -278,7 +287,7 @@ def _run_ranks(
             return start_ranks(sys.argv[1:])
         console = Console(quiet=rank > 0)
         if tune is not None:
-            return _tune_ranks(console, name, tune, patterns=case or [])
+            return _tune_ranks(console, tuner or name, tune, patterns=case or [])
         patterns, command = case or [], _command(name, case or [])
         make_suite = tp_layer_suite if name == "tp_layer" else partial(comm_suite, name)
         own_record = record if rank == 0 else None
@@ -287,15 +296,14 @@ def _run_ranks(
         _fail(error)
 
 
-def _tune_ranks(console: Console, name: str, path: Path, *, patterns: list[str]) -> None:
+def _tune_ranks(console: Console, tuner: str, path: Path, *, patterns: list[str]) -> None:
     from bytetx.bench.comm import join
     from bytetx.bench.tune_comm import tune_comm
     from bytetx.bench.tune_layers import tune_layers
     from bytetx.bench.tune_rows import tune_rows
 
     ranks = join()
-    of_layers = {"tp_layer": tune_rows, "tp_layer_ways": tune_layers}
-    tune = of_layers.get(name, partial(tune_comm, name))
+    tune = {"tp_layer": tune_rows, "ways": tune_layers}.get(tuner, partial(tune_comm, tuner))
     for line in tune(path, ranks, patterns=patterns):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
