@@ -28,8 +28,16 @@ using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
 using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 constexpr int kMostSlots = 16;
-constexpr int kWideRingBytes = 200 * 1024;   // where a CTA owns a row, and an SM holds one CTA
-constexpr int kNarrowRingBytes = 64 * 1024;  // where a warp owns a row, and an SM holds three CTAs
+
+// CTAs of an SM, as many as its registers hold: rows of a few kilobytes are over before the barriers
+// of one of them are. They share what an SM has for rings.
+template <typename Tiling>
+constexpr int kCtasOfSm = Tiling::kThreadsPerRow <= kWarpSize ? 3
+                          : Tiling::kVecsPerThread == 1       ? 5
+                          : Tiling::kVecsPerThread == 2       ? 3
+                                                              : 1;
+template <typename Tiling>
+constexpr int kRingBytes = (208 / kCtasOfSm<Tiling> - 4) * 1024;
 
 struct RingSumParams : SumParams {
     int num_slots, slot_bytes;  // of the ring: a row of one array for each row that a CTA sums at once
@@ -146,7 +154,7 @@ __device__ __forceinline__ void sum_rows(const RingSumParams& p, const Ring& rin
 }
 
 template <typename T, typename Tiling, RowNorm kNorm>
-__global__ void __launch_bounds__(Tiling::kCtaThreads + kWarpSize, 1)
+__global__ void __launch_bounds__(Tiling::kCtaThreads + kWarpSize, kCtasOfSm<Tiling>)
     sum_rows_kernel(const __grid_constant__ RingSumParams p) {
     extern __shared__ __align__(128) uint8_t slots[];
     __shared__ uint64_t full[kMostSlots], empty[kMostSlots];
@@ -175,20 +183,19 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads + kWarpSize, 1)
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_ring_sum(const SumParams& sum, cudaStream_t stream) {
     RingSumParams p{sum};
-    constexpr bool kIsWide = Tiling::kThreadsPerRow > kWarpSize;
     constexpr int kThreads = Tiling::kCtaThreads + kWarpSize;
-    constexpr int kRingBytes = kIsWide ? kWideRingBytes : kNarrowRingBytes;
+    constexpr int kBytes = kRingBytes<Tiling>;
     constexpr auto kKernel = sum_rows_kernel<T, Tiling, kNorm>;
-    allow_smem_once<kKernel>(kRingBytes);
+    allow_smem_once<kKernel>(kBytes);
     p.slot_bytes = static_cast<int>(Tiling::kRowsPerCta * p.norm.hidden_size * sizeof(T));
-    p.num_slots = std::min(kMostSlots, kRingBytes / p.slot_bytes);
+    p.num_slots = std::min(kMostSlots, kBytes / p.slot_bytes);
     int device;
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-    static const int64_t resident = resident_ctas(kKernel, kThreads, kRingBytes, device);
+    static const int64_t resident = resident_ctas(kKernel, kThreads, kBytes, device);
     const int64_t ctas = (p.shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
     // One CTA at least: a rank without rows counts its calls, too.
     const auto grid = static_cast<unsigned>(std::clamp<int64_t>(ctas, 1, resident));
-    launch_kernel(kKernel, {dim3(grid), dim3(kThreads), kRingBytes, stream}, p);
+    launch_kernel(kKernel, {dim3(grid), dim3(kThreads), kBytes, stream}, p);
 }
 
 }  // namespace
