@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         RowRegisters<T, Tiling> h;
         add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
         if (p.norm.sum_out != nullptr) {
-            store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
+            store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
                                            p.norm.eps, {p.norm.out, nullptr, nullptr, false});

@@ -36,16 +36,6 @@ __device__ __forceinline__ void clear_row(RowRegisters<T, Tiling>& h) {
     }
 }
 
-template <typename T, typename Tiling>
-__device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int64_t row,
-                                          int lane, int num_vecs) {
-#pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        const int v = lane + i * Tiling::kThreadsPerRow;
-        if (v < num_vecs) static_cast<uint4*>(rows)[row * num_vecs + v] = pack<T>(h[i]);
-    }
-}
-
 // Whether this CTA ends the call, in one thread of it: the last whose threads have all read the
 // call's number.
 // That the rows have been read, the next kernel knows from this one's end.

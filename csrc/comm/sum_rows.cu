@@ -146,7 +146,7 @@ __device__ __forceinline__ void sum_rows(const RingSumParams& p, const Ring& rin
         }
         if (row >= p.shape.num_rows) continue;
         if (p.norm.sum_out != nullptr) {
-            store_row<T, Tiling>(p.norm.sum_out, h, row, lane, num_vecs);
+            store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
                                            p.norm.eps, {p.norm.out, nullptr, nullptr, false});

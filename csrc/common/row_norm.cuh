@@ -60,6 +60,17 @@ struct RawRow {
     }
 };
 
+// A row as it is, rounded once.
+template <typename T, typename Tiling>
+__device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int lane,
+                                          int64_t row, int num_vecs) {
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v < num_vecs) static_cast<uint4*>(rows)[row * num_vecs + v] = pack<T>(h[i]);
+    }
+}
+
 // A parameter [hidden_size] that every row needs, null for zeros. It stays in registers where a
 // row takes few; else each row reads it from L1.
 template <typename Tiling, bool kIsKept = Tiling::kVecsPerThread <= 4>

@@ -38,16 +38,6 @@ constexpr int kFullRow = Tiling::kThreadsPerRow * Tiling::kVecsPerThread * kVecS
 template <typename Tiling>
 constexpr bool kKeepsParameters = Tiling::kVecsPerThread <= 4;
 
-template <typename T, typename Tiling>
-__device__ __forceinline__ void store_row(void* rows, const RowRegisters<T, Tiling>& h, int lane,
-                                          int64_t row, int num_vecs) {
-#pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        const int v = lane + i * Tiling::kThreadsPerRow;
-        if (v < num_vecs) static_cast<uint4*>(rows)[row * num_vecs + v] = pack<T>(h[i]);
-    }
-}
-
 template <typename T, typename Tiling, RowNorm kNorm, RowWay kWay>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     norm_rows_kernel(const __grid_constant__ NormParams p, const bool streams) {
