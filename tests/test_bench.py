@@ -118,6 +118,7 @@ def test_source_hash_follows_content_and_names_of_the_measured_code(tmp_path: Pa
     assert len(first) == 64
     (tmp_path / "bytetx" / "cli.py").write_text("not measured code")
     (op.parent / "norm.cpython-311.pyc").write_text("not source")
+    (tmp_path / "csrc" / "README.md").write_text("what was learned")
     assert source_sha256(tmp_path) == first
     op.write_text("second")
     second = source_sha256(tmp_path)

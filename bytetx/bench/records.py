@@ -13,7 +13,7 @@ from typing import Any
 from bytetx.errors import BytetxError
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_NOT_SOURCE = {".pyc", ".so", ".o"}
+_NOT_SOURCE = {".pyc", ".so", ".o", ".md"}  # nor what is said of it
 
 
 @dataclass(frozen=True, slots=True)
