@@ -43,22 +43,21 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-}  // namespace
-
-void meet(const PeerMemory& peers, const Launch& launch) {
+void launch_warp(void (*kernel)(comm::Peers), const PeerMemory& peers, const Launch& launch) {
     const DeviceGuard guard(launch.device);
-    launch_kernel(meet_kernel,
-                  {dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(launch.stream)},
+    launch_kernel(kernel, {dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(launch.stream)},
                   comm::make_peers(peers));
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
+}  // namespace
+
+void meet(const PeerMemory& peers, const Launch& launch) {
+    launch_warp(meet_kernel, peers, launch);
+}
+
 void await_copies(const PeerMemory& peers, const Launch& launch) {
-    const DeviceGuard guard(launch.device);
-    launch_kernel(await_copies_kernel,
-                  {dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(launch.stream)},
-                  comm::make_peers(peers));
-    BYTETX_CUDA_CHECK(cudaGetLastError());
+    launch_warp(await_copies_kernel, peers, launch);
 }
 
 void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,

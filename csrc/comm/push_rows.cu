@@ -1,5 +1,5 @@
 // The all-reduce behind a GEMM that stores nothing elsewhere: the first half, whose second is the sum
-// of sum_rows.cu, with bias, residual and norm.
+// of sum_inbox.cu, with bias, residual and norm.
 //
 //   inbox of every other rank [this rank] = partial                             partial [m, n], f16 or bf16
 //
