@@ -327,3 +327,17 @@ def test_tuning_says_what_it_needs(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["linear", "--tune", str(tmp_path / "table.json")])
     assert found.exit_code == 1 and "--tune needs a Hopper GPU" in found.output
     assert not (tmp_path / "table.json").exists()
+
+
+def test_samples_come_in_random_orders_that_all_processes_find_alike() -> None:
+    names = ["ours", "gemm", "nccl", "cublas-nccl"]
+    found = list(gpu.orders(names, 40))
+    assert found == list(gpu.orders(names, 40))
+    assert all(sorted(order) == sorted(names) for order in found)
+    before_ours = {order[order.index("ours") - 1] for order in found if order[0] != "ours"}
+    assert before_ours == set(names) - {"ours"}
+
+
+def test_samples_of_gemms_at_the_power_limit_are_longer() -> None:
+    assert gpu.sample_us_of(2.0 * 4096 * 12288 * 12288) > 5 * gpu.SAMPLE_US
+    assert gpu.sample_us_of(2.0 * 4096 * 1024 * 1024) == gpu.SAMPLE_US

@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite, num_rotated
+from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, join_ranks, overlap_measurement, ranks_us
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_all_reduce, gemm_reduce_scatter
@@ -243,7 +243,9 @@ def _measure(
             call(weights[i % len(weights)])
 
     left_out: list[str] = []
-    found = ranks_us({name: partial(in_turn, call) for name, call in calls.items()}, left_out)
+    runs = {name: partial(in_turn, call) for name, call in calls.items()}
+    flop = 2.0 * shape.m * shape.n * shape.k / ranks.size
+    found = ranks_us(runs, left_out, sample_us=sample_us_of(flop))
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
     per_call = {name: us / count for name, us in found.items()}
     return overlap_measurement(per_call, shape=sizes, notes=(*left_out, *notes))

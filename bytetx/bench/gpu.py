@@ -1,8 +1,9 @@
 """What the GPU suites measure with: clocks, the rates of this GPU, and the floor they stand for."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol, TypeVar
@@ -20,6 +21,9 @@ SAMPLES = 5
 # Of one sample, and of the same work before it: a GPU at its power limit lowers its clock after
 # some milliseconds, and a GEMM that follows a pass over memory starts with a higher one.
 SAMPLE_US = 4_000
+# Of calls of so many FLOP, which bring a GPU to its power limit and its clock down tens of
+# milliseconds later: behind 4 ms of cooler work a call looks up to 6 % faster than it stays.
+_HOT_SAMPLE_US, _HOT_FLOP = 30_000, 1e11
 _COPY_BYTES = 1 << 31
 _GEMM_SIZE = 8192
 # Cycles that the GPU is kept busy with while the host queues what is timed: about 100 us.
@@ -130,6 +134,22 @@ def num_rotated(bytes_per_call: int) -> int:
     return min(max(-(-_ROTATED_BYTES // max(bytes_per_call, 1)), 2), _MAX_ROTATED)
 
 
+def sample_us_of(flop: float) -> float:
+    """How long samples of a run are whose calls do so many FLOP each."""
+    return _HOT_SAMPLE_US if flop >= _HOT_FLOP else SAMPLE_US
+
+
+def orders(names: Iterable[K], count: int) -> Iterator[list[K]]:
+    """The names in `count` random orders, which every process finds alike.
+
+    Rotated, each would have the same one before it in all of them but one.
+    """
+    found, chance = list(names), random.Random(0)
+    for _ in range(count):
+        chance.shuffle(found)
+        yield list(found)
+
+
 @torch.inference_mode()
 def graph_us(
     runs: Mapping[K, Run],
@@ -141,7 +161,7 @@ def graph_us(
     """Microseconds of device time of each run, as medians over samples of its captured graph.
 
     A sample is as many replays as take sample_us, after as many that are not timed. The samples
-    are taken in turn, each time from another start, so that heat is the same for all.
+    are taken in turn, each time in another order, so that heat is the same for all.
     calls: how many calls a run makes; its time is divided by them.
     """
     graphs = {name: capture(run) for name, run in runs.items()}
@@ -149,12 +169,10 @@ def graph_us(
     for name, graph in graphs.items():
         replay_us(graph, 1)
         replays[name] = max(1, round(sample_us / replay_us(graph, 1)))
-    order = list(graphs)
-    for _ in range(samples):
+    for order in orders(graphs, samples):
         for name in order:
             replay_us(graphs[name], replays[name])
             times[name].append(replay_us(graphs[name], replays[name]))
-        order.append(order.pop(0))
     return {name: statistics.median(found) / calls for name, found in times.items()}
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, num_rotated
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, num_rotated, sample_us_of
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.gated import BLOCK, GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
@@ -107,7 +107,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         **_RIVALS[shape.epilogue],
     }
     runs = {name: partial(in_turn, call) for name, call in calls_by_name.items()}
-    found = graph_us(runs, calls=calls)
+    found = graph_us(runs, calls=calls, sample_us=sample_us_of(work.flop))
     return Measurement(
         ours=found.pop("ours"),
         rivals=found,

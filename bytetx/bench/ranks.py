@@ -9,15 +9,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from bytetx.bench.gpu import Run, capture, left_out, replay_us
+from bytetx.bench.gpu import SAMPLE_US, SAMPLES, Run, capture, left_out, orders, replay_us
 from bytetx.bench.suite import Measurement
 from bytetx.errors import BytetxError
 from bytetx.ops.comm_gemm import Peers
 from bytetx.parallel.symmetric import turn_multicast_off
 from bytetx.parallel.tp import TpGroup, join_group
-
-_SAMPLES = 3
-_SAMPLE_US = 4_000
 
 NOTES = (
     "floor: the longer of computing alone and communicating alone, which is all that overlap can "
@@ -105,8 +102,8 @@ def ranks_us(
     notes: list[str],
     *,
     required: Iterable[str] = ("ours", "gemm", "nccl", "cublas-nccl"),
-    samples: int = _SAMPLES,
-    sample_us: float = _SAMPLE_US,
+    samples: int = SAMPLES,
+    sample_us: float = SAMPLE_US,
 ) -> dict[str, float]:
     """Microseconds of each run's graph on the slowest rank, medians; every rank calls it.
 
@@ -140,19 +137,14 @@ class RanksClock:
         return list(self._graphs)
 
     def us(self, names: Iterable[str], *, samples: int, sample_us: float) -> dict[str, float]:
-        """Microseconds of each graph on the slowest rank, medians of samples taken in turn.
-
-        A sample is as many replays as take sample_us, behind as many that are not timed.
-        """
+        """Microseconds of each graph on the slowest rank, medians of samples: as of graph_us."""
         times: dict[str, list[float]] = {name: [] for name in names}
-        order = list(times)
-        for _ in range(samples):
+        for order in orders(times, samples):
             for name in order:
                 dist.barrier()
                 count = max(1, round(sample_us / self._replay_us[name]))
                 replay_us(self._graphs[name], count)
                 times[name].append(slowest(replay_us(self._graphs[name], count)))
-            order.append(order.pop(0))  # heat is the same for all
         return {name: statistics.median(found) for name, found in times.items()}
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx.bench.comm import LAYERS, is_long
-from bytetx.bench.gpu import DTYPES, Run, num_rotated
+from bytetx.bench.gpu import DTYPES, Run, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected
 from bytetx.bench.tp_models import MODELS, spec_of
@@ -61,9 +61,8 @@ _SMS = 132
 # the first one's best; the winner is the first candidate within _ALIKE of the best.
 _SAMPLES, _MORE_SAMPLES = 3, 7
 _NEAR, _ALIKE = 1.08, 1.01
-# Of a sample, from so many rows on; where they keep a GPU at its power limit, longer than it takes
-# to get there.
-_SAMPLE_US = ((8192, 15_000), (2048, 8_000), (0, 1_000))
+# Of the time that the suites' samples take.
+_SAMPLE_SHARE = 0.5
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], object]
@@ -202,7 +201,7 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
     clock = RanksClock(runs, [], required=runs)
-    sample_us = next(us for rows, us in _SAMPLE_US if m >= rows)
+    sample_us = _SAMPLE_SHARE * sample_us_of(2.0 * m * layer.n * layer.k)
 
     def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
         found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)
