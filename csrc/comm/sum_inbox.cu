@@ -5,8 +5,10 @@
 // inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come. A
 // row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what does
 // not come from other ranks is loaded before the wait. It starts beside the GEMM where both fit an SM.
+// A row takes some 4 us, most of them latency, so of more rows than SMs two share one.
 // Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and the links.
 #include <algorithm>
+#include <type_traits>
 
 #include "comm/sum_parts.cuh"
 
@@ -37,15 +39,31 @@ __device__ __forceinline__ void sync_row() {
     }
 }
 
-// h += the bias, which the L1 has after the first row.
-template <typename T, typename Tiling>
-__device__ __forceinline__ void add_bias(const SumParams& p, int lane, int num_vecs,
-                                         RowRegisters<T, Tiling>& h) {
-    if (p.bias == nullptr) return;
-    RawRow<Tiling> bias;
-    bias.load(p.bias, 0, lane, num_vecs, [](const uint4* at) { return __ldg(at); });
-    add_row<T, Tiling>(h, bias);
-}
+// Few rows have an SM each, with registers for all that can be loaded ahead. Where two share one
+// (kShares), wide rows read parameters again, and add one part before they look at the next.
+template <typename Tiling>
+constexpr bool kCanShare = (Tiling::kThreadsPerRow > kWarpSize) && Tiling::kVecsPerThread <= 6;
+
+// As RowParameter, of which the compiler keeps nothing from row to row.
+class ParameterReadAgain {
+  public:
+    __device__ __forceinline__ ParameterReadAgain(const void* values, int, int)
+        : values_(static_cast<const uint4*>(values)) {}
+
+    __device__ __forceinline__ uint4 get(int, int v) const {
+        if (values_ == nullptr) return {};
+        const uint4* at = values_ + v;
+        asm volatile("" : "+l"(at));
+        return __ldg(at);
+    }
+
+  private:
+    const uint4* values_;
+};
+
+template <typename Tiling, bool kShares>
+using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2),
+                                        ParameterReadAgain, RowParameter<Tiling>>;
 
 // A rank's part of a row in this one's inbox: what has come of it.
 template <typename Tiling>
@@ -63,18 +81,20 @@ __device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, i
 }
 
 // h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
-// Two are looked at together. Before that one thread waits for the first of this rank's own part, lest
+// Two are looked at together where registers hold both. Before that one thread waits for the first of this rank's own part, lest
 // all of them read all along while weights are.
-template <typename T, typename Tiling>
-__device__ __forceinline__ void add_inbox(const InboxParams& p, uint32_t epoch, int64_t row,
-                                          int lane, int num_vecs, RowRegisters<T, Tiling>& h) {
+template <typename T, typename Tiling, bool kShares>
+__device__ __forceinline__ void add_inbox(const InboxParams& p,
+                                          const SumParameter<Tiling, kShares>& bias,
+                                          uint32_t epoch, int64_t row, int lane, int num_vecs,
+                                          RowRegisters<T, Tiling>& h) {
     RawRow<Tiling> residual;
     if (p.norm.residual != nullptr) {
         residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
     }
     clear_row<T, Tiling>(h);
     add_row<T, Tiling>(h, residual);
-    add_bias<T, Tiling>(p, lane, num_vecs, h);
+    add_parameter<T, Tiling>(h, bias, lane, num_vecs);
     uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
     const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
     const auto is_here = [&](int source) {
@@ -110,9 +130,10 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p, uint32_t epoch, 
         }
     }
     sync_row<Tiling>();
-    for (int source = 0; source < p.peers.size; source += 2) {
+    constexpr int kTogether = kShares && Tiling::kVecsPerThread > 4 ? 1 : 2;
+    for (int source = 0; source < p.peers.size; source += kTogether) {
         RawRow<Tiling> one, other;
-        const bool has_other = source + 1 < p.peers.size;
+        const bool has_other = kTogether > 1 && source + 1 < p.peers.size;
         const bool has_one = look(one, source);
         const bool is_other_whole = has_other && look(other, source + 1);
         finish(one, has_one, source);
@@ -120,22 +141,24 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p, uint32_t epoch, 
     }
 }
 
-template <typename T, typename Tiling, RowNorm kNorm>
-__global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
+template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
+__global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
     sum_inbox_kernel(const __grid_constant__ InboxParams p) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
     release_next_kernel();
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
-    const RowParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
-    const RowParameter<Tiling> norm_bias(p.norm.bias, lane, num_vecs);
+    using Parameter = SumParameter<Tiling, kShares>;
+    const Parameter weight(p.norm.weight, lane, num_vecs);
+    const Parameter norm_bias(p.norm.bias, lane, num_vecs);
+    const Parameter bias(p.bias, lane, num_vecs);
     const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
     const bool ends_call = is_last_to_start(p);
     for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
          row < p.shape.num_rows; row += stride) {
         RowRegisters<T, Tiling> h;
-        add_inbox<T, Tiling>(p, epoch, row, lane, num_vecs, h);
+        add_inbox<T, Tiling, kShares>(p, bias, epoch, row, lane, num_vecs, h);
         if (p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
@@ -146,19 +169,29 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     if (ends_call) end_sum(p, epoch);
 }
 
+template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
+void launch_rows(const InboxParams& p, cudaStream_t stream) {
+    const auto kernel = sum_inbox_kernel<T, Tiling, kNorm, kShares>;
+    int device;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
+    const int64_t ctas = (p.shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+    const auto grid = static_cast<unsigned>(std::min(ctas, resident));
+    launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, p);
+}
+
 }  // namespace
 
 void launch_sum_inbox(const GemmSumParams& o, const void* own_part, cudaStream_t stream) {
     const SumShape shape{.num_rows = static_cast<int>(o.linear.m)};
     const InboxParams p{{o.norm, o.bias, make_peers(o.peers), shape}, own_part};
     dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
-        const auto kernel = sum_inbox_kernel<T, Tiling, kNorm>;
-        int device;
-        BYTETX_CUDA_CHECK(cudaGetDevice(&device));
-        static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
-        const int64_t ctas = (shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-        const auto grid = static_cast<unsigned>(std::min(ctas, resident));
-        launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, p);
+        if constexpr (kCanShare<Tiling>) {
+            if (shape.num_rows > num_sms()) {
+                return launch_rows<T, Tiling, kNorm, true>(p, stream);
+            }
+        }
+        launch_rows<T, Tiling, kNorm, false>(p, stream);
     });
 }
 

@@ -27,6 +27,20 @@ __device__ __forceinline__ void add_row(RowRegisters<T, Tiling>& h, const RawRow
     }
 }
 
+// Parameter: RowParameter, or what has its get().
+template <typename T, typename Tiling, typename Parameter>
+__device__ __forceinline__ void add_parameter(RowRegisters<T, Tiling>& h, const Parameter& values,
+                                              int lane, int num_vecs) {
+#pragma unroll
+    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
+        const int v = lane + i * Tiling::kThreadsPerRow;
+        if (v >= num_vecs) continue;
+        const uint4 words = values.get(i, v);
+#pragma unroll
+        for (int j = 0; j < kVecSize<T>; ++j) h[i][j] += element<T>(words, j);
+    }
+}
+
 template <typename T, typename Tiling>
 __device__ __forceinline__ void clear_row(RowRegisters<T, Tiling>& h) {
 #pragma unroll

@@ -132,14 +132,7 @@ __device__ __forceinline__ void sum_rows(const RingSumParams& p, const Ring& rin
         RowRegisters<T, Tiling> h;
         clear_row<T, Tiling>(h);
         if (p.norm.residual != nullptr) add_slot<T, Tiling>(p, ring, slot, lane, num_vecs, h);
-#pragma unroll
-        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-            const int v = lane + i * Tiling::kThreadsPerRow;
-            if (v >= num_vecs) continue;
-            const uint4 words = bias.get(i, v);
-#pragma unroll
-            for (int j = 0; j < kVecSize<T>; ++j) h[i][j] += element<T>(words, j);
-        }
+        add_parameter<T, Tiling>(h, bias, lane, num_vecs);
 #pragma unroll 1
         for (int source = 0; source < p.peers.size; ++source) {
             add_slot<T, Tiling>(p, ring, slot, lane, num_vecs, h);
