@@ -305,6 +305,13 @@ def test_wrong_options_say_what_to_do(arguments: list[str], message: str) -> Non
     assert "Traceback" not in result.output
 
 
+def test_a_table_of_linear_layers_has_all_of_them(tmp_path: Path) -> None:
+    table = tmp_path / "table.json"
+    result = CliRunner().invoke(app, ["linear", "--tune", str(table), "--case", "gpt3"])
+    assert result.exit_code == 1 and "give one of them" in " ".join(result.output.split())
+    assert not table.exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
 def test_attention_suite_asks_for_a_gpu() -> None:
     result = CliRunner().invoke(app, ["attention"])

@@ -81,6 +81,8 @@ def linear(
     """An encoder's GEMMs on a GPU with what follows them fused: bytetx and cuBLAS."""
     from bytetx.bench.linear import linear_suite
 
+    if tune is not None and case:
+        _fail(BytetxError("--tune measures every layer, --case chooses cases; give one of them"))
     if tune is not None:
         return _tune(tune)
 

@@ -204,7 +204,7 @@ def gemm_all_reduce(
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
     workspace, slot_rows = _kernel_workspace(peers), len(x) * peers.size
-    has_kernel = workspace is not None and comm_kernels.takes_all_reduce(w, slot_rows=slot_rows)
+    has_kernel = workspace is not None and comm_kernels.takes_inbox(w, slot_rows=slot_rows)
     if has_kernel and plan.takes_slots:
         sizes = {"slot_rows": slot_rows, "buffer_bytes": workspace.buffer_bytes}
         if not comm_kernels.takes_slots(w, **sizes):

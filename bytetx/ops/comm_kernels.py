@@ -56,7 +56,7 @@ def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
 
 
-def takes_all_reduce(w: LinearWeight, *, slot_rows: int) -> bool:
+def takes_inbox(w: LinearWeight, *, slot_rows: int) -> bool:
     """Whether a kernel sums this weight's products from inboxes; slot_rows: of all parts."""
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
 
