@@ -339,6 +339,7 @@ void bind_comm(py::module_& m) {
     bind_gemm_sum(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
     bind_gemm_sum(m, "gemm_all_reduce", &gemm_all_reduce);
     bind_gemm_sum(m, "all_reduce_rows", &all_reduce_rows);
+    bind_gemm_sum(m, "all_reduce_two_shot", &all_reduce_two_shot);
     bind_gemm_sum(m, "sum_copies", &sum_copies);
     for (const auto& [name, op] :
          {std::pair{"meet", &meet}, std::pair{"await_copies", &await_copies}}) {

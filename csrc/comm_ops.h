@@ -70,6 +70,8 @@ void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
 // cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not used.
 void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
+// The same in two exchanges; a quarter of the buffers holds the rows twice, and tp_size - 1 rows.
+void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
 // Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
 // other rank, to `place` in that one's memory, on a stream for copies; then it waits for theirs.

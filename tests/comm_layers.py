@@ -16,7 +16,7 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import LINEAR_PUSH, MANY, CommPlan, plan_comm
+from bytetx.ops.comm_plan import LINEAR_PUSH, LINEAR_TWO_SHOT, MANY, CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -119,8 +119,10 @@ def sum_layer(
     max_rows: int,
     is_dealt: bool,
     plan: CommPlan | None = None,
+    n: int | None = None,
 ) -> Layer:
-    m, n, k = random.randint(1, max_rows), 32 * random.randint(1, 80), 8 * random.randint(1, 200)
+    m, k = random.randint(1, max_rows), 8 * random.randint(1, 200)
+    n = n or 32 * random.randint(1, 80)
     ranks = range(group.size)
     offsets = random_offsets(m, group.size)
     own = [slice(offsets[r], offsets[r + 1]) if is_dealt else slice(0, m) for r in ranks]
@@ -162,9 +164,11 @@ def sum_layer(
 
 
 def pushing_plan(size: int, m: int, n: int, k: int) -> CommPlan:
-    """The rule's, but never NCCL's; now and then a tiling for many rows."""
+    """The rule's; now and then a tiling for many rows, or two exchanges."""
     if random.random() < 0.3:
         return CommPlan(MANY + random.choice(["128x192", "128x128"]))
+    if random.random() < 0.3:
+        return CommPlan(LINEAR_TWO_SHOT)
     plan = plan_comm(comm_plan.Layer("gemm_all_reduce", size, n, k, is_even=False), m)
     return plan if plan.is_fused else CommPlan(LINEAR_PUSH)
 

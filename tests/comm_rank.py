@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
 
-from bytetx.ops.comm_plan import COPIED, CUBLAS_PUSH, CommPlan
+from bytetx.ops.comm_plan import COPIED, CUBLAS_PUSH, CUBLAS_TWO_SHOT, CommPlan
 from bytetx.parallel.tp import gpu_of, join_group
 
 BUFFER_BYTES = 256 << 20
@@ -40,8 +40,9 @@ def main(rank: int, size: int, port: int) -> None:
     for number in range(NUM_LAYERS):
         dtype = (torch.float16, torch.bfloat16)[number % 2]
         check_layer(group, random_layer(group, dtype, max_rows=(ROWS, 6)[number % 3 == 0]), dtype)
-    push = {"is_dealt": False, "plan": CommPlan(CUBLAS_PUSH)}
-    check_layer(group, sum_layer(group, torch.bfloat16, max_rows=PUSH_ROWS, **push), torch.bfloat16)
+    for way in (CUBLAS_PUSH, CUBLAS_TWO_SHOT):
+        push = {"is_dealt": False, "max_rows": PUSH_ROWS, "plan": CommPlan(way)}
+        check_layer(group, sum_layer(group, torch.bfloat16, **push), torch.bfloat16)
     copied, layers = {"max_rows": ROWS, "plan": CommPlan(COPIED)}, []
     for dtype in (torch.bfloat16, torch.float16):
         layers.append(gather_layer(group, dtype, **copied))

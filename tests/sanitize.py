@@ -146,7 +146,7 @@ def run_comm() -> None:
     from comm_layers import gather_layer, sum_layer
     from test_cuda_comm import make_group
 
-    from bytetx.ops.comm_plan import LINEAR_PUSH, CommPlan
+    from bytetx.ops.comm_plan import LINEAR_PUSH, LINEAR_TWO_SHOT, CommPlan
 
     group = make_group(1)
     for max_rows in (20, 200):
@@ -154,8 +154,9 @@ def run_comm() -> None:
             gather_layer(group, dtype, max_rows=max_rows).call(0)
             for is_dealt in (False, True):
                 sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
-            push = {"is_dealt": False, "plan": CommPlan(LINEAR_PUSH)}
-            sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
+            for way in (LINEAR_PUSH, LINEAR_TWO_SHOT):
+                push = {"is_dealt": False, "plan": CommPlan(way)}
+                sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
     for _ in range(2):
         for rows in (1, 77):
             copy_and_sum(group, some(rows, 416, dtype=HALVES[1]))

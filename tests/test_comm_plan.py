@@ -60,6 +60,14 @@ def test_other_ops_and_groups_are_no_neighbours() -> None:
     assert not plan_comm(Layer("all_gather_gemm", 2, 4096, 1024, is_gated=True), 4096).is_fused
 
 
+def test_of_many_ranks_more_rows_go_in_two_exchanges() -> None:
+    """Rows that go to all cost each link as many times their bytes as there are other ranks."""
+    layer = replace(SUM, tp=8, n=12288, k=6144)
+    assert plan_comm(layer, 16).is_fused
+    assert plan_comm(layer, 64).is_two_shot and plan_comm(layer, 512).is_two_shot
+    assert not plan_comm(replace(layer, n=1024), 64).is_two_shot
+
+
 def test_who_measures_plans_goes_before_the_table() -> None:
     with planned({SUM: CommPlan(LINEAR)}):
         assert plan_comm(SUM, 64).way == LINEAR

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.comm_gemm import Peers
-from bytetx.ops.comm_plan import COPIED, CUBLAS_PUSH, LINEAR_PUSH, CommPlan
+from bytetx.ops.comm_plan import COPIED, PUSHES, TWO_SHOTS, CommPlan
 from bytetx.ops.comm_workspace import NUM_FLAGS, make_workspace
 
 SIZES = (1, 2, 4, 8)
@@ -111,7 +111,7 @@ def test_copies_beside_cublas(group: Group) -> None:
         check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
 
 
-@pytest.mark.parametrize("way", [CUBLAS_PUSH, LINEAR_PUSH])
+@pytest.mark.parametrize("way", [*PUSHES, *TWO_SHOTS])
 def test_all_reduce_behind_another_gemm(group: Group, way: str) -> None:
     for number in range(20):
         dtype, rows = DTYPES[number % 2], 5 if number % 5 == 0 else 600
@@ -129,9 +129,17 @@ def test_an_all_reduce_whose_slots_do_not_fit_takes_the_inbox(group: Group) -> N
     check_layer(small, layer, torch.bfloat16)
 
 
+def test_two_exchanges_of_wide_rows(group: Group) -> None:
+    for n in (4096, 8192, 12288, 16384):
+        for dtype, rows in ((torch.bfloat16, 300), (torch.float16, 9)):
+            options = {"is_dealt": False, "plan": CommPlan(TWO_SHOTS[1]), "n": n}
+            check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
+
+
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
-    for _ in range(40):
-        layer = sum_layer(group, torch.bfloat16, max_rows=600, is_dealt=False)
+    for number in range(40):
+        plan = CommPlan(TWO_SHOTS[1]) if number % 4 == 0 else None
+        layer = sum_layer(group, torch.bfloat16, max_rows=600, is_dealt=False, plan=plan)
         results = [layer.call(rank) for rank in range(group.size)]
         group.wait()
         for found in results[1:]:

@@ -35,6 +35,7 @@ from bytetx.ops.comm_plan import (
     CUBLAS_PUSH,
     LINEAR,
     LINEAR_PUSH,
+    TWO_SHOTS,
     CommPlan,
     Layer,
     Op,
@@ -54,6 +55,7 @@ _COLUMN: Op = "column_gemm"
 _FEW_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 _MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _COPIED_ROWS = 256  # below, copies take longer to start than they hide
+_TWO_SHOT_ROWS = 64  # below, a second exchange costs more than it saves
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
 _SPLITS = (1, 2, 4, 5)
 _SMS = 132
@@ -155,6 +157,7 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
     """Every way that can be the best, the preferred ones first: what is fused, then what copies."""
     if layer.op == "gemm_all_reduce":
         found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
+        found += [CommPlan(way) for way in TWO_SHOTS] * (m >= _TWO_SHOT_ROWS)
     else:
         found = [CommPlan(name) for name in tilings(layer)]
         found += [CommPlan(COPIED)] * (layer.op != _COLUMN and m >= _COPIED_ROWS)

@@ -203,20 +203,36 @@ def gemm_all_reduce(
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
-    workspace, slot_rows = _kernel_workspace(peers), len(x) * peers.size
-    has_kernel = workspace is not None and comm_kernels.takes_inbox(w, slot_rows=slot_rows)
-    if has_kernel and plan.takes_slots:
-        sizes = {"slot_rows": slot_rows, "buffer_bytes": workspace.buffer_bytes}
-        if not comm_kernels.takes_slots(w, **sizes):
-            plan = CommPlan(CUBLAS_PUSH)
+    plan = _with_slots(plan, w, peers, len(x))
     options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
-    if has_kernel and plan.is_fused:
-        return _sum_by_kernel(x, w, peers, None, **options, partial=partial)
-    if has_kernel and plan.is_pushed:
-        product = _product(x, w, peers, bias=None, partial=partial, plan=plan)
-        return _sum_by_kernel(x, w, peers, None, **options, partial=product)
+    if _sums_by_kernel(plan, w, peers, len(x)):
+        if plan.is_fused:
+            return _sum_by_kernel(x, w, peers, None, **options, partial=partial)
+        if plan.is_pushed:
+            product = _product(x, w, peers, bias=None, partial=partial, plan=plan)
+            return _sum_by_kernel(x, w, peers, None, **options, partial=product)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
     return _finish(peers.collectives.all_reduce(product), residual, norm)
+
+
+def _with_slots(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> CommPlan:
+    """The plan of a gemm_all_reduce, or one that takes the inbox where the slots do not hold it."""
+    workspace = _kernel_workspace(peers)
+    if workspace is None or not plan.takes_slots:
+        return plan
+    sizes = {"slot_rows": rows * peers.size, "buffer_bytes": workspace.buffer_bytes}
+    return plan if comm_kernels.takes_slots(w, **sizes) else CommPlan(CUBLAS_PUSH)
+
+
+def _sums_by_kernel(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> bool:
+    """Whether this gemm_all_reduce can be a kernel's; the same on every rank."""
+    workspace = _kernel_workspace(peers)
+    if workspace is None:
+        return False
+    if plan.is_two_shot:
+        sizes = {"size": peers.size, "buffer_bytes": workspace.buffer_bytes}
+        return comm_kernels.takes_two_shot(w, rows=rows, **sizes)
+    return comm_kernels.takes_inbox(w, slot_rows=rows * peers.size)
 
 
 def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = False) -> CommPlan:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned
-from bytetx.ops.comm_plan import COPIED, PUSHES, CommPlan, Op, tiling_index
+from bytetx.ops.comm_plan import COPIED, PUSHES, TWO_SHOTS, CommPlan, Op, tiling_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
@@ -21,6 +21,7 @@ _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
 INBOX_BYTES = 32 << 20  # 1024 rows of 8192 features of two ranks
+_MOST_PEERS, _INBOX_FLAG = 8, 32768  # kMaxPeers, kInbox: flags, counters, then the inbox
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 
@@ -54,6 +55,13 @@ def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bo
 def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
     """Whether a kernel sums this weight's products from slots; slot_rows: of all slots."""
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
+
+
+def takes_two_shot(w: LinearWeight, *, rows: int, size: int, buffer_bytes: int) -> bool:
+    """Whether a kernel sums this weight's products in two exchanges; rows: of all ranks alike."""
+    slot_rows = size * -(-rows // size) + rows
+    has_flags = 2 * -(-rows // size) <= (_INBOX_FLAG - 4 * _MOST_PEERS) // (4 * size)
+    return has_flags and takes_slots(w, slot_rows=slot_rows, buffer_bytes=buffer_bytes)
 
 
 def takes_inbox(w: LinearWeight, *, slot_rows: int) -> bool:
@@ -128,7 +136,9 @@ def gemm_sum(
         row_offsets = (*[0] * size, m)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
     op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
-    name = {COPIED: "sum_copies", **dict.fromkeys(PUSHES, "all_reduce_rows")}.get(plan.way, op)
+    names = dict.fromkeys(PUSHES, "all_reduce_rows") | {COPIED: "sum_copies"}
+    names |= dict.fromkeys(TWO_SHOTS, "all_reduce_two_shot")
+    name = names.get(plan.way, op)
     native.kernel(name, x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),

@@ -24,18 +24,20 @@ _DEALT_OPS = ("all_gather_gemm", "gemm_reduce_scatter")
 # Ways without a fused kernel: a collective behind cuBLAS, or behind what `linear` takes; or, of
 # gemm_all_reduce, this package's own all-reduce, which adds and norms what the op adds and norms.
 CUBLAS, LINEAR = "cublas", "linear"
+# All rows to all ranks, or in two exchanges: parts to the owner of a row, its sum to all.
 PUSHES = CUBLAS_PUSH, LINEAR_PUSH = "cublas-push", "linear-push"
+TWO_SHOTS = CUBLAS_TWO_SHOT, LINEAR_TWO_SHOT = "cublas-two-shot", "linear-two-shot"
 # Of the ops that deal rows: cuBLAS, beside which copy engines move them.
 COPIED = "copied"
-_UNFUSED = (CUBLAS, LINEAR, *PUSHES, COPIED)
+_UNFUSED = (CUBLAS, LINEAR, *PUSHES, *TWO_SHOTS, COPIED)
 # Of gemm_all_reduce: tilings of the many-row GEMM, whose tiles go to every rank's slots.
 MANY = "many-"
 
 _MAX_PLANS = 4096
 _NUM_SMS = 132
-# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank of more than
-# two sends, beyond which NCCL's two exchanges cost less; rows that weights stream past, and columns
-# beyond which more rows than these take a second wave of CTAs.
+# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
+# which two exchanges cost less where there are more than two; rows that weights stream past, and
+# columns beyond which more rows than these take a second wave of CTAs.
 _MOST_SENT_BYTES = 8 << 20
 _STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
@@ -62,7 +64,11 @@ class CommPlan:
     @property
     def is_pushed(self) -> bool:
         """Whether a product goes to the other ranks by a kernel of its own."""
-        return self.way in PUSHES
+        return self.way in PUSHES or self.is_two_shot
+
+    @property
+    def is_two_shot(self) -> bool:
+        return self.way in TWO_SHOTS
 
     @property
     def takes_slots(self) -> bool:
@@ -75,7 +81,7 @@ class CommPlan:
 
     @property
     def is_cublas(self) -> bool:
-        return self.way in (CUBLAS, CUBLAS_PUSH, COPIED)
+        return self.way in (CUBLAS, CUBLAS_PUSH, CUBLAS_TWO_SHOT, COPIED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,7 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
     if layer.op == "gemm_all_reduce":
         sent = (layer.tp - 1) * m * layer.n * 2
         if layer.tp > 2 and sent > _MOST_SENT_BYTES:
-            return CommPlan(LINEAR)
+            return CommPlan(LINEAR_TWO_SHOT)
         if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
             return CommPlan(CUBLAS_PUSH)
         return _push_by_rule(m, layer.n, layer.k)

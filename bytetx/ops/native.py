@@ -32,6 +32,7 @@ OPS = (
     "gemm_reduce_scatter",
     "gemm_all_reduce",
     "all_reduce_rows",
+    "all_reduce_two_shot",
     "sum_copies",
     "meet",
     "send_copy",

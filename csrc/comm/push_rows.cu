@@ -7,7 +7,6 @@
 // pass over the product costs. A thread takes 16 bytes a time, four in flight, to every rank; words
 // come one by one (never_zero in peers.cuh), so sums begin while the rest is on its way.
 // Bytes: m * n * 2 over each link, as much through L2; bound by the links, up to some 2 MB by latency.
-#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -22,10 +21,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kInFlight = 4;  // vectors of a thread
-// Enough for the links, and few enough to leave SMs to the sum, whose CTAs take one each: two on
-// every SM took 1 to 5 % longer, GEMM included.
-constexpr int kMostCtas = 32;
-
 struct PushRowsParams {
     const uint4* partial;
     comm::Peers peers;
@@ -76,9 +71,8 @@ void all_reduce_rows(const GemmSumParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t num_vecs = o.m * o.n / 8;
-    const int64_t ctas = (num_vecs + kThreads - 1) / kThreads;
-    const auto grid = static_cast<unsigned>(std::min<int64_t>(ctas, kMostCtas));
-    launch_kernel(push_rows_kernel, {dim3(grid), dim3(kThreads), 0, stream},
+    launch_kernel(push_rows_kernel,
+                  {dim3(comm::kSendingCtas), dim3(kThreads), 0, stream, comm::kSendingCluster},
                   PushRowsParams{static_cast<const uint4*>(o.residual), comm::make_peers(p.peers),
                                  num_vecs});
     comm::launch_sum_inbox(p, o.residual, stream);

@@ -17,6 +17,11 @@ struct SumShape {
     int count_of_tile = 0;  // what a source counts for one of them in all
 };
 
+// CTAs of a kernel that sends rows to other ranks: enough for the links (8 reach 300 GB/s, all 310), and
+// few, for on their SMs loads of the sum's CTAs wait behind these stores. Clusters of them are spread
+// over the GPCs; CTAs without one begin on SMs that no cluster fits, eight of one GPC.
+constexpr int kSendingCtas = 24, kSendingCluster = 4;
+
 // Behind the kernel that fills the slots, which has let this one start.
 void launch_sum(const GemmSumParams& p, const SumShape& shape, cudaStream_t stream);
 
