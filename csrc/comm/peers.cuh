@@ -38,6 +38,8 @@ enum EpochWord : int {
     kSumTicket = 3,
     kSumTiles = 4,
     kCopyEpoch = 9,  // of calls that copy rows: the last that has begun
+    kRowTicket = 10,  // rows that CTAs of sums from the inbox have asked for, in all calls
+    kRowsTaken = 11,  // the same, in all calls that have ended
 };
 
 enum class Counted : int { pieces = 0, tiles = 1 };

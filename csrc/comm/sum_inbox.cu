@@ -5,7 +5,8 @@
 // inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come. A
 // row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what does
 // not come from other ranks is loaded before the wait. It starts beside the GEMM where both fit an SM.
-// A row takes some 4 us, most of them latency, so of more rows than SMs two share one.
+// A row takes some 4 us, most of them latency, so of more rows than SMs two share one; those beyond
+// the first of each CTA go to whoever is free, for beside a CTA that sends rows loads wait.
 // Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and the links.
 #include <algorithm>
 #include <type_traits>
@@ -141,22 +142,56 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p,
     }
 }
 
+// Which row a CTA sums next: its own next one, or, of CTAs that share SMs, the first that nobody has
+// asked for.
+template <bool kShares>
+class RowsInTurn {
+  public:
+    __device__ __forceinline__ RowsInTurn(const InboxParams& p, int stride)
+        : words_(p.peers.epochs), num_rows_(p.shape.num_rows), stride_(stride) {
+        if constexpr (kShares) begin_ = __ldcg(words_ + kRowsTaken);
+    }
+
+    // All threads of a CTA, between whose calls there are barriers.
+    __device__ __forceinline__ int after(int row) const {
+        if (!is_dealt()) return row + stride_;
+        __shared__ int next;
+        if (threadIdx.x == 0) {
+            next = stride_ + static_cast<int>(atomicAdd(words_ + kRowTicket, 1) - begin_);
+        }
+        __syncthreads();
+        return next;
+    }
+
+    // By one thread, when all CTAs have begun. In a call they ask as many times as there are rows: for
+    // those beyond their first ones, and each once in vain.
+    __device__ __forceinline__ void end() const {
+        if (is_dealt()) words_[kRowsTaken] = begin_ + static_cast<uint32_t>(num_rows_);
+    }
+
+  private:
+    __device__ __forceinline__ bool is_dealt() const { return kShares && num_rows_ > stride_; }
+
+    uint32_t *words_, begin_ = 0;
+    int num_rows_, stride_;
+};
+
 template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
     sum_inbox_kernel(const __grid_constant__ InboxParams p) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
     release_next_kernel();
+    const RowsInTurn<kShares> rows(p, static_cast<int>(gridDim.x) * Tiling::kRowsPerCta);
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     using Parameter = SumParameter<Tiling, kShares>;
     const Parameter weight(p.norm.weight, lane, num_vecs);
     const Parameter norm_bias(p.norm.bias, lane, num_vecs);
     const Parameter bias(p.bias, lane, num_vecs);
-    const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
     const bool ends_call = is_last_to_start(p);
     for (int row = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta +
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
-         row < p.shape.num_rows; row += stride) {
+         row < p.shape.num_rows; row = rows.after(row)) {
         RowRegisters<T, Tiling> h;
         add_inbox<T, Tiling, kShares>(p, bias, epoch, row, lane, num_vecs, h);
         if (p.norm.sum_out != nullptr) {
@@ -166,7 +201,10 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
                                            p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
     wait_for_prior_kernel();
-    if (ends_call) end_sum(p, epoch);
+    if (ends_call) {
+        rows.end();
+        end_sum(p, epoch);
+    }
 }
 
 template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
@@ -176,7 +214,9 @@ void launch_rows(const InboxParams& p, cudaStream_t stream) {
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));
     static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
     const int64_t ctas = (p.shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-    const auto grid = static_cast<unsigned>(std::min(ctas, resident));
+    // As many as run beside the CTAs that send the rows, lest the last rows wait for these to end.
+    const int64_t most = kShares && p.own_part != nullptr ? resident - kSendingCtas : resident;
+    const auto grid = static_cast<unsigned>(std::min(ctas, most));
     launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, p);
 }
 
