@@ -102,6 +102,8 @@ def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
     assert [p.way for p in many] == ["128x192", "128x128", "copied", "linear", "cublas"]
+    hot = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 12288, 6144), 4096)
+    assert [p.way for p in hot] == ["copied", "128x192", "128x128", "linear", "cublas"]
     column = tune_comm.candidates(Layer("column_gemm", 2, 1024, 512), 4096)
     assert [p.way for p in column] == ["linear", "cublas"]
 

@@ -134,9 +134,14 @@ def num_rotated(bytes_per_call: int) -> int:
     return min(max(-(-_ROTATED_BYTES // max(bytes_per_call, 1)), 2), _MAX_ROTATED)
 
 
+def is_hot(flop: float) -> bool:
+    """Whether calls of so many FLOP each bring a GPU to its power limit."""
+    return flop >= _HOT_FLOP
+
+
 def sample_us_of(flop: float) -> float:
     """How long samples of a run are whose calls do so many FLOP each."""
-    return _HOT_SAMPLE_US if flop >= _HOT_FLOP else SAMPLE_US
+    return _HOT_SAMPLE_US if is_hot(flop) else SAMPLE_US
 
 
 def orders(names: Iterable[K], count: int) -> Iterator[list[K]]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx.bench.comm import LAYERS, is_long
-from bytetx.bench.gpu import DTYPES, Run, num_rotated, sample_us_of
+from bytetx.bench.gpu import DTYPES, Run, is_hot, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected
 from bytetx.bench.tp_models import MODELS, spec_of
@@ -63,8 +63,9 @@ _SMS = 132
 # the first one's best; the winner is the first candidate within _ALIKE of the best.
 _SAMPLES, _MORE_SAMPLES = 3, 7
 _NEAR, _ALIKE = 1.08, 1.01
-# Of the time that the suites' samples take.
-_SAMPLE_SHARE = 0.5
+# Of calls that leave a GPU cool; of others as long as the suites': shorter ones do not show what a
+# way costs in power, and so in clock.
+_SAMPLE_US = 1_000
 _DTYPE = DTYPES["bf16"]
 
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], object]
@@ -154,13 +155,19 @@ def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
 
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
-    """Every way that can be the best, the preferred ones first: what is fused, then what copies."""
+    """Every way that can be the best, the preferred ones first.
+
+    What is fused, then what copies; at the power limit what copies, which leaves most of it to the
+    products.
+    """
     if layer.op == "gemm_all_reduce":
         found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
         found += [CommPlan(way) for way in TWO_SHOTS] * (m >= _TWO_SHOT_ROWS)
     else:
         found = [CommPlan(name) for name in tilings(layer)]
-        found += [CommPlan(COPIED)] * (layer.op != _COLUMN and m >= _COPIED_ROWS)
+        if layer.op != _COLUMN and m >= _COPIED_ROWS:
+            place = 0 if is_hot(2.0 * m * layer.n * layer.k) else len(found)
+            found.insert(place, CommPlan(COPIED))
     return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
 
 
@@ -204,7 +211,8 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
     clock = RanksClock(runs, [], required=runs)
-    sample_us = _SAMPLE_SHARE * sample_us_of(2.0 * m * layer.n * layer.k)
+    flop = 2.0 * m * layer.n * layer.k
+    sample_us = sample_us_of(flop) if is_hot(flop) else _SAMPLE_US
 
     def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
         found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)
