@@ -3,8 +3,8 @@
 import gc
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -152,20 +152,17 @@ def test_threads_share_a_model_and_models_a_gpu(folders: dict[str, Path]) -> Non
     queue_of(models[0])
     batches = [batch_of(seed, num_texts=6) for seed in range(5)]
     expected = [models[0].embed(batch).vectors for batch in batches]
-    wrong: list[int] = []
 
-    def work(model: Model) -> None:
-        for _ in range(10):
-            for i, batch in enumerate(batches):
-                if not np.array_equal(model.embed(batch).vectors, expected[i]):
-                    wrong.append(i)
+    def work(model: Model) -> list[int]:
+        return [
+            i
+            for i in [*range(len(batches))] * 10
+            if not np.array_equal(model.embed(batches[i]).vectors, expected[i])
+        ]
 
-    workers = [threading.Thread(target=work, args=(models[i % 2],)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as pool:
+        workers = [pool.submit(work, models[i % 2]) for i in range(4)]
+    assert [worker.result() for worker in workers] == [[]] * 4
 
 
 def test_few_graphs_are_kept(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
