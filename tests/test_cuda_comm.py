@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.comm_gemm import Peers
-from bytetx.ops.comm_plan import COPIED, PUSHES, TWO_SHOTS, CommPlan
+from bytetx.ops.comm_plan import COPIED, LINEAR_TWO_SHOT, PUSHES, TWO_SHOTS, CommPlan
 from bytetx.ops.comm_workspace import NUM_FLAGS, make_workspace
 
 SIZES = (1, 2, 4, 8)
@@ -132,13 +132,13 @@ def test_an_all_reduce_whose_slots_do_not_fit_takes_the_inbox(group: Group) -> N
 def test_two_exchanges_of_wide_rows(group: Group) -> None:
     for n in (4096, 8192, 12288, 16384):
         for dtype, rows in ((torch.bfloat16, 300), (torch.float16, 9)):
-            options = {"is_dealt": False, "plan": CommPlan(TWO_SHOTS[1]), "n": n}
+            options = {"is_dealt": False, "plan": CommPlan(LINEAR_TWO_SHOT), "n": n}
             check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
     for number in range(40):
-        plan = CommPlan(TWO_SHOTS[1]) if number % 4 == 0 else None
+        plan = CommPlan(LINEAR_TWO_SHOT) if number % 4 == 0 else None
         layer = sum_layer(group, torch.bfloat16, max_rows=600, is_dealt=False, plan=plan)
         results = [layer.call(rank) for rank in range(group.size)]
         group.wait()

@@ -156,7 +156,7 @@ CommTuneOption = Annotated[
     typer.Option(
         "--tune",
         help="Measure every way to run the layers (of --case) instead, and write the best into the "
-        "table: half a minute a suite.",
+        "table: about a minute a suite.",
     ),
 ]
 

@@ -199,9 +199,9 @@ def join() -> Ranks:
     return join_ranks(workspace_bytes=workspace_bytes(size=dist.get_world_size(), **largest))
 
 
-def is_long(m: int, n: int, k: int) -> bool:
+def is_long(flop: float) -> bool:
     """Whether a rank's GEMM is measured alone: it takes so long that no call before it matters."""
-    return 2 * m * n * k / _FLOP_PER_US > _LONG_US
+    return flop / _FLOP_PER_US > _LONG_US
 
 
 def _row_step(m: int, size: int) -> int:
@@ -235,8 +235,8 @@ def _measure(
     *,
     notes: tuple[str, ...] = (),
 ) -> Measurement:
-    is_alone = is_long(shape.m, shape.n, shape.k // ranks.size)
-    count = 1 if is_alone else max(len(weights), _MIN_CALLS)
+    flop = 2.0 * shape.m * shape.n * shape.k / ranks.size
+    count = 1 if is_long(flop) else max(len(weights), _MIN_CALLS)
 
     def in_turn(call: Call) -> None:
         for i in range(count):
@@ -244,7 +244,6 @@ def _measure(
 
     left_out: list[str] = []
     runs = {name: partial(in_turn, call) for name, call in calls.items()}
-    flop = 2.0 * shape.m * shape.n * shape.k / ranks.size
     found = ranks_us(runs, left_out, sample_us=sample_us_of(flop))
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
     per_call = {name: us / count for name, us in found.items()}

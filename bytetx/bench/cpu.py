@@ -14,9 +14,8 @@ from bytetx.bench.cpu_generate import CASE as GENERATE_CASE
 from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
-from bytetx.bench.suite import Case, Measurement, Suite, is_selected
+from bytetx.bench.suite import Case, Measurement, Suite, is_selected, none_fits
 from bytetx.demo import demo_checkpoint
-from bytetx.errors import BytetxError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
@@ -58,7 +57,7 @@ def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = No
     if checkpoint is None:
         known.append(GENERATE_CASE)
     if not any(is_selected(name, patterns) for name in known):
-        raise BytetxError(f"no case fits {', '.join(patterns)}; the cases are: {', '.join(known)}")
+        raise none_fits(patterns, known)
     return Suite(
         name="cpu",
         device=measure.device_name(),

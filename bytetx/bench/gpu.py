@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from bytetx.bench.rivals import versions
-from bytetx.bench.suite import Case, Measurement, Suite, is_selected
+from bytetx.bench.suite import Case, Measurement, Suite, select
 from bytetx.errors import BytetxError
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -109,10 +109,7 @@ def gpu_suite(
     beside bytetx's and torch's.
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    chosen = [shape for shape in shapes if is_selected(shape.name, patterns)]
-    if not chosen:
-        known = ", ".join(shape.name for shape in shapes)
-        raise BytetxError(f"no case fits {', '.join(patterns)}; the cases are: {known}")
+    chosen = select(shapes, patterns, name=lambda shape: shape.name)
     if not torch.cuda.is_available():
         raise BytetxError(f"the {name} suite needs a CUDA GPU, and torch finds none")
 
@@ -139,9 +136,9 @@ def is_hot(flop: float) -> bool:
     return flop >= _HOT_FLOP
 
 
-def sample_us_of(flop: float) -> float:
-    """How long samples of a run are whose calls do so many FLOP each."""
-    return _HOT_SAMPLE_US if is_hot(flop) else SAMPLE_US
+def sample_us_of(flop: float, *, cool_us: float = SAMPLE_US) -> float:
+    """How long samples of a run are whose calls do so many FLOP each; cool_us: of few."""
+    return _HOT_SAMPLE_US if is_hot(flop) else cool_us
 
 
 def orders(names: Iterable[K], count: int) -> Iterator[list[K]]:

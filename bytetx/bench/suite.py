@@ -4,8 +4,12 @@ import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from bytetx.bench.records import Record, source_sha256, utc_now, write_record
+from bytetx.errors import BytetxError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,29 @@ def run_suite(
         if record_to is not None:
             write_record(record_to, record)
         yield record, found.notes
+
+
+def select(
+    items: Iterable[T],
+    patterns: list[str],
+    *,
+    name: Callable[[T], str],
+    what: str = "no case",
+    them: str = "the cases",
+) -> list[T]:
+    """Those whose names the patterns select. Raises none_fits(), which what and them are for."""
+    every = list(items)
+    chosen = [item for item in every if is_selected(name(item), patterns)]
+    if not chosen:
+        raise none_fits(patterns, map(name, every), what=what, them=them)
+    return chosen
+
+
+def none_fits(
+    patterns: list[str], names: Iterable[str], *, what: str = "no case", them: str = "the cases"
+) -> BytetxError:
+    """That no name fits any pattern, and which names there are."""
+    return BytetxError(f"{what} fits {', '.join(patterns)}; {them} are: {', '.join(names)}")
 
 
 def is_selected(name: str, patterns: list[str]) -> bool:

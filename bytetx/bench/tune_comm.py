@@ -7,10 +7,11 @@ more. Of ways that come out alike the preferred one is taken, so that another ru
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +19,8 @@ from torch import Tensor
 from bytetx.bench.comm import LAYERS, is_long
 from bytetx.bench.gpu import DTYPES, Run, is_hot, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, RanksClock
-from bytetx.bench.suite import is_selected
+from bytetx.bench.suite import is_selected, none_fits
 from bytetx.bench.tp_models import MODELS, spec_of
-from bytetx.errors import BytetxError
 from bytetx.ops import native
 from bytetx.ops.comm_gemm import (
     RowNorm,
@@ -68,6 +68,7 @@ _NEAR, _ALIKE = 1.08, 1.01
 _SAMPLE_US = 1_000
 _DTYPE = DTYPES["bf16"]
 
+K = TypeVar("K", bound=Hashable)
 Call = Callable[[LinearWeight | GatedWeight, CommPlan], object]
 Clock = Callable[[Sequence[int], int], Mapping[int, float]]
 
@@ -130,8 +131,8 @@ def lines_of(suite: str, tp: int, *, patterns: Iterable[str] = ()) -> list[Line]
         wanted = tuple(m for m in line.rows if is_selected(f"{line.name}-{m}", patterns))
         chosen += [replace(line, rows=wanted)] * bool(wanted)
     if not chosen:
-        known = ", ".join(line.name for line in every.values())
-        raise BytetxError(f"nothing to tune fits {', '.join(patterns)}; the layers are: {known}")
+        names = (line.name for line in every.values())
+        raise none_fits(patterns, names, what="nothing to tune", them="the layers")
     return chosen
 
 
@@ -166,9 +167,14 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
     else:
         found = [CommPlan(name) for name in tilings(layer)]
         if layer.op != _COLUMN and m >= _COPIED_ROWS:
-            place = 0 if is_hot(2.0 * m * layer.n * layer.k) else len(found)
+            place = 0 if is_hot(_flop(layer, m)) else len(found)
             found.insert(place, CommPlan(COPIED))
     return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
+
+
+def _flop(layer: Layer, m: int) -> float:
+    """Of a rank's GEMM."""
+    return 2.0 * m * layer.n * layer.k
 
 
 def _pushing(layer: Layer, m: int) -> list[CommPlan]:
@@ -194,14 +200,20 @@ def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
     near = [number for number, us in found.items() if us <= most]
     if len(near) > 1:
         found = clock(near, _MORE_SAMPLES)
-    most = _ALIKE * min(found[number] for number in near)
-    best = min(number for number in near if found[number] <= most)
+    best = preferred({number: found[number] for number in near}, _ALIKE)
     return plans[best], found[best]
+
+
+def preferred(times: Mapping[K, float], alike: float) -> K:
+    """The first of those that take at most `alike` times as long as the best."""
+    most = alike * min(times.values())
+    return next(name for name, us in times.items() if us <= most)
 
 
 def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:
     torch.manual_seed(0)
-    weights = _weights(layer, count=1 if is_long(m, layer.n, layer.k) else None)
+    flop = _flop(layer, m)
+    weights = _weights(layer, count=1 if is_long(flop) else None)
     call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
@@ -211,8 +223,7 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
     clock = RanksClock(runs, [], required=runs)
-    flop = 2.0 * m * layer.n * layer.k
-    sample_us = sample_us_of(flop) if is_hot(flop) else _SAMPLE_US
+    sample_us = sample_us_of(flop, cool_us=_SAMPLE_US)
 
     def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
         found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)

@@ -16,10 +16,9 @@ import torch
 from bytetx.bench.gpu import DTYPES, Run
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, RanksClock
-from bytetx.bench.suite import is_selected
+from bytetx.bench.suite import select
 from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
-from bytetx.bench.tune_comm import lines_of, write_plans
-from bytetx.errors import BytetxError
+from bytetx.bench.tune_comm import lines_of, preferred, write_plans
 from bytetx.ops.comm_plan import COPIED, CUBLAS, CommPlan, Layer, plan_comm, planned, tilings
 from bytetx.parallel.row_scheme import row_scheme
 
@@ -43,11 +42,8 @@ def tune_layers(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[st
     Raises BytetxError where none fits.
     """
     names = [(model, m) for model in _MODELS for m in _ROWS]
-    chosen = [(model, m) for model, m in names if is_selected(f"{model}-{m}", patterns)]
-    if not chosen:
-        known = ", ".join(f"{model}-{m}" for model, m in names)
-        raise BytetxError(f"nothing fits {', '.join(patterns)}; the layers are: {known}")
-    for model, m in chosen:
+    words = {"what": "nothing", "them": "the layers"}
+    for model, m in select(names, patterns, name=lambda pair: f"{pair[0]}-{pair[1]}", **words):
         plans = candidates(model, m, ranks.size)
         times = _measure(model, m, ranks, plans)
         best = choose(times)
@@ -73,8 +69,7 @@ def candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
 
 def choose(times: Mapping[str, float]) -> str:
     """The first of those that are as good as the best."""
-    most = _ALIKE * min(times.values())
-    return next(name for name, us in times.items() if us <= most)
+    return preferred(times, _ALIKE)
 
 
 def _plans(layers: list[Layer], way: str, m: int) -> dict[Layer, CommPlan]:

@@ -15,9 +15,8 @@ import torch
 from bytetx.bench.gpu import DTYPES
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, ranks_us
-from bytetx.bench.suite import is_selected
+from bytetx.bench.suite import select
 from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
-from bytetx.errors import BytetxError
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.sharded import ShardedBlocks
 
@@ -38,10 +37,7 @@ def tune_rows(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]
     patterns: parts or globs of the models' names; empty means all.
     Raises BytetxError where none fits.
     """
-    models = [model for model in _MODELS if is_selected(model, patterns)]
-    if not models:
-        raise BytetxError(f"no model fits {', '.join(patterns)}; they are: {', '.join(_MODELS)}")
-    for model in models:
+    for model in select(_MODELS, patterns, name=str, what="no model", them="they"):
         times: dict[int, dict[int, float]] = {}
         for rows in _ROWS:
             times[rows] = _measure(model, rows, ranks)

@@ -21,7 +21,14 @@ _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
 INBOX_BYTES = 32 << 20  # 1024 rows of 8192 features of two ranks
-_MOST_PEERS, _INBOX_FLAG = 8, 32768  # kMaxPeers, kInbox: flags, counters, then the inbox
+INBOX_FLAG = 32768  # kInbox of csrc/comm/peers.cuh: behind flags and counters
+_COUNTERS_FLAG = 4 * 8  # kCounters, of up to eight ranks
+# Of ways whose product another GEMM makes.
+_UNFUSED_KERNELS = {
+    COPIED: "sum_copies",
+    **dict.fromkeys(PUSHES, "all_reduce_rows"),
+    **dict.fromkeys(TWO_SHOTS, "all_reduce_two_shot"),
+}
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
 
 
@@ -59,8 +66,9 @@ def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
 
 def takes_two_shot(w: LinearWeight, *, rows: int, size: int, buffer_bytes: int) -> bool:
     """Whether a kernel sums this weight's products in two exchanges; rows: of all ranks alike."""
-    slot_rows = size * -(-rows // size) + rows
-    has_flags = 2 * -(-rows // size) <= (_INBOX_FLAG - 4 * _MOST_PEERS) // (4 * size)
+    of_owner = -(-rows // size)
+    has_flags = 2 * of_owner <= (INBOX_FLAG - _COUNTERS_FLAG) // (4 * size)
+    slot_rows = size * of_owner + rows
     return has_flags and takes_slots(w, slot_rows=slot_rows, buffer_bytes=buffer_bytes)
 
 
@@ -136,9 +144,7 @@ def gemm_sum(
         row_offsets = (*[0] * size, m)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
     op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
-    names = dict.fromkeys(PUSHES, "all_reduce_rows") | {COPIED: "sum_copies"}
-    names |= dict.fromkeys(TWO_SHOTS, "all_reduce_two_shot")
-    name = names.get(plan.way, op)
+    name = _UNFUSED_KERNELS.get(plan.way, op)
     native.kernel(name, x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),

@@ -21,6 +21,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kInFlight = 4;  // vectors of a thread
+
 struct PushRowsParams {
     const uint4* partial;
     comm::Peers peers;

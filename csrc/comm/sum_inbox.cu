@@ -82,8 +82,8 @@ __device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, i
 }
 
 // h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
-// Two are looked at together where registers hold both. Before that one thread waits for the first of this rank's own part, lest
-// all of them read all along while weights are.
+// Two are looked at together where registers hold both. Before that one thread waits for the first of
+// this rank's own part, lest all of them read all along while weights are.
 template <typename T, typename Tiling, bool kShares>
 __device__ __forceinline__ void add_inbox(const InboxParams& p,
                                           const SumParameter<Tiling, kShares>& bias,
