@@ -10,6 +10,10 @@ behind the other on one stream, so that each may use all of it. The pool is laid
 two of tokens at a time; else every new bucket, a little larger than the last, would leave blocks
 behind that are a little too small. Each graph owns its input block and its outputs.
 
+Graphs are captured on a stream that nothing else uses. On the one that they run on, other threads
+let go of pinned memory meanwhile: torch then records events there, which would become part of the
+capture, and whoever asks for them next would fail.
+
 The least recently used graph goes where there are too many. A capture that fails is not tried
 again, and its steps run eagerly.
 """
@@ -17,10 +21,13 @@ again, and its steps run eagerly.
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+from bytetx.engine.on_stream import OnStream
 
 logger = logging.getLogger("bytetx")
 
@@ -55,6 +62,7 @@ class GraphCache:
     def __init__(self, *, device: torch.device, workspace_bytes: Callable[[int], int]):
         """workspace_bytes: what a step of so many tokens holds between input and output."""
         self._device, self._workspace_bytes = device, workspace_bytes
+        self._stream: torch.cuda.Stream | None = None
         self._graphs: OrderedDict[Hashable, CapturedStep] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
@@ -124,12 +132,8 @@ class GraphCache:
         # cuBLAS workspaces of the process: a graph must not hold one that others may free.
         torch._C._cuda_clearCublasWorkspaces()
         try:
-            # Other threads may allocate and wait meanwhile, as they always do.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+            with self._captured_by(graph):
                 outputs = compute(block)
-            finally:
-                graph.capture_end()
         finally:
             torch._C._cuda_clearCublasWorkspaces()
         return CapturedStep(graph, block, outputs, keep)
@@ -143,13 +147,22 @@ class GraphCache:
         tokens = 1 << (total_tokens - 1).bit_length()
         num_bytes = self._workspace_bytes(tokens)
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
+        with self._captured_by(graph):
             torch.empty(num_bytes, dtype=torch.uint8, device=self._device)[:1].zero_()
-        finally:
-            graph.capture_end()
         self._reserved.append(graph)
         self._reserved_tokens = tokens
+
+    @contextmanager
+    def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Inside, the graph takes what is launched; other threads may allocate and wait."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with OnStream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                yield
+            finally:
+                graph.capture_end()
 
     def _evict(self) -> None:
         output_bytes = sum(captured.output_bytes for captured in self._graphs.values())
