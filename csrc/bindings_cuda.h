@@ -341,15 +341,20 @@ void bind_comm(py::module_& m) {
     bind_gemm_sum(m, "all_reduce_rows", &all_reduce_rows);
     bind_gemm_sum(m, "all_reduce_two_shot", &all_reduce_two_shot);
     bind_gemm_sum(m, "sum_copies", &sum_copies);
-    for (const auto& [name, op] :
-         {std::pair{"meet", &meet}, std::pair{"await_copies", &await_copies}}) {
-        m.def(
-            name,
-            [op](const PeerMemory& peers, int device, Address stream, int num_threads, int isa) {
-                op(peers, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
-            },
-            ReleaseGil());
-    }
+    m.def(
+        "meet",
+        [](const PeerMemory& peers, int device, Address stream, int num_threads, int isa) {
+            meet(peers, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "await_copies",
+        [](const PeerMemory& peers, uint32_t sources, int device, Address stream, int num_threads,
+           int isa) {
+            const Launch launch{device, pointer(stream), num_threads, static_cast<Isa>(isa)};
+            await_copies(peers, sources, launch);
+        },
+        ReleaseGil());
     m.def(
         "send_copy",
         [](const PeerMemory& peers, int to, Address place, Address rows, int64_t bytes, int device,

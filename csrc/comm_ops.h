@@ -50,7 +50,7 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 // ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
 // has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
 // gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the inbox holds
-// size * m * n elements.
+// size * m * n elements, or, of tilings whose name begins with dealt-, what all_reduce_two_shot needs.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
@@ -70,7 +70,8 @@ void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
 // cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not used.
 void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
-// The same in two exchanges; a quarter of the buffers holds the rows twice, and tp_size - 1 rows.
+// The same in two exchanges: a row's owner, m / size rows rounded up each, sums it for all. Half of the
+// inbox holds all ranks' parts of an owner's rows, and m rows of sums.
 void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
 // Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
@@ -78,7 +79,8 @@ void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 void meet(const PeerMemory& peers, const Launch& launch);
 void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
                const Launch& launch);
-void await_copies(const PeerMemory& peers, const Launch& launch);
+// sources: a bit for each rank that is waited for.
+void await_copies(const PeerMemory& peers, uint32_t sources, const Launch& launch);
 // As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m, n].
 void sum_copies(const GemmSumParams& p, const Launch& launch);
 

@@ -6,7 +6,7 @@ own. Worth it where either part is long enough to hide a copy and GPUs run at th
 Source: Flux (arXiv 2406.06858), section 4.3, and the decomposition that it compares with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,10 +61,11 @@ class CopyMemory:
             *rest,
         )
 
-    def wait(self) -> None:
-        """Until what the others have sent is here."""
+    def wait(self, sources: Iterable[int]) -> None:
+        """Until what these ranks have sent is here."""
+        mask = sum(1 << source for source in sources)
         native.kernel("await_copies", self.own.device)(
-            self.memory, *native.launch_args(self.own.device)
+            self.memory, mask, *native.launch_args(self.own.device)
         )
 
     def end(self) -> None:
@@ -92,9 +93,11 @@ def all_gather_gemm(
     is_fused = activation == "gelu_tanh" and plain.bias is not None and plain is w and x.is_cuda
     multiply = _multiply_gelu if is_fused else _multiply
     multiply(x, plain, d[own:end])
-    copies.wait()
-    multiply(rows[end:], plain, d[end:])
-    multiply(rows[:own], plain, d[:own])
+    for turn in range(1, copies.size):  # in the order in which they come
+        source = (copies.rank + turn) % copies.size
+        first, last = row_offsets[source], row_offsets[source + 1]
+        copies.wait([source])
+        multiply(rows[first:last], plain, d[first:last])
     copies.end()
     if isinstance(w, GatedWeight):
         return gate(d, w, activation=activation)
@@ -124,7 +127,7 @@ def partial_sums(
     parts = copies.rows(0, copies.size * count, x.new_empty((0, w.n)))
     own = parts[copies.rank * count : (copies.rank + 1) * count]
     _multiply(x[first:end], w, own, None if partial is None else partial[first:end])
-    copies.wait()
+    copies.wait(peer for peer in range(copies.size) if peer != copies.rank)
     copies.end()
     return parts
 

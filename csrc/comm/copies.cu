@@ -32,21 +32,23 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(const __grid_constant__ 
     }
 }
 
-// Until this call's copies of all other ranks have come.
+// Until this call's copies have come of the ranks whose bits are set.
 __global__ void __launch_bounds__(kThreads)
-    await_copies_kernel(const __grid_constant__ comm::Peers p) {
+    await_copies_kernel(const __grid_constant__ comm::Peers p, uint32_t sources) {
     wait_for_prior_kernel();
     const int peer = static_cast<int>(threadIdx.x);
     const uint32_t epoch = comm::load_acquire(p.epochs + comm::kCopyEpoch);
-    if (peer < p.size && peer != p.rank) {
+    if (sources >> peer & 1) {
         comm::wait_for(p, peer, p.flags[p.rank] + comm::kArrived + peer, epoch);
     }
 }
 
-void launch_warp(void (*kernel)(comm::Peers), const PeerMemory& peers, const Launch& launch) {
+template <typename... Arguments>
+void launch_warp(void (*kernel)(comm::Peers, Arguments...), const PeerMemory& peers,
+                 const Launch& launch, Arguments... arguments) {
     const DeviceGuard guard(launch.device);
     launch_kernel(kernel, {dim3(1), dim3(kThreads), 0, static_cast<cudaStream_t>(launch.stream)},
-                  comm::make_peers(peers));
+                  comm::make_peers(peers), arguments...);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
@@ -56,8 +58,14 @@ void meet(const PeerMemory& peers, const Launch& launch) {
     launch_warp(meet_kernel, peers, launch);
 }
 
-void await_copies(const PeerMemory& peers, const Launch& launch) {
-    launch_warp(await_copies_kernel, peers, launch);
+void await_copies(const PeerMemory& peers, uint32_t sources, const Launch& launch) {
+    const uint32_t others = ((1u << peers.size) - 1) & ~(1u << peers.rank);
+    if ((sources & ~others) != 0) {
+        throw std::invalid_argument("copies come from the other ranks of " +
+                                    std::to_string(peers.size) + ", got the mask " +
+                                    std::to_string(sources));
+    }
+    launch_warp(await_copies_kernel, peers, launch, sources);
 }
 
 void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
