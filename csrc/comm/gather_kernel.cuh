@@ -65,7 +65,8 @@ __device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t ep
 
 template <typename C>
 __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
-                                                 const Schedule<C>& at, uint32_t epoch) {
+                                                 const Schedule<C>& at) {
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const int own_first = p.offsets[p.peers.rank], own_last = p.offsets[p.peers.rank + 1];
     const Params& gemm = p.gemm;
@@ -123,7 +124,8 @@ struct Chunk {
 };
 
 // This rank's gathered rows of the call before the last are no longer read.
-__device__ __forceinline__ void announce(const GatherParams& p, uint32_t epoch) {
+__device__ __forceinline__ void announce(const GatherParams& p) {
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     for (int peer = 0; peer < p.peers.size; ++peer) {
         comm::store_release(p.peers.flags[peer] + comm::kStarted + p.peers.rank, epoch);
     }
@@ -160,26 +162,48 @@ __device__ __forceinline__ void store_chunk(const GatherParams& p, S& s, int slo
     cute::tma_store_arrive();
 }
 
+__device__ __forceinline__ uint32_t* counter_of(const GatherParams& p, const Chunk& c,
+                                                uint32_t epoch) {
+    return comm::counter_at(p.peers, c.peer, Counted::pieces, epoch, p.peers.rank, c.piece(p));
+}
+
 // Of a chunk that has been written; pairs with wait_for_rows().
 __device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& c,
                                             uint32_t epoch) {
-    comm::add_release(comm::counter_at(p.peers, c.peer, Counted::pieces, epoch, p.peers.rank,
-                                       c.piece(p)),
-                      1);
+    comm::add_release(counter_of(p, c, epoch), 1);
+}
+
+// The CTA's only chunk, to all peers at once: of few rows, what counts is how soon they come.
+template <typename S>
+__device__ __forceinline__ void push_chunk(const GatherParams& p, S& s, int num_peers) {
+    load_chunk(p, s, 0, Chunk(p));
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
+    const auto each_peer = [&](const auto& visit) {
+        Chunk chunk(p);
+#pragma unroll 1
+        for (int i = 0; i < num_peers; ++i, chunk.turn(p)) visit(chunk);
+    };
+    FullBarrier::wait(&s.arrived[0], 0);
+    each_peer([&](const Chunk& chunk) { store_chunk(p, s, 0, chunk, epoch); });
+    wait_for_stores<0>();
+    comm::fence_system();
+    each_peer([&](const Chunk& chunk) { comm::add_relaxed(counter_of(p, chunk, epoch), 1); });
 }
 
 // One thread: this CTA's chunks of this rank's rows, to every peer.
 template <typename S>
-__device__ __forceinline__ void push_rows(const GatherParams& p, S& s, uint32_t epoch) {
-    if (blockIdx.x == 0) announce(p, epoch);
+__device__ __forceinline__ void push_rows(const GatherParams& p, S& s) {
     const int mine =
         (p.own_chunks - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
         static_cast<int>(gridDim.x);
-    const int total = mine * (p.peers.size - (p.pushes_to_self ? 0 : 1));
+    const int num_peers = p.peers.size - (p.pushes_to_self ? 0 : 1), total = mine * num_peers;
     if (total <= 0) return;
+    if (mine == 1) return push_chunk(p, s, num_peers);
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     Chunk loaded(p), stored(p), counted(p);
     RingIndex<kChunksInFlight> ring;
     int left_to_load = total;
+#pragma unroll 1
     for (int slot = 0; slot < kChunksInFlight && left_to_load > 0; ++slot, --left_to_load) {
         load_chunk(p, s, slot, loaded);
         loaded.advance(p);
@@ -233,9 +257,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     wait_for_prior_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
-        if (threadIdx.x % kWarpgroupThreads == 0) produce_gathered(p, s.gemm, at, epoch);
-        if (threadIdx.x % kWarpgroupThreads == 32) push_rows(p, s, epoch);
+        const unsigned thread = threadIdx.x % kWarpgroupThreads;
+        if (thread == 0) {
+            produce_gathered(p, s.gemm, at);
+        } else if (thread == 32) {
+            push_rows(p, s);
+        } else if (thread == 64 && blockIdx.x == 0) {
+            announce(p);
+        }
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume(p.gemm, s.gemm, at,
