@@ -16,7 +16,7 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import LINEAR_PUSH, LINEAR_TWO_SHOT, MANY, CommPlan, plan_comm
+from bytetx.ops.comm_plan import DEALT, LINEAR_PUSH, LINEAR_TWO_SHOT, MANY, CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -120,18 +120,20 @@ def sum_layer(
     is_dealt: bool,
     plan: CommPlan | None = None,
     n: int | None = None,
+    factor: float = 1.0,
 ) -> Layer:
+    """factor: of all that is summed."""
     m, k = random.randint(1, max_rows), 8 * random.randint(1, 200)
     n = n or 32 * random.randint(1, 80)
-    ranks = range(group.size)
-    offsets = random_offsets(m, group.size)
+    ranks, offsets = range(group.size), random_offsets(m, group.size)
     own = [slice(offsets[r], offsets[r + 1]) if is_dealt else slice(0, m) for r in ranks]
-    xs = [randn(group, r, m, k, dtype=dtype) for r in ranks]
+    xs = [randn(group, r, m, k, dtype=dtype) * factor for r in ranks]
     weights = [randn(group, r, n, k, dtype=dtype) / (k * group.size) ** 0.5 for r in ranks]
     has_partial, has_bias = random.random() < 0.5, random.random() < 0.5
-    partials = [randn(group, r, m, n, dtype=dtype) if has_partial else None for r in ranks]
-    residual, vectors = randn(group, 0, m, n, dtype=dtype), randn(group, 0, 3, n, dtype=dtype)
-    is_rms = random.random() < 0.5
+    partials = [factor * randn(group, r, m, n, dtype=dtype) if has_partial else None for r in ranks]
+    residual = randn(group, 0, m, n, dtype=dtype) * factor
+    vectors, is_rms = randn(group, 0, 3, n, dtype=dtype), random.random() < 0.5
+    vectors[2] *= factor
     residuals = [residual[own[r]].to(group.devices[r]) for r in ranks]
     on_rank = [vectors.to(group.devices[r]) for r in ranks]
     ws = [prepare_linear(w, prepack=False) for w in weights]
@@ -168,7 +170,8 @@ def pushing_plan(size: int, m: int, n: int, k: int) -> CommPlan:
     if random.random() < 0.3:
         return CommPlan(MANY + random.choice(["128x192", "128x128"]))
     if random.random() < 0.3:
-        return CommPlan(LINEAR_TWO_SHOT)
+        ways = (LINEAR_TWO_SHOT, DEALT + "16x64", DEALT + "64x128", DEALT + "128x128")
+        return CommPlan(random.choice(ways))
     plan = plan_comm(comm_plan.Layer("gemm_all_reduce", size, n, k, is_even=False), m)
     return plan if plan.is_fused else CommPlan(LINEAR_PUSH)
 

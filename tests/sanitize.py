@@ -154,8 +154,8 @@ def run_comm() -> None:
             gather_layer(group, dtype, max_rows=max_rows).call(0)
             for is_dealt in (False, True):
                 sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
-            for way in (LINEAR_PUSH, LINEAR_TWO_SHOT):
-                push = {"is_dealt": False, "plan": CommPlan(way)}
+            for way, n in ((LINEAR_PUSH, None), (LINEAR_TWO_SHOT, 12288), ("dealt-16x64", None)):
+                push = {"is_dealt": False, "plan": CommPlan(way), "n": n}
                 sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
     for _ in range(2):
         for rows in (1, 77):
@@ -171,7 +171,7 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
     copies, vector = workspace.copies, some(width, dtype=rows.dtype)
     copies.meet()
     copies.send(rows, 0, 0)
-    copies.wait()
+    copies.wait([])
     copies.end()
     gemm_sum(
         rows,

@@ -55,7 +55,7 @@ def test_a_size_that_was_not_measured_takes_the_nearest_one() -> None:
 
 def test_other_ops_and_groups_are_no_neighbours() -> None:
     assert plan_comm(replace(SUM, tp=4), 64).way == LINEAR
-    assert plan_comm(replace(SUM, tp=8), 64).way == "64x64"  # the rule's
+    assert plan_comm(replace(SUM, tp=8), 64).way == "dealt-64x64"  # the rule's
     assert plan_comm(Layer("all_gather_gemm", 2, 4096, 1024), 4096).is_fused
     assert not plan_comm(Layer("all_gather_gemm", 2, 4096, 1024, is_gated=True), 4096).is_fused
 
@@ -63,9 +63,11 @@ def test_other_ops_and_groups_are_no_neighbours() -> None:
 def test_of_many_ranks_more_rows_go_in_two_exchanges() -> None:
     """Rows that go to all cost each link as many times their bytes as there are other ranks."""
     layer = replace(SUM, tp=8, n=12288, k=6144)
-    assert plan_comm(layer, 16).is_fused
-    assert plan_comm(layer, 64).is_two_shot and plan_comm(layer, 512).is_two_shot
-    assert not plan_comm(replace(layer, n=1024), 64).is_two_shot
+    assert plan_comm(layer, 16).way == "dealt-16x64"
+    assert plan_comm(layer, 512).is_two_shot and not plan_comm(layer, 512).is_fused
+    assert plan_comm(replace(layer, n=1024), 64).is_two_shot
+    assert not plan_comm(replace(layer, n=1024), 16).is_two_shot
+    assert not plan_comm(replace(layer, tp=2), 512).is_two_shot
 
 
 def test_who_measures_plans_goes_before_the_table() -> None:

@@ -226,13 +226,10 @@ def _with_slots(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> Com
 
 def _sums_by_kernel(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> bool:
     """Whether this gemm_all_reduce can be a kernel's; the same on every rank."""
-    workspace = _kernel_workspace(peers)
-    if workspace is None:
+    if _kernel_workspace(peers) is None:
         return False
-    if plan.is_two_shot:
-        sizes = {"size": peers.size, "buffer_bytes": workspace.buffer_bytes}
-        return comm_kernels.takes_two_shot(w, rows=rows, **sizes)
-    return comm_kernels.takes_inbox(w, slot_rows=rows * peers.size)
+    sizes = {"rows": rows, "size": peers.size}
+    return comm_kernels.takes_inbox(w, **sizes, is_two_shot=plan.is_two_shot)
 
 
 def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = False) -> CommPlan:

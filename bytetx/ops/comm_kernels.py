@@ -22,7 +22,6 @@ _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
 INBOX_BYTES = 32 << 20  # 1024 rows of 8192 features of two ranks
 INBOX_FLAG = 32768  # kInbox of csrc/comm/peers.cuh: behind flags and counters
-_COUNTERS_FLAG = 4 * 8  # kCounters, of up to eight ranks
 # Of ways whose product another GEMM makes.
 _UNFUSED_KERNELS = {
     COPIED: "sum_copies",
@@ -64,16 +63,12 @@ def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
 
 
-def takes_two_shot(w: LinearWeight, *, rows: int, size: int, buffer_bytes: int) -> bool:
-    """Whether a kernel sums this weight's products in two exchanges; rows: of all ranks alike."""
-    of_owner = -(-rows // size)
-    has_flags = 2 * of_owner <= (INBOX_FLAG - _COUNTERS_FLAG) // (4 * size)
-    slot_rows = size * of_owner + rows
-    return has_flags and takes_slots(w, slot_rows=slot_rows, buffer_bytes=buffer_bytes)
+def takes_inbox(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> bool:
+    """Whether a kernel sums this weight's products from inboxes; rows: of all ranks alike.
 
-
-def takes_inbox(w: LinearWeight, *, slot_rows: int) -> bool:
-    """Whether a kernel sums this weight's products from inboxes; slot_rows: of all parts."""
+    An inbox takes all ranks' rows, or parts of those that its rank owns, and all sums.
+    """
+    slot_rows = size * -(-rows // size) + rows if is_two_shot else size * rows
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
 
 

@@ -30,15 +30,19 @@ TWO_SHOTS = CUBLAS_TWO_SHOT, LINEAR_TWO_SHOT = "cublas-two-shot", "linear-two-sh
 # Of the ops that deal rows: cuBLAS, beside which copy engines move them.
 COPIED = "copied"
 _UNFUSED = (CUBLAS, LINEAR, *PUSHES, *TWO_SHOTS, COPIED)
-# Of gemm_all_reduce: tilings of the many-row GEMM, whose tiles go to every rank's slots.
-MANY = "many-"
+# Of gemm_all_reduce: tilings of the many-row GEMM, whose tiles go to every rank's slots; tilings
+# whose tiles go to the owner of their rows alone, who sums them for all.
+MANY, DEALT = "many-", "dealt-"
 
 _MAX_PLANS = 4096
 _NUM_SMS = 132
-# Of gemm_all_reduce, whose ranks send every row to every other one: bytes that a rank sends, beyond
-# which two exchanges cost less where there are more than two; rows that weights stream past, and
-# columns beyond which more rows than these take a second wave of CTAs.
+# Of gemm_all_reduce: bytes that a rank sends where every row goes to every other one, beyond which
+# a kernel of its own sends them, and beyond which, of more than two ranks, two exchanges cost less;
+# rows beyond which a GEMM that sends its tiles gains nothing by it; rows that weights stream past,
+# and columns beyond which more rows than these take a second wave of CTAs.
 _MOST_SENT_BYTES = 8 << 20
+_FEW_SENT_BYTES = 512 << 10
+_MOST_DEALT_ROWS = 384
 _STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
 _SPLIT_FEATURES = 384  # k that one of several CTAs of a tile should have at least
@@ -64,11 +68,12 @@ class CommPlan:
     @property
     def is_pushed(self) -> bool:
         """Whether a product goes to the other ranks by a kernel of its own."""
-        return self.way in PUSHES or self.is_two_shot
+        return self.way in PUSHES or self.way in TWO_SHOTS
 
     @property
     def is_two_shot(self) -> bool:
-        return self.way in TWO_SHOTS
+        """Whether a gemm_all_reduce has two exchanges: one rank sums a row, and sends it to all."""
+        return self.way in TWO_SHOTS or self.way.startswith(DEALT)
 
     @property
     def takes_slots(self) -> bool:
@@ -157,8 +162,8 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
         return CommPlan(LINEAR)
     if layer.op == "gemm_all_reduce":
         sent = (layer.tp - 1) * m * layer.n * 2
-        if layer.tp > 2 and sent > _MOST_SENT_BYTES:
-            return CommPlan(LINEAR_TWO_SHOT)
+        if layer.tp > 2 and sent > _FEW_SENT_BYTES:
+            return _two_shot_by_rule(m, layer.n, layer.k)
         if sent > _MOST_SENT_BYTES or (m > _STREAMED_ROWS and layer.n > _MOST_COLUMNS):
             return CommPlan(CUBLAS_PUSH)
         return _push_by_rule(m, layer.n, layer.k)
@@ -171,6 +176,14 @@ def _by_rule(layer: Layer, m: int) -> CommPlan:
         return -(-tiles // _NUM_SMS) * columns * (factor if is_gather else 1.0)
 
     return CommPlan(min(tilings(layer), key=work))
+
+
+def _two_shot_by_rule(m: int, n: int, k: int) -> CommPlan:
+    """As measured on four H200s: the GEMM that sends its tiles, up to some hundred rows."""
+    if m > _MOST_DEALT_ROWS or (m > 2 * _STREAMED_ROWS and n > _MOST_COLUMNS):
+        return CommPlan(LINEAR_TWO_SHOT)
+    pushed = _push_by_rule(m, n, k)
+    return CommPlan(DEALT + pushed.way, pushed.splits)
 
 
 def _push_by_rule(m: int, n: int, k: int) -> CommPlan:

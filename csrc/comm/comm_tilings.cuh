@@ -14,14 +14,14 @@ void all_gather_gemm_128x192(const AllGatherGemmParams& p, cudaStream_t stream);
 void all_gather_gemm_128x128(const AllGatherGemmParams& p, cudaStream_t stream);
 void gemm_scatter_128x192(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
 void gemm_scatter_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_16x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_16x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_32x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_32x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_push_256x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_push_16x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_16x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_32x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_32x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_64x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_64x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_push_256x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
 

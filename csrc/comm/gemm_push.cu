@@ -5,29 +5,29 @@
 
 namespace bytetx::gemm {
 
-void gemm_push_16x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 16, 7>>(p, stream);
+void gemm_push_16x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 16, 7>>(p, is_for_all, stream);
 }
-void gemm_push_16x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 16, 12>>(p, stream);
+void gemm_push_16x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 16, 12>>(p, is_for_all, stream);
 }
-void gemm_push_32x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 32, 6>>(p, stream);
+void gemm_push_32x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 32, 6>>(p, is_for_all, stream);
 }
-void gemm_push_32x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 32, 10>>(p, stream);
+void gemm_push_32x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 32, 10>>(p, is_for_all, stream);
 }
-void gemm_push_64x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 64, 7>>(p, stream);
+void gemm_push_64x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 64, 7>>(p, is_for_all, stream);
 }
-void gemm_push_64x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 64, 9>>(p, stream);
+void gemm_push_64x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 64, 9>>(p, is_for_all, stream);
 }
-void gemm_push_128x128(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 2, 128, 7>>(p, stream);
+void gemm_push_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 2, 128, 7>>(p, is_for_all, stream);
 }
-void gemm_push_256x64(const GemmSumParams& p, cudaStream_t stream) {
-    launch_push_tiling<FewRowsTiling<1, 1, 256, 5>>(p, stream);
+void gemm_push_256x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
+    launch_push_tiling<FewRowsTiling<1, 1, 256, 5>>(p, is_for_all, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -5,7 +5,8 @@
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
 // gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all inboxes,
-// scatter_kernel.cuh those of some hundred rows in all slots.
+// scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner sums it for all: its
+// inbox alone takes the tiles, and two_shot.cu does the rest.
 // The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
 // tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
 // 2406.06858), section 4.2; its all-to-all in the epilogue.
@@ -15,23 +16,19 @@
 
 #include "comm/comm_tilings.cuh"
 #include "comm/peers.cuh"
+#include "comm/sum_rows.cuh"
 #include "common/check.cuh"
 
 namespace bytetx {
 namespace {
 
-void many_128x192(const GemmSumParams& p, cudaStream_t stream) {
-    gemm::gemm_scatter_128x192(p, true, stream);
-}
-
-void many_128x128(const GemmSumParams& p, cudaStream_t stream) {
-    gemm::gemm_scatter_128x128(p, true, stream);
-}
+// Where tiles go: to all inboxes, to the inbox of their rows' owner, to all slots.
+enum class To { all, owner, all_slots };
 
 struct Entry {
     LinearTiling tiling;
-    void (*launch)(const GemmSumParams&, cudaStream_t);
-    bool takes_slots = false;  // not the inbox
+    void (*launch)(const GemmSumParams&, bool is_for_all, cudaStream_t);
+    To to = To::all;
 };
 
 constexpr Entry kPushes[] = {
@@ -43,9 +40,25 @@ constexpr Entry kPushes[] = {
     {{"64x128", 64, 128, true}, gemm::gemm_push_64x128},
     {{"128x128", 128, 128, true}, gemm::gemm_push_128x128},
     {{"256x64", 256, 64, true}, gemm::gemm_push_256x64},
-    {{"many-128x192", 128, 192, false}, many_128x192, true},
-    {{"many-128x128", 128, 128, false}, many_128x128, true},
+    {{"dealt-16x64", 16, 64, true}, gemm::gemm_push_16x64, To::owner},
+    {{"dealt-16x128", 16, 128, true}, gemm::gemm_push_16x128, To::owner},
+    {{"dealt-32x64", 32, 64, true}, gemm::gemm_push_32x64, To::owner},
+    {{"dealt-32x128", 32, 128, true}, gemm::gemm_push_32x128, To::owner},
+    {{"dealt-64x64", 64, 64, true}, gemm::gemm_push_64x64, To::owner},
+    {{"dealt-64x128", 64, 128, true}, gemm::gemm_push_64x128, To::owner},
+    {{"dealt-128x128", 128, 128, true}, gemm::gemm_push_128x128, To::owner},
+    {{"dealt-256x64", 256, 64, true}, gemm::gemm_push_256x64, To::owner},
+    {{"many-128x192", 128, 192, false}, gemm::gemm_scatter_128x192, To::all_slots},
+    {{"many-128x128", 128, 128, false}, gemm::gemm_scatter_128x128, To::all_slots},
 };
+
+void check_all_reduce(const GemmSumParams& p, To to) {
+    constexpr auto kOp = "gemm_all_reduce";
+    if (to == To::owner) return comm::check_two_shot(kOp, p);
+    const int64_t most_bytes =
+        to == To::all_slots ? p.peers.buffer_bytes / 4 : comm::inbox_bytes(p.peers);
+    comm::check_sum(kOp, p, p.linear.m * p.peers.size, p.linear.m, most_bytes);
+}
 
 }  // namespace
 
@@ -81,15 +94,13 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
 }
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
-    const LinearParams& o = p.linear;
-    push_tiling(o.tiling);
-    const int64_t most_bytes = kPushes[o.tiling].takes_slots ? p.peers.buffer_bytes / 4
-                                                             : comm::inbox_bytes(p.peers);
-    comm::check_sum("gemm_all_reduce", p, o.m * p.peers.size, o.m, most_bytes);
-    if (o.m == 0) return;
+    push_tiling(p.linear.tiling);
+    const Entry& entry = kPushes[p.linear.tiling];
+    check_all_reduce(p, entry.to);
+    if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    kPushes[o.tiling].launch(p, stream);
+    entry.launch(p, entry.to != To::owner, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

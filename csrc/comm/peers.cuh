@@ -8,9 +8,10 @@
 // on the rank that reads it. The reader sets its counters back to zero when it has read the data, at
 // the end of an all_gather_gemm or at the start of the sum after this one, and says that it has
 // begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it, before.
-// Partial sums of few rows go to an inbox behind the flags instead, for odd and for even calls, and
-// are not counted: a word of theirs is never zero, and zero until it has come. So nobody waits until
-// all of it is there, and no fence stands between a word and the news of it. The reader sets it back.
+// Partial sums of up to some hundred rows, and sums that their owner sends to all, go to an inbox
+// behind the flags instead, for odd and for even calls, and are not counted: a word of theirs is never
+// zero, and zero until it has come. So nobody waits until all of it is there, and no fence stands
+// between a word and the news of it. The reader sets it back.
 // What copy engines bring has a region of its own, of which this file knows nothing but the words that
 // say that it has come (kArrived), and that all ranks have read what came before (kMet).
 #pragma once
@@ -40,6 +41,10 @@ enum EpochWord : int {
     kCopyEpoch = 9,  // of calls that copy rows: the last that has begun
     kRowTicket = 10,  // rows that CTAs of sums from the inbox have asked for, in all calls
     kRowsTaken = 11,  // the same, in all calls that have ended
+    // Of a call in two exchanges: units and rows that were asked for, and CTAs that ask no more.
+    kUnitTicket = 12,
+    kRowOfAllTicket = 13,
+    kTwoShotTicket = 14,
 };
 
 enum class Counted : int { pieces = 0, tiles = 1 };

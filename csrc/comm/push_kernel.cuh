@@ -22,6 +22,7 @@ struct PushParams {
     int m, n;
     int num_k_blocks;
     int tiles_n;  // of weights
+    int rows_of_owner;  // whose inbox alone takes a row; 0: everyone's do
 };
 
 template <typename C>
@@ -126,14 +127,30 @@ __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     return epoch;
 }
 
-// This CTA's part of the tile, to all ranks. Inboxes hold [size, m, n].
+// Eight features of a row, `within` elements from the product's first, to all ranks or to the row's
+// owner. Inboxes hold [size, m, n], or of the reader's own rows alone (two_shot.cu).
+__device__ __forceinline__ void push_eight(const PushParams& p, uint32_t epoch, int row,
+                                           int64_t within, const uint4& words) {
+    const comm::Peers& peers = p.peers;
+    if (p.rows_of_owner != 0) {
+        const int owner = row / p.rows_of_owner;
+        const int64_t skipped = int64_t{peers.rank - owner} * p.rows_of_owner * p.n;
+        comm::store_relaxed(comm::inbox_at(peers, owner, epoch) + (skipped + within) / 8, words);
+        return;
+    }
+    const int64_t place = (int64_t{peers.rank} * p.m * p.n + within) / 8;
+    for (int peer = 0; peer < peers.size; ++peer) {
+        comm::store_relaxed(comm::inbox_at(peers, peer, epoch) + place, words);
+    }
+}
+
+// This CTA's part of the tile.
 template <typename C>
 __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch,
                                           int first_token, int first_column, int rank,
                                           int num_ranks) {
     using T = typename C::Element;
     constexpr int kGroups = C::kTileM / 8;
-    const comm::Peers& peers = p.peers;
     for (int v = rank * kWarpgroupThreads + static_cast<int>(threadIdx.x); v < C::kTileN * kGroups;
          v += num_ranks * kWarpgroupThreads) {
         const int token = v / kGroups, group = v % kGroups;
@@ -158,11 +175,8 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
         for (int i = 0; i < 4; ++i) {
             words[i] = comm::never_zero(pack(x[2 * i], x[2 * i + 1], T{}));
         }
-        const int64_t place = (int64_t{peers.rank} * p.m * p.n + within) / 8;
-        for (int peer = 0; peer < peers.size; ++peer) {
-            comm::store_relaxed(comm::inbox_at(peers, peer, epoch) + place,
-                                make_uint4(words[0], words[1], words[2], words[3]));
-        }
+        const auto eight = make_uint4(words[0], words[1], words[2], words[3]);
+        push_eight(p, epoch, first_token + token, within, eight);
     }
 }
 
@@ -219,7 +233,7 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
 }
 
 template <typename C>
-PushParams make_push_params(const GemmSumParams& o) {
+PushParams make_push_params(const GemmSumParams& o, bool is_for_all) {
     const LinearParams& l = o.linear;
     const cuuint64_t sizes[2] = {cuuint64_t(l.k), cuuint64_t(l.n)};
     const cuuint64_t strides[1] = {cuuint64_t(l.k) * kElementBytes};
@@ -233,14 +247,15 @@ PushParams make_push_params(const GemmSumParams& o) {
     p.n = static_cast<int>(l.n);
     p.num_k_blocks = static_cast<int>((l.k + kBlockK - 1) / kBlockK);
     p.tiles_n = (p.n + C::kTileM - 1) / C::kTileM;
+    if (!is_for_all) p.rows_of_owner = static_cast<int>(comm::rows_of_owner(l.m, o.peers.size));
     return p;
 }
 
 template <typename C>
-void launch_push(const GemmSumParams& o, cudaStream_t stream) {
+void launch_push(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
     constexpr int kSmemBytes = sizeof(PushSmem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
-    const PushParams p = make_push_params<C>(o);
+    const PushParams p = make_push_params<C>(o, is_for_all);
     const auto kernel = gemm_push_kernel<C>;
     allow_smem(kernel, kSmemBytes);
     const int splits = std::min(std::max(o.linear.splits, 1), p.num_k_blocks);
@@ -249,14 +264,17 @@ void launch_push(const GemmSumParams& o, cudaStream_t stream) {
                   {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream,
                    splits},
                   p);
-    comm::launch_sum_inbox(o, nullptr, stream);
+    if (is_for_all) return comm::launch_sum_inbox(o, nullptr, stream);
+    comm::launch_two_shot(o, nullptr, stream);
 }
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_push_tiling(const GemmSumParams& o, cudaStream_t stream) {
-    if (o.linear.dtype == DType::f16) return launch_push<Config<cutlass::half_t, Tile>>(o, stream);
-    launch_push<Config<cutlass::bfloat16_t, Tile>>(o, stream);
+void launch_push_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
+    if (o.linear.dtype == DType::f16) {
+        return launch_push<Config<cutlass::half_t, Tile>>(o, is_for_all, stream);
+    }
+    launch_push<Config<cutlass::bfloat16_t, Tile>>(o, is_for_all, stream);
 }
 
 }  // namespace bytetx::gemm

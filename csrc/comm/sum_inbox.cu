@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "comm/inbox_row.cuh"
 #include "comm/sum_parts.cuh"
 
 namespace bytetx::comm {
@@ -20,66 +21,14 @@ struct InboxParams : SumParams {
     const void* own_part;
 };
 
-// Past L1, which may hold what lay there in an earlier call.
-__device__ __forceinline__ uint4 load_coherent(const uint4* at) {
-    uint4 words;
-    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(at)
-                 : "memory");
-    return words;
-}
-
-// All threads of a row.
-template <typename Tiling>
-__device__ __forceinline__ void sync_row() {
-    if constexpr (Tiling::kThreadsPerRow > kWarpSize) {
-        __syncthreads();
-    } else {
-        __syncwarp();
-    }
-}
-
 // Few rows have an SM each, with registers for all that can be loaded ahead. Where two share one
 // (kShares), wide rows read parameters again, and add one part before they look at the next.
 template <typename Tiling>
 constexpr bool kCanShare = (Tiling::kThreadsPerRow > kWarpSize) && Tiling::kVecsPerThread <= 6;
 
-// As RowParameter, of which the compiler keeps nothing from row to row.
-class ParameterReadAgain {
-  public:
-    __device__ __forceinline__ ParameterReadAgain(const void* values, int, int)
-        : values_(static_cast<const uint4*>(values)) {}
-
-    __device__ __forceinline__ uint4 get(int, int v) const {
-        if (values_ == nullptr) return {};
-        const uint4* at = values_ + v;
-        asm volatile("" : "+l"(at));
-        return __ldg(at);
-    }
-
-  private:
-    const uint4* values_;
-};
-
 template <typename Tiling, bool kShares>
 using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2),
                                         ParameterReadAgain, RowParameter<Tiling>>;
-
-// A rank's part of a row in this one's inbox: what has come of it.
-template <typename Tiling>
-__device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
-                                     int num_vecs) {
-    bool is_whole = true;
-#pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-        const int v = i * Tiling::kThreadsPerRow;
-        if (lane + v >= num_vecs) continue;
-        part.words[i] = load_relaxed(first + v);
-        is_whole = is_whole && has_come(part.words[i]);
-    }
-    return is_whole;
-}
 
 // h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
 // Two are looked at together where registers hold both. Before that one thread waits for the first of
@@ -110,25 +59,12 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p,
     };
     const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
         uint4* first = inbox + source * stride;
-        Patience patience;
-        while (!is_whole) {
-            const auto* at = reinterpret_cast<const uint32_t*>(first);
-            if (patience.has_ended(p.peers, source, at, 0, 1)) break;
-            is_whole = peek<Tiling>(part, first, lane, num_vecs);
-        }
+        wait_for_row<Tiling>(p.peers, source, part, is_whole, first, lane, num_vecs);
         add_row<T, Tiling>(h, part);
-        if (is_here(source)) return;
-#pragma unroll
-        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-            const int v = i * Tiling::kThreadsPerRow;
-            if (lane + v < num_vecs) first[v] = uint4{};
-        }
+        if (!is_here(source)) clear_inbox<Tiling>(first, lane, num_vecs);
     };
     if (lane == 0 && p.own_part == nullptr) {
-        const auto* at = reinterpret_cast<const uint32_t*>(inbox + p.peers.rank * stride);
-        Patience patience;
-        while (load_acquire(at) == 0 && !patience.has_ended(p.peers, p.peers.rank, at, 0, 1)) {
-        }
+        wait_for_word(p.peers, p.peers.rank, inbox + p.peers.rank * stride);
     }
     sync_row<Tiling>();
     constexpr int kTogether = kShares && Tiling::kVecsPerThread > 4 ? 1 : 2;

@@ -1,5 +1,5 @@
 // A ring of rows that a warp of the CTA's own fetches by bulk copies for the threads that sum them up:
-// what sum_rows.cu and two_shot.cu share.
+// what sum_rows.cu is made of.
 #pragma once
 
 #include <cutlass/arch/barrier.h>

@@ -28,4 +28,11 @@ void launch_sum(const GemmSumParams& p, const SumShape& shape, cudaStream_t stre
 // The same of all rows, from the inbox. own_part: this rank's, where it is not there; or null.
 void launch_sum_inbox(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
 
+// The same where inboxes hold parts of their ranks' own rows: sums go to all, who norm them.
+void launch_two_shot(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
+void check_two_shot(const char* op, const GemmSumParams& p);
+
+// Rows of a block that one rank sums for all; the last ranks may have fewer.
+inline int64_t rows_of_owner(int64_t num_rows, int64_t size) { return (num_rows + size - 1) / size; }
+
 }  // namespace bytetx::comm

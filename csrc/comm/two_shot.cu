@@ -1,96 +1,53 @@
-// The all-reduce behind a GEMM that stores nothing elsewhere, in two exchanges, with bias, residual and
-// norm: what more than two ranks, or more than some hundred rows, are worth.
+// An all-reduce in two exchanges, with bias, residual and norm: what more than two ranks are worth.
 //
 //   parts[rank] at the owner of a row = its partial               partial [m, n], f16 or bf16, of each rank
 //   h = residual + bias + sum over ranks of parts, rounded, by the owner, to all;  sum_out = h
 //   out = norm(h), by all
 //
-// Each rank owns a block of rows. A first kernel sends rows to their owners, a warp a piece, the first
-// rows of all owners first; a second one sums up and sends the rows that this rank owns, then norms
-// those of the others: a CTA a row, whose operands a warp of its own fetches into a ring (sum_ring.cuh).
-// Rows are counted where they come, one by one, so that both exchanges overlap. Sums are f32 and in the
-// order of ranks; what is normed is what was sent, so all ranks have the same bits.
+// Each rank owns a block of rows. A first kernel sends rows to their owners, the first rows of all
+// owners first: the GEMM of push_kernel.cuh, or one of its own behind a product that is there. A second
+// one sums up the rows that this rank owns, a warp 512 features, and sends them to all; then it norms
+// all rows, in the order in which they come, each in the registers of a warp or of a CTA. All of it
+// goes through the inbox, so neither exchange has flags or fences, and both overlap. Sums are f32 and
+// in the order of ranks; what is normed is what was sent, so all ranks have the same bits. Behind a
+// product that is there half of the SMs norm alone: on one that sends, loads wait behind its stores.
+// An inbox holds parts [tp_size, rows of an owner, n], then sums [m, n].
 // Bytes over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where everyone's rows to everyone, as in
 // push_rows.cu, take tp_size / 2 times as many; bound by the links, for few rows by latency.
 #include <algorithm>
-#include <type_traits>
 
 #include "comm/comm_tilings.cuh"
-#include "comm/sum_ring.cuh"
+#include "comm/inbox_row.cuh"
+#include "comm/two_shot_unit.cuh"
 
 namespace bytetx {
+namespace comm {
 namespace {
 
-using namespace comm;
-
 constexpr int kSendThreads = 512;
-constexpr int kInFlight = 8;  // vectors of a thread
+constexpr int kInFlight = 8;                       // vectors of a thread
 constexpr int kPieceVecs = kInFlight * kWarpSize;  // of a row, that a warp sends at once
 
-struct TwoShotParams : RingSumParams {
-    const void* partial;
-    int rows_of_owner;  // of each but the last ones
-};
-
-struct Rows {
-    int first, count;
-};
-
-__device__ __forceinline__ Rows rows_of(const TwoShotParams& p, int owner) {
-    const int first = min(owner * p.rows_of_owner, p.shape.num_rows);
-    return {first, min(p.rows_of_owner, p.shape.num_rows - first)};
-}
-
-// In a rank's slots: all ranks' parts of the rows that it owns, then all rows' sums. In vectors.
-__device__ __forceinline__ uint4* part_at(const TwoShotParams& p, int owner, uint32_t epoch,
-                                          int source, int index) {
-    auto* slots = reinterpret_cast<uint4*>(quarter_at(p.peers, owner, Counted::tiles, epoch));
-    const int64_t row = int64_t{source} * p.rows_of_owner + index;
-    return slots + row * (p.norm.hidden_size / 8);
-}
-__device__ __forceinline__ uint4* sum_at(const TwoShotParams& p, int reader, uint32_t epoch,
-                                         int row) {
-    return part_at(p, reader, epoch, p.peers.size, row);
-}
-
-__device__ __forceinline__ int num_pieces(const TwoShotParams& p) {
-    return (static_cast<int>(p.norm.hidden_size / 8) + kPieceVecs - 1) / kPieceVecs;
-}
-
-// Counters of a source: of its parts of the reader's rows, by pieces, then of its own rows' sums.
-__device__ __forceinline__ uint32_t* part_counter(const TwoShotParams& p, int owner, uint32_t epoch,
-                                                  int source, int index) {
-    return counter_at(p.peers, owner, Counted::tiles, epoch, source, index);
-}
-__device__ __forceinline__ uint32_t* sum_counter(const TwoShotParams& p, int reader, uint32_t epoch,
-                                                 int owner, int index) {
-    return counter_at(p.peers, reader, Counted::tiles, epoch, owner, p.rows_of_owner + index);
-}
-
-// Work that concerns the others' rows, in the order in which these become whole: the first row of
-// every other rank, then the second.
+// Rows of `count` ranks behind this one (all of them: itself at last), in the order in which they
+// become whole: the first row of each, then the second.
 struct Turn {
     int peer, index;
     Rows rows;
     bool is_row;  // the peer has that many
 
-    __device__ __forceinline__ Turn(const TwoShotParams& p, int number)
-        : peer((p.peers.rank + 1 + number % (p.peers.size - 1)) % p.peers.size),
-          index(number / (p.peers.size - 1)),
+    __device__ __forceinline__ Turn(const TwoShotParams& p, int number, int count)
+        : peer((p.peers.rank + 1 + number % count) % p.peers.size),
+          index(number / count),
           rows(rows_of(p, peer)),
           is_row(index < rows.count) {}
 };
-
-__device__ __forceinline__ int num_turns(const TwoShotParams& p) {
-    return p.rows_of_owner * (p.peers.size - 1);
-}
 
 // A whole warp: one piece of this rank's part of a row to its owner.
 __device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoch, const Turn& turn,
                                            int piece) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / 8);
-    const uint4* from = static_cast<const uint4*>(p.partial) +
+    const uint4* from = static_cast<const uint4*>(p.own_part) +
                         int64_t{turn.rows.first + turn.index} * num_vecs;
     uint4* to = part_at(p, turn.peer, epoch, p.peers.rank, turn.index);
     const int first = piece * kPieceVecs + lane;
@@ -102,12 +59,7 @@ __device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoc
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
         const int v = first + i * kWarpSize;
-        if (v < num_vecs) to[v] = words[i];
-    }
-    __syncwarp();
-    if (lane == 0) {
-        fence_system();
-        add_relaxed(part_counter(p, turn.peer, epoch, p.peers.rank, turn.index), 1);
+        if (v < num_vecs) store_relaxed(to + v, never_zero(words[i]));
     }
 }
 
@@ -120,166 +72,187 @@ __global__ void __launch_bounds__(kSendThreads)
     if (blockIdx.x == 0 && threadIdx.x == kWarpSize) begin_sum(p.peers, epoch);
     __syncwarp();
     wait_for_slots(p.peers, epoch);
-    const int warp = static_cast<int>(threadIdx.x) / kWarpSize, pieces = num_pieces(p);
+    const int warp = static_cast<int>(threadIdx.x) / kWarpSize, others = p.peers.size - 1;
+    const int pieces = (static_cast<int>(p.norm.hidden_size / 8) + kPieceVecs - 1) / kPieceVecs;
     const auto num_ctas = static_cast<int>(gridDim.x);
-    for (int i = warp * num_ctas + static_cast<int>(blockIdx.x); i < num_turns(p) * pieces;
-         i += num_ctas * (kSendThreads / kWarpSize)) {
-        const Turn turn(p, i / pieces);
+    for (int i = warp * num_ctas + static_cast<int>(blockIdx.x);
+         i < p.rows_of_owner * others * pieces; i += num_ctas * (kSendThreads / kWarpSize)) {
+        const Turn turn(p, i / pieces, others);
         if (turn.is_row) send_piece(p, epoch, turn, i % pieces);
     }
 }
 
-// One warp: what the CTA's rows need.
-__device__ __forceinline__ void fetch_rows(const TwoShotParams& p, const Ring& ring,
-                                           uint32_t epoch) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpSize, rank = p.peers.rank;
-    const Rows own = rows_of(p, rank);
-    const auto expected = static_cast<uint32_t>(num_pieces(p));
-    RingFetcher fetcher(p, ring);
-    fence_proxies();  // residuals are what kernels before the GEMM have stored
-    for (auto i = static_cast<int>(blockIdx.x); i < own.count; i += static_cast<int>(gridDim.x)) {
-        if (p.norm.residual != nullptr) fetcher.fetch(p.norm.residual, own.first + i, 1);
-        if (lane < p.peers.size && lane != rank) {
-            wait_for(p.peers, lane, part_counter(p, rank, epoch, lane, i), expected);
-        }
-        __syncwarp();
-        fence_proxies();  // what follows are bulk copies
-        for (int source = 0; source < p.peers.size; ++source) {
-            if (source == rank) {
-                fetcher.fetch(p.partial, own.first + i, 1);
-            } else {
-                fetcher.fetch(part_at(p, rank, epoch, source, i), 0, 1);
-            }
+// Units or rows in turn. Each warp or CTA has its own; or, where half of them sum first, the next that
+// nobody has asked for. All threads of one take at a time, between barriers where it is a CTA.
+template <int kThreads>
+class InTurn {
+  public:
+    __device__ __forceinline__ InTurn(const TwoShotParams& p, EpochWord ticket)
+        : ticket_(p.has_roles ? p.peers.epochs + ticket : nullptr) {
+        const int place = static_cast<int>(threadIdx.x) / kThreads;
+        const int places = static_cast<int>(blockDim.x) / kThreads;
+        const auto cta = static_cast<int>(blockIdx.x), num_ctas = static_cast<int>(gridDim.x);
+        next_ = kThreads <= kWarpSize ? place * num_ctas + cta : cta;
+        stride_ = num_ctas * places;
+    }
+
+    __device__ __forceinline__ int take() {
+        if (ticket_ != nullptr) return ask();
+        const int found = next_;
+        next_ += stride_;
+        return found;
+    }
+
+  private:
+    __device__ __forceinline__ int ask() {
+        if constexpr (kThreads <= kWarpSize) {
+            uint32_t found = 0;
+            if (threadIdx.x % kWarpSize == 0) found = atomicAdd(ticket_, 1);
+            return static_cast<int>(__shfl_sync(0xffffffffu, found, 0));
+        } else {
+            __shared__ int found;
+            __syncthreads();
+            if (threadIdx.x == 0) found = static_cast<int>(atomicAdd(ticket_, 1));
+            __syncthreads();
+            return found;
         }
     }
-    for (auto i = static_cast<int>(blockIdx.x); i < num_turns(p); i += static_cast<int>(gridDim.x)) {
-        const Turn turn(p, i);
-        if (!turn.is_row) continue;
-        if (lane == 0) {
-            wait_for(p.peers, turn.peer, sum_counter(p, rank, epoch, turn.peer, turn.index), 1);
-        }
-        __syncwarp();
-        fence_proxies();
-        fetcher.fetch(sum_at(p, rank, epoch, turn.rows.first + turn.index), 0, 1);
+
+    uint32_t* ticket_;
+    int next_, stride_;
+};
+
+template <typename T>
+__device__ __forceinline__ void sum_own_rows(const TwoShotParams& p, uint32_t epoch) {
+    const int units = (static_cast<int>(p.norm.hidden_size / 8) + kUnitVecs - 1) / kUnitVecs;
+    const int count = rows_of(p, p.peers.rank).count * units;
+    InTurn<kWarpSize> numbers(p, kUnitTicket);
+    for (int i = numbers.take(); i < count; i = numbers.take()) {
+        Unit<T> unit(p, epoch, i / units, i % units * kUnitVecs);
+        unit.sum();
+        unit.send();
     }
 }
 
-// h as it is sent, to every rank and to sum_out; all summing threads of the CTA.
-template <typename T, typename Tiling>
-__device__ __forceinline__ void send_sum(const TwoShotParams& p, uint32_t epoch, const Rows& own,
-                                         int index, int lane, int num_vecs,
-                                         RowRegisters<T, Tiling>& h) {
-    RawRow<Tiling> sums;
-#pragma unroll
-    for (int i = 0; i < Tiling::kVecsPerThread; ++i) sums.words[i] = pack<T>(h[i]);
-    clear_row<T, Tiling>(h);
-    add_row<T, Tiling>(h, sums);
-    const int row = own.first + index;
-    const auto store = [&](uint4* to) {
-#pragma unroll
-        for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
-            const int v = lane + i * Tiling::kThreadsPerRow;
-            if (v < num_vecs) to[v] = sums.words[i];
-        }
-    };
-    for (int turn = 1; turn < p.peers.size; ++turn) {
-        store(sum_at(p, (p.peers.rank + turn) % p.peers.size, epoch, row));
-    }
-    sync_threads<Tiling::kCtaThreads>();
-    if (threadIdx.x < kWarpSize) {
-        const int peer = static_cast<int>(threadIdx.x);
-        if (peer < p.peers.size && peer != p.peers.rank) {
-            fence_system();
-            add_relaxed(sum_counter(p, peer, epoch, p.peers.rank, index), 1);
-        }
-        __syncwarp();
-    }
-    store(static_cast<uint4*>(p.norm.sum_out) + int64_t{row} * num_vecs);
-}
+template <typename Tiling>
+using NormParameter =
+    std::conditional_t<(Tiling::kVecsPerThread > 2), ParameterReadAgain, RowParameter<Tiling>>;
 
 template <typename T, typename Tiling, RowNorm kNorm>
-__device__ __forceinline__ void sum_rows(const TwoShotParams& p, const Ring& ring, uint32_t epoch) {
-    const auto lane = static_cast<int>(threadIdx.x);
-    const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
-    const RowParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
-    const RowParameter<Tiling> norm_bias(p.norm.bias, lane, num_vecs);
-    const RowParameter<Tiling> bias(p.bias, lane, num_vecs);
-    AnyRingIndex slot{p.num_slots};
-    const auto norm = [&](RowRegisters<T, Tiling>& h, int row) {
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
-    };
-    const Rows own = rows_of(p, p.peers.rank);
-    for (auto i = static_cast<int>(blockIdx.x); i < own.count; i += static_cast<int>(gridDim.x)) {
-        RowRegisters<T, Tiling> h;
-        add_slots<T, Tiling>(p, ring, bias, slot, lane, num_vecs, h);
-        send_sum<T, Tiling>(p, epoch, own, i, lane, num_vecs, h);
-        norm(h, own.first + i);
-    }
-    for (auto i = static_cast<int>(blockIdx.x); i < num_turns(p); i += static_cast<int>(gridDim.x)) {
-        const Turn turn(p, i);
+__device__ __forceinline__ void norm_rows(const TwoShotParams& p, uint32_t epoch) {
+    const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
+    const int num_vecs = static_cast<int>(p.norm.hidden_size / 8);
+    const NormParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
+    const NormParameter<Tiling> bias(p.norm.bias, lane, num_vecs);
+    InTurn<Tiling::kThreadsPerRow> numbers(p, kRowOfAllTicket);
+    for (int i = numbers.take(); i < p.rows_of_owner * p.peers.size; i = numbers.take()) {
+        const Turn turn(p, i, p.peers.size);
         if (!turn.is_row) continue;
         const int row = turn.rows.first + turn.index;
+        uint4* first = sum_at(p, p.peers.rank, epoch, row) + lane;
+        if (lane == 0) wait_for_word(p.peers, turn.peer, first);
+        sync_row<Tiling>();
+        RawRow<Tiling> words;
+        const bool is_whole = peek<Tiling>(words, first, lane, num_vecs);
+        wait_for_row<Tiling>(p.peers, turn.peer, words, is_whole, first, lane, num_vecs);
+        clear_inbox<Tiling>(first, lane, num_vecs);
+        store_words<Tiling>(words.words, lane, row, num_vecs,
+                            {p.norm.sum_out, nullptr, nullptr, false});
         RowRegisters<T, Tiling> h;
         clear_row<T, Tiling>(h);
-        add_row<T, Tiling>(h, take_slot<Tiling>(p, ring, slot, lane, num_vecs));
-        store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
-        norm(h, row);
+        add_row<T, Tiling>(h, words);
+        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.norm.hidden_size,
+                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
 }
 
-// CTAs of an SM, whose registers hold what is sent beside the sums.
+// On an SM that sends, loads wait behind its stores: of many rows, every other one norms alone.
+__device__ __forceinline__ bool sums_first(const TwoShotParams& p) {
+    uint32_t sm;
+    asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+    return !p.has_roles || sm % 2 == 0;
+}
+
+// By the last CTA to come here: all have asked for the last time.
+__device__ __forceinline__ void put_tickets_back(const TwoShotParams& p) {
+    __syncthreads();
+    if (threadIdx.x != 0 || !is_last_cta(p.peers, kTwoShotTicket)) return;
+    p.peers.epochs[kUnitTicket] = 0;
+    p.peers.epochs[kRowOfAllTicket] = 0;
+}
+
 template <typename Tiling>
-constexpr int kTwoShotCtasOfSm = Tiling::kVecsPerThread == 1   ? 3
-                                 : Tiling::kVecsPerThread == 2 ? 2
-                                                               : 1;
+constexpr int kTwoShotCtasOfSm = Tiling::kVecsPerThread <= 6 ? 2 : 1;
 
 template <typename T, typename Tiling, RowNorm kNorm>
-__global__ void __launch_bounds__(kRingThreads<Tiling>, kTwoShotCtasOfSm<Tiling>)
+__global__ void __launch_bounds__(Tiling::kCtaThreads, kTwoShotCtasOfSm<Tiling>)
     two_shot_kernel(const __grid_constant__ TwoShotParams p) {
-    const Ring ring = make_ring<Tiling>(p);
     release_next_kernel();
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     const bool ends_call = is_last_to_start(p);
-    __syncthreads();
-    if (threadIdx.x >= Tiling::kCtaThreads) {
-        fetch_rows(p, ring, epoch);
-    } else {
-        sum_rows<T, Tiling, kNorm>(p, ring, epoch);
-    }
+    if (sums_first(p)) sum_own_rows<T>(p, epoch);
+    norm_rows<T, Tiling, kNorm>(p, epoch);
+    if (p.has_roles) put_tickets_back(p);
     wait_for_prior_kernel();
     if (ends_call) end_sum(p, epoch);
 }
 
-// A CTA a row, however short: few rows are a rank's own.
-template <typename Tiling>
-using CtaTiling = std::conditional_t<Tiling::kThreadsPerRow <= kWarpSize,
-                                     RowTiling<kCtaThreads, 1, 1>, Tiling>;
+// All CTAs are there at once: others' rows, for which each waits, may wait for what all of these send.
+template <typename T, typename Tiling, RowNorm kNorm>
+void launch_rows(const TwoShotParams& p, cudaStream_t stream) {
+    const auto kernel = two_shot_kernel<T, Tiling, kNorm>;
+    int device;
+    BYTETX_CUDA_CHECK(cudaGetDevice(&device));
+    static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
+    const int64_t rows = (p.shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+    const int64_t units = (p.norm.hidden_size / 8 + kUnitVecs - 1) / kUnitVecs;
+    const int64_t ctas = std::max(rows, (p.rows_of_owner * units + 3) / 4);
+    const int64_t most = p.own_part != nullptr ? resident - kSendingCtas : resident;
+    const auto grid = static_cast<unsigned>(std::min(ctas, most));
+    // Behind the GEMM that sends its tiles itself, parts come at once, and all sum. Where CTAs are more
+    // than half of the SMs hold, some are on the others.
+    TwoShotParams with_roles = p;
+    with_roles.has_roles = p.own_part != nullptr && 2 * int64_t{grid} > resident;
+    launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, with_roles);
+}
+
+TwoShotParams make_params(const GemmSumParams& o, const void* own_part) {
+    const SumShape shape{.num_rows = static_cast<int>(o.linear.m)};
+    return {{o.norm, o.bias, make_peers(o.peers), shape},
+            own_part,
+            static_cast<int>(rows_of_owner(o.linear.m, o.peers.size)),
+            false};
+}
 
 }  // namespace
 
-void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch) {
-    const LinearParams& o = p.linear;
-    const int64_t size = std::max(p.peers.size, 1), rows_of_owner = (o.m + size - 1) / size;
-    check_sum("all_reduce_two_shot", p, size * rows_of_owner + o.m, o.m, p.peers.buffer_bytes / 4);
+void check_two_shot(const char* op, const GemmSumParams& p) {
+    const int64_t m = p.linear.m, size = std::max(p.peers.size, 1);
+    check_sum(op, p, size * rows_of_owner(m, size) + m, m, inbox_bytes(p.peers));
     if (p.norm.sum_out == nullptr) {
-        throw std::invalid_argument("all_reduce_two_shot norms what it has sent: it needs sum_out");
+        throw std::invalid_argument(std::string(op) + " norms what it has sent: it needs sum_out");
     }
-    if (o.m == 0) return;
+}
+
+void launch_two_shot(const GemmSumParams& o, const void* own_part, cudaStream_t stream) {
+    const TwoShotParams p = make_params(o, own_part);
+    dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
+        launch_rows<T, Tiling, kNorm>(p, stream);
+    });
+}
+
+}  // namespace comm
+
+void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch) {
+    comm::check_two_shot("all_reduce_two_shot", p);
+    if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    const SumShape shape{.num_rows = static_cast<int>(o.m),
-                         .num_tiles = 2 * static_cast<int>(rows_of_owner)};
-    const TwoShotParams params{{{p.norm, p.bias, make_peers(p.peers), shape}, 0, 0},
-                               o.residual,
-                               static_cast<int>(rows_of_owner)};
-    check_counters(params, p.peers.num_flags);
-    launch_kernel(send_rows_kernel,
-                  {dim3(kSendingCtas), dim3(kSendThreads), 0, stream, kSendingCluster}, params);
-    dispatch_sum(p, [&]<typename T, typename Tiling, RowNorm kNorm>() {
-        using Wide = CtaTiling<Tiling>;
-        launch_ring<T, Wide, two_shot_kernel<T, Wide, kNorm>>(params, o.m, stream);
-    });
+    launch_kernel(comm::send_rows_kernel,
+                  {dim3(comm::kSendingCtas), dim3(comm::kSendThreads), 0, stream,
+                   comm::kSendingCluster},
+                  comm::make_params(p, p.linear.residual));
+    comm::launch_two_shot(p, p.linear.residual, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
