@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -35,6 +36,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if needed > present:
             reason = f"needs {needed} CUDA GPUs, this machine has {present}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test without a mark finds no GPU, on hosts that have some, too; nor do its fixtures."""
+    if "torch" in sys.modules:
+        cuda = sys.modules["torch"].cuda
+        _found.setdefault("is_available", cuda.is_available)
+        cuda.is_available = _found["is_available"] if gpus_needed(item) else _never
+
+
+_found: dict[str, Callable[[], bool]] = {}
+
+
+def _never() -> bool:
+    return False
 
 
 def gpus_needed(item: pytest.Item) -> int:

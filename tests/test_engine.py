@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> Model:
-    return bytetx.load(folder, token_budget=64)
+    return bytetx.load(folder, device="cpu", token_budget=64)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -45,13 +45,17 @@ CROWD = {
 Ranks = tuple[TpGroup, Followers]
 
 
-@pytest.fixture(scope="module", params=["nccl", "symmetric memory"])
+@pytest.fixture(scope="module", params=["nccl, 2", "symmetric memory, 2", "symmetric memory, 4"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """A GPU each."""
+    way, size = request.param.split(", ")
+    if int(size) > torch.cuda.device_count():
+        pytest.skip(f"needs {size} GPUs")
     device = torch.device("cuda", 0)
-    shared_bytes = 64 << 20 if request.param == "symmetric memory" else 0
+    shared_bytes = 64 << 20 if way == "symmetric memory" else 0
     if shared_bytes:
         require_kernels()
-    followers, group = start_ranks(2, device, shared_bytes=shared_bytes, rows=ROWS)
+    followers, group = start_ranks(int(size), device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
     yield group, followers
     followers.close()
