@@ -60,11 +60,11 @@ def test_layers_run_with_nothing_on_its_way(model: str, deals: bool | None) -> N
 
 
 def test_the_cases_of_the_suites() -> None:
-    names = [shape.name for shape in tp_layer.shapes()]
+    names = [shape.name for size in (2, 4) for shape in tp_layer.shapes(size)]
     for op in ("ag_gemm", "gemm_rs", "gemm_ar"):
-        names += [f"{op} {shape.name}" for shape in comm.shapes(op)]
+        names += [f"{op} {shape.name}" for size in (2, 4) for shape in comm.shapes(op, size)]
     assert len(set(names)) == len(names)
-    (packed,) = (s for s in tp_layer.shapes() if s.name == "gpt3-prefill-a06-2048x8")
+    (packed,) = (s for s in tp_layer.shapes(4) if s.name == "tp4-gpt3-prefill-a06-2048x8")
     assert abs(packed.lengths.mean() - 0.6 * 2048) < 2
 
 
@@ -113,7 +113,7 @@ def test_the_lines_of_a_suite_have_every_layer_that_it_measures() -> None:
         lines = tune_comm.lines_of(suite, 2)
         assert len({line.layer for line in lines}) == len(lines) == len({x.name for x in lines})
         sizes = {(line.layer.n, line.layer.k) for line in lines if not line.layer.is_gated}
-        for shape in comm.shapes(suite):
+        for shape in comm.shapes(suite, 2):
             n, k = shape.n, shape.k
             assert ((n // 2, k) if suite == "ag_gemm" else (n, k // 2)) in sizes
     names = [line.name for line in tune_comm.lines_of("ag_gemm", 2)]

@@ -66,13 +66,13 @@ def comm_suite(op: str, *, patterns: list[str]) -> Suite:
     """
     ranks = join()
     measure = partial(_MEASURES[op], ranks=ranks)
-    return gpu_suite(op, shapes(op), measure, patterns=patterns, unit="us")
+    return gpu_suite(op, shapes(op, ranks.size), measure, patterns=patterns, unit="us")
 
 
-def shapes(op: str) -> list[Shape]:
-    """Every layer at every number of rows."""
+def shapes(op: str, size: int) -> list[Shape]:
+    """Every layer at every number of rows, for a group of `size` ranks."""
     return [
-        Shape(f"{model}-{layer}-{m}", m, n, k)
+        Shape(f"tp{size}-{model}-{layer}-{m}", m, n, k)
         for (model, layer), (n, k) in LAYERS[op].items()
         for m in (_FEW_TOKENS if op == "gemm_ar" else _MANY_TOKENS)
     ]

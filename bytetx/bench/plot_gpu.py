@@ -122,21 +122,17 @@ def _tp_layer(records: Records) -> Chart:
         "gpt2-xl": "GPT-2 XL",
     }
     rivals = ("cublas-nccl", "one-gpu")
-    panels = [
-        Panel(
-            title,
-            [
-                _floor_group(record, rivals=rivals, unit="µs", name=_step(record))
-                for case, record in records.items()
-                if case.startswith(f"{model}-")
-            ],
-        )
-        for model, title in models.items()
-    ]
-    ranks = next(iter(records.values())).shape["tp"]
+    by_size = sorted(records.values(), key=lambda record: record.shape["tp"])
+
+    def panel(model: str, title: str) -> Panel:
+        own = [r for r in by_size if r.case.startswith(f"tp{r.shape['tp']}-{model}-")]
+        group = partial(_floor_group, rivals=rivals, unit="µs")
+        return Panel(title, [group(r, name=f"{r.shape['tp']} GPUs, {_step(r)}") for r in own])
+
+    panels = [panel(model, title) for model, title in models.items()]
     return Chart(
-        title=f"One layer on {ranks} GPUs, as a fraction of what overlap can reach",
-        subtitle=f"{ranks} × {_device(records)}, bf16; times from replays of a CUDA graph",
+        title="One layer on several GPUs, as a fraction of what overlap can reach",
+        subtitle=f"{_device(records)}, bf16; times from replays of a CUDA graph",
         panels=[panel for panel in panels if panel.groups],
         engines=(OURS, "cuBLAS, then NCCL", "bytetx on one GPU"),
         columns=("cuBLAS, NCCL", "one GPU"),

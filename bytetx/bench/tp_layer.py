@@ -54,15 +54,21 @@ class Shape:
 
 def tp_layer_suite(*, patterns: list[str]) -> Suite:
     """The selected cases, for a process that torchrun started."""
-    largest = max(int(shape.lengths.sum()) for shape in shapes())
-    sizes = {"hidden_size": 12288, "size": dist.get_world_size(), "itemsize": 2}
+    size = dist.get_world_size()
+    cases = shapes(size)
+    largest = max(int(shape.lengths.sum()) for shape in cases)
+    sizes = {"hidden_size": 12288, "size": size, "itemsize": 2}
     ranks = join_ranks(workspace_bytes=workspace_bytes(max_tokens=largest, **sizes))
     measure_on = partial(measure, ranks=ranks)
-    return gpu_suite("tp_layer", shapes(), measure_on, patterns=patterns, unit="us")
+    return gpu_suite("tp_layer", cases, measure_on, patterns=patterns, unit="us")
 
 
-def shapes() -> list[Shape]:
-    """Prefills full and ragged, and decodes, of models large and small."""
+def shapes(size: int) -> list[Shape]:
+    """For a group of `size` ranks: prefills full and ragged, decodes, of models large and small."""
+    return [replace(shape, name=f"tp{size}-{shape.name}") for shape in _steps()]
+
+
+def _steps() -> list[Shape]:
     found = []
     for model in _LARGE:
         found += [
