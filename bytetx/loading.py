@@ -214,10 +214,14 @@ def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -
     return True
 
 
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def resolve_device(device: str | torch.device) -> torch.device:
     """ "auto" is CUDA where there is one. Raises InputError for a device torch cannot use."""
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = default_device()
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -40,18 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A test without a mark finds no GPU, on hosts that have some, too; nor do its fixtures."""
-    if "torch" in sys.modules:
-        cuda = sys.modules["torch"].cuda
-        _found.setdefault("is_available", cuda.is_available)
-        cuda.is_available = _found["is_available"] if gpus_needed(item) else _never
+    """Without a mark what asks for no device runs on the CPU, on hosts with GPUs, too."""
+    loading = sys.modules.get("bytetx.loading")
+    if loading is not None:
+        own = _default_device.setdefault("own", loading.default_device)
+        loading.default_device = own if gpus_needed(item) else lambda: "cpu"
 
 
-_found: dict[str, Callable[[], bool]] = {}
-
-
-def _never() -> bool:
-    return False
+_default_device: dict[str, Callable[[], str]] = {}
 
 
 def gpus_needed(item: pytest.Item) -> int:
