@@ -92,6 +92,10 @@ __device__ __forceinline__ uint32_t never_zero(uint32_t word) {
     return word == 0 ? 0x80000000u : word;
 }
 
+__device__ __forceinline__ uint4 never_zero(const uint4& words) {
+    return {never_zero(words.x), never_zero(words.y), never_zero(words.z), never_zero(words.w)};
+}
+
 __device__ __forceinline__ bool has_come(const uint4& words) {
     return words.x != 0 && words.y != 0 && words.z != 0 && words.w != 0;
 }

@@ -47,10 +47,7 @@ __global__ void __launch_bounds__(kThreads)
             words[i] = __ldcg(p.partial + min(first + i * step, p.num_vecs - 1));
         }
 #pragma unroll
-        for (int i = 0; i < kInFlight; ++i) {
-            words[i] = {comm::never_zero(words[i].x), comm::never_zero(words[i].y),
-                        comm::never_zero(words[i].z), comm::never_zero(words[i].w)};
-        }
+        for (int i = 0; i < kInFlight; ++i) words[i] = comm::never_zero(words[i]);
         for (int turn = 1; turn < p.peers.size; ++turn) {
             const int peer = (p.peers.rank + turn) % p.peers.size;
             uint4* inbox = comm::inbox_at(p.peers, peer, epoch) + own_place;

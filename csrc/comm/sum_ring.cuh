@@ -111,9 +111,9 @@ __device__ __forceinline__ void add_slots(const RingSumParams& p, const Ring& ri
     for (int source = 0; source < p.peers.size; ++source) add_next();
 }
 
-// num_ctas: as many as there is work for.  kKernel takes Params, a RingSumParams with more behind it.
-template <typename T, typename Tiling, auto kKernel, typename Params>
-void launch_ring(Params p, int64_t num_ctas, cudaStream_t stream) {
+// num_ctas: as many as there is work for.
+template <typename T, typename Tiling, auto kKernel>
+void launch_ring(RingSumParams p, int64_t num_ctas, cudaStream_t stream) {
     constexpr int kBytes = kRingBytes<Tiling>;
     allow_smem_once<kKernel>(kBytes);
     p.slot_bytes = static_cast<int>(Tiling::kRowsPerCta * p.norm.hidden_size * sizeof(T));

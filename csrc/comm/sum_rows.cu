@@ -105,7 +105,7 @@ void launch_sum(const GemmSumParams& o, const SumShape& shape, cudaStream_t stre
     check_counters(p, o.peers.num_flags);
     dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
         const int64_t ctas = (shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-        launch_ring<T, Tiling, sum_rows_kernel<T, Tiling, kNorm>>(RingSumParams{p}, ctas, stream);
+        launch_ring<T, Tiling, sum_rows_kernel<T, Tiling, kNorm>>({p}, ctas, stream);
     });
 }
 

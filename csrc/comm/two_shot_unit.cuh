@@ -35,11 +35,6 @@ __device__ __forceinline__ uint4* sum_at(const TwoShotParams& p, int reader, uin
     return part_at(p, reader, epoch, p.peers.size, row);
 }
 
-__device__ __forceinline__ uint4 never_zero(const uint4& words) {
-    return {comm::never_zero(words.x), comm::never_zero(words.y), comm::never_zero(words.z),
-            comm::never_zero(words.w)};
-}
-
 // Some vectors of a row that this rank owns, as a warp sums and sends them.
 template <typename T>
 class Unit {
