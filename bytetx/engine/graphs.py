@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -62,7 +63,6 @@ class GraphCache:
     def __init__(self, *, device: torch.device, workspace_bytes: Callable[[int], int]):
         """workspace_bytes: what a step of so many tokens holds between input and output."""
         self._device, self._workspace_bytes = device, workspace_bytes
-        self._stream: torch.cuda.Stream | None = None
         self._graphs: OrderedDict[Hashable, CapturedStep] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
@@ -152,11 +152,13 @@ class GraphCache:
         self._reserved.append(graph)
         self._reserved_tokens = tokens
 
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
     @contextmanager
     def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Inside, the graph takes what is launched; other threads may allocate and wait."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
         with OnStream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
