@@ -215,11 +215,12 @@ def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -
 
 
 def default_device() -> str:
+    """What "auto" is: CUDA where there is one, else the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" is CUDA where there is one. Raises InputError for a device torch cannot use."""
+    """ "auto" is default_device(). Raises InputError for a device torch cannot use."""
     if device == "auto":
         device = default_device()
     try:

@@ -28,6 +28,7 @@ from bytetx.sampling import SamplingParams
 pytestmark = pytest.mark.gpus(2)
 
 ROWS = RowScheme(64, ((256, 64), (0, 16)))
+WAYS = [("nccl", 2), ("symmetric memory", 2), ("symmetric memory", 4)]
 BATCHES = [[1], [3, 0, 5], [64], [60, 40, 17], [90, 1, 0, 80, 95, 77]]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 BERT = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
@@ -45,17 +46,17 @@ CROWD = {
 Ranks = tuple[TpGroup, Followers]
 
 
-@pytest.fixture(scope="module", params=["nccl, 2", "symmetric memory, 2", "symmetric memory, 4"])
+@pytest.fixture(scope="module", params=WAYS, ids=str)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """A GPU each."""
-    way, size = request.param.split(", ")
-    if int(size) > torch.cuda.device_count():
+    way, size = request.param
+    if size > torch.cuda.device_count():
         pytest.skip(f"needs {size} GPUs")
     device = torch.device("cuda", 0)
     shared_bytes = 64 << 20 if way == "symmetric memory" else 0
     if shared_bytes:
         require_kernels()
-    followers, group = start_ranks(int(size), device, shared_bytes=shared_bytes, rows=ROWS)
+    followers, group = start_ranks(size, device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
     yield group, followers
     followers.close()
