@@ -139,13 +139,18 @@ class RanksClock:
     def us(self, names: Iterable[str], *, samples: int, sample_us: float) -> dict[str, float]:
         """Microseconds of each graph on the slowest rank, medians of samples: as of graph_us."""
         times: dict[str, list[float]] = {name: [] for name in names}
+        first = next(iter(self._graphs))
         for order in orders(times, samples):
             for name in order:
                 dist.barrier()
-                count = max(1, round(sample_us / self._replay_us[name]))
-                replay_us(self._graphs[name], count)
-                times[name].append(slowest(replay_us(self._graphs[name], count)))
+                for before in (first, name):
+                    self._sample(before, sample_us)
+                times[name].append(slowest(self._sample(name, sample_us)))
         return {name: statistics.median(found) for name, found in times.items()}
+
+    def _sample(self, name: str, sample_us: float) -> float:
+        """Microseconds of a replay, of as many as take sample_us."""
+        return replay_us(self._graphs[name], max(1, round(sample_us / self._replay_us[name])))
 
 
 def slowest(us: float) -> float:
