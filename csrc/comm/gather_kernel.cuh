@@ -173,21 +173,30 @@ __device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& 
     comm::add_release(counter_of(p, c, epoch), 1);
 }
 
-// The CTA's only chunk, to all peers at once: of few rows, what counts is how soon they come.
+// The CTA's chunks, where each has a slot of its own, to all peers at once: of few rows, what counts is
+// how soon they come.
 template <typename S>
-__device__ __forceinline__ void push_chunk(const GatherParams& p, S& s, int num_peers) {
-    load_chunk(p, s, 0, Chunk(p));
-    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
-    const auto each_peer = [&](const auto& visit) {
+__device__ __forceinline__ void push_few_chunks(const GatherParams& p, S& s, int num_chunks,
+                                                int num_peers) {
+    const auto each = [&](const auto& visit) {
         Chunk chunk(p);
 #pragma unroll 1
-        for (int i = 0; i < num_peers; ++i, chunk.turn(p)) visit(chunk);
+        for (int i = 0, slot = 0; i < num_chunks * num_peers; ++i, chunk.advance(p)) {
+            visit(chunk, slot);
+            slot = slot + 1 == num_chunks ? 0 : slot + 1;
+        }
     };
-    FullBarrier::wait(&s.arrived[0], 0);
-    each_peer([&](const Chunk& chunk) { store_chunk(p, s, 0, chunk, epoch); });
+    Chunk loaded(p);
+#pragma unroll 1
+    for (int slot = 0; slot < num_chunks; ++slot, loaded.advance(p)) load_chunk(p, s, slot, loaded);
+    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
+    each([&](const Chunk& chunk, int slot) {
+        FullBarrier::wait(&s.arrived[slot], 0);
+        store_chunk(p, s, slot, chunk, epoch);
+    });
     wait_for_stores<0>();
     comm::fence_system();
-    each_peer([&](const Chunk& chunk) { comm::add_relaxed(counter_of(p, chunk, epoch), 1); });
+    each([&](const Chunk& chunk, int) { comm::add_relaxed(counter_of(p, chunk, epoch), 1); });
 }
 
 // One thread: this CTA's chunks of this rank's rows, to every peer.
@@ -198,7 +207,7 @@ __device__ __forceinline__ void push_rows(const GatherParams& p, S& s) {
         static_cast<int>(gridDim.x);
     const int num_peers = p.peers.size - (p.pushes_to_self ? 0 : 1), total = mine * num_peers;
     if (total <= 0) return;
-    if (mine == 1) return push_chunk(p, s, num_peers);
+    if (mine <= kChunksInFlight) return push_few_chunks(p, s, mine, num_peers);
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     Chunk loaded(p), stored(p), counted(p);
     RingIndex<kChunksInFlight> ring;
