@@ -6,9 +6,9 @@
 
 namespace bytetx::comm {
 
-constexpr int kUnitVecsOfLane = 2;
-constexpr int kUnitVecs = kUnitVecsOfLane * kWarpSize;  // of a row, that a warp sums at once
-constexpr int kTogether = 4;                            // ranks' parts that are looked at at once
+constexpr int kUnitVecs = 64;  // of a row, that a warp sums at once
+using UnitTiling = RowTiling<kWarpSize, 1, kUnitVecs / kWarpSize>;
+constexpr int kTogether = 4;   // ranks' parts that are looked at at once
 
 struct TwoShotParams : SumParams {
     const void* own_part;  // [m, n], or null where it comes through the inbox as well
@@ -35,7 +35,7 @@ __device__ __forceinline__ uint4* sum_at(const TwoShotParams& p, int reader, uin
     return part_at(p, reader, epoch, p.peers.size, row);
 }
 
-// Some vectors of a row that this rank owns, as a warp sums and sends them.
+// Some vectors of a row that this rank owns, as a warp sums and sends them: a row of UnitTiling.
 template <typename T>
 class Unit {
   public:
@@ -43,17 +43,15 @@ class Unit {
     __device__ __forceinline__ Unit(const TwoShotParams& p, uint32_t epoch, int index, int first)
         : p_(p),
           epoch_(epoch),
-          num_vecs_(static_cast<int>(p.norm.hidden_size / 8)),
-          first_(first + static_cast<int>(threadIdx.x) % kWarpSize),
+          first_(first),
+          row_vecs_(static_cast<int>(p.norm.hidden_size / 8)),
+          num_vecs_(row_vecs_ - first),
+          lane_(static_cast<int>(threadIdx.x) % kWarpSize),
           index_(index),
           row_(rows_of(p, p.peers.rank).first + index) {}
 
     __device__ __forceinline__ void sum() {
-#pragma unroll
-        for (int i = 0; i < kUnitVecsOfLane; ++i) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) h_[i][j] = 0.0f;
-        }
+        clear_row<T, UnitTiling>(h_);
         add(p_.norm.residual, row_);
         add(p_.bias, 0);
         wait_for_parts();
@@ -63,30 +61,25 @@ class Unit {
     // To inboxes that are free: all ranks have sent parts of this call, and so begun it.
     __device__ __forceinline__ void send() const {
         for (int turn = 1; turn <= p_.peers.size; ++turn) {
-            uint4* to = sum_at(p_, (p_.peers.rank + turn) % p_.peers.size, epoch_, row_);
-            each_vec([&](int i, int v) { store_relaxed(to + v, never_zero(pack<T>(h_[i]))); });
+            const int reader = (p_.peers.rank + turn) % p_.peers.size;
+            uint4* to = sum_at(p_, reader, epoch_, row_) + first_ + lane_;
+#pragma unroll
+            for (int i = 0; i < UnitTiling::kVecsPerThread; ++i) {
+                const int v = i * kWarpSize;
+                if (lane_ + v < num_vecs_) store_relaxed(to + v, never_zero(pack<T>(h_[i])));
+            }
         }
     }
 
   private:
-    template <typename Visit>
-    __device__ __forceinline__ void each_vec(const Visit& visit) const {
-#pragma unroll
-        for (int i = 0; i < kUnitVecsOfLane; ++i) {
-            const int v = first_ + i * kWarpSize;
-            if (v < num_vecs_) visit(i, v);
-        }
-    }
-
-    __device__ __forceinline__ void add(int i, const uint4& words) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) h_[i][j] += element<T>(words, j);
-    }
+    using Words = RawRow<UnitTiling>;
 
     __device__ __forceinline__ void add(const void* rows, int64_t row) {
         if (rows == nullptr) return;
-        const auto* from = static_cast<const uint4*>(rows) + row * num_vecs_;
-        each_vec([&](int i, int v) { add(i, load_coherent(from + v)); });
+        Words words;
+        words.load(static_cast<const uint4*>(rows) + row * row_vecs_ + first_, 0, lane_, num_vecs_,
+                   load_coherent);
+        add_row<T, UnitTiling>(h_, words);
     }
 
     __device__ __forceinline__ bool is_here(int source) const {
@@ -94,37 +87,26 @@ class Unit {
     }
 
     __device__ __forceinline__ uint4* part(int source) const {
-        return part_at(p_, p_.peers.rank, epoch_, source, index_);
+        return part_at(p_, p_.peers.rank, epoch_, source, index_) + first_;
     }
 
     // A lane a source, lest all lanes read all along.
     __device__ __forceinline__ void wait_for_parts() const {
-        const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-        if (lane < p_.peers.size && !is_here(lane)) {
-            wait_for_word(p_.peers, lane, part(lane) + first_ - lane);
+        if (lane_ < p_.peers.size && !is_here(lane_)) {
+            wait_for_word(p_.peers, lane_, part(lane_));
         }
         __syncwarp();
     }
 
-    // What has come of a rank's part, if it is another's.
-    __device__ __forceinline__ bool look(int source, uint4 (&words)[kUnitVecsOfLane]) const {
-        bool is_whole = true;
-        const uint4* from = part(source);
-        each_vec([&](int i, int v) {
-            words[i] = load_relaxed(from + v);
-            is_whole = is_whole && has_come(words[i]);
-        });
-        return is_whole;
-    }
-
     // Of ranks from `base` on.
     __device__ __forceinline__ void add_parts(int base) {
-        uint4 words[kTogether][kUnitVecsOfLane];
+        Words parts[kTogether];
         bool is_whole[kTogether];
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
-            is_whole[k] = base + k >= p_.peers.size || is_here(base + k) ||
-                          look(base + k, words[k]);
+            const int source = base + k;
+            is_whole[k] = source >= p_.peers.size || is_here(source) ||
+                          peek<UnitTiling>(parts[k], part(source) + lane_, lane_, num_vecs_);
         }
 #pragma unroll
         for (int k = 0; k < kTogether; ++k) {
@@ -134,24 +116,18 @@ class Unit {
                 add(p_.own_part, row_);
                 continue;
             }
-            Patience patience;
-            while (!is_whole[k]) {
-                const auto* at = reinterpret_cast<const uint32_t*>(part(source) + first_);
-                if (patience.has_ended(p_.peers, source, at, 0, 1)) break;
-                is_whole[k] = look(source, words[k]);
-            }
-            uint4* from = part(source);
-            each_vec([&](int i, int v) {
-                add(i, words[k][i]);
-                from[v] = uint4{};  // for the next call but one
-            });
+            uint4* first = part(source) + lane_;
+            wait_for_row<UnitTiling>(p_.peers, source, parts[k], is_whole[k], first, lane_,
+                                     num_vecs_);
+            add_row<T, UnitTiling>(h_, parts[k]);
+            clear_inbox<UnitTiling>(first, lane_, num_vecs_);
         }
     }
 
     const TwoShotParams& p_;
     const uint32_t epoch_;
-    const int num_vecs_, first_, index_, row_;
-    float h_[kUnitVecsOfLane][8];
+    const int first_, row_vecs_, num_vecs_, lane_, index_, row_;
+    RowRegisters<T, UnitTiling> h_;
 };
 
 }  // namespace bytetx::comm
