@@ -349,18 +349,30 @@ void bind_comm(py::module_& m) {
         ReleaseGil());
     m.def(
         "await_copies",
-        [](const PeerMemory& peers, uint32_t sources, int device, Address stream, int num_threads,
-           int isa) {
+        [](const PeerMemory& peers, uint32_t sources, bool is_early, int device, Address stream,
+           int num_threads, int isa) {
             const Launch launch{device, pointer(stream), num_threads, static_cast<Isa>(isa)};
-            await_copies(peers, sources, launch);
+            await_copies(peers, sources, is_early, launch);
         },
         ReleaseGil());
     m.def(
         "send_copy",
-        [](const PeerMemory& peers, int to, Address place, Address rows, int64_t bytes, int device,
-           Address stream, int num_threads, int isa) {
-            send_copy(peers, to, pointer(place), pointer(rows), bytes,
+        [](const PeerMemory& peers, int to, Address place, Address rows, int64_t bytes,
+           bool is_early, int device, Address stream, int num_threads, int isa) {
+            send_copy(peers, to, pointer(place), pointer(rows), bytes, is_early,
                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+        },
+        ReleaseGil());
+    m.def(
+        "gemm_add_parts",
+        [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
+           int64_t k, int tiling, Address parts, int64_t part_rows, int rank, int size, int dtype,
+           int device, Address stream, int num_threads, int isa) {
+            const LinearParams linear{pointer(a), pointer(b), pointer(bias), pointer(residual),
+                                      pointer(d), rows, n, k, Activation::none, false, tiling, 1,
+                                      to_dtype(dtype)};
+            gemm_add_parts({linear, pointer(parts), part_rows, rank, size},
+                           {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }

@@ -76,12 +76,24 @@ void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
 // Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
 // other rank, to `place` in that one's memory, on a stream for copies; then it waits for theirs.
+// A copy may go in two, of which the first is told as the early one.
 void meet(const PeerMemory& peers, const Launch& launch);
 void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
-               const Launch& launch);
+               bool is_early, const Launch& launch);
 // sources: a bit for each rank that is waited for.
-void await_copies(const PeerMemory& peers, uint32_t sources, const Launch& launch);
+void await_copies(const PeerMemory& peers, uint32_t sources, bool is_early, const Launch& launch);
 // As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m, n].
 void sum_copies(const GemmSumParams& p, const Launch& launch);
+
+// cuda only. d = a b^T + bias + residual + sum over the other ranks of parts[rank], in f32 and in this
+// order: of some of this rank's rows, behind whose products is added what has come of them.
+struct GemmAddPartsParams {
+    LinearParams linear;  // tiling: 128x128 or 128x192; no activation, no splits
+    const void* parts;    // [size, part_rows, n], the first m rows of each; this rank's is not read
+    int64_t part_rows;
+    int32_t rank, size;
+};
+
+void gemm_add_parts(const GemmAddPartsParams& p, const Launch& launch);
 
 }  // namespace bytetx

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
 
-from bytetx.ops.comm_plan import COPIED, CUBLAS_PUSH, CUBLAS_TWO_SHOT, CommPlan
+from bytetx.ops.comm_plan import ADDING, COPIED, CUBLAS_PUSH, CUBLAS_TWO_SHOT, CommPlan
 from bytetx.parallel.tp import gpu_of, join_group
 
 BUFFER_BYTES = 256 << 20
@@ -44,10 +44,12 @@ def main(rank: int, size: int, port: int) -> None:
         push = {"is_dealt": False, "max_rows": PUSH_ROWS, "plan": CommPlan(way)}
         check_layer(group, sum_layer(group, torch.bfloat16, **push), torch.bfloat16)
     copied, layers = {"max_rows": ROWS, "plan": CommPlan(COPIED)}, []
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype, tiling in ((torch.bfloat16, "128x192"), (torch.float16, "128x128")):
         layers.append(gather_layer(group, dtype, **copied))
         layers.append(sum_layer(group, dtype, is_dealt=True, **copied))
-        for layer in layers[-2:]:
+        adding = CommPlan(ADDING + tiling)
+        layers.append(sum_layer(group, dtype, is_dealt=True, max_rows=size * ROWS, plan=adding))
+        for layer in layers[-3:]:
             check_layer(group, layer, dtype)
     call_again(layers, rank, size)
     torch.cuda.synchronize()

@@ -160,6 +160,9 @@ def run_comm() -> None:
     for _ in range(2):
         for rows in (1, 77):
             copy_and_sum(group, some(rows, 416, dtype=HALVES[1]))
+    for rows, dtype in ((1, HALVES[0]), (300, HALVES[1])):
+        for tiling in ("128x192", "128x128"):
+            add_parts(some(rows, 200, dtype=dtype), tiling)
 
 
 def copy_and_sum(group: "Group", rows: Tensor) -> None:
@@ -189,6 +192,17 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
         is_rms=False,
         plan=CommPlan(COPIED),
     )
+
+
+def add_parts(x: Tensor, tiling: str) -> None:
+    from bytetx.ops.comm_kernels import gemm_add_parts
+
+    rows, n, size = len(x), 416, 3
+    h, residual = (some(rows, n, dtype=x.dtype) for _ in range(2))
+    w = linear.prepare_linear(some(n, x.shape[1], dtype=x.dtype), prepack=False)
+    options = {"residual": residual, "bias": some(n, dtype=x.dtype), "tiling": tiling}
+    options |= {"parts": some(size * rows, n, dtype=x.dtype), "rank": 1, "size": size}
+    gemm_add_parts(x, w, rows=(0, rows), **options, out=h)
 
 
 RUNS: dict[str, Callable[[], None]] = {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.comm_gemm import Peers
-from bytetx.ops.comm_plan import COPIED, LINEAR_TWO_SHOT, PUSHES, TWO_SHOTS, CommPlan
+from bytetx.ops.comm_plan import ADDING, COPIED, LINEAR_TWO_SHOT, PUSHES, TWO_SHOTS, CommPlan
 from bytetx.ops.comm_workspace import NUM_FLAGS, make_workspace
 
 SIZES = (1, 2, 4, 8)
@@ -109,6 +109,9 @@ def test_copies_beside_cublas(group: Group) -> None:
         options = {"max_rows": rows, "plan": CommPlan(COPIED)}
         check_layer(group, gather_layer(group, dtype, **options), dtype)
         check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
+        for name in ("128x192", "128x128"):
+            options["plan"] = CommPlan(ADDING + name)
+            check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
 
 
 @pytest.mark.parametrize("way", [*PUSHES, *TWO_SHOTS])

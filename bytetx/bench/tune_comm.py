@@ -30,6 +30,7 @@ from bytetx.ops.comm_gemm import (
     gemm_reduce_scatter,
 )
 from bytetx.ops.comm_plan import (
+    ADDING,
     COPIED,
     CUBLAS,
     CUBLAS_PUSH,
@@ -168,8 +169,13 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
         found = [CommPlan(name) for name in tilings(layer)]
         if layer.op != _COLUMN and m >= _COPIED_ROWS:
             place = 0 if is_hot(_flop(layer, m)) else len(found)
-            found.insert(place, CommPlan(COPIED))
+            found[place:place] = _copying(layer)
     return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
+
+
+def _copying(layer: Layer) -> list[CommPlan]:
+    names = tilings(layer) if layer.op == "gemm_reduce_scatter" else []
+    return [CommPlan(COPIED), *(CommPlan(ADDING + name) for name in names)]
 
 
 def _flop(layer: Layer, m: int) -> float:

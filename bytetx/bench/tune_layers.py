@@ -19,7 +19,16 @@ from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import select
 from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
 from bytetx.bench.tune_comm import lines_of, preferred, write_plans
-from bytetx.ops.comm_plan import COPIED, CUBLAS, CommPlan, Layer, plan_comm, planned, tilings
+from bytetx.ops.comm_plan import (
+    ADDING,
+    COPIED,
+    CUBLAS,
+    CommPlan,
+    Layer,
+    plan_comm,
+    planned,
+    tilings,
+)
 from bytetx.parallel.row_scheme import row_scheme
 
 _MODELS = ("gpt3", "llama-70b")
@@ -28,9 +37,10 @@ _SEQUENCE = 2048  # tokens
 _LAYERS = 2
 _SAMPLES, _SAMPLE_US = 3, 80_000
 _ALIKE = 1.003  # times that are no worse than the best
-_FUSED = "fused"
+_FUSED, _ADDING = "fused", "adding"
 # The preferred ones first.
-_WAYS = (_FUSED, COPIED, CUBLAS)
+_GATHERS = (_FUSED, COPIED, CUBLAS)
+_SCATTERS = (_FUSED, _ADDING, COPIED, CUBLAS)
 
 Plans = Mapping[Layer, CommPlan]
 
@@ -63,7 +73,7 @@ def candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
     )
     return {
         f"{gather}+{scatter}": _plans(gathers, gather, m) | _plans(scatters, scatter, m)
-        for gather, scatter in product(_WAYS, _WAYS)
+        for gather, scatter in product(_GATHERS, _SCATTERS)
     }
 
 
@@ -73,13 +83,16 @@ def choose(times: Mapping[str, float]) -> str:
 
 
 def _plans(layers: list[Layer], way: str, m: int) -> dict[Layer, CommPlan]:
-    return {layer: _fused(layer, m) if way == _FUSED else CommPlan(way) for layer in layers}
+    if way not in (_FUSED, _ADDING):
+        return {layer: CommPlan(way) for layer in layers}
+    head = ADDING if way == _ADDING else ""
+    return {layer: CommPlan(head + _tiling(layer, m)) for layer in layers}
 
 
-def _fused(layer: Layer, m: int) -> CommPlan:
-    """The table's tiling where it has one."""
-    plan = plan_comm(layer, m)
-    return plan if plan.is_fused else CommPlan(tilings(layer)[0])
+def _tiling(layer: Layer, m: int) -> str:
+    """The table's where it has one."""
+    name, names = plan_comm(layer, m).way.removeprefix(ADDING), tilings(layer)
+    return name if name in names else names[0]
 
 
 def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) -> dict[str, float]:

@@ -178,8 +178,11 @@ def gemm_reduce_scatter(
         return _sum_by_kernel(x, w, peers, row_offsets, **options, partial=partial)
     copies = _copies(peers, plan, most * peers.size * w.n * w.dtype.itemsize)
     if copies is not None and w.has_kernel:
-        given = {"copies": copies, "row_offsets": row_offsets, "partial": partial}
-        parts = comm_copies.partial_sums(x, w, **given)
+        given = {"copies": copies, "row_offsets": row_offsets}
+        if plan.adding_tiling is not None and partial is None:
+            given |= {"residual": residual, "bias": bias, "tiling": plan.adding_tiling}
+            return _norm_sums(comm_copies.added_sums(x, w, **given), norm)
+        parts = comm_copies.partial_sums(x, w, **given, partial=partial)
         return _sum_by_kernel(residual, w, peers, None, **options, partial=parts)
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
     return _finish(peers.collectives.reduce_scatter(product, row_offsets), residual, norm)
@@ -310,6 +313,12 @@ def _finish(sums: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tens
     else:
         normed = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
     return normed.to(residual.dtype), h.to(residual.dtype)
+
+
+def _norm_sums(h: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
+    if norm.kind == "rms_norm":
+        return rms_norm(h, norm.weight, eps=norm.eps), h
+    return layer_norm(h, norm.weight, norm.bias, eps=norm.eps), h
 
 
 def _check_offsets(row_offsets: Sequence[int], peers: Peers) -> None:

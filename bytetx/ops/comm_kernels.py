@@ -139,7 +139,7 @@ def gemm_sum(
         row_offsets = (*[0] * size, m)
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
     op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
-    name = _UNFUSED_KERNELS.get(plan.way, op)
+    name = _UNFUSED_KERNELS.get(COPIED if plan.is_copied else plan.way, op)
     native.kernel(name, x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
@@ -164,6 +164,45 @@ def gemm_sum(
         *native.launch_args(x.device),
     )
     return out, h
+
+
+def gemm_add_parts(
+    x: Tensor,
+    w: LinearWeight,
+    *,
+    rows: tuple[int, int],
+    residual: Tensor,
+    bias: Tensor | None,
+    parts: Tensor,
+    rank: int,
+    size: int,
+    out: Tensor,
+    tiling: str,
+) -> None:
+    """out = x @ w.T + bias + residual + the other ranks' parts, of some of this rank's rows.
+
+    rows: [first, end) of them.  x: [own rows, k].  residual, out: [own rows, n].
+    parts: [size * own rows, n], of which this rank's are not read.
+    """
+    first, end = rows
+    x, residual = _aligned(x), _aligned(residual)
+    native.kernel("gemm_add_parts", x.device)(
+        x[first:].data_ptr(),
+        w.weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        residual[first:].data_ptr(),
+        out[first:].data_ptr(),
+        end - first,
+        w.n,
+        w.k,
+        tiling_index("gemm_reduce_scatter", tiling),
+        parts[first:].data_ptr(),
+        len(out),
+        rank,
+        size,
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device),
+    )
 
 
 def _aligned(x: Tensor) -> Tensor:

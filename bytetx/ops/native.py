@@ -34,6 +34,7 @@ OPS = (
     "all_reduce_rows",
     "all_reduce_two_shot",
     "sum_copies",
+    "gemm_add_parts",
     "meet",
     "send_copy",
     "await_copies",

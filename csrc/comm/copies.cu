@@ -32,15 +32,13 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(const __grid_constant__ 
     }
 }
 
-// Until this call's copies have come of the ranks whose bits are set.
+// Until this call's copies have come of the ranks whose bits are set. flag: kArrived or kEarly.
 __global__ void __launch_bounds__(kThreads)
-    await_copies_kernel(const __grid_constant__ comm::Peers p, uint32_t sources) {
+    await_copies_kernel(const __grid_constant__ comm::Peers p, uint32_t sources, int flag) {
     wait_for_prior_kernel();
     const int peer = static_cast<int>(threadIdx.x);
     const uint32_t epoch = comm::load_acquire(p.epochs + comm::kCopyEpoch);
-    if (sources >> peer & 1) {
-        comm::wait_for(p, peer, p.flags[p.rank] + comm::kArrived + peer, epoch);
-    }
+    if (sources >> peer & 1) comm::wait_for(p, peer, p.flags[p.rank] + flag + peer, epoch);
 }
 
 template <typename... Arguments>
@@ -52,24 +50,26 @@ void launch_warp(void (*kernel)(comm::Peers, Arguments...), const PeerMemory& pe
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 
+int flag_of(bool is_early) { return is_early ? comm::kEarly : comm::kArrived; }
+
 }  // namespace
 
 void meet(const PeerMemory& peers, const Launch& launch) {
     launch_warp(meet_kernel, peers, launch);
 }
 
-void await_copies(const PeerMemory& peers, uint32_t sources, const Launch& launch) {
+void await_copies(const PeerMemory& peers, uint32_t sources, bool is_early, const Launch& launch) {
     const uint32_t others = ((1u << peers.size) - 1) & ~(1u << peers.rank);
     if ((sources & ~others) != 0) {
         throw std::invalid_argument("copies come from the other ranks of " +
                                     std::to_string(peers.size) + ", got the mask " +
                                     std::to_string(sources));
     }
-    launch_warp(await_copies_kernel, peers, launch, sources);
+    launch_warp(await_copies_kernel, peers, launch, sources, flag_of(is_early));
 }
 
 void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
-               const Launch& launch) {
+               bool is_early, const Launch& launch) {
     if (to < 0 || to >= peers.size) {
         throw std::invalid_argument("a copy goes to ranks 0 to " + std::to_string(peers.size - 1) +
                                     ", got " + std::to_string(to));
@@ -80,7 +80,7 @@ void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* row
         BYTETX_CUDA_CHECK(
             cudaMemcpyAsync(place, rows, static_cast<size_t>(bytes), cudaMemcpyDefault, stream));
     }
-    BYTETX_CUDA_CHECK(cudaMemcpyAsync(peers.flags[to] + comm::kArrived + peers.rank,
+    BYTETX_CUDA_CHECK(cudaMemcpyAsync(peers.flags[to] + flag_of(is_early) + peers.rank,
                                       peers.epochs + comm::kCopyEpoch, sizeof(uint32_t),
                                       cudaMemcpyDefault, stream));
 }

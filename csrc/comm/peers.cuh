@@ -13,7 +13,8 @@
 // zero, and zero until it has come. So nobody waits until all of it is there, and no fence stands
 // between a word and the news of it. The reader sets it back.
 // What copy engines bring has a region of its own, of which this file knows nothing but the words that
-// say that it has come (kArrived), and that all ranks have read what came before (kMet).
+// say that it has come (kArrived; kEarly of the first of two copies), and that all ranks have read what
+// came before (kMet).
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,8 @@ constexpr int kStarted = 0;             // [source] its last all_gather_gemm tha
 constexpr int kSumStarted = kMaxPeers;  // [source] its last sum that has begun
 constexpr int kMet = 2 * kMaxPeers;      // [source] its last call that copies rows
 constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
-constexpr int kCounters = 4 * kMaxPeers;
+constexpr int kEarly = 4 * kMaxPeers;    // [source] the last whose early copies have come
+constexpr int kCounters = 5 * kMaxPeers;
 constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
 constexpr int kInbox = 32768;  // behind the counters: the inbox
 // Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of

@@ -3,7 +3,8 @@
 //
 // Loaded by the threads that have the sums, they cost 7 000 to 9 000 cycles a tile: misses of 48 KB
 // do not fit the L1 that such a kernel leaves. There is room for one tile's: those of the next are
-// under way as soon as one warpgroup has added its own, while the other multiplies.
+// under way as soon as one warpgroup has added its own, while the other multiplies. So are those of
+// the next array, where a kernel adds several: P says how many, and fetches them.
 #pragma once
 
 #include "cuda/linear_kernel.cuh"
@@ -32,6 +33,16 @@ constexpr int kResidualColumns = 64;  // of a box
 
 struct ResidualParams : Params {
     CUtensorMap residual_map;  // {n, m}
+
+    static __device__ __forceinline__ int num_residuals() { return 1; }
+
+    // A box of residual `index`; one thread.
+    template <typename T>
+    __device__ __forceinline__ void fetch_residual(int index, uint64_t* full, T* to, int column,
+                                                   int row) const {
+        const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        cute::SM90_TMA_LOAD_2D::copy(&residual_map, full, hint, to, column, row);
+    }
 };
 
 template <typename C>
@@ -41,22 +52,23 @@ __device__ __forceinline__ void init_residual_barriers(ResidualSmem<C>& s) {
     EmptyBarrier::init(&s.has_begun, 1);
 }
 
-// One thread beside the producer's: a tile's residuals, as soon as those before have been read.
-template <typename C, typename At>
-__device__ __forceinline__ void fetch_residuals(const Params& p, const CUtensorMap& map,
-                                                ResidualSmem<C>& s, const At& at) {
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-    int turn = 0;
-    for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters, ++turn) {
-        EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
-        uint64_t* full = &s.residual_full[turn % C::kConsumers];
-        FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
+// One thread beside the producer's: a tile's residuals, each as soon as those before have been read.
+template <typename C, typename P, typename At>
+__device__ __forceinline__ void fetch_residuals(const P& p, ResidualSmem<C>& s, const At& at) {
+    static_assert(C::kConsumers == 2);
+    int phase = 1, group = 0;
+    for (int tile = at.cluster; tile < p.tiles_m * p.tiles_n; tile += at.num_clusters, group ^= 1) {
+        const int column = at.tile_n(p, tile), row = at.tile_m(p, tile);
+        uint64_t* full = &s.residual_full[group];
+#pragma unroll 1
+        for (int index = 0; index < p.num_residuals(); ++index, phase ^= 1) {
+            EmptyBarrier::wait(&s.residual_empty, phase);  // pairs with add_residual()
+            FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
 #pragma unroll
-        for (int i = 0; i < C::kTileN / kResidualColumns; ++i) {
-            const int column = at.tile_n(p, tile) + i * kResidualColumns;
-            cute::SM90_TMA_LOAD_2D::copy(&map, full, hint,
-                                         s.residual + i * C::kTileM * kResidualColumns, column,
-                                         at.tile_m(p, tile));
+            for (int i = 0; i < C::kTileN / kResidualColumns; ++i) {
+                p.fetch_residual(index, full, s.residual + i * C::kTileM * kResidualColumns,
+                                 column + i * kResidualColumns, row);
+            }
         }
     }
 }
@@ -71,15 +83,15 @@ __device__ __forceinline__ void produce_before_residuals(const Params& p, Residu
     });
 }
 
-// round: of the tiles that this warpgroup works on.
+// turn: of the residuals that this warpgroup adds.
 template <typename C, typename Sums>
-__device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int round) {
+__device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int turn) {
     using T = typename C::Element;
     using Edge = TileEdge<C, Epilogue::linear, false>;
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
     const int row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first, of the tile
-    FullBarrier::wait(&s.residual_full[group], round % 2);  // pairs with fetch_residuals()
+    FullBarrier::wait(&s.residual_full[group], turn % 2);  // pairs with fetch_residuals()
     const T* words = s.residual + row * kResidualColumns;
     // A row's pieces of eight lie at their number, exclusive-or the row's in its eight.
     const int piece = thread % 4 ^ row % 8;
@@ -99,23 +111,25 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
 }
 
 // One warpgroup's tile, the `round`-th that it works on.
-template <typename C>
+template <typename C, typename P>
 struct ResidualEdge : TileEdge<C, Epilogue::linear, false> {
     using Base = TileEdge<C, Epilogue::linear, false>;
+    const P& params;
     ResidualSmem<C>& s;
     int round;
 
     template <typename Sums>
     __device__ __forceinline__ void store(Sums& sums) const {
-        add_residual(s, sums, round);
+        const int count = params.num_residuals();
+        for (int i = 0; i < count; ++i) add_residual(s, sums, round * count + i);
         Base::store(sums);
     }
 };
 
-// As gemm_kernel, for sums that a residual is added to.
-template <typename C>
+// As gemm_kernel, for sums that residuals are added to. P: ResidualParams, or what has its functions.
+template <typename C, typename P = ResidualParams>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    gemm_residual_kernel(const __grid_constant__ ResidualParams p) {
+    gemm_residual_kernel(const __grid_constant__ P p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<ResidualSmem<C>*>(smem);
     const Schedule<C> at;
@@ -128,14 +142,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (threadIdx.x % kWarpgroupThreads == 32) {
             wait_for_prior_kernel();
             EmptyBarrier::wait(&s.has_begun, 0);
-            fetch_residuals<C>(p, p.residual_map, s, at);
+            fetch_residuals<C>(p, s, at);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         wait_for_prior_kernel();
         int round = 0;
         consume<C>(p, s, at, [&](int m, int n) {
-            return ResidualEdge<C>{{p, m, n}, s, round++};
+            return ResidualEdge<C, P>{{p, m, n}, p, s, round++};
         });
     }
     __syncwarp();
