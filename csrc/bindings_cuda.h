@@ -300,7 +300,7 @@ void bind_gemm_sum(py::module_& m, const char* name,
         [op](Address a, Address b, Address partial, int64_t rows, int64_t n, int64_t k, int tiling,
              int splits, Address bias, Address residual, Address out, Address sum_out,
              Address norm_weight, Address norm_bias, int64_t rows_summed, float eps, bool is_rms,
-             const PeerMemory& peers, const std::vector<int64_t>& row_offsets, int dtype,
+             bool adds_parts, const PeerMemory& peers, const std::vector<int64_t>& row_offsets, int dtype,
              int device, Address stream, int num_threads, int isa) {
             const DType type = to_dtype(dtype);
             GemmSumParams p{};
@@ -313,6 +313,7 @@ void bind_gemm_sum(py::module_& m, const char* name,
             p.peers = peers;
             copy_offsets(row_offsets, peers, p.row_offsets);
             p.is_rms = is_rms;
+            p.adds_parts = adds_parts;
             op(p, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());

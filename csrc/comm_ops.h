@@ -58,6 +58,9 @@ struct GemmSumParams {
     PeerMemory peers;
     RowOffsets row_offsets;  // gemm_reduce_scatter alone goes by them
     bool is_rms;
+    // gemm_reduce_scatter: whether tiles of this rank's rows add the others' to their products, in place
+    // of what sums all; then residual comes before and its own product after the other ranks' parts.
+    bool adds_parts = false;
 };
 
 // Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops take

@@ -16,7 +16,15 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import DEALT, LINEAR_PUSH, LINEAR_TWO_SHOT, MANY, CommPlan, plan_comm
+from bytetx.ops.comm_plan import (
+    ADDING,
+    DEALT,
+    LINEAR_PUSH,
+    LINEAR_TWO_SHOT,
+    MANY,
+    CommPlan,
+    plan_comm,
+)
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import deal
@@ -180,9 +188,11 @@ def random_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
     kind = random.randrange(3)
     if kind == 0:
         return gather_layer(group, dtype, max_rows=max_rows)
-    is_dealt = kind == 1
-    rows = max_rows if is_dealt else min(max_rows, 300)
-    return sum_layer(group, dtype, max_rows=rows, is_dealt=is_dealt)
+    if kind == 1:
+        way = random.choice(["128x192", "128x128"])
+        plan = random.choice([None, CommPlan(ADDING + way)])
+        return sum_layer(group, dtype, max_rows=max_rows, is_dealt=True, plan=plan)
+    return sum_layer(group, dtype, max_rows=min(max_rows, 300), is_dealt=False)
 
 
 def assert_right(found: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:

@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
 
-from bytetx.ops.comm_plan import ADDING, COPIED, CUBLAS_PUSH, CUBLAS_TWO_SHOT, CommPlan
+from bytetx.ops.comm_plan import (
+    ADDING,
+    COPIED,
+    COPIED_ADDING,
+    CUBLAS_PUSH,
+    CUBLAS_TWO_SHOT,
+    CommPlan,
+)
 from bytetx.parallel.tp import gpu_of, join_group
 
 BUFFER_BYTES = 256 << 20
@@ -47,9 +54,10 @@ def main(rank: int, size: int, port: int) -> None:
     for dtype, tiling in ((torch.bfloat16, "128x192"), (torch.float16, "128x128")):
         layers.append(gather_layer(group, dtype, **copied))
         layers.append(sum_layer(group, dtype, is_dealt=True, **copied))
-        adding = CommPlan(ADDING + tiling)
-        layers.append(sum_layer(group, dtype, is_dealt=True, max_rows=size * ROWS, plan=adding))
-        for layer in layers[-3:]:
+        for head in (ADDING, COPIED_ADDING):
+            adding = {"max_rows": size * ROWS, "plan": CommPlan(head + tiling)}
+            layers.append(sum_layer(group, dtype, is_dealt=True, **adding))
+        for layer in layers[-4:]:
             check_layer(group, layer, dtype)
     call_again(layers, rank, size)
     torch.cuda.synchronize()

@@ -146,14 +146,15 @@ def run_comm() -> None:
     from comm_layers import gather_layer, sum_layer
     from test_cuda_comm import make_group
 
-    from bytetx.ops.comm_plan import LINEAR_PUSH, LINEAR_TWO_SHOT, CommPlan
+    from bytetx.ops.comm_plan import ADDING, LINEAR_PUSH, LINEAR_TWO_SHOT, CommPlan
 
     group = make_group(1)
     for max_rows in (20, 200):
         for dtype in HALVES:
             gather_layer(group, dtype, max_rows=max_rows).call(0)
-            for is_dealt in (False, True):
-                sum_layer(group, dtype, max_rows=max_rows, is_dealt=is_dealt).call(0)
+            sum_layer(group, dtype, max_rows=max_rows, is_dealt=False).call(0)
+            for plan in (None, *(CommPlan(ADDING + name) for name in ("128x192", "128x128"))):
+                sum_layer(group, dtype, max_rows=max_rows, is_dealt=True, plan=plan).call(0)
             for way, n in ((LINEAR_PUSH, None), (LINEAR_TWO_SHOT, 12288), ("dealt-16x64", None)):
                 push = {"is_dealt": False, "plan": CommPlan(way), "n": n}
                 sum_layer(group, dtype, max_rows=max_rows, **push).call(0)

@@ -100,11 +100,12 @@ def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("many-128x192", 1),
         ("128x128", 2),
     ]
-    fused, adding = ["128x192", "128x128"], ["adding-128x192", "adding-128x128"]
+    fused = ["128x192", "128x128", "adding-128x192", "adding-128x128"]
+    copied = ["copied", "copied-128x192", "copied-128x128"]
     many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
-    assert [p.way for p in many] == [*fused, "copied", *adding, "linear", "cublas"]
+    assert [p.way for p in many] == [*fused, *copied, "linear", "cublas"]
     hot = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 12288, 6144), 4096)
-    assert [p.way for p in hot] == ["copied", *adding, *fused, "linear", "cublas"]
+    assert [p.way for p in hot] == [*copied, *fused, "linear", "cublas"]
     column = tune_comm.candidates(Layer("column_gemm", 2, 1024, 512), 4096)
     assert [p.way for p in column] == ["linear", "cublas"]
 
@@ -248,16 +249,17 @@ def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() -> None:
     plans = tune_layers.candidates("llama-70b", 16384, 2)
-    assert list(plans)[:3] == ["fused+fused", "fused+adding", "fused+copied"] and len(plans) == 12
+    assert list(plans)[:3] == ["fused+fused", "fused+adding-", "fused+copied"] and len(plans) == 15
     for name, of_layers in plans.items():
         gather, scatter = name.split("+")
         assert len(of_layers) == 4  # as a rank of Llama has them, the gated one among them
         for layer, plan in of_layers.items():
             way = gather if layer.op == "all_gather_gemm" else scatter
             if way == "fused":
-                assert plan.is_fused
-            elif way == "adding":
-                assert plan.adding_tiling in ("128x192", "128x128") and plan.is_copied
+                assert plan.is_fused and not plan.adds_parts
+            elif way.endswith("-"):
+                assert plan.way == way + plan.tiling and plan.tiling in ("128x192", "128x128")
+                assert plan.adds_parts and plan.is_copied != plan.is_fused
             else:
                 assert plan.way == way
     assert any(layer.is_gated for layer in plans["fused+fused"])

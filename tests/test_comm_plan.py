@@ -23,6 +23,12 @@ LINES = {
         (1024, "128x128", 1),
         (4096, CUBLAS, 1),
     ],
+    ("gemm_reduce_scatter", 2, 8192, 4096, False): [
+        (512, "adding-128x128", 1),
+        (1024, "copied-128x192", 1),
+        (2048, "copied", 1),
+        (4096, "copied-not-built", 1),
+    ],
     ("all_gather_gemm", 2, 4096, 1024, True): [(4096, LINEAR, 1)],
 }
 
@@ -46,6 +52,15 @@ def test_rows_take_the_first_plan_that_was_measured_with_as_many(m: int, plan: s
 @pytest.mark.parametrize(("m", "plan"), [(300, "128x192"), (750, "128x128"), (5000, CUBLAS)])
 def test_dealt_rows_take_the_nearest_plan(m: int, plan: str) -> None:
     assert plan_comm(Layer("gemm_reduce_scatter", 2, 1024, 512), m).way == plan
+
+
+def test_a_way_and_its_tiling_are_one_name() -> None:
+    layer = Layer("gemm_reduce_scatter", 2, 8192, 4096)
+    adding, copied, whole, other = (plan_comm(layer, m) for m in (512, 1024, 2048, 4096))
+    assert adding.is_fused and adding.adds_parts and adding.tiling == "128x128"
+    assert copied.is_copied and copied.adds_parts and copied.tiling == "128x192"
+    assert whole.is_copied and whole.is_cublas and not whole.adds_parts
+    assert other.is_fused and not other.adds_parts  # the rule's
 
 
 def test_a_size_that_was_not_measured_takes_the_nearest_one() -> None:

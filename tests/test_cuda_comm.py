@@ -14,7 +14,15 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.comm_gemm import Peers
-from bytetx.ops.comm_plan import ADDING, COPIED, LINEAR_TWO_SHOT, PUSHES, TWO_SHOTS, CommPlan
+from bytetx.ops.comm_plan import (
+    ADDING,
+    COPIED,
+    COPIED_ADDING,
+    LINEAR_TWO_SHOT,
+    PUSHES,
+    TWO_SHOTS,
+    CommPlan,
+)
 from bytetx.ops.comm_workspace import NUM_FLAGS, make_workspace
 
 SIZES = (1, 2, 4, 8)
@@ -110,8 +118,17 @@ def test_copies_beside_cublas(group: Group) -> None:
         check_layer(group, gather_layer(group, dtype, **options), dtype)
         check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
         for name in ("128x192", "128x128"):
-            options["plan"] = CommPlan(ADDING + name)
+            options["plan"] = CommPlan(COPIED_ADDING + name)
             check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiling", ["128x192", "128x128"])
+def test_reduce_scatters_whose_tiles_add(group: Group, tiling: str, dtype: torch.dtype) -> None:
+    for number in range(40):
+        rows = 6 if number % 5 == 0 else 900 * group.size
+        options = {"max_rows": rows, "plan": CommPlan(ADDING + tiling)}
+        check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
 
 
 @pytest.mark.parametrize("way", [*PUSHES, *TWO_SHOTS])

@@ -32,6 +32,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import (
     ADDING,
     COPIED,
+    COPIED_ADDING,
     CUBLAS,
     CUBLAS_PUSH,
     LINEAR,
@@ -166,7 +167,8 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
         found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
         found += [CommPlan(way) for way in TWO_SHOTS] * (m >= _TWO_SHOT_ROWS)
     else:
-        found = [CommPlan(name) for name in tilings(layer)]
+        heads = ("", ADDING) if layer.op == "gemm_reduce_scatter" else ("",)
+        found = [CommPlan(head + name) for head in heads for name in tilings(layer)]
         if layer.op != _COLUMN and m >= _COPIED_ROWS:
             place = 0 if is_hot(_flop(layer, m)) else len(found)
             found[place:place] = _copying(layer)
@@ -175,7 +177,7 @@ def candidates(layer: Layer, m: int) -> list[CommPlan]:
 
 def _copying(layer: Layer) -> list[CommPlan]:
     names = tilings(layer) if layer.op == "gemm_reduce_scatter" else []
-    return [CommPlan(COPIED), *(CommPlan(ADDING + name) for name in names)]
+    return [CommPlan(COPIED), *(CommPlan(COPIED_ADDING + name) for name in names)]
 
 
 def _flop(layer: Layer, m: int) -> float:

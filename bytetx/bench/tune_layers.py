@@ -22,6 +22,7 @@ from bytetx.bench.tune_comm import lines_of, preferred, write_plans
 from bytetx.ops.comm_plan import (
     ADDING,
     COPIED,
+    COPIED_ADDING,
     CUBLAS,
     CommPlan,
     Layer,
@@ -37,10 +38,10 @@ _SEQUENCE = 2048  # tokens
 _LAYERS = 2
 _SAMPLES, _SAMPLE_US = 3, 80_000
 _ALIKE = 1.003  # times that are no worse than the best
-_FUSED, _ADDING = "fused", "adding"
+_FUSED = "fused"
 # The preferred ones first.
 _GATHERS = (_FUSED, COPIED, CUBLAS)
-_SCATTERS = (_FUSED, _ADDING, COPIED, CUBLAS)
+_SCATTERS = (_FUSED, ADDING, COPIED, COPIED_ADDING, CUBLAS)
 
 Plans = Mapping[Layer, CommPlan]
 
@@ -83,15 +84,15 @@ def choose(times: Mapping[str, float]) -> str:
 
 
 def _plans(layers: list[Layer], way: str, m: int) -> dict[Layer, CommPlan]:
-    if way not in (_FUSED, _ADDING):
+    if way in (COPIED, CUBLAS):
         return {layer: CommPlan(way) for layer in layers}
-    head = ADDING if way == _ADDING else ""
+    head = "" if way == _FUSED else way
     return {layer: CommPlan(head + _tiling(layer, m)) for layer in layers}
 
 
 def _tiling(layer: Layer, m: int) -> str:
     """The table's where it has one."""
-    name, names = plan_comm(layer, m).way.removeprefix(ADDING), tilings(layer)
+    name, names = plan_comm(layer, m).tiling, tilings(layer)
     return name if name in names else names[0]
 
 

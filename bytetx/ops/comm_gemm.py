@@ -179,8 +179,8 @@ def gemm_reduce_scatter(
     copies = _copies(peers, plan, most * peers.size * w.n * w.dtype.itemsize)
     if copies is not None and w.has_kernel:
         given = {"copies": copies, "row_offsets": row_offsets}
-        if plan.adding_tiling is not None and partial is None:
-            given |= {"residual": residual, "bias": bias, "tiling": plan.adding_tiling}
+        if plan.adds_parts and partial is None:
+            given |= {"residual": residual, "bias": bias, "tiling": plan.tiling}
             return _norm_sums(comm_copies.added_sums(x, w, **given), norm)
         parts = comm_copies.partial_sums(x, w, **given, partial=partial)
         return _sum_by_kernel(residual, w, peers, None, **options, partial=parts)

@@ -27,9 +27,11 @@ CUBLAS, LINEAR = "cublas", "linear"
 # All rows to all ranks, or in two exchanges: parts to the owner of a row, its sum to all.
 PUSHES = CUBLAS_PUSH, LINEAR_PUSH = "cublas-push", "linear-push"
 TWO_SHOTS = CUBLAS_TWO_SHOT, LINEAR_TWO_SHOT = "cublas-two-shot", "linear-two-shot"
-# Of the ops that deal rows: cuBLAS beside copy engines that move them. Before a tiling's name, the
-# same of gemm_reduce_scatter with a last GEMM that adds what has come.
-COPIED, ADDING = "copied", "adding-"
+# Of the ops that deal rows: cuBLAS beside copy engines that move them.
+COPIED = "copied"
+# Before the name of a tiling of gemm_reduce_scatter, which adds the other ranks' parts to products
+# of this rank's rows: that of the last GEMM beside copies, or of the fused kernel's last tiles.
+COPIED_ADDING, ADDING = "copied-", "adding-"
 _UNFUSED = (CUBLAS, LINEAR, *PUSHES, *TWO_SHOTS, COPIED)
 # Of gemm_all_reduce: tilings of the many-row GEMM, whose tiles go to every rank's slots; tilings
 # whose tiles go to the owner of their rows alone, who sums them for all.
@@ -64,7 +66,7 @@ class CommPlan:
 
     @property
     def is_fused(self) -> bool:
-        return self.way not in _UNFUSED and not self.way.startswith(ADDING)
+        return self.way not in _UNFUSED and not self.way.startswith(COPIED_ADDING)
 
     @property
     def is_pushed(self) -> bool:
@@ -83,12 +85,16 @@ class CommPlan:
 
     @property
     def is_copied(self) -> bool:
-        return self.way == COPIED or self.way.startswith(ADDING)
+        return self.way == COPIED or self.way.startswith(COPIED_ADDING)
 
     @property
-    def adding_tiling(self) -> str | None:
-        """Of the GEMM that adds what has come, where there is one."""
-        return self.way.removeprefix(ADDING) if self.way.startswith(ADDING) else None
+    def adds_parts(self) -> bool:
+        """Whether tiles add the other ranks' parts, in place of a kernel that sums all."""
+        return self.way.startswith((ADDING, COPIED_ADDING))
+
+    @property
+    def tiling(self) -> str:
+        return self.way.removeprefix(ADDING).removeprefix(COPIED_ADDING)
 
     @property
     def is_cublas(self) -> bool:
@@ -119,8 +125,9 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     if line is not None:
         _, way, splits = line[_bucket(layer.op, m, [rows for rows, _, _ in line])]
         # A table of another version may name a tiling that this build does not have.
-        if way in _UNFUSED or way.removeprefix(ADDING) in tilings(layer):
-            return CommPlan(way, splits)
+        plan = CommPlan(way, splits)
+        if way in _UNFUSED or plan.tiling in tilings(layer):
+            return plan
     return _by_rule(layer, m)
 
 

@@ -3,7 +3,8 @@
 //
 //   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
 //
-// gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums.
+// gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums; or
+// scatter_add_kernel.cuh's last tiles sum, and sum_rows.cu norms.
 // gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all inboxes,
 // scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner sums it for all: its
 // inbox alone takes the tiles, and two_shot.cu does the rest.
@@ -82,6 +83,10 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     comm::check_sum("gemm_reduce_scatter", p, most * peers.size,
                     p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank],
                     peers.buffer_bytes / 4);
+    if (p.adds_parts && (!p.norm.sum_out || !p.norm.residual || p.linear.residual)) {
+        throw std::invalid_argument(
+            "gemm_reduce_scatter: parts are added to a residual into sum_out, without a partial");
+    }
     if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);

@@ -78,7 +78,7 @@ __device__ __forceinline__ uint32_t* counter_at(const Peers& p, int owner, Count
 }
 
 // Quarters 0 and 1 hold gathered rows, 2 and 3 slots.
-__device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owner, Counted kind,
+__host__ __device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owner, Counted kind,
                                                uint32_t epoch) {
     const int quarter = static_cast<int>(kind) * 2 + static_cast<int>(epoch & 1);
     return static_cast<uint8_t*>(p.buffers[owner]) + quarter * p.quarter_bytes;

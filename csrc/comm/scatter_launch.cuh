@@ -2,16 +2,14 @@
 // many.
 #pragma once
 
-#include "comm/scatter_kernel.cuh"
+#include "comm/scatter_add_kernel.cuh"
 #include "comm/sum_rows.cuh"
 #include "cuda/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
 template <typename C>
-void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(Smem<C>);
-    static_assert(kSmemBytes <= 227 * 1024);
+ScatterParams make_scatter_params(const GemmSumParams& o, bool is_for_all) {
     constexpr int kRows = C::kTileM * C::kClusterCtas;
     const PeerMemory& peers = o.peers;
     ScatterParams p{};
@@ -22,34 +20,90 @@ void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream
     p.gemm.bands = {next / kRows % p.gemm.tiles_m, band_rows(p.gemm.tiles_m, peers.size)};
     if (is_for_all) p.gemm.bands = {0, band_rows(p.gemm.tiles_m, 1)};
     p.is_for_all = is_for_all;
-    const auto kernel = gemm_scatter_kernel<C>;
-    allow_smem(kernel, kSmemBytes);
-    static const int most = max_clusters<C>(kernel, kSmemBytes);
+    return p;
+}
+
+template <typename C, typename P>
+void launch_scatter_kernel(void (*kernel)(P), int smem_bytes, const P& p, cudaStream_t stream) {
+    allow_smem(kernel, smem_bytes);
+    static const int most = max_clusters<C>(kernel, smem_bytes);
     const int num_clusters = std::min(most, p.gemm.tiles_m * p.gemm.tiles_n);
     launch_kernel(kernel,
-                  {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,
+                  {dim3(num_clusters * C::kClusterCtas), dim3(C::kThreads), smem_bytes, stream,
                    C::kClusterCtas},
                   p);
-    const int first = is_for_all ? 0 : p.offsets[peers.rank];
-    const int last = is_for_all ? p.gemm.m : p.offsets[peers.rank + 1];
+}
+
+// Of rows [first, last).
+template <typename C>
+comm::SumShape sum_shape(const ScatterParams& p, int first, int last) {
     const int first_tile = first / C::kTileM;
-    comm::launch_sum(o,
-                     {.first_row = first,
-                      .num_rows = last - first,
-                      .first_tile = first_tile,
-                      .num_tiles = last > first ? (last - 1) / C::kTileM + 1 - first_tile : 0,
-                      .tile_rows = C::kTileM,
-                      .count_of_tile = p.gemm.tiles_n},
-                     stream);
+    return {.first_row = first,
+            .num_rows = last - first,
+            .first_tile = first_tile,
+            .num_tiles = last > first ? (last - 1) / C::kTileM + 1 - first_tile : 0,
+            .tile_rows = C::kTileM,
+            .count_of_tile = p.gemm.tiles_n};
+}
+
+template <typename C>
+void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
+    const ScatterParams p = make_scatter_params<C>(o, is_for_all);
+    static_assert(sizeof(Smem<C>) <= kMostSmemBytes);
+    launch_scatter_kernel<C>(gemm_scatter_kernel<C>, sizeof(Smem<C>), p, stream);
+    const int rank = o.peers.rank;
+    const int first = is_for_all ? 0 : p.offsets[rank];
+    const int last = is_for_all ? p.gemm.m : p.offsets[rank + 1];
+    comm::launch_sum(o, sum_shape<C>(p, first, last), stream);
+}
+
+// {n, own rows, size}: what all ranks store for this one, in even or in odd calls.
+template <typename C>
+CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uint32_t parity) {
+    const auto row_bytes = cuuint64_t(o.linear.n) * kElementBytes;
+    const auto rows = cuuint64_t(std::max<int64_t>(1, o.norm.total_tokens));
+    const cuuint64_t sizes[3] = {cuuint64_t(o.linear.n), rows, cuuint64_t(peers.size)};
+    const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
+    const cuuint32_t box[3] = {kResidualColumns, C::kTileM, 1};
+    const void* slots = quarter_at(peers, peers.rank, Counted::tiles, parity);
+    return encode_map(o.linear, slots, 3, sizes, strides, box);
+}
+
+// C: with room for residuals.
+template <typename C>
+void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
+    constexpr int kRows = C::kTileM * C::kClusterCtas;
+    ScatterAddParams p{make_scatter_params<C>(o, false)};
+    const int own = p.offsets[o.peers.rank], end = p.offsets[o.peers.rank + 1];
+    LinearParams residual = o.linear;
+    residual.residual = o.norm.residual;
+    residual.m = std::max(1, end - own);
+    p.residual_map = make_residual_map<C>(residual);
+    for (uint32_t parity : {0, 1}) p.parts_maps[parity] = make_parts_map<C>(o, p.peers, parity);
+    p.gemm.bias = o.bias;
+    p.gemm.d = static_cast<uint8_t*>(o.norm.sum_out) - int64_t{own} * o.linear.n * kElementBytes;
+    p.first_adding = (own + kRows - 1) / kRows;
+    const int last_adding = end == p.gemm.m ? p.gemm.tiles_m : end / kRows;
+    p.num_adding = std::max(0, last_adding - p.first_adding);
+    if (p.num_adding == 0) p.first_adding = p.gemm.bands.first;
+    launch_scatter_kernel<C>(gemm_scatter_add_kernel<C>, sizeof(ResidualSmem<C>), p, stream);
+    comm::SumShape shape = sum_shape<C>(p, own, end);
+    if (p.num_adding > 0) {
+        shape.first_summed = p.first_adding * kRows - own;
+        shape.end_summed = std::min(last_adding * kRows, p.gemm.m) - own;
+    }
+    comm::launch_sum(o, shape, stream);
 }
 
 // The body of a tiling's launcher.
 template <typename Tile>
 void launch_scatter_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
-    if (o.linear.dtype == DType::f16) {
-        return launch_scatter<Config<cutlass::half_t, Tile>>(o, is_for_all, stream);
-    }
-    launch_scatter<Config<cutlass::bfloat16_t, Tile>>(o, is_for_all, stream);
+    const auto launch = [&]<typename T>() {
+        if (o.adds_parts) return launch_scatter_add<CommConfig<T, WithResidual<Tile>>>(o, stream);
+        launch_scatter<Config<T, Tile>>(o, is_for_all, stream);
+    };
+    if (o.linear.dtype == DType::f16) return launch.template operator()<cutlass::half_t>();
+    launch.template operator()<cutlass::bfloat16_t>();
 }
 
 }  // namespace bytetx::gemm

@@ -96,24 +96,29 @@ __device__ __forceinline__ RawRow<Tiling> take_slot(const RingSumParams& p, cons
     return words;
 }
 
-// h = the residual's next row, where there is one, + bias + the next rows of all ranks' parts.
+// h = the residual's next row, where there is one, + bias + the next rows of all ranks' parts; or, where
+// it is summed, what comes next.
 template <typename T, typename Tiling, typename Parameter>
 __device__ __forceinline__ void add_slots(const RingSumParams& p, const Ring& ring,
                                           const Parameter& bias, AnyRingIndex& slot, int lane,
-                                          int num_vecs, RowRegisters<T, Tiling>& h) {
+                                          int num_vecs, bool is_summed,
+                                          RowRegisters<T, Tiling>& h) {
     const auto add_next = [&] {
         add_row<T, Tiling>(h, take_slot<Tiling>(p, ring, slot, lane, num_vecs));
     };
     clear_row<T, Tiling>(h);
-    if (p.norm.residual != nullptr) add_next();
-    add_parameter<T, Tiling>(h, bias, lane, num_vecs);
+    if (!is_summed) {
+        if (p.norm.residual != nullptr) add_next();
+        add_parameter<T, Tiling>(h, bias, lane, num_vecs);
+    }
+    const int num_parts = is_summed ? 1 : p.peers.size;
 #pragma unroll 1
-    for (int source = 0; source < p.peers.size; ++source) add_next();
+    for (int source = 0; source < num_parts; ++source) add_next();
 }
 
 // num_ctas: as many as there is work for.
-template <typename T, typename Tiling, auto kKernel>
-void launch_ring(RingSumParams p, int64_t num_ctas, cudaStream_t stream) {
+template <typename T, typename Tiling, auto kKernel, typename P>
+void launch_ring(P p, int64_t num_ctas, cudaStream_t stream) {
     constexpr int kBytes = kRingBytes<Tiling>;
     allow_smem_once<kKernel>(kBytes);
     p.slot_bytes = static_cast<int>(Tiling::kRowsPerCta * p.norm.hidden_size * sizeof(T));

@@ -12,21 +12,66 @@
 // ring, several rows ahead: registers would hold one row of 12288 features an SM. The kernel starts when
 // SMs fall free at the end of the GEMM before it. The CTA that starts last ends the call; the next
 // call's first kernel says that slots are free.
-// Bytes: (tp_size + 3) * rows * n * 2; bound by HBM.
+// Of rows that the GEMM's tiles have summed (scatter_add_kernel.cuh) there is the norm alone to do.
+// Bytes: (tp_size + 3) * rows * n * 2, of those 2 * rows * n * 2; bound by HBM.
 #include "comm/sum_ring.cuh"
 
 namespace bytetx::comm {
 namespace {
 
-// Until all ranks have stored the tiles that hold rows [first, last); a whole warp. Pairs with the
-// counting of whoever stores tiles.
-__device__ __forceinline__ void wait_for_tiles(const SumParams& p, uint32_t epoch, int first,
-                                               int last) {
+// Rows that a CTA sums at once; is_summed: norms, for their sums stand in norm.sum_out.
+struct RowGroup {
+    int first, count;
+    bool is_summed;
+};
+
+// Groups of the rows before those that are summed, of these, and of those behind them.
+struct GroupedSumParams : RingSumParams {
+    int groups_before, groups_summed, num_groups;
+};
+
+template <typename Tiling>
+GroupedSumParams group_rows(const SumParams& p) {
+    const auto groups = [](int rows) {
+        return (rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
+    };
+    const int before = groups(p.shape.first_summed);
+    const int summed = groups(p.shape.end_summed - p.shape.first_summed);
+    const int behind = groups(p.shape.num_rows - p.shape.end_summed);
+    return {{p}, before, summed, before + summed + behind};
+}
+
+template <typename Tiling>
+__device__ __forceinline__ RowGroup group_at(const GroupedSumParams& p, int index) {
+    if constexpr (Tiling::kRowsPerCta == 1) {
+        return {index, 1, index >= p.shape.first_summed && index < p.shape.end_summed};
+    }
+    int first = 0, end = p.shape.first_summed;
+    bool is_summed = false;
+    index -= p.groups_before;
+    if (index >= 0) {
+        is_summed = index < p.groups_summed;
+        first = is_summed ? p.shape.first_summed : p.shape.end_summed;
+        end = is_summed ? p.shape.end_summed : p.shape.num_rows;
+        if (!is_summed) index -= p.groups_summed;
+    } else {
+        index += p.groups_before;
+    }
+    first += index * Tiling::kRowsPerCta;
+    return {first, min(Tiling::kRowsPerCta, end - first), is_summed};
+}
+
+// Until all ranks have stored the tiles that hold these rows, or this one alone where it has summed
+// them; a whole warp. Pairs with the counting of whoever stores tiles.
+__device__ __forceinline__ void wait_for_tiles(const SumParams& p, uint32_t epoch,
+                                               const RowGroup& rows) {
     if (p.shape.parts != nullptr) return;
     const int source = static_cast<int>(threadIdx.x) % kWarpSize;
-    const int begin = (p.shape.first_row + first) / p.shape.tile_rows - p.shape.first_tile;
-    const int end = (p.shape.first_row + last - 1) / p.shape.tile_rows - p.shape.first_tile;
-    for (int tile = begin; source < p.peers.size && tile <= end; ++tile) {
+    const int first = p.shape.first_row + rows.first, last = first + rows.count - 1;
+    const int begin = first / p.shape.tile_rows - p.shape.first_tile;
+    const int end = last / p.shape.tile_rows - p.shape.first_tile;
+    const bool waits = source < p.peers.size && (!rows.is_summed || source == p.peers.rank);
+    for (int tile = begin; waits && tile <= end; ++tile) {
         wait_for(p.peers, source,
                  counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, source, tile),
                  p.shape.count_of_tile);
@@ -36,43 +81,50 @@ __device__ __forceinline__ void wait_for_tiles(const SumParams& p, uint32_t epoc
 
 // One warp: residual and parts of the CTA's rows, array by array.
 template <typename Tiling>
-__device__ __forceinline__ void fetch_rows(const RingSumParams& p, const Ring& ring,
+__device__ __forceinline__ void fetch_rows(const GroupedSumParams& p, const Ring& ring,
                                            uint32_t epoch) {
     const void* slots = p.shape.parts;
     if (slots == nullptr) slots = quarter_at(p.peers, p.peers.rank, Counted::tiles, epoch);
     RingFetcher fetcher(p, ring);
-    const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
     fence_proxies();  // residuals are what kernels before the GEMM have stored
-    for (int first = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta; first < p.shape.num_rows;
-         first += stride) {
-        const int count = min(Tiling::kRowsPerCta, p.shape.num_rows - first);
-        if (p.norm.residual != nullptr) fetcher.fetch(p.norm.residual, first, count);
-        wait_for_tiles(p, epoch, first, first + count);
+    for (int i = static_cast<int>(blockIdx.x); i < p.num_groups; i += gridDim.x) {
+        const RowGroup rows = group_at<Tiling>(p, i);
+        if (!rows.is_summed && p.norm.residual != nullptr) {
+            fetcher.fetch(p.norm.residual, rows.first, rows.count);
+        }
+        wait_for_tiles(p, epoch, rows);
         fence_proxies();  // what follows are bulk copies
+        if (rows.is_summed) {
+            fetcher.fetch(p.norm.sum_out, rows.first, rows.count);
+            continue;
+        }
         for (int source = 0; source < p.peers.size; ++source) {
-            fetcher.fetch(slots, int64_t{source} * p.shape.num_rows + first, count);
+            fetcher.fetch(slots, int64_t{source} * p.shape.num_rows + rows.first, rows.count);
         }
     }
 }
 
 template <typename T, typename Tiling, RowNorm kNorm>
-__device__ __forceinline__ void sum_rows(const RingSumParams& p, const Ring& ring) {
+__device__ __forceinline__ void sum_rows(const GroupedSumParams& p, const Ring& ring) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
-    // Of wider rows, registers do not hold them beside the row.
+    // Of wider rows, registers do not hold them beside the row; of the narrowest of a CTA, five CTAs share
+    // them, and the bias finds no room.
     using Parameter = RowParameter<Tiling, Tiling::kVecsPerThread <= 6>;
+    constexpr bool kHasRoom = Tiling::kThreadsPerRow <= kWarpSize || Tiling::kVecsPerThread > 1;
+    using BiasParameter = RowParameter<Tiling, kHasRoom && Tiling::kVecsPerThread <= 6>;
     const Parameter weight(p.norm.weight, lane, num_vecs);
     const Parameter norm_bias(p.norm.bias, lane, num_vecs);
-    const Parameter bias(p.bias, lane, num_vecs);
-    const int stride = static_cast<int>(gridDim.x) * Tiling::kRowsPerCta;
+    const BiasParameter bias(p.bias, lane, num_vecs);
+    const int place = static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
     AnyRingIndex slot{p.num_slots};
-    for (int first = static_cast<int>(blockIdx.x) * Tiling::kRowsPerCta; first < p.shape.num_rows;
-         first += stride) {
-        const int row = first + static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
+    for (int i = static_cast<int>(blockIdx.x); i < p.num_groups; i += gridDim.x) {
+        const RowGroup rows = group_at<Tiling>(p, i);
+        const int row = rows.first + place;
         RowRegisters<T, Tiling> h;
-        add_slots<T, Tiling>(p, ring, bias, slot, lane, num_vecs, h);
-        if (row >= p.shape.num_rows) continue;
-        if (p.norm.sum_out != nullptr) {
+        add_slots<T, Tiling>(p, ring, bias, slot, lane, num_vecs, rows.is_summed, h);
+        if (place >= rows.count) continue;
+        if (!rows.is_summed && p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
         store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
@@ -82,7 +134,7 @@ __device__ __forceinline__ void sum_rows(const RingSumParams& p, const Ring& rin
 
 template <typename T, typename Tiling, RowNorm kNorm>
 __global__ void __launch_bounds__(kRingThreads<Tiling>, kCtasOfSm<Tiling>)
-    sum_rows_kernel(const __grid_constant__ RingSumParams p) {
+    sum_rows_kernel(const __grid_constant__ GroupedSumParams p) {
     const Ring ring = make_ring<Tiling>(p);
     release_next_kernel();
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
@@ -104,8 +156,9 @@ void launch_sum(const GemmSumParams& o, const SumShape& shape, cudaStream_t stre
     const SumParams p{o.norm, o.bias, make_peers(o.peers), shape};
     check_counters(p, o.peers.num_flags);
     dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
-        const int64_t ctas = (shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-        launch_ring<T, Tiling, sum_rows_kernel<T, Tiling, kNorm>>({p}, ctas, stream);
+        const GroupedSumParams grouped = group_rows<Tiling>(p);
+        launch_ring<T, Tiling, sum_rows_kernel<T, Tiling, kNorm>>(grouped, grouped.num_groups,
+                                                                  stream);
     });
 }
 

@@ -15,6 +15,8 @@ struct SumShape {
     int first_tile = 0, num_tiles = 0;  // those that hold these rows, counted from row 0
     int tile_rows = 1;
     int count_of_tile = 0;  // what a source counts for one of them in all
+    // Rows, counted from first_row, whose sums this rank's tiles put into norm.sum_out.
+    int first_summed = 0, end_summed = 0;
 };
 
 // CTAs of a kernel that sends rows to other ranks: enough for the links (8 reach 300 GB/s, all 310), and

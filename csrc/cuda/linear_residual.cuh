@@ -110,6 +110,15 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
     if (thread % 32 == 0) EmptyBarrier::arrive(&s.residual_empty);
 }
 
+// The same of nothing.
+template <typename C>
+__device__ __forceinline__ void skip_residual(ResidualSmem<C>& s, int turn) {
+    const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
+    FullBarrier::wait(&s.residual_full[group], turn % 2);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.residual_empty);
+}
+
 // One warpgroup's tile, the `round`-th that it works on.
 template <typename C, typename P>
 struct ResidualEdge : TileEdge<C, Epilogue::linear, false> {
