@@ -73,7 +73,8 @@ CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uin
 template <typename C>
 void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
     constexpr int kRows = C::kTileM * C::kClusterCtas;
-    ScatterAddParams p{make_scatter_params<C>(o, false)};
+    ScatterAddParams p{};
+    static_cast<ScatterParams&>(p) = make_scatter_params<C>(o, false);
     const int own = p.offsets[o.peers.rank], end = p.offsets[o.peers.rank + 1];
     LinearParams residual = o.linear;
     residual.residual = o.norm.residual;
