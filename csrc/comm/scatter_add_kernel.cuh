@@ -103,7 +103,7 @@ __device__ __forceinline__ void fetch_parts(const ScatterAddParams& p, ResidualS
                 continue;
             }
             const int source = index <= p.peers.rank ? index - 1 : index;
-            if (index > 0) {
+            if (index > 0 && row < p.gemm.m) {  // of a tile behind all rows nobody stores a part
                 const int number = row / C::kTileM - own / C::kTileM;
                 comm::wait_for(p.peers, source,
                                counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, source,
