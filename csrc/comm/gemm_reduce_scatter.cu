@@ -83,7 +83,8 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     comm::check_sum("gemm_reduce_scatter", p, most * peers.size,
                     p.row_offsets[peers.rank + 1] - p.row_offsets[peers.rank],
                     peers.buffer_bytes / 4);
-    if (p.adds_parts && (!p.norm.sum_out || !p.norm.residual || p.linear.residual)) {
+    const bool has_sums = p.norm.sum_out && p.norm.residual;  // null where there are no rows
+    if (p.adds_parts && (p.linear.residual || (p.norm.total_tokens > 0 && !has_sums))) {
         throw std::invalid_argument(
             "gemm_reduce_scatter: parts are added to a residual into sum_out, without a partial");
     }

@@ -61,7 +61,7 @@ void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream
 template <typename C>
 CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uint32_t parity) {
     const auto row_bytes = cuuint64_t(o.linear.n) * kElementBytes;
-    const auto rows = cuuint64_t(std::max<int64_t>(1, o.norm.total_tokens));
+    const auto rows = cuuint64_t(o.norm.total_tokens);
     const cuuint64_t sizes[3] = {cuuint64_t(o.linear.n), rows, cuuint64_t(peers.size)};
     const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
     const cuuint32_t box[3] = {kResidualColumns, C::kTileM, 1};
@@ -69,7 +69,7 @@ CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uin
     return encode_map(o.linear, slots, 3, sizes, strides, box);
 }
 
-// C: with room for residuals.
+// Of a rank that has rows. C: with room for residuals.
 template <typename C>
 void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
     constexpr int kRows = C::kTileM * C::kClusterCtas;
@@ -78,7 +78,7 @@ void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
     const int own = p.offsets[o.peers.rank], end = p.offsets[o.peers.rank + 1];
     LinearParams residual = o.linear;
     residual.residual = o.norm.residual;
-    residual.m = std::max(1, end - own);
+    residual.m = end - own;
     p.residual_map = make_residual_map<C>(residual);
     for (uint32_t parity : {0, 1}) p.parts_maps[parity] = make_parts_map<C>(o, p.peers, parity);
     p.gemm.bias = o.bias;
@@ -100,7 +100,9 @@ void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
 template <typename Tile>
 void launch_scatter_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
     const auto launch = [&]<typename T>() {
-        if (o.adds_parts) return launch_scatter_add<CommConfig<T, WithResidual<Tile>>>(o, stream);
+        if (o.adds_parts && o.norm.total_tokens > 0) {
+            return launch_scatter_add<CommConfig<T, WithResidual<Tile>>>(o, stream);
+        }
         launch_scatter<Config<T, Tile>>(o, is_for_all, stream);
     };
     if (o.linear.dtype == DType::f16) return launch.template operator()<cutlass::half_t>();
