@@ -42,7 +42,7 @@ LAYERS = {"ag_gemm": _GATHER_LAYERS, "gemm_rs": _SUM_LAYERS, "gemm_ar": _SUM_LAY
 # 16384 is a prefill of 8 x 2048.
 _MANY_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _FEW_TOKENS = (16, 64, 256, 512)
-_MIN_CALLS = 4  # in one graph, so that its start is no part of the time
+_FEWEST_CALLS = 4  # in one graph, so that its start is no part of the time
 _LONG_US, _FLOP_PER_US = 1_000, 6e8  # of a long call; of a GPU
 
 Call = Callable[[LinearWeight], object]
@@ -204,6 +204,11 @@ def is_long(flop: float) -> bool:
     return flop / _FLOP_PER_US > _LONG_US
 
 
+def calls_of_graph(flop: float, num_weights: int) -> int:
+    """How many calls of so many FLOP one graph has, which take the weights in turn."""
+    return 1 if is_long(flop) else max(num_weights, _FEWEST_CALLS)
+
+
 def _row_step(m: int, size: int) -> int:
     """Rows of a step in which ranks get theirs: whole tiles where these are few beside a share."""
     return next(step for step in (256, 128, 64, 16) if m >= 8 * step * size or step == 16)
@@ -236,7 +241,7 @@ def _measure(
     notes: tuple[str, ...] = (),
 ) -> Measurement:
     flop = 2.0 * shape.m * shape.n * shape.k / ranks.size
-    count = 1 if is_long(flop) else max(len(weights), _MIN_CALLS)
+    count = calls_of_graph(flop, len(weights))
 
     def in_turn(call: Call) -> None:
         for i in range(count):

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from bytetx.bench.comm import LAYERS, is_long
+from bytetx.bench.comm import LAYERS, calls_of_graph, is_long
 from bytetx.bench.gpu import DTYPES, Run, is_hot, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected, none_fits
@@ -222,12 +222,13 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
     torch.manual_seed(0)
     flop = _flop(layer, m)
     weights = _weights(layer, count=1 if is_long(flop) else None)
+    count = calls_of_graph(flop, len(weights))
     call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
     def in_turn(plan: CommPlan) -> None:
-        for w in weights:
-            call(w, plan)
+        for i in range(count):
+            call(weights[i % len(weights)], plan)
 
     runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
     clock = RanksClock(runs, [], required=runs)
@@ -235,7 +236,7 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
 
     def us(numbers: Sequence[int], samples: int) -> dict[int, float]:
         found = clock.us(map(str, numbers), samples=samples, sample_us=sample_us)
-        return {int(number): us / len(weights) for number, us in found.items()}
+        return {int(number): us / count for number, us in found.items()}
 
     return choose(plans, us)
 
