@@ -19,6 +19,7 @@ from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.blocks import WholeBlocks
 from bytetx.errors import BytetxError
+from bytetx.ops import native
 from bytetx.ops.comm_plan import CommPlan, Layer
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme
@@ -248,7 +249,7 @@ def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() -> None:
-    plans = tune_layers.candidates("llama-70b", 16384, 2)
+    plans = tune_layers.prefill_candidates("llama-70b", 16384, 2)
     assert list(plans)[:3] == ["fused+fused", "fused+adding-", "fused+copied"] and len(plans) == 15
     for name, of_layers in plans.items():
         gather, scatter = name.split("+")
@@ -263,6 +264,58 @@ def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() 
             else:
                 assert plan.way == way
     assert any(layer.is_gated for layer in plans["fused+fused"])
+
+
+def test_decode_steps_try_every_way_of_one_sum_and_then_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(native, "push_tilings", lambda: [("64x64", 64, 64, True)])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    tried: list[dict[str, tune_layers.Plans]] = []
+
+    def measure(model: str, m: int, ranks: Ranks, plans: dict) -> dict[str, float]:
+        tried.append(plans)
+        best = "cublas-push/1" if len(tried) == 1 else "64x64/1"
+        return {name: 1.0 if name == best else 2.0 for name in plans}
+
+    monkeypatch.setattr(tune_layers, "_measure", measure)
+    group, path = SimpleNamespace(rank=0, size=2), tmp_path / "table.json"
+    found = tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt3-64"])
+    first, second = list(found)
+    assert first.startswith("gpt3, 64 rows; us a layer: ") and "chosen: cublas-push/1" in first
+    assert second.endswith("chosen: 64x64/1")
+    sums = [Layer("gemm_all_reduce", 2, 12288, k) for k in (6144, 24576)]
+    assert all(set(plans) == {sums[0]} for plans in tried[0].values())
+    assert {plans[sums[0]] for plans in tried[1].values()} == {CommPlan("cublas-push")}
+    assert {"linear-push/1", "cublas-push/1", "linear/1", "cublas/1"} <= tried[1].keys()
+    lines = {line["k"]: line["plans"] for line in json.loads(path.read_text())["lines"]}
+    assert lines == {6144: [[64, "cublas-push", 1]], 24576: [[64, "64x64", 1]]}
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+def test_layers_are_timed_as_prefills_and_as_decode_steps(
+    m: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        def __init__(self, runs: dict, notes: list[str], *, required: object):
+            with torch.inference_mode():
+                for run in runs.values():
+                    run()
+
+        def us(self, names: object, *, samples: int, sample_us: float) -> dict[str, float]:
+            return {name: 10.0 for name in names}
+
+    monkeypatch.setattr(tune_layers, "RanksClock", Clock)
+    monkeypatch.setattr(tune_layers, "_ROWS", (4096,))
+    monkeypatch.setattr(tune_layers, "_SEQUENCE", 64)
+    monkeypatch.setitem(tune_layers.DTYPES, "bf16", torch.float32)
+    monkeypatch.setattr(tp_models, "MODELS", {"tiny": tp_models.MODELS["gpt3"] | TINY["gpt3"]})
+    group = TpGroup(
+        0, 2, torch.device("cpu"), tp_layer.NoCollectives(0), None, RowScheme(24, ((0, 16),))
+    )
+    plans = {Layer("gemm_all_reduce", 2, 64, 32): CommPlan("cublas")}
+    found = tune_layers._measure("tiny", m, Ranks(group, "a group"), {"one": plans, "other": {}})
+    assert found == {"one": 5.0, "other": 5.0}
 
 
 def test_of_layers_that_take_alike_the_preferred_ways_are_chosen() -> None:
@@ -287,5 +340,5 @@ def test_the_tuner_of_layers_writes_what_it_chose(
         ("gemm_reduce_scatter", "cublas"),
     }
     assert all(line["plans"][0][0] == 8192 for line in lines) and len(lines) == 4
-    with pytest.raises(BytetxError, match="nothing fits gpt5; the layers are: gpt3-8192, "):
+    with pytest.raises(BytetxError, match="nothing fits gpt5; the layers are: gpt3-16, gpt3-64, "):
         next(tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt5"]))

@@ -156,7 +156,7 @@ CommTuneOption = Annotated[
     typer.Option(
         "--tune",
         help="Measure every way to run the layers (of --case) instead, and write the best into the "
-        "table: about a minute a suite.",
+        "table: one to three minutes a suite.",
     ),
 ]
 
@@ -200,8 +200,8 @@ def tp_layer(
         Path | None,
         typer.Option(
             "--tune-ways",
-            help="Measure ways to run long GEMMs in whole layers instead, behind the other suites' "
-            "--tune, and write the best into their table: a minute.",
+            help="Measure ways to run GEMMs in whole layers instead, behind the other suites' "
+            "--tune, and write the best into their table: three minutes.",
         ),
     ] = None,
 ) -> None:

@@ -1,13 +1,16 @@
-"""`bytetx bench tp_layer --tune-ways FILE`: how GEMMs of many rows run, chosen in whole layers.
+"""`bytetx bench tp_layer --tune-ways FILE`: how GEMMs of a group run, chosen in whole layers.
 
 Layers of large models hold GPUs at their power limit, and bytes that a way moves more than another
 show in the clock, some tens of milliseconds later: of ways that take as long alone, some slow down
-what comes after them. So here every way of gathering is timed with every way of scattering, in
-whole layers. bytetx/ops/comm_plan.py reads the table.
+what comes after them. In decode steps some get in the way of the GEMMs around them, whose weights
+are on their way early. So here prefills are timed with every way of gathering beside every way of
+scattering, and decode steps with every way of one sum, then of the other.
+bytetx/ops/comm_plan.py reads the table.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +20,14 @@ from bytetx.bench.gpu import DTYPES, Run
 from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import select
-from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
+from bytetx.bench.tp_models import (
+    decode_batch,
+    layers_run,
+    prefill_batch,
+    shared_layers,
+    spec_of,
+)
+from bytetx.bench.tune_comm import candidates as every_way
 from bytetx.bench.tune_comm import lines_of, preferred, write_plans
 from bytetx.ops.comm_plan import (
     ADDING,
@@ -33,10 +43,12 @@ from bytetx.ops.comm_plan import (
 from bytetx.parallel.row_scheme import row_scheme
 
 _MODELS = ("gpt3", "llama-70b")
-_ROWS = (8192, 16384)
+_ROWS = (8192, 16384)  # of prefills
 _SEQUENCE = 2048  # tokens
+_STEPS = (16, 64, 256)  # sequences that decode
+_KEYS = 128  # of each
 _LAYERS = 2
-_SAMPLES, _SAMPLE_US = 3, 80_000
+_SAMPLES, _SAMPLE_US, _STEP_SAMPLE_US = 3, 80_000, 20_000
 _ALIKE = 1.003  # times that are no worse than the best
 _FUSED = "fused"
 # The preferred ones first.
@@ -44,28 +56,47 @@ _GATHERS = (_FUSED, COPIED, CUBLAS)
 _SCATTERS = (_FUSED, ADDING, COPIED, COPIED_ADDING, CUBLAS)
 
 Plans = Mapping[Layer, CommPlan]
+Round = Callable[[Plans], dict[str, Plans]]
 
 
 def tune_layers(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
     """Measures, writes (on rank 0) and yields a text for each model and number of rows.
 
-    All ranks call it.  patterns: parts or globs of names like gpt3-8192; empty means all.
-    Raises BytetxError where none fits.
+    All ranks call it.  patterns: parts or globs of names like gpt3-8192 (a prefill) and gpt3-64 (a
+    decode step); empty means all.  Raises BytetxError where none fits.
     """
-    names = [(model, m) for model in _MODELS for m in _ROWS]
+    names = [(model, m) for model in _MODELS for m in (*_STEPS, *_ROWS)]
     words = {"what": "nothing", "them": "the layers"}
     for model, m in select(names, patterns, name=lambda pair: f"{pair[0]}-{pair[1]}", **words):
-        plans = candidates(model, m, ranks.size)
-        times = _measure(model, m, ranks, plans)
-        best = choose(times)
+        plans: Plans = {}
+        for candidates in rounds(model, m, ranks.size):
+            tried = candidates(plans)
+            times = _measure(model, m, ranks, tried)
+            best = choose(times)
+            plans = tried[best]
+            found = ", ".join(f"{name}: {us:.0f}" for name, us in times.items())
+            yield f"{model}, {m} rows; us a layer: {found}; chosen: {best}"
         if ranks.group.rank == 0:
-            for layer, plan in plans[best].items():
+            for layer, plan in plans.items():
                 write_plans(path, layer, {m: plan}, device=torch.cuda.get_device_name())
-        found = ", ".join(f"{name}: {us:.0f}" for name, us in times.items())
-        yield f"{model}, {m} rows; us a layer: {found}; chosen: {best}"
 
 
-def candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
+def rounds(model: str, m: int, tp: int) -> list[Round]:
+    """What is tried one behind the other; each is given what the ones before have chosen."""
+    if m in _ROWS:
+        return [lambda _: prefill_candidates(model, m, tp)]
+    names = {f"{model}-{name}" for name in ("o", "ffn2", "down")}
+    sums = [line.layer for line in lines_of("gemm_ar", tp) if line.name in names]
+    return [partial(step_candidates, layer, m) for layer in sums]
+
+
+def step_candidates(layer: Layer, m: int, plans: Plans) -> dict[str, Plans]:
+    """Every way of a sum of m rows beside these plans of others, by name; the table's first."""
+    ways = [plan_comm(layer, m), *every_way(layer, m)]
+    return {f"{plan.way}/{plan.splits}": {**plans, layer: plan} for plan in ways}
+
+
+def prefill_candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
     """Every way of gathering with every way of scattering, the preferred ones first, by name."""
     of_model = {f"{model}-{name}" for name in ("qkv", "ffn1", "gates", "o", "ffn2", "down")}
     gathers, scatters = (
@@ -101,8 +132,11 @@ def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) 
     spec = spec_of(model)
     group = replace(ranks.group, rows=row_scheme("cuda", ranks.size, spec.hidden_size))
     share = shared_layers(spec, group, count=_LAYERS, dtype=DTYPES["bf16"])
-    batch = prefill_batch(share, dense(_SEQUENCE, m // _SEQUENCE))
-    run = layers_run(share, batch, None)
+    if m in _ROWS:
+        batch, cache = prefill_batch(share, dense(_SEQUENCE, m // _SEQUENCE)), None
+    else:
+        batch, cache = decode_batch(share, num_seqs=m, num_keys=_KEYS)
+    run = layers_run(share, batch, cache)
 
     def with_plans(plans: Plans) -> Run:
         def planned_run() -> None:
@@ -113,5 +147,6 @@ def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) 
 
     runs = {name: with_plans(plans) for name, plans in candidates.items()}
     clock = RanksClock(runs, [], required=runs)
-    found = clock.us(runs, samples=_SAMPLES, sample_us=_SAMPLE_US)
+    sample_us = _SAMPLE_US if m in _ROWS else _STEP_SAMPLE_US
+    found = clock.us(runs, samples=_SAMPLES, sample_us=sample_us)
     return {name: us / _LAYERS for name, us in found.items()}
