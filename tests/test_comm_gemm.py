@@ -1,6 +1,6 @@
 """The fused ops' reference, and the collectives under it, against one process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -9,12 +9,16 @@ from tiny import one_thread  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch.nn import functional as F
 
+from bytetx.ops.comm_copies import CopyMemory
 from bytetx.ops.comm_gemm import (
+    Peers,
     RowNorm,
     all_gather_gemm,
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
+from bytetx.ops.comm_plan import CommPlan
+from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.parallel.layout import deal, share
@@ -188,3 +192,33 @@ def test_wrong_arguments() -> None:
             gemm_all_reduce(x, w, peers=group.peers, residual=torch.randn(3, 8), norm=norm)
 
     on_ranks(2, do)
+
+
+@pytest.mark.parametrize("way", ["128x192", "adding-128x128", "copied", "copied-128x192"])
+def test_rows_that_no_kernel_sums_go_through_a_collective(way: str) -> None:
+    """Of 16416 features, where a kernel takes 16384."""
+
+    class Alone:
+        def reduce_scatter(self, partial: Tensor, row_offsets: tuple[int, ...]) -> Tensor:
+            return partial
+
+    n, k, m = 16416, 8, 3
+    size = {"buffer_bytes": 1 << 30, "num_flags": 0}
+    region = torch.zeros(1 << 20, dtype=torch.uint8)
+    copies = CopyMemory(object(), (0,), region, None, 0)
+    unused = torch.zeros(0, dtype=torch.int32)
+    workspace = Workspace((0,), (0,), *size.values(), unused, object(), unused, copies)
+    x, weight, residual, vector = (torch.randn(*s) for s in ((m, k), (n, k), (m, n), (n,)))
+    w = replace(prepare_linear(weight, prepack=False), has_kernel=True)
+    h = F.linear(x, weight) + residual
+    normed, found = gemm_reduce_scatter(
+        x,
+        w,
+        peers=Peers(0, 1, Alone(), workspace),
+        row_offsets=(0, m),
+        residual=residual.clone(),
+        norm=RowNorm(vector, vector, 1e-5),
+        plan=CommPlan(way),
+    )
+    assert torch.allclose(found, h, atol=1e-4)
+    assert torch.allclose(normed, F.layer_norm(h, (n,), vector, vector), atol=1e-3)

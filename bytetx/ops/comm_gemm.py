@@ -177,7 +177,7 @@ def gemm_reduce_scatter(
     if fits and plan.is_fused:
         return _sum_by_kernel(x, w, peers, row_offsets, **options, partial=partial)
     copies = _copies(peers, plan, most * peers.size * w.n * w.dtype.itemsize)
-    if copies is not None and w.has_kernel:
+    if copies is not None and comm_kernels.takes_copies(w):
         given = {"copies": copies, "row_offsets": row_offsets}
         if plan.adds_parts and partial is None:
             given |= {"residual": residual, "bias": bias, "tiling": plan.tiling}

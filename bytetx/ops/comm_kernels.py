@@ -72,9 +72,14 @@ def takes_inbox(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> 
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
 
 
+def takes_copies(w: LinearWeight) -> bool:
+    """Whether kernels sum this weight's products where copies have brought them."""
+    return w.has_kernel and w.n <= _MOST_FEATURES
+
+
 def _takes_sum(w: LinearWeight, *, slot_rows: int, most_bytes: int) -> bool:
     fits = slot_rows * w.n * w.dtype.itemsize <= most_bytes
-    return w.has_kernel and fits and w.n <= _MOST_FEATURES and slot_rows > 0
+    return takes_copies(w) and fits and slot_rows > 0
 
 
 def all_gather_gemm(
