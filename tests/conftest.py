@@ -31,7 +31,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     import torch
 
-    present = torch.cuda.device_count()
+    present = 0
+    if torch.cuda.is_available():
+        # The GPUs of this process are told now, once: what tests hide later (below), they hide from
+        # the processes that they start.
+        torch.cuda.init()
+        present = torch.cuda.device_count()
     for item, needed in needs.items():
         if needed > present:
             reason = f"needs {needed} CUDA GPUs, this machine has {present}"
@@ -40,14 +45,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Without a mark what asks for no device runs on the CPU, on hosts with GPUs, too."""
+    """Without a mark what asks for no device runs on the CPU, on hosts with GPUs, too.
+
+    Processes that such a test starts see no GPU.
+    """
+    needs_gpus = bool(gpus_needed(item))
     loading = sys.modules.get("bytetx.loading")
     if loading is not None:
         own = _default_device.setdefault("own", loading.default_device)
-        loading.default_device = own if gpus_needed(item) else lambda: "cpu"
+        loading.default_device = own if needs_gpus else lambda: "cpu"
+    if not needs_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif _VISIBLE is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = _VISIBLE
 
 
 _default_device: dict[str, Callable[[], str]] = {}
+_VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES")  # to this process
 
 
 def gpus_needed(item: pytest.Item) -> int:

@@ -178,7 +178,9 @@ def test_text_generation_pipeline(tmp_path):
     texts, options = ["a packed batch", "no"], {"do_sample": False, "max_new_tokens": 6}
 
     def answers(model):
-        run = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        run = transformers.pipeline(
+            "text-generation", model=model, tokenizer=tokenizer, device="cpu"
+        )
         return [run(text, **options)[0]["generated_text"] for text in texts]
 
     want = answers(stock)

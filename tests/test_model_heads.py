@@ -38,7 +38,7 @@ def test_classify_equals_the_pipeline(
 ) -> None:
     config = labelled({0: "bad", 1: "fair", 2: "good"}) | {"problem_type": problem_type}
     folder = save_checkpoint(tmp_path, family, head="ForSequenceClassification", **config)
-    pipeline = transformers.pipeline("text-classification", str(folder), top_k=None)
+    pipeline = transformers.pipeline("text-classification", str(folder), top_k=None, device="cpu")
     ours = bytetx.load(folder).classify(SENTENCES, truncate=True)
     for labels, theirs in zip(ours, pipeline(SENTENCES, truncation=True), strict=True):
         assert [label.label for label in labels] == [entry["label"] for entry in theirs]
