@@ -312,7 +312,7 @@ def test_a_table_of_linear_layers_has_all_of_them(tmp_path: Path) -> None:
     assert not table.exists()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
+@pytest.mark.usefixtures("no_gpu")
 def test_attention_suite_asks_for_a_gpu() -> None:
     result = CliRunner().invoke(app, ["attention"])
     assert result.exit_code == 1

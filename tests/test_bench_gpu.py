@@ -180,7 +180,6 @@ def test_rates_follow_the_unit(unit: str, shape: dict[str, float], rate: str) ->
     assert f" = {rate}; " in summary_line(replace(RECORD, unit=unit, shape=shape))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where no GPU is")
 def test_work_of_generation_is_counted_by_hand() -> None:
     config = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
     sizes = {"num_key_value_heads": 1, "intermediate_size": 16, "num_hidden_layers": 3}
@@ -199,6 +198,7 @@ def test_work_of_generation_is_counted_by_hand() -> None:
     assert 100 <= min(r.prompt_tokens for r in drawn) < max(r.prompt_tokens for r in drawn) <= 1024
 
 
+@pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("suite", SUITES)
 def test_suites_ask_for_a_gpu(suite: str) -> None:
     assert f"the {suite} suite needs a CUDA GPU" in failure([suite])
@@ -321,9 +321,8 @@ def failure(arguments: list[str]) -> str:
     return " ".join(result.output.split())
 
 
+@pytest.mark.usefixtures("no_gpu")
 def test_tuning_says_what_it_needs(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is here")
     found = CliRunner().invoke(app, ["linear", "--tune", str(tmp_path / "table.json")])
     assert found.exit_code == 1 and "--tune needs a Hopper GPU" in found.output
     assert not (tmp_path / "table.json").exists()

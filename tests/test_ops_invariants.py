@@ -18,6 +18,7 @@ from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+BEFORE_TORCH_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 both_dtypes = pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 
 
@@ -35,6 +36,8 @@ def ids(*values: int) -> Tensor:
 def test_linear_row_alone_equals_row_in_batch(
     dtype: torch.dtype, activation: str, prepack: bool, has_residual: bool
 ) -> None:
+    if dtype == F32 and not prepack and BEFORE_TORCH_2_13:
+        pytest.skip("before 3.12 oneDNN sums otherwise for few rows where the weight is plain f32")
     x, other = torch.randn(2, 130, 96).to(dtype)
     w = prepare_linear(torch.randn(96, 96).to(dtype), torch.randn(96).to(dtype), prepack=prepack)
     residual = other if has_residual else None

@@ -75,8 +75,9 @@ def linear(
     """act(x @ w.T + bias) (+ residual).
 
     x: [m, k] in w's dtype, contiguous.  activation: one of ACTIVATIONS.  residual: [m, n].
-    Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN,
-    and on Hopper among batches whose plan is the same (bytetx/ops/linear_plan.py).
+    Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN
+    (plain f32 weights: from torch 2.13 on), and on Hopper among batches whose plan is the same
+    (bytetx/ops/linear_plan.py).
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
     require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
