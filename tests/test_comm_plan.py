@@ -75,6 +75,14 @@ def test_other_ops_and_groups_are_no_neighbours() -> None:
     assert not plan_comm(Layer("all_gather_gemm", 2, 4096, 1024, is_gated=True), 4096).is_fused
 
 
+def test_dealt_rows_of_a_group_that_was_not_measured_go_as_in_the_nearest_one() -> None:
+    """Where its ranks have as many rows."""
+    layer = Layer("gemm_reduce_scatter", 8, 1024, 128)
+    assert [plan_comm(layer, m).way for m in (1200, 4096, 16384)] == ["128x192", "128x128", CUBLAS]
+    assert plan_comm(replace(layer, tp=3), 750 * 3 // 2).way == "128x128"
+    assert plan_comm(replace(layer, is_even=False), 16384).is_fused  # the rule's
+
+
 def test_of_many_ranks_more_rows_go_in_two_exchanges() -> None:
     """Rows that go to all cost each link as many times their bytes as there are other ranks."""
     layer = replace(SUM, tp=8, n=12288, k=6144)

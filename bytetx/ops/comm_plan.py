@@ -121,9 +121,11 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     """The plan of a layer whose kernel takes m rows (of all ranks together)."""
     if layer in _planned:
         return _planned[layer]
-    line = _nearest(layer) if layer.is_even else None
+    tp, line = _nearest(layer) if layer.is_even else (layer.tp, None)
     if line is not None:
-        _, way, splits = line[_bucket(layer.op, m, [rows for rows, _, _ in line])]
+        # Of another size of group, the plan where a rank has as many rows.
+        alike = m * tp // layer.tp
+        _, way, splits = line[_bucket(layer.op, alike, [rows for rows, _, _ in line])]
         # A table of another version may name a tiling that this build does not have.
         plan = CommPlan(way, splits)
         if way in _UNFUSED or plan.tiling in tilings(layer):
@@ -216,21 +218,27 @@ def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
     return CommPlan(f"{rows}x{columns}", max(1, min(_MOST_SPLITS, splits, k // _SPLIT_FEATURES)))
 
 
-def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:
-    """The line of the layer, or of the one nearest in size; None without any of its kind."""
-    alike = {
-        (n, k): plans
-        for (op, tp, n, k, is_gated), plans in _table().items()
-        if (op, tp, is_gated) == (layer.op, layer.tp, layer.is_gated)
-    }
-    if not alike or not layer.n or not layer.k:
-        return None
+def _nearest(layer: Layer) -> tuple[int, list[tuple[int, str, int]] | None]:
+    """The line of the layer, or of the one nearest in size, and its size of group.
+
+    Ops that deal rows take, where their own group was not measured, the nearest one: four ranks do
+    in 83 of 105 plans as two of them say, in 60 as the rule.  None without any of its kind.
+    """
+    alike: dict[int, dict[tuple[int, int], list[tuple[int, str, int]]]] = {}
+    for (op, tp, n, k, is_gated), plans in _table().items():
+        if (op, is_gated) == (layer.op, layer.is_gated):
+            alike.setdefault(tp, {})[n, k] = plans
+    tp = layer.tp
+    if alike and layer.op in _DEALT_OPS:
+        tp = min(alike, key=lambda size: abs(math.log(size / layer.tp)))
+    if tp not in alike or not layer.n or not layer.k:
+        return tp, None
 
     def distance(sizes: tuple[int, int]) -> float:
         n, k = sizes
         return abs(math.log(n / layer.n)) + abs(math.log(k / layer.k))
 
-    return alike[min(alike, key=distance)]
+    return tp, alike[tp][min(alike[tp], key=distance)]
 
 
 @cache
