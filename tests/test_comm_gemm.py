@@ -1,6 +1,8 @@
 """The fused ops' reference, and the collectives under it, against one process."""
 
+import json
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from tiny import one_thread  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch.nn import functional as F
 
+from bytetx.ops import comm_kernels
 from bytetx.ops.comm_copies import CopyMemory
 from bytetx.ops.comm_gemm import (
     Peers,
@@ -20,7 +23,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import gated_linear, prepare_gated
-from bytetx.ops.linear import linear, prepare_linear
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.parallel.layout import deal, share
 from bytetx.parallel.tp import TpGroup
 
@@ -192,6 +195,16 @@ def test_wrong_arguments() -> None:
             gemm_all_reduce(x, w, peers=group.peers, residual=torch.randn(3, 8), norm=norm)
 
     on_ranks(2, do)
+
+
+def test_sums_of_rows_that_all_ranks_hold_fit_the_inbox() -> None:
+    """Up to where row_schemes.json begins to deal them; of four ranks and more in two exchanges."""
+    schemes = json.loads(files("bytetx.parallel").joinpath("row_schemes.json").read_text())["cuda"]
+    for n, tp, most in [(s["hidden_size"], s["tp"], s["shard_from_tokens"] - 1) for s in schemes]:
+        weight = torch.empty(n, 64, dtype=torch.bfloat16, device="meta")
+        w = LinearWeight(weight, None, n, 64, torch.bfloat16, is_prepacked=False, has_kernel=True)
+        for size in (2,) if tp == 2 else (3, 4, 5, 8):
+            assert comm_kernels.takes_inbox(w, rows=most, size=size, is_two_shot=size > 2)
 
 
 @pytest.mark.parametrize("way", ["128x192", "adding-128x128", "copied", "copied-128x192"])

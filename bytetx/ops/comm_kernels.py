@@ -20,7 +20,7 @@ TIMEOUT_CYCLES = 20_000_000_000
 _MOST_FEATURES = 16384  # of a row that is summed and normed in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
-INBOX_BYTES = 32 << 20  # 1024 rows of 8192 features of two ranks
+INBOX_BYTES = 36 << 20  # 703 rows of 12288 features in two exchanges
 INBOX_FLAG = 32768  # kInbox of csrc/comm/peers.cuh: behind flags and counters
 # Of ways whose product another GEMM makes.
 _UNFUSED_KERNELS = {
