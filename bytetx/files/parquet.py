@@ -20,6 +20,8 @@ def vectors_to_parquet(vectors: np.ndarray, errors: Path | None, out: Path) -> N
     """vectors [n, dim] float32 -> columns index, embedding (null for an error) and error.
 
     errors: the list of errors, {"index", "error"} on each line; None where there are none.
+    An embedding is a plain list: fixed-size ones with nulls are not to be had back before
+    pyarrow 26, nor by every other reader.
     """
     import pyarrow as pa
 
@@ -27,7 +29,7 @@ def vectors_to_parquet(vectors: np.ndarray, errors: Path | None, out: Path) -> N
     schema = pa.schema(
         [
             ("index", pa.int64()),
-            ("embedding", pa.list_(pa.float32(), dim)),
+            ("embedding", pa.list_(pa.float32())),
             ("error", pa.string()),
         ]
     )
@@ -40,8 +42,11 @@ def vectors_to_parquet(vectors: np.ndarray, errors: Path | None, out: Path) -> N
             group = np.ascontiguousarray(vectors[start : start + _GROUP_ROWS])
             index = range(start, start + len(group))
             texts = [error_of.get(i) for i in index]
-            mask = pa.array([text is not None for text in texts])
-            embedding = pa.FixedSizeListArray.from_arrays(group.reshape(-1), dim, mask=mask)
+            is_whole = np.array([text is None for text in texts])
+            # A null offset says that the list which begins there is null.
+            offsets = np.concatenate([[0], np.cumsum(dim * is_whole)]).astype(np.int32)
+            begins = pa.array(offsets, mask=~np.append(is_whole, True))
+            embedding = pa.ListArray.from_arrays(begins, group[is_whole].reshape(-1))
             columns = [pa.array(index, pa.int64()), embedding, pa.array(texts, pa.string())]
             writer.write_batch(pa.record_batch(columns, schema=schema))
 
