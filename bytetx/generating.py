@@ -1,11 +1,12 @@
 """GeneratesText: the methods of a Model that go on with a prompt."""
 
-from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Generator, Iterable, Sequence, Sized
 from contextlib import closing, suppress
 from typing import Any, Literal
 
 from bytetx.arguments import check_iterable
 from bytetx.engine.engine import GenerationEngine
+from bytetx.engine.outputs import AnswerPiece
 from bytetx.errors import InputError
 from bytetx.generation_sizes import GenerationSizes, generation_sizes
 from bytetx.heads import LmHead
@@ -166,13 +167,19 @@ class GeneratesText:
         sizes: GenerationSizes,
         prompts: Iterable[Prompt],
     ) -> Generator[list[Any], None, None]:
-        if run.streams:
-            blocks: Iterator[list[Any]] = ([piece] for piece in run.pieces(prompts))
-        else:
-            blocks = run.in_order(prompts)
+        blocks = _one_by_one(run.pieces(prompts)) if run.streams else run.in_order(prompts)
         try:
             with closing(blocks):
                 yield from blocks
         finally:
             if not engine.has_work:
                 self._idle_engines[:] = [(sizes, engine)]
+
+
+def _one_by_one(
+    pieces: Generator[AnswerPiece, None, None],
+) -> Generator[list[AnswerPiece], None, None]:
+    """Lists of one.  Closes the pieces with itself, as not every Python does in an expression."""
+    with closing(pieces):
+        for piece in pieces:
+            yield [piece]
