@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from bytetx.ops import linear as linear_ops
 from bytetx.ops import native
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import ACTIVATIONS, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES, pool
+from bytetx.ops.rows import tile_rows
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 BEFORE_TORCH_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
@@ -46,6 +48,27 @@ def test_linear_row_alone_equals_row_in_batch(
         mates = residual[rows] if has_residual else None
         alone = linear(x[rows], w, activation=activation, residual=mates)
         assert torch.equal(alone, batch[rows])
+
+
+@both_dtypes
+@pytest.mark.parametrize("k", [48, 64, 312])
+@pytest.mark.parametrize("prepack", [True, False])
+def test_what_lies_behind_the_rows_of_a_linear_layer_never_shows(
+    dtype: torch.dtype, k: int, prepack: bool
+) -> None:
+    """NaN there. With AMX oneDNN reads past the end of bf16 rows of no whole 32 features."""
+    w = prepare_linear(torch.randn(96, k).to(dtype), torch.randn(96).to(dtype), prepack=prepack)
+    for m in (1, 37, 70, 130):
+        storage = torch.full((tile_rows(m), k), torch.nan, dtype=dtype)
+        x = storage[:m].copy_(torch.randn(m, k))
+        torch.testing.assert_close(linear(x, w), linear(x.clone(), w))
+
+
+def test_bf16_rows_that_end_within_32_features_run_without_what_lies_behind_them() -> None:
+    """Where the CPU of the test has no AMX, and shows nothing."""
+    for dtype, k, num_run in [(BF16, 48, 70), (BF16, 64, 96), (F32, 48, 96)]:
+        x = torch.zeros((tile_rows(70), k), dtype=dtype)[:70]
+        assert len(linear_ops._rows_for_onednn(x)) == num_run
 
 
 @both_dtypes

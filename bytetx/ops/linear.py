@@ -22,6 +22,9 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 KERNEL_COLUMNS = 32
 KERNEL_FEATURES = 8
+# Features that oneDNN reads of a bf16 row at a time where the CPU has AMX: the last ones come from
+# the row behind it, times zero, which is NaN if they are (oneDNN's issue 5717, mended in 2026).
+_AMX_FEATURES = 32
 # Rows that oneDNN lays a prepacked weight out for; a hint, every m runs.
 _PREPACK_ROWS = 4096
 # (attribute, algorithm) of torch.ops.mkldnn._linear_pointwise for each activation.
@@ -94,11 +97,7 @@ def linear(
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
-    m, rows = x.shape[0], whole_tiles(x)
-    if rows.shape[0] == 1:
-        # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
-        # that a row alone equals the same row in a batch, bit for bit.
-        rows = rows.expand(2, -1).contiguous()
+    m, rows = x.shape[0], _rows_for_onednn(x)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
     d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
     return d if residual is None else d.add_(residual)
@@ -153,6 +152,17 @@ def run_kernel(
         *native.launch_args(x.device),
     )
     return d
+
+
+def _rows_for_onednn(x: Tensor) -> Tensor:
+    """x [m, k], and rows behind it that may hold anything where they change nothing of x's."""
+    is_safe = x.dtype != torch.bfloat16 or x.shape[1] % _AMX_FEATURES == 0
+    rows = whole_tiles(x) if is_safe else x
+    if rows.shape[0] == 1:
+        # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
+        # that a row alone equals the same row in a batch, bit for bit.
+        rows = rows.expand(2, -1).contiguous()
+    return rows
 
 
 def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
