@@ -204,8 +204,7 @@ def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
     clock(numbers, samples): microseconds of the plans of these numbers, the same on every rank.
     """
     found = clock(range(len(plans)), _SAMPLES)
-    most = _NEAR * min(found.values())
-    near = [number for number, us in found.items() if us <= most]
+    near = near_best(found, _NEAR)
     if len(near) > 1:
         found = clock(near, _MORE_SAMPLES)
     best = preferred({number: found[number] for number in near}, _ALIKE)
@@ -214,8 +213,13 @@ def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
 
 def preferred(times: Mapping[K, float], alike: float) -> K:
     """The first of those that take at most `alike` times as long as the best."""
-    most = alike * min(times.values())
-    return next(name for name, us in times.items() if us <= most)
+    return near_best(times, alike)[0]
+
+
+def near_best(times: Mapping[K, float], factor: float) -> list[K]:
+    """Those that take at most `factor` times as long as the best, in their order."""
+    most = factor * min(times.values())
+    return [name for name, us in times.items() if us <= most]
 
 
 def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommPlan, float]:

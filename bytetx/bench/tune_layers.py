@@ -28,7 +28,7 @@ from bytetx.bench.tp_models import (
     spec_of,
 )
 from bytetx.bench.tune_comm import candidates as every_way
-from bytetx.bench.tune_comm import lines_of, preferred, write_plans
+from bytetx.bench.tune_comm import lines_of, near_best, preferred, write_plans
 from bytetx.ops.comm_plan import (
     ADDING,
     COPIED,
@@ -153,7 +153,5 @@ def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) 
     clock = RanksClock(runs, [], required=runs)
     sample_us = _SAMPLE_US if m in _ROWS else _STEP_SAMPLE_US
     found = clock.us(runs, samples=_SAMPLES, sample_us=sample_us)
-    most = _NEAR * min(found.values())
-    near = [name for name, us in found.items() if us <= most]
-    found |= clock.us(near, samples=_MORE_SAMPLES, sample_us=sample_us)
+    found |= clock.us(near_best(found, _NEAR), samples=_MORE_SAMPLES, sample_us=sample_us)
     return {name: us / _LAYERS for name, us in found.items()}

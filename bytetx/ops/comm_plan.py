@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Literal
@@ -121,7 +121,8 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     """The plan of a layer whose kernel takes m rows (of all ranks together)."""
     if layer in _planned:
         return _planned[layer]
-    tp, line = _nearest(layer) if layer.is_even else (layer.tp, None)
+    tp = _measured_tp(layer)
+    line = _nearest(replace(layer, tp=tp)) if layer.is_even else None
     if line is not None:
         # Of another size of group, the plan where a rank has as many rows.
         alike = m * tp // layer.tp
@@ -218,27 +219,33 @@ def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
     return CommPlan(f"{rows}x{columns}", max(1, min(_MOST_SPLITS, splits, k // _SPLIT_FEATURES)))
 
 
-def _nearest(layer: Layer) -> tuple[int, list[tuple[int, str, int]] | None]:
-    """The line of the layer, or of the one nearest in size, and its size of group.
+def _measured_tp(layer: Layer) -> int:
+    """The size of group whose lines a layer takes: its own, or the nearest, of ops that deal rows.
 
-    Ops that deal rows take, where their own group was not measured, the nearest one: four ranks do
-    in 83 of 105 plans as two of them say, in 60 as the rule.  None without any of its kind.
+    Four ranks do in 83 of 105 plans as two of them say, in 60 as the rule.
     """
-    alike: dict[int, dict[tuple[int, int], list[tuple[int, str, int]]]] = {}
-    for (op, tp, n, k, is_gated), plans in _table().items():
-        if (op, is_gated) == (layer.op, layer.is_gated):
-            alike.setdefault(tp, {})[n, k] = plans
-    tp = layer.tp
-    if alike and layer.op in _DEALT_OPS:
-        tp = min(alike, key=lambda size: abs(math.log(size / layer.tp)))
-    if tp not in alike or not layer.n or not layer.k:
-        return tp, None
+    kind = (layer.op, layer.is_gated)
+    sizes = {tp for op, tp, _, _, is_gated in _table() if (op, is_gated) == kind}
+    if not sizes or layer.op not in _DEALT_OPS:
+        return layer.tp
+    return min(sizes, key=lambda tp: abs(math.log(tp / layer.tp)))
+
+
+def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:
+    """The line of the layer, or of the one nearest in size; None without any of its kind."""
+    alike = {
+        (n, k): plans
+        for (op, tp, n, k, is_gated), plans in _table().items()
+        if (op, tp, is_gated) == (layer.op, layer.tp, layer.is_gated)
+    }
+    if not alike or not layer.n or not layer.k:
+        return None
 
     def distance(sizes: tuple[int, int]) -> float:
         n, k = sizes
         return abs(math.log(n / layer.n)) + abs(math.log(k / layer.k))
 
-    return tp, alike[tp][min(alike[tp], key=distance)]
+    return alike[min(alike, key=distance)]
 
 
 @cache
