@@ -22,7 +22,9 @@ def test_both_ways_of_transformers_give_the_same_tokens() -> None:
     wanted = padded_generate(model, PROMPTS, 5)
     try:
         answers, seconds = continuous_generate(model, PROMPTS, 5)
-    except MemoryError:
+    except MemoryError as error:
+        if not str(error).endswith("available memory 0"):
+            raise
         pytest.skip("this transformers finds no memory for a cache but that of a GPU")
     assert answers == wanted and 0 < seconds < 60
 
