@@ -13,7 +13,7 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
-from bytetx.errors import BytetxError, DeviceLostError
+from bytetx.errors import BytetxError, DeviceLostError, InputError
 from bytetx.files.options import JobOptions, with_job_options
 
 # What click calls UsageError and ClickException; typer names only their child.
@@ -177,16 +177,26 @@ def generate(
     options: JobOptions,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the most likely token each time.")
+        float, typer.Option(help="0 takes the most likely token each time; at most 2.")
     ] = 1.0,
     top_p: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Most likely tokens that together have this probability."),
+        typer.Option(help="Most likely tokens that together have this probability; above 0."),
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Most likely tokens; 0 is all.")] = 0,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="The same seed gives the same answers.")
-    ] = None,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens; 0 or -1 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Tokens with this share of the most likely one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens of the prompt and the answer become unlikelier.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken from logits of tokens in the answer; -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, times how often they are in it; -2 to 2.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")
     ] = None,
@@ -204,10 +214,18 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
         "seed": seed,
         "stop": list(stop or ()),
     }
-    run_prompt_job(options, generate_task(params, {"kv_cache_tokens": kv_cache_tokens}))
+    try:
+        task = generate_task(params, {"kv_cache_tokens": kv_cache_tokens})
+    except InputError as error:  # of SamplingParams, which names the parameter and its range
+        raise UsageError(str(error)) from error
+    run_prompt_job(options, task)
 
 
 @app.command()

@@ -13,32 +13,50 @@ from bytetx.errors import InputError
 LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 MAX_LOGPROBS = 1024
-_MAX_SEED = 2**64 - 1
+MAX_N = 16384  # vLLM's VLLM_MAX_N_SEQUENCES
+_MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
+_NO_SEED = _NO_TOP_K = -1  # as vLLM's clients write "none"
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen and when a text ends; checked once, when it is made.
 
-    n: answers to each prompt.
-    max_tokens: the most tokens of an answer, fewer where the model's positions or the cache end
-    before; None goes on until there.
-    min_tokens: before these, nothing that would stop the answer is chosen or looked for.
-    temperature: divides the logits; 0 takes the most likely token (greedy).
-    top_k: keeps the k most likely tokens; 0 keeps all.  top_p: of these, keeps the most likely
-    ones that together have this probability.  min_p: of these, keeps tokens with at least this
-    share of the most likely one's probability.  A tie at a limit is kept whole.
-    repetition_penalty: divides positive and multiplies negative logits of tokens that are in the
-    prompt or the answer.  presence_penalty: is taken from logits of tokens in the answer;
-    frequency_penalty: the same, times how often they are in it.
-    logit_bias: token id -> what is added to its logit.
-    seed: 0 ... 2**64 - 1; the same seed gives the same answer, whatever runs beside it.
-    stop: strings that end an answer; they are not part of it.  stop_token_ids: tokens that do, as
-    the checkpoint's end-of-text tokens do unless ignore_eos.
-    logprobs: so many most likely tokens are reported with each chosen one, by the model's own
-    logits; None reports nothing, 0 the chosen ones alone.  prompt_logprobs: the same of the prompt.
-    logits_processors: functions (token_ids, logits) -> logits, called in order on this request's
-    rows before everything above.
+    Order and ranges are those of vLLM 0.33 (its default, model runner V2). A row's logits go
+    through these steps, each of which sees what the ones before it left:
+
+    1. logit_bias is added; before min_tokens, tokens that would end the answer get -inf.
+    2. repetition_penalty, frequency_penalty, presence_penalty.
+    3. logits_processors, in their order.
+    4. temperature 0 takes the most likely token; any other one divides the logits.
+    5. min_p, top_k, then top_p, whose share is of the probability that the first two keep.
+
+    transformers applies steps 1 to 4 in the same order (logit_bias is its sequence_bias), and then
+    top_k, top_p, min_p: where top_p and min_p are given both, it keeps other tokens.
+
+    n: 1 ... 16384, answers to each prompt; 1 where temperature is 0.
+    max_tokens: at least 1, the most tokens of an answer, fewer where the model's positions or the
+    cache end before; None goes on until there.
+    min_tokens: 0 ... max_tokens; in these first tokens, nothing that ends an answer is chosen or
+    looked for, and no end-of-text token is chosen even with ignore_eos.
+    temperature: 0 ... 2, taken as it is (vLLM raises what is above 0 and below 0.01 to 0.01).
+    top_k: keeps the k most likely tokens; 0 and -1 keep all.  top_p: above 0, at most 1; keeps the
+    most likely tokens that together have this probability.  min_p: 0 ... 1; keeps tokens with at
+    least this share of the most likely one's probability.  A tie at a limit is kept whole.
+    repetition_penalty: above 0; divides positive and multiplies other logits of tokens that are in
+    the prompt or the answer.  presence_penalty: -2 ... 2; is taken from logits of tokens in the
+    answer.  frequency_penalty: -2 ... 2; the same, times how often they are in it.
+    logit_bias: token id -> what is added to its logit, a finite number or -inf, which forbids it.
+    seed: -2**63 ... 2**64 - 1; the same seed gives the same answer, whatever runs beside it. None
+    and -1 draw a seed.
+    stop: strings that end an answer, none of them empty; they are not part of it.
+    stop_token_ids: tokens that do, as the checkpoint's end-of-text tokens do unless ignore_eos.
+    logprobs: 0 ... 1024; so many most likely tokens are reported with each chosen one, by the
+    model's own logits, before step 1; None reports nothing, 0 the chosen ones alone.
+    prompt_logprobs: the same of the prompt.
+    logits_processors: functions (token_ids, logits) -> logits.
+
+    Raises InputError, which names the parameter, its range and the value.
     """
 
     n: int = 1
@@ -53,12 +71,12 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -74,9 +92,13 @@ class SamplingParams:
             raise InputError(
                 f"n must be 1 where temperature is 0, for all answers are equal: {self.n}"
             )
-        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids))
-        self._set("logits_processors", tuple(self.logits_processors))
+        self._set("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()))
+        self._set("stop_token_ids", tuple(int(token) for token in self.stop_token_ids or ()))
+        self._set("logits_processors", tuple(self.logits_processors or ()))
+        if self.top_k == _NO_TOP_K:
+            self._set("top_k", 0)
+        if self.seed == _NO_SEED:
+            self._set("seed", None)
         if self.logit_bias is not None:
             self._set("logit_bias", {int(t): float(b) for t, b in self.logit_bias.items()})
 
@@ -120,16 +142,25 @@ def _integer(low: int, high: int | None = None) -> _Check:
     return check
 
 
-def _number(low: float, high: float = math.inf, *, above: bool = False) -> _Check:
-    bounds = f"above {low:g}" if above else f"at least {low:g}"
-    bounds = "finite" if low == -math.inf else bounds
-    bounds += f" and at most {high:g}" if high < math.inf else ""
+def _top_k(name: str, value: object) -> None:
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or value < _NO_TOP_K:
+        raise InputError(
+            f"{name} must be an integer, at least 1, or 0 or -1, which keep all, got {value!r}"
+        )
+
+
+def _number(low: float = -math.inf, high: float = math.inf, *, above: bool = False) -> _Check:
+    """above: whether low itself is out."""
+    wanted = f"a number in {'(' if above else '['}{low:g}, {high:g}]"
+    if high == math.inf:
+        wanted = "a finite number" if low == -math.inf else f"a finite number above {low:g}"
 
     def check(name: str, value: object) -> None:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         fits = is_number and math.isfinite(value) and low <= value <= high
         if not fits or (above and value == low):
-            raise InputError(f"{name} must be a number, {bounds}, got {value!r}")
+            raise InputError(f"{name} must be {wanted}, got {value!r}")
 
     return check
 
@@ -154,7 +185,7 @@ def _logit_bias(name: str, value: object) -> None:
     for token, bias in value.items():
         _integer(0)(f"{name}'s token", token)
         if bias != -math.inf:  # which forbids a token
-            _number(-math.inf)(f"{name}[{token}]", bias)
+            _number()(f"{name}[{token}]", bias)
 
 
 def _flag(name: str, value: object) -> None:
@@ -167,20 +198,29 @@ def _callables(name: str, value: object) -> None:
         raise InputError(f"{name} must be a list of functions, got {value!r}")
 
 
-_MAY_BE_NONE = {"max_tokens", "logit_bias", "seed", "logprobs", "prompt_logprobs"}
+_MAY_BE_NONE = {
+    "max_tokens",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "logprobs",
+    "prompt_logprobs",
+    "logits_processors",
+}
 _CHECKS: dict[str, _Check] = {
-    "n": _integer(1),
+    "n": _integer(1, MAX_N),
     "max_tokens": _integer(1),
     "min_tokens": _integer(0),
-    "temperature": _number(0),
-    "top_k": _integer(0),
-    "top_p": _number(0, 1),
+    "temperature": _number(0, 2),
+    "top_k": _top_k,
+    "top_p": _number(0, 1, above=True),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(0, above=True),
-    "presence_penalty": _number(-math.inf),
-    "frequency_penalty": _number(-math.inf),
+    "presence_penalty": _number(-2, 2),
+    "frequency_penalty": _number(-2, 2),
     "logit_bias": _logit_bias,
-    "seed": _integer(0, _MAX_SEED),
+    "seed": _integer(_MIN_SEED, _MAX_SEED),
     "stop": _stop,
     "stop_token_ids": _token_ids,
     "ignore_eos": _flag,

@@ -48,12 +48,12 @@ def distribution(logits: torch.Tensor, row: Row) -> np.ndarray:
     p = np.exp((x - x.max()) / np.float64(np.float32(row.temperature)))
     if 0 < row.top_k < len(p):
         p[p < np.sort(p)[-row.top_k]] = 0
+    p[p < np.float32(row.min_p) * p.max() * (1 - 1e-6)] = 0
     p /= p.sum()
     if row.top_p < 1:
         falling = -np.sort(-p)
         more_likely = np.append(0, falling.cumsum())[np.searchsorted(-falling, -p)]
         p[(more_likely >= np.float32(row.top_p)) & (p < p.max())] = 0
-    p[p < np.float32(row.min_p) * p.max() * (1 - 1e-6)] = 0
     return p / p.sum()
 
 

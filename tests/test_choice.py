@@ -100,6 +100,17 @@ def test_ties_at_a_limit_are_kept_whole(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("top_k", [0, 7, 2])
+def test_top_p_is_a_share_of_what_min_p_keeps(top_k: int, device: str) -> None:
+    probabilities = torch.tensor([0.4, 0.2, 0.15, 0.05, 0.05, 0.05, 0.05, 0.05])
+    logits = probabilities.log().expand(300, -1).contiguous()
+    for top_p, kept in ((0.52, 1), (0.54, 2), (0.79, 2), (0.81, 3)):  # of 0.75: 0.533, 0.8
+        kept = (1 if top_p < 2 / 3 else 2) if top_k == 2 else kept  # of 0.6: 0.667
+        rows = [Row(top_k=top_k, top_p=top_p, min_p=0.3, position=i) for i in range(300)]
+        assert set(choose(logits, rows, device)) == set(range(kept))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_more_ties_than_the_list_holds(device: str) -> None:
     """20 000 equal tokens under 5000 that are likelier: single values are counted instead."""
     logits = torch.zeros(4, 40_000)

@@ -56,6 +56,72 @@ def test_sampling_options(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:
     assert ran.rows[0]["finish_reason"] == "stop" and stop not in ran.rows[0]["text"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("top_p", 0.3),
+        ("top_k", 3),
+        ("min_p", 0.4),
+        ("repetition_penalty", 3.0),
+        ("presence_penalty", 2.0),
+        ("frequency_penalty", -2.0),
+    ],
+)
+def test_each_sampling_option_is_the_parameter(
+    bytetx: Bytetx,  # noqa: F811
+    folder: Path,
+    tmp_path: Path,
+    name: str,
+    value: float,
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    shared = {"seed": 3, "max_tokens": 12}
+    command = ("generate", "prompts.txt", "-m", folder, "--seed", 3, "--max-tokens", 12)
+    ran = bytetx(*command, f"--{name.replace('_', '-')}={value}")
+    model = api.load(folder)
+    wanted = model.generate(PROMPTS, SamplingParams(**{name: value}, **shared))
+    plain = model.generate(PROMPTS, SamplingParams(**shared))
+    texts = [row["text"] for row in ran.rows]
+    assert texts == [answer.text for answer in wanted] != [answer.text for answer in plain]
+
+
+def test_all_tokens_by_top_k_of_minus_one(
+    bytetx: Bytetx,  # noqa: F811
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    command = ("generate", "prompts.txt", "-m", folder, "--seed", 3, "--max-tokens", 12)
+    assert bytetx(*command, "--top-k", -1).rows == bytetx(*command).rows
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--top-p=0", "top_p must be a number in (0, 1], got 0.0"),
+        ("--top-p=1.5", "top_p must be a number in (0, 1], got 1.5"),
+        ("--top-k=-2", "top_k must be an integer, at least 1, or 0 or -1, which keep all, got -2"),
+        ("--min-p=2", "min_p must be a number in [0, 1], got 2.0"),
+        ("--temperature=-1", "temperature must be a number in [0, 2], got -1.0"),
+        ("--repetition-penalty=0", "repetition_penalty must be a finite number above 0, got 0.0"),
+        ("--presence-penalty=3", "presence_penalty must be a number in [-2, 2], got 3.0"),
+        ("--frequency-penalty=-3", "frequency_penalty must be a number in [-2, 2], got -3.0"),
+        ("--seed=18446744073709551616", "seed must be an integer"),
+    ],
+)
+def test_an_option_beyond_its_range_is_wrong_usage(
+    bytetx: Bytetx,  # noqa: F811
+    folder: Path,
+    tmp_path: Path,
+    option: str,
+    message: str,
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a prompt\n")
+    ran = bytetx("generate", "prompts.txt", "-m", folder, option)
+    assert ran.code == 2
+    assert message in " ".join(ran.err.split())
+
+
 def test_chats_and_what_is_wrong_with_a_line(
     bytetx: Bytetx,  # noqa: F811
     folder: Path,

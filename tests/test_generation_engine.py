@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -33,10 +34,16 @@ class FakeRunner:
     vocab_size, num_graphs = VOCAB_SIZE, 0
 
     def __init__(
-        self, *, num_pages: int, page_size: int, max_num_seqs: int, runs_ahead: bool = False
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        max_num_seqs: int,
+        runs_ahead: bool = False,
+        device: str = "cpu",
     ):
         self.model = FakeModel(num_pages=num_pages, page_size=page_size, vocab_size=2**31)
-        self.sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=VOCAB_SIZE)
+        self.sampler = Sampler(max_num_seqs=max_num_seqs, vocab_size=VOCAB_SIZE, device=device)
         self.bad_token, self.breaks_at, self.num_steps = None, None, 0
         self.runs_ahead = runs_ahead
 
@@ -52,9 +59,9 @@ class FakeRunner:
             for owner, row in zip(owners, columns.logits_rows, strict=True)
         ]
         logits = [torch.empty(0, VOCAB_SIZE), *(self.logits(p)[None] for p in prefixes)]
-        sampled = self.sampler.sample(wanted, torch.cat(logits))
+        sampled = self.sampler.sample(wanted, torch.cat(logits).to(self.sampler.device))
         if sampled.tokens is not None:
-            self.model.last_tokens[wanted.seat_ids] = sampled.tokens
+            self.model.last_tokens[wanted.seat_ids] = sampled.tokens.cpu()
         return sampled
 
     def logits(self, prefix: list[int] | np.ndarray) -> torch.Tensor:
@@ -74,10 +81,11 @@ def engine_of(
     max_positions: int = 200,
     eos_token_ids: tuple[int, ...] = (),
     runs_ahead: bool = False,
+    device: str = "cpu",
     **options,
 ) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
-    runner = FakeRunner(**sizes, max_num_seqs=8, runs_ahead=runs_ahead)
+    runner = FakeRunner(**sizes, max_num_seqs=8, runs_ahead=runs_ahead, device=device)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": max_positions}
     scheduler = GenerationScheduler(**sizes, **limits)
     settings = {
@@ -182,6 +190,18 @@ def test_stop_strings_wait_for_min_tokens() -> None:
     free = alone([7], GREEDY)[0]
     params = SamplingParams(temperature=0, max_tokens=8, min_tokens=4, stop=[free[1:3], free[5:7]])
     assert alone([7], params)[0] == free[:5]
+    stop = free[1:3]
+    assert stop not in free[2:]
+    for min_tokens, text in ((2, free[:1]), (3, free)):  # complete behind min_tokens, or with it
+        params = replace(GREEDY, min_tokens=min_tokens, stop=[stop])
+        assert alone([7], params)[0] == text
+
+
+def test_min_tokens_forbids_the_end_of_text_that_ignore_eos_goes_past() -> None:
+    free = alone([7], GREEDY)[1]
+    params = replace(GREEDY, ignore_eos=True, min_tokens=4)
+    tokens = alone([7], params, eos_token_ids=(free[0], free[1]))[1]
+    assert len(tokens) == 8 and not {free[0], free[1]} & set(tokens[:4])
 
 
 @AHEAD
@@ -200,7 +220,7 @@ def test_n_answers_differ_and_come_again_with_their_seed(runs_ahead: bool) -> No
 def test_logprobs_are_the_models_own(runs_ahead: bool) -> None:
     engine, runner, _ = engine_of(runs_ahead=runs_ahead)
     prompt = list(range(30))  # over the budget: scored in pieces
-    params = SamplingParams(seed=1, max_tokens=3, temperature=3.0, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(seed=1, max_tokens=3, temperature=2.0, logprobs=2, prompt_logprobs=1)
     engine.add_request(prompt, params)
     pieces = run(engine)[0, 0]
     tokens = prompt + whole(pieces)[1]

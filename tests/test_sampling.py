@@ -133,6 +133,16 @@ def test_a_block_boundary_is_no_way_to_a_token_without_weight() -> None:
             assert (weights.flatten(1).gather(1, token) > 0).all()
 
 
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_top_p_is_a_share_of_what_min_p_keeps(top_k: int) -> None:
+    """As in vLLM: the tokens that min_p takes out are no part of the nucleus' whole."""
+    probabilities = torch.tensor([0.4, 0.2, 0.15, 0.05, 0.05, 0.05, 0.05, 0.05])
+    for top_p, kept in ((0.52, 1), (0.54, 2), (0.79, 2), (0.81, 3)):  # of 0.75: 0.533, 0.8
+        rows = [Row(top_k=top_k, top_p=top_p, min_p=0.3, position=i) for i in range(300)]
+        drawn = sample_rows(probabilities.log().expand(300, -1), rows)
+        assert set(drawn) == set(range(kept))
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 4.0, 30.0])
 def test_a_nucleus_is_the_one_that_sorting_finds(scale: float) -> None:
     """Also where rows forbid most tokens, ties fill a step, or all logits are beyond the steps."""
@@ -209,10 +219,10 @@ def test_penalties_and_biases_against_the_definition() -> None:
     for i in range(n):
         for t in range(vocab_size):
             x, count = float(logits[i, t]), int(counts[i, t])
+            x += sum(v for r, w, v in zip(rows, tokens, values, strict=True) if (r, w) == (i, t))
             if count or in_prompt[i, t]:
                 x = x / float(repetition[i]) if x > 0 else x * float(repetition[i])
             x -= count * float(frequency[i]) + (count > 0) * float(presence[i])
-            x += sum(v for r, w, v in zip(rows, tokens, values, strict=True) if (r, w) == (i, t))
             assert float(got[i, t]) == pytest.approx(float(x), abs=1e-5)
 
 

@@ -46,6 +46,23 @@ def test_stop_strings_cut_at_the_same_place_in_any_pieces(
     assert (shown + stop_strings.flush(), stop_strings.matched) == (expected, matched)
 
 
+def test_stop_strings_that_begin_before_min_tokens_count_where_they_end() -> None:
+    """As in vLLM: what is complete in early text is passed over, the rest of it is not."""
+    stop_strings = StopStrings(["abc", "b", "xy"])
+    assert [stop_strings.feed(piece, is_early=True) for piece in ("xyb", "a", "b")] == [
+        "xyb",
+        "",
+        "",
+    ]
+    assert stop_strings.feed("d") == "abd" and stop_strings.matched is None
+    stop_strings = StopStrings(["abc", "b", "xy"])
+    assert stop_strings.feed("zab", is_early=True) == "z"
+    assert stop_strings.feed("cb") == "" and stop_strings.matched == "abc"
+    stop_strings = StopStrings(["aa"])
+    assert stop_strings.feed("aa", is_early=True) == "a"
+    assert stop_strings.feed("a") == "" and stop_strings.matched == "aa"
+
+
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     stop_strings = StopStrings(["###", "<end>"])
     assert [stop_strings.feed(piece) for piece in ("a#", "#b<", "en", "x")] == [
@@ -67,3 +84,11 @@ def test_finish_reasons() -> None:
     assert reasons == [None, None, "stop", "stop", "length"]
     assert forbidden == [{0, 7}, {0, 7}, frozenset(), frozenset(), frozenset()]
     assert stop_token_ids(SamplingParams(ignore_eos=True), [0]) == frozenset()
+
+
+def test_min_tokens_forbids_end_of_text_tokens_that_ignore_eos_ignores() -> None:
+    params = SamplingParams(stop_token_ids=[7], min_tokens=2, ignore_eos=True)
+    ends = {"stop_token_ids": stop_token_ids(params, [0]), "eos_token_ids": frozenset([0])}
+    sequence = SequenceState([5], 4, params=params, **ends)
+    assert sequence.stop_token_ids == {7}
+    assert [forbidden_tokens(sequence, place) for place in (0, 1, 2)] == [{0, 7}, {0, 7}, set()]

@@ -137,8 +137,8 @@ class Answer:
             self._show(self._stream.feed(tokens))
 
     def _show(self, text: str) -> None:
-        is_early = self.sequence.num_output_tokens < self.sequence.params.min_tokens
-        self._text += text if is_early else self._stops.feed(text)
+        is_early = self.sequence.num_output_tokens <= self.sequence.params.min_tokens
+        self._text += self._stops.feed(text, is_early=is_early)
 
 
 _new_piece = tuple.__new__  # AnswerPiece's own takes three times as long

@@ -118,6 +118,7 @@ class GenerationEngine:
                 params,
                 _seed_of(seed, index),
                 stop_token_ids(params, self._eos_token_ids),
+                self._eos_token_ids,
             )
             self._scheduler.add(sequence)  # refuses all n or none: they are equally long
             answers.append(Answer(request_id, index, sequence, streams, self._open_text))

@@ -104,8 +104,7 @@ class Sampler:
         if wanted.is_greedy:
             sampled.tokens = most_likely(logits)
             return
-        adjusted, errors = self._process(wanted, logits)
-        adjusted = self._adjust(wanted, adjusted)
+        adjusted, errors = self._process(wanted, self._adjust(wanted, logits))
         tokens = self._choose(wanted, adjusted)
         if self._counts is not None:
             self._counts.add(self._upload(wanted.seat_ids)[0], tokens.clamp(min=0))
@@ -146,6 +145,27 @@ class Sampler:
         if params.has_penalties:
             self._counts.reset(sequence, self._upload)
 
+    def _adjust(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
+        """Logits after biases, then penalties, of the rows that have them."""
+        seats = wanted.seats
+        pairs = [
+            (number, token, bias)
+            for number in np.flatnonzero(seats["has_biases"]).tolist()
+            for token, bias in _biases(wanted.sequence(number), wanted.positions[number])
+        ]
+        if pairs:
+            numbers, tokens, values = zip(*pairs, strict=True)
+            columns = (np.array(numbers), np.array(tokens), np.array(values, dtype=np.float32))
+            logits = adjust_logits(logits, biases=Biases(*self._upload(*columns)))
+        paying = np.flatnonzero(seats["has_penalties"])
+        if len(paying):
+            columns = (seats[name][paying] for name in _PENALTY_NAMES)
+            where, seat_ids, *amounts = self._upload(paying, wanted.seat_ids[paying], *columns)
+            penalties = self._counts.penalties(seat_ids, *amounts)
+            adjusted = adjust_logits(logits[where], penalties=penalties)
+            logits = logits.float().index_copy(0, where, adjusted)
+        return logits
+
     def _process(
         self, wanted: SamplingRows, logits: Tensor
     ) -> tuple[Tensor, dict[int, InputError]]:
@@ -168,27 +188,6 @@ class Sampler:
             else:
                 processed[number] = row
         return processed, errors
-
-    def _adjust(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
-        """Logits after penalties and biases of the rows that have them."""
-        seats = wanted.seats
-        paying = np.flatnonzero(seats["has_penalties"])
-        if len(paying):
-            columns = (seats[name][paying] for name in _PENALTY_NAMES)
-            where, seat_ids, *amounts = self._upload(paying, wanted.seat_ids[paying], *columns)
-            penalties = self._counts.penalties(seat_ids, *amounts)
-            adjusted = adjust_logits(logits[where], penalties=penalties)
-            logits = logits.float().index_copy(0, where, adjusted)
-        pairs = [
-            (number, token, bias)
-            for number in np.flatnonzero(seats["has_biases"]).tolist()
-            for token, bias in _biases(wanted.sequence(number), wanted.positions[number])
-        ]
-        if pairs:
-            numbers, tokens, values = zip(*pairs, strict=True)
-            columns = (np.array(numbers), np.array(tokens), np.array(values, dtype=np.float32))
-            logits = adjust_logits(logits, biases=Biases(*self._upload(*columns)))
-        return logits
 
     def _choose(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
         """int32: a token of each row, -1 where nothing can be chosen."""

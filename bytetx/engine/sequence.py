@@ -28,6 +28,7 @@ class SequenceState:
     generated, max_num_tokens with the prompt's.  priority: lower ones run first.  scores_prompt:
     whether logits of the prompt's tokens are wanted, too.
     num_computed: tokens whose keys and values are in the pages once the planned steps have run.
+    stop_token_ids: end the answer.  eos_token_ids: the checkpoint's; min_tokens holds for both.
     own_pages: those of its pages that it wrote, and did not find written.
     seat: a number below max_num_seqs that is this sequence's while it is running, for what a
     runner keeps a row (its last token, its sampling parameters).
@@ -39,6 +40,7 @@ class SequenceState:
     params: SamplingParams = SamplingParams()
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
     arrival: int = -1
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)

@@ -1,6 +1,6 @@
 """When an answer ends, and what of its text may be shown before that is known."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bytetx.engine.outputs import FinishReason
@@ -14,7 +14,8 @@ class StopStrings:
 
     What could still become a stop string is held back, so nothing of one is ever shown.  The cut
     does not depend on the pieces that the text comes in: the string that is complete first counts,
-    the longest of those that end together.
+    the longest of those that end together.  A string that is complete in early text (before
+    min_tokens) does not count; one that begins there and ends behind it does.
     """
 
     stops: Sequence[str]
@@ -25,17 +26,16 @@ class StopStrings:
     def __post_init__(self) -> None:
         self._starts = frozenset(stop[0] for stop in self.stops)
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, *, is_early: bool = False) -> str:
         """What of the text so far can be shown now; nothing more once `matched` is set."""
         if self.matched is not None:
             return ""
+        num_searched = len(self._held)
         text = self._held + text
         if self._starts.isdisjoint(text):
             self._held = ""
             return text
-        ends = [
-            (text.find(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text
-        ]
+        ends = [] if is_early else list(self._ends(text, num_searched))
         if ends:
             end, _, self.matched = min(ends)
             self._held = ""
@@ -44,6 +44,13 @@ class StopStrings:
         shown = len(text) - num_held
         self._held = text[shown:]
         return text[:shown]
+
+    def _ends(self, text: str, num_searched: int) -> Iterator[tuple[int, int, str]]:
+        """(first end, -length, stop) of each stop that ends behind the first num_searched."""
+        for stop in self.stops:
+            start = text.find(stop, max(0, num_searched + 1 - len(stop)))
+            if start >= 0:
+                yield start + len(stop), -len(stop), stop
 
     def flush(self) -> str:
         """What was held back, at the end of an answer that no stop string ended."""
@@ -72,5 +79,11 @@ def finish_reason(sequence: SequenceState) -> FinishReason | None:
 
 
 def forbidden_tokens(sequence: SequenceState, position: int) -> frozenset[int]:
-    """Tokens that must not be number `position` of the answer, which is below its min_tokens."""
-    return sequence.stop_token_ids if position < sequence.params.min_tokens else frozenset()
+    """Tokens that must not be number `position` of the answer, which is below its min_tokens.
+
+    The checkpoint's end-of-text tokens are among them even where ignore_eos lets the answer go on
+    behind them, as in vLLM.
+    """
+    if position >= sequence.params.min_tokens:
+        return frozenset()
+    return sequence.stop_token_ids | sequence.eos_token_ids

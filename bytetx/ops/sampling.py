@@ -57,7 +57,8 @@ class Biases:
 class Filters:
     """Which tokens rows may choose.  None: no row has that limit.
 
-    top_k: int64 [n], 0 keeps all.  top_p, min_p: f32 [n], 1 and 0 keep all.
+    top_k: int64 [n], 0 keeps all.  min_p: f32 [n], 0 keeps all.  top_p: f32 [n], 1 keeps all; its
+    share is of the probability of the tokens that top_k and min_p keep.
     max_top_k: host int, the largest of top_k.  has_open_nucleus: whether a row has a top_p and no
     top_k, so that its nucleus may be as large as the vocabulary.
     """
@@ -90,13 +91,16 @@ class TopLogprobs:
 def adjust_logits(
     logits: Tensor, *, penalties: Penalties | None = None, biases: Biases | None = None
 ) -> Tensor:
-    """Logits [n, vocab_size] in f32 after penalties, then biases; the argument is left as it is."""
+    """Logits [n, vocab_size] in f32 after biases, then penalties; the argument is left as it is.
+
+    The order matters: a repetition penalty multiplies the biased logit.
+    """
     require_tensor("logits", logits, shape=(None, None))
     x = logits.float()
-    if penalties is not None:
-        x = _penalize(x, penalties)
     if biases is not None:
         x = x.index_put((biases.rows, biases.tokens), biases.values, accumulate=True)
+    if penalties is not None:
+        x = _penalize(x, penalties)
     return x
 
 
@@ -175,23 +179,29 @@ def _penalize(x: Tensor, penalties: Penalties) -> Tensor:
 def _lowest_kept(x: Tensor, filters: Filters) -> Tensor:
     """[n, 1]: the least logit that each row keeps; the largest of x is 0 in every row.
 
-    top_k keeps what is at least the k-th largest. top_p keeps a token where those that are more
-    likely have less than top_p together, of what top_k kept; the most likely one always.
+    top_k keeps what is at least the k-th largest, min_p what is at least log(min_p). top_p keeps a
+    token where those that are more likely have less than top_p together, of what both kept; the
+    most likely one always.
     """
     lowest = torch.full_like(x[:, :1], -torch.inf)
+    if filters.min_p is not None:
+        lowest = filters.min_p.log().unsqueeze(1)
     finds_unsorted = filters.has_open_nucleus and not x.is_cuda
+    by_min_p = lowest
     if filters.top_k is not None or (filters.top_p is not None and not finds_unsorted):
         candidates = x.topk(_num_candidates(x, filters), dim=-1).values
         if filters.top_k is not None:
-            lowest = _kth(candidates, filters.top_k)
+            lowest = _kth(candidates, filters.top_k).maximum(lowest)
         if filters.top_p is not None:
             lowest = _nucleus(x, candidates, lowest, filters.top_p)
     if filters.top_p is not None and finds_unsorted:
         rows = _open_rows(filters).nonzero().squeeze(1)
+        lowest = lowest.clone()
         for some in rows.split(_NUCLEUS_ROWS):
-            lowest[some] = _open_nucleus(x[some], filters.top_p[some].unsqueeze(1))
-    if filters.min_p is not None:
-        lowest = lowest.maximum(filters.min_p.log().unsqueeze(1))
+            kept = x[some]
+            if filters.min_p is not None:
+                kept.masked_fill_(kept < by_min_p[some], -torch.inf)
+            lowest[some] = _open_nucleus(kept, filters.top_p[some].unsqueeze(1))
     return lowest
 
 

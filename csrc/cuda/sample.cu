@@ -1,9 +1,9 @@
 // A token of each row of logits, drawn among those that the row's limits keep.
 //
 //   d = (max - logits) / temperature;  w = exp(-d)
-//   kept: d <= the top_k-th smallest, and the sum of w over tokens of smaller d < top_p * the sum
-//   of those that top_k keeps, and w >= min_p; token: the first whose sum of kept w, in the order
-//   of the vocabulary, is above uniform(seed, position) * the sum of all kept
+//   kept: d <= the top_k-th smallest, and w >= min_p, and the sum of w over tokens of smaller d <
+//   top_p * the sum of those that top_k and min_p keep; token: the first whose sum of kept w, in
+//   the order of the vocabulary, is above uniform(seed, position) * the sum of all kept
 //
 // logits [num_rows, vocab_size] f32, f16, bf16. A cluster of 1 to 8 CTAs shares a row; its first
 // one, the leader, decides. Pass 1 finds the maximum; pass 2 sums weights and counts tokens in bins
@@ -14,8 +14,8 @@
 // and chunks in one order, so that a row's token is the same in any batch. Without limits pass 3
 // falls away; the drawn token is found by reading its chunk again.
 //
-// Bytes: 2 or 3 times num_rows * vocab_size * sizeof(T), a fourth where top_k and top_p are given
-// both. Bound by HBM in passes 1 and 3 and by issue slots and shared memory's atomics in pass 2;
+// Bytes: 2 or 3 times num_rows * vocab_size * sizeof(T), a fourth where top_p is given and top_k or
+// min_p, too. Bound by HBM in passes 1 and 3 and by issue slots and shared memory's atomics in pass 2;
 // fraction reached: csrc/README.md. Source: histogram selection is standard; counted random numbers
 // are SplitMix64's (Steele, Lea, Flood 2014).
 
@@ -135,10 +135,10 @@ __device__ int lead(const SampleParams& p, int64_t index, Shared& s) {
     Leader<T> leader(s);
     if (needs_bins(p, index)) join_bins(s.bins);
     if (const auto top_k = top_k_of(p, index); top_k > 0) leader.keep_nearest(top_k);
-    if (const float top_p = top_p_of(p, index); top_p < 1.0f) leader.keep_mass(top_p);
     if (const float min_p = min_p_of(p, index); min_p > 0.0f) {
         leader.keep_within(fmaxf(-logf(min_p), 0.0f));
     }
+    if (const float top_p = top_p_of(p, index); top_p < 1.0f) leader.keep_mass(top_p);
     leader.issue({Op::end, 0, 0});
     return draw(leader, uniform(p.seeds[index], p.positions[index]), s);
 }
