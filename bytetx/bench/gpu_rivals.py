@@ -1,6 +1,7 @@
 """What a user would run on a GPU instead, from texts or token ids to vectors on the host."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.bench.bert import PackedTorch
+from bytetx.bench.flash_attn import flash_attn_package
 from bytetx.bench.rivals import (
     BATCH_SIZE,
     Loader,
@@ -17,6 +19,7 @@ from bytetx.bench.rivals import (
     encoder_of,
     tokenizer_of,
 )
+from bytetx.errors import BytetxError
 from bytetx.packed import pack
 
 _LARGE_BATCH = 256  # where sentence-transformers' padded batches are fastest on an H200
@@ -83,6 +86,25 @@ def _sentence_transformers_large(checkpoint: Path, dtype: torch.dtype) -> Rival:
     return SentenceTransformersRival(checkpoint, dtype, device="cuda", **options)
 
 
+def load_unpadded(
+    checkpoint: Path, dtype: torch.dtype, *, name: str, batch_size: int, device: str = "cuda"
+) -> Rival:
+    """sentence-transformers with FlashAttention-2, which then packs each batch.
+
+    Raises BytetxError where it pads nevertheless, for then it is another rival.
+    """
+    options = {"name": name, "batch_size": batch_size, "attention": "flash_attention_2"}
+    with flash_attn_package():
+        rival = SentenceTransformersRival(checkpoint, dtype, device=device, **options)
+    if not rival.unpads:
+        raise BytetxError("this version of sentence-transformers pads; version 6 unpads")
+    return rival
+
+
+# By batch size: the best one is the rival.
+UNPADDED = {f"sentence-transformers-fa2-{batch_size}": batch_size for batch_size in (32, 256, 1024)}
+
+
 # Each rival: the modules it needs, and how it is loaded.
 LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
     "transformers": (("transformers",), _transformers),
@@ -92,4 +114,8 @@ LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
         _sentence_transformers_large,
     ),
     "packed-torch": (("transformers",), PackedTorchRival),
+    **{
+        name: (("sentence_transformers",), partial(load_unpadded, name=name, batch_size=size))
+        for name, size in UNPADDED.items()
+    },
 }

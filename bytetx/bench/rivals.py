@@ -88,13 +88,19 @@ class SentenceTransformersRival:
         name: str = "sentence-transformers",
         device: str = "cpu",
         batch_size: int = BATCH_SIZE,
+        attention: str | None = None,
     ):
+        """attention: transformers' attn_implementation, None for its default."""
         from sentence_transformers import SentenceTransformer
 
         self.name, self._batch_size = name, batch_size
-        self._model = SentenceTransformer(
-            str(checkpoint), device=device, model_kwargs={"dtype": dtype}
-        )
+        options = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
+        self._model = SentenceTransformer(str(checkpoint), device=device, model_kwargs=options)
+
+    @property
+    def unpads(self) -> bool:
+        """Whether it runs batches without padding, which it decides by itself."""
+        return bool(getattr(self._model[0], "can_flatten_inputs", False))
 
     def embed(self, inputs: Inputs) -> np.ndarray:
         with warnings.catch_warnings(action="ignore"):

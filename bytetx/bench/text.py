@@ -1,6 +1,6 @@
 """Suite `text`: from texts, or from their token ids, to vectors on the host, on one GPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import bytetx
 from bytetx.bench import gpu_rivals
 from bytetx.bench.bert import random_checkpoint
 from bytetx.bench.encoder import work_of
+from bytetx.bench.flash_attn import flash_attn_package
 from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite
 from bytetx.bench.lengths import Lengths
 from bytetx.bench.measure import alternate, cosine_distance
@@ -22,12 +23,12 @@ from bytetx.demo import demo_checkpoint
 
 _NUM_TEXTS = 16384
 _LENGTHS = Lognormal(94, 0.6, 4, 200)  # 89 tokens on average by MiniLM's tokenizer, at most 247
-_NUM_RIVAL_TEXTS = 2048  # the first ones: a rival's time a text is the same, and seconds are saved
+_NUM_RIVAL_TEXTS = 8192  # the first ones: a rival's time a text is the same, and seconds are saved
 _NUM_CHECKED = 64  # embedded by everyone before the clock starts
-_WARM_UP = 2  # whole runs of ours, which capture the graphs that later runs replay
+_WARM_UP = 2  # whole runs of ours, which capture the graphs that later runs replay; 1 of a rival's
 _MAX_COSINE_DISTANCE = 1e-3  # beyond which a rival did other work than ours in f16
 _RIVALS = {
-    "strings": ("sentence-transformers", "sentence-transformers-256"),
+    "strings": ("sentence-transformers", "sentence-transformers-256", *gpu_rivals.UNPADDED),
     "ids": ("transformers", "packed-torch"),
 }
 
@@ -53,7 +54,7 @@ def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
     checkpoint: an encoder's folder to measure instead of the demo checkpoint.
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    packages = ("transformers", "sentence-transformers", "tokenizers")
+    packages = ("transformers", "sentence-transformers", "tokenizers", "flash-attn")
     options = {"patterns": patterns, "unit": "us/text", "packages": packages}
     return gpu_suite("text", shapes(checkpoint), measure, **options)
 
@@ -92,8 +93,8 @@ def _measure(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
     if shape.inputs == "strings":
         runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, inputs)
     ours = partial(model.embed, inputs)
-    for _ in range(_WARM_UP):
-        ours()
+    for run in (*[ours] * _WARM_UP, *runs.values()):
+        run()
     timing = alternate(ours, runs, min_rounds=2, max_rounds=2, seconds=0.0)
     seconds = dict(timing.rivals)
     tokenizer_us = seconds.pop("tokenizer", 0.0) / len(inputs) * 1e6
@@ -109,9 +110,18 @@ def _measure(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
             "max_seqlen": max(lengths),
             "rival_sequences": num_shared,
             "tokenizer_us": round(tokenizer_us, 3),
+            **_flash_attention(runs),
         },
         notes=tuple(notes),
     )
+
+
+def _flash_attention(runs: Iterable[str]) -> dict[str, str]:
+    """Whose FlashAttention-2 kernels the unpadded rivals ran, where there are any."""
+    if gpu_rivals.UNPADDED.keys().isdisjoint(runs):
+        return {}
+    with flash_attn_package() as origin:
+        return {"flash_attention_2": origin}
 
 
 def _inputs(shape: Shape, model: "bytetx.Model") -> tuple[Inputs, list[int]]:
