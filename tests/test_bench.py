@@ -19,7 +19,7 @@ from bytetx.bench.cli import app
 from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.measure import alternate, encoder_flop
 from bytetx.bench.memory import measure_memory
-from bytetx.bench.plot import draw_cpu
+from bytetx.bench.plot import draw
 from bytetx.bench.records import Record, read_records, source_sha256, write_record
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
@@ -202,14 +202,14 @@ def test_plots_for_light_and_dark_pages(tmp_path: Path) -> None:
     path = tmp_path / "cpu.jsonl"
     write_record(path, RECORD)
     with pytest.raises(BytetxError, match="minilm-bf16-arrival.*--case minilm-bf16"):
-        draw_cpu(path)
+        draw(path)
     for case in ("minilm-fp32-sorted", "minilm-bf16-arrival"):
         write_record(path, replace(RECORD, case=case))
-    drawn = draw_cpu(path)
+    drawn = draw(path)
     assert [file.name for file in drawn] == ["cpu.svg", "cpu-dark.svg"]
     first = [file.read_bytes() for file in drawn]
     assert first[0] != first[1]
-    assert [file.read_bytes() for file in draw_cpu(path)] == first
+    assert [file.read_bytes() for file in draw(path)] == first
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,10 @@ CaseOption = Annotated[
 PlotOption = Annotated[
     bool, typer.Option("--plot", help="Draw the recorded cases beside the --record file.")
 ]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(help="A part of the name of the device whose records are shown."),
+]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
 ]
@@ -217,10 +221,27 @@ def tp_layer(
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER
     / "cpu.jsonl",
+    device: DeviceOption = None,
 ) -> None:
     """Draw the records as .svg files beside them, one for light and one for dark pages."""
     try:
-        _draw(Console(), records)
+        _draw(Console(), records, device=device)
+    except BytetxError as error:
+        _fail(error)
+
+
+@app.command(name="table")
+def table_command(
+    records: Annotated[list[Path], typer.Argument(help=".jsonl files of records.")],
+    device: DeviceOption = None,
+) -> None:
+    """Print the README's tables from records, a table a device, as Markdown."""
+    from bytetx.bench.markdown import markdown_tables
+    from bytetx.bench.records import of_devices, read_records
+
+    try:
+        every = [record for path in records for record in read_records(path)]
+        print(markdown_tables(of_devices(every, device)))
     except BytetxError as error:
         _fail(error)
 
@@ -244,7 +265,7 @@ def _run_cpu(
     command = _command("cpu", case, model)
     _run_suite(console, suite, command=command, record=record)
     if plot and record is not None:
-        _draw(console, record)
+        _draw(console, record, device=suite.device)
 
 
 def _run_gpu(
@@ -262,7 +283,7 @@ def _run_gpu(
         suite = make_suite(patterns=patterns)
         _run_suite(console, suite, command=_command(name, patterns, model), record=record)
         if plot and record is not None:
-            _draw(console, record)
+            _draw(console, record, device=suite.device)
     except BytetxError as error:
         _fail(error)
 
@@ -344,10 +365,10 @@ def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path |
     console.print(records_table(done, width=console.width))
 
 
-def _draw(console: Console, records: Path) -> None:
+def _draw(console: Console, records: Path, *, device: str | None) -> None:
     from bytetx.bench.plot import draw
 
-    for path in draw(records):
+    for path in draw(records, device=device):
         console.print(f"wrote {path}", highlight=False, markup=False)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bytetx.bench.plot_gpu import draw_gpu
-from bytetx.bench.records import Record, read_records
+from bytetx.bench.records import Record, of_one_device, read_records
 from bytetx.bench.theme import OURS, Theme, draw_themes
 from bytetx.errors import BytetxError
 
@@ -32,25 +32,24 @@ class Bar:
     sorted_rate: float | None
 
 
-def draw(records_file: Path) -> list[Path]:
+def draw(records_file: Path, *, device: str | None = None) -> list[Path]:
     """Draws a file's records as .svg files beside it, for light and for dark pages; their paths.
 
+    device: a part of the name of the device to show, where the file has records of several.
     Raises BytetxError where matplotlib is missing, or records that a picture needs.
     """
-    suites = {record.suite for record in read_records(records_file)}
-    paths = draw_cpu(records_file) if "cpu" in suites else []
-    paths += draw_gpu(records_file)
+    records = of_one_device(read_records(records_file), device)
+    is_cpu = any(record.suite == "cpu" for record in records)
+    paths = _draw_cpu(records_file, records) if is_cpu else []
+    paths += draw_gpu(records_file, records)
     if not paths:
         raise BytetxError(f"{records_file} holds no record that there is a picture of")
     return paths
 
 
-def draw_cpu(records_file: Path) -> list[Path]:
-    """Draws the MiniLM cases of a cpu.jsonl as two .svg files beside it; returns their paths.
-
-    Raises BytetxError where matplotlib or the cases are missing.
-    """
-    records = {record.case: record for record in read_records(records_file)}
+def _draw_cpu(records_file: Path, every: list[Record]) -> list[Path]:
+    """Draws the MiniLM cases as two .svg files beside the records' file; returns their paths."""
+    records = {record.case: record for record in every if record.suite == "cpu"}
     panels = [(title, dtype, _bars(records, dtype)) for dtype, title in _PANELS]
     return draw_themes(records_file.with_suffix(""), partial(_draw, panels=panels, records=records))
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from bytetx.bench.chart import Chart, Group, Panel, draw_chart
-from bytetx.bench.records import Record, read_records
+from bytetx.bench.records import Record
 from bytetx.bench.theme import OURS, draw_themes
 
 _FLOOR = (1.0, "what this GPU's measured rates allow")
@@ -27,14 +27,15 @@ _LINEAR_TOKENS = (65536, 128)
 Records = dict[str, Record]  # of one suite, by case
 
 
-def draw_gpu(records_file: Path) -> list[Path]:
+def draw_gpu(records_file: Path, every: Sequence[Record]) -> list[Path]:
     """Draws each GPU suite that has records and a picture; the paths of the .svg files.
 
+    every: the file's records, those of one device.
     Raises BytetxError where matplotlib is missing.
     """
     paths: list[Path] = []
     for suite, make_chart in _CHARTS.items():
-        records = {r.case: r for r in read_records(records_file) if r.suite == suite}
+        records = {r.case: r for r in every if r.suite == suite}
         chart = make_chart(records) if records else None
         if chart is not None and any(panel.groups for panel in chart.panels):
             stem = records_file.with_name(f"{records_file.stem}-{suite}")

@@ -1,4 +1,4 @@
-"""Records of measurements: one JSON line a case, the latest run of each kept."""
+"""Records of measurements: one JSON line a case and device, the latest run of each kept."""
 
 import hashlib
 import json
@@ -22,6 +22,7 @@ class Record:
 
     floor: the least the hardware allows, by this run's own measurement of its rates; None where no
         floor is defined.
+    device: what it ran on, named so that two kinds of machines never have the same name.
     source: sha256 of the code that the numbers belong to, see source_sha256().
     versions: of the packages measured.
     """
@@ -60,18 +61,47 @@ def read_records(path: Path) -> list[Record]:
 
 
 def write_record(path: Path, record: Record) -> None:
-    """Replaces the line of the record's (suite, case) in `path`, or appends it; keeps all others.
+    """Replaces the line of the record's (suite, case, device) in `path`, or appends it.
 
-    The file is swapped whole, so a run that dies leaves the old or the new one, never a part.
+    All others are kept, those of the same case on another device, too. The file is swapped whole,
+    so a run that dies leaves the old or the new one, never a part.
     """
     kept = read_records(path) if path.exists() else []
-    key = (record.suite, record.case)
-    places = [i for i, other in enumerate(kept) if (other.suite, other.case) == key]
+    key = (record.suite, record.case, record.device)
+    places = [i for i, other in enumerate(kept) if (other.suite, other.case, other.device) == key]
     if places:
         kept[places[0]] = record
     else:
         kept.append(record)
     _replace_file(path, "".join(f"{line}\n" for line in _lines(kept)))
+
+
+def of_devices(records: list[Record], device: str | None) -> list[Record]:
+    """The records whose device's name has this part; None: all.
+
+    Raises BytetxError where no name has it.
+    """
+    kept = [record for record in records if device is None or device in record.device]
+    if records and not kept:
+        known = "; ".join(dict.fromkeys(record.device for record in records))
+        raise BytetxError(f"no record's device is named like {device!r}; there are: {known}")
+    return kept
+
+
+def of_one_device(records: list[Record], device: str | None) -> list[Record]:
+    """of_devices(), of one device a suite.
+
+    Raises BytetxError, too, where a suite's records are of several devices.
+    """
+    kept = of_devices(records, device)
+    for suite in dict.fromkeys(record.suite for record in kept):
+        names = list(dict.fromkeys(r.device for r in kept if r.suite == suite))
+        if len(names) > 1:
+            raise BytetxError(
+                f"the records of {suite} are of {len(names)} devices, a picture shows one; choose "
+                f"by --device with a part of its name: {'; '.join(names)}"
+            )
+    return kept
 
 
 def source_sha256(root: Path | None = None) -> str:
