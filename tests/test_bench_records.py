@@ -45,6 +45,9 @@ def test_a_picture_shows_one_machine_and_names_it(tmp_path: Path) -> None:
     assert drawn[0] != drawn[1]  # words are drawn as curves, and stand in comments
     for family, picture in zip((26, 25), drawn, strict=True):
         assert f"all-MiniLM-L6-v2 on AMD EPYC family {family} model" in picture
+    longer = replace(read_records(path)[0], device="AMD EPYC family 26 model 2 bf16")
+    write_record(path, longer)  # a name that another one begins with is no part of it
+    assert draw(path, device="AMD EPYC family 26 model 2")[0].read_text() == drawn[0]
     arguments = ["plot", str(path), "--device", "family 25"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0 and path.with_suffix(".svg").read_text() == drawn[1]

@@ -160,8 +160,8 @@ def _draw_head(figure: "Figure", theme: Theme, record: Record) -> None:
     figure.text(0.16 / _WIDTH, 1 - 0.36 / height, "Tokens per second, strings in, vectors out",
                 fontsize=14, fontweight="bold", color=theme.text)  # fmt: skip
     words = (
-        f"all-MiniLM-L6-v2 on {record.device}; {shape['sequences']} English texts, "
-        f"{mean:.0f} tokens on average"
+        f"all-MiniLM-L6-v2 on {record.device}; {shape['sequences']} English texts of {mean:.0f} "
+        "tokens"
     )
     figure.text(0.16 / _WIDTH, 1 - 0.62 / height, words, fontsize=10, color=theme.muted)
     figure.text(1 - (_RIGHT * 72 - _COLUMNS[1]) / 72 / _WIDTH, 1 - 0.78 / height,

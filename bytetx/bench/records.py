@@ -77,11 +77,12 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def of_devices(records: list[Record], device: str | None) -> list[Record]:
-    """The records whose device's name has this part; None: all.
+    """The records of the device of this name, else of those whose name has this part; None: all.
 
     Raises BytetxError where no name has it.
     """
-    kept = [record for record in records if device is None or device in record.device]
+    kept = [record for record in records if record.device == device]
+    kept = kept or [record for record in records if device is None or device in record.device]
     if records and not kept:
         known = "; ".join(dict.fromkeys(record.device for record in records))
         raise BytetxError(f"no record's device is named like {device!r}; there are: {known}")
