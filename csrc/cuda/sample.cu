@@ -15,9 +15,9 @@
 // falls away; the drawn token is found by reading its chunk again.
 //
 // Bytes: 2 or 3 times num_rows * vocab_size * sizeof(T), a fourth where top_p is given and top_k or
-// min_p, too. Bound by HBM in passes 1 and 3 and by issue slots and shared memory's atomics in pass 2;
-// fraction reached: csrc/README.md. Source: histogram selection is standard; counted random numbers
-// are SplitMix64's (Steele, Lea, Flood 2014).
+// min_p, too. Bound by HBM in passes 1 and 3, and by issue slots and shared memory's atomics in
+// pass 2; fraction reached: docs/kernels/sampling.md. Source: histogram selection is standard;
+// counted random numbers are SplitMix64's (Steele, Lea, Flood 2014).
 
 #include <stdexcept>
 #include <string>
