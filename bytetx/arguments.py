@@ -1,7 +1,7 @@
 """What a caller asked of a task: options that are checked by name before anything runs."""
 
 from collections.abc import Collection, Iterable, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import TypeVar
 
 from bytetx.errors import InputError
@@ -30,6 +30,12 @@ def check_positive(name: str, given: object) -> None:
     """InputError unless `given` is a positive integer."""
     if not _is_integer(given) or given < 1:
         raise InputError(f"{name} must be a positive integer, got {given!r}")
+
+
+def check_group_timeout(given: object) -> None:
+    """InputError unless `given` is a number of seconds, at least 1 (inf is one)."""
+    if isinstance(given, bool) or not isinstance(given, Real) or not given >= 1:
+        raise InputError(f"group_timeout must be at least 1 (seconds), got {given!r}")
 
 
 def check_dimensions(dimensions: object, *, size: int) -> None:

@@ -57,12 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
     """The ranks that torchrun started, which this one leads; None where it started none.
 
+    Of torchrun its environment is trusted, and its store is not used: it listens on every
+    interface. Ranks talk to processes of the same user on this machine, and to nobody else.
     Any other rank follows until it is told to end, and ends here.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
         yield None
         return
-    from bytetx.parallel.launch import TorchrunLead, torchrun_rank
+    from bytetx.parallel.torchrun import TorchrunLead, torchrun_rank
 
     own = torchrun_rank(os.environ)
     if own is not None and own.rank:

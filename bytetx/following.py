@@ -3,8 +3,10 @@
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,7 +15,7 @@ from bytetx.engine.decode_share import DecodeShare
 from bytetx.errors import GroupError
 from bytetx.loading import Heads, load_share
 from bytetx.parallel.control import Follower
-from bytetx.parallel.launch import Meeting, TorchrunRank, follower_of
+from bytetx.parallel.launch import follower_of, meeting_store
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
     Decode,
@@ -22,42 +24,52 @@ from bytetx.parallel.messages import (
     Join,
     Load,
     Logits,
+    Message,
     NewCache,
     batch_of,
+    decode,
     flat_size,
 )
 from bytetx.parallel.sharded import ShardedBlocks
-from bytetx.parallel.tp import TpGroup, gpu_of, join_group
+from bytetx.parallel.torchrun import TorchrunRank
+from bytetx.parallel.tp import Store, TpGroup, end_meeting, gpu_of, join_group
 from bytetx.spec import ModelSpec
 from bytetx.transformer import Transformer
 
+# Between questions to the device.
+_MARK_SECONDS = 0.2
+
 
 def main(arguments: Sequence[str]) -> None:
-    """A process that bytetx.parallel.launch.spawn started: rank, size, connection, threads."""
-    rank, size, fd, num_threads = arguments
+    """A process that bytetx.parallel.launch.spawn started.
+
+    arguments: rank, size, its end of the socketpair, the folder where the ranks meet, threads.
+    """
+    rank, size, fd, folder, num_threads = arguments
+    follower = follower_of(fd, folder)
     torch.set_num_threads(int(num_threads))
-    serve(follower_of(fd), rank=int(rank), size=int(size))
+    store = meeting_store(Path(folder), int(size))
+    serve(follower, rank=int(rank), size=int(size), store=store)
 
 
 def follow_torchrun(own: TorchrunRank) -> None:
     """A rank that torchrun started, until rank 0 ends it."""
-    try:
-        follower = own.follow()
-    except (EOFError, OSError):
+    led = own.follow()
+    if led is None:
         return  # rank 0 had no use for it
-    serve(follower, rank=own.rank, size=own.size, meeting=own)
+    follower, store = led
+    serve(follower, rank=own.rank, size=own.size, store=store)
 
 
-def serve(
-    follower: Follower, *, rank: int, size: int, meeting: Meeting | TorchrunRank | None = None
-) -> None:
+def serve(follower: Follower, *, rank: int, size: int, store: Store) -> None:
     """Does what rank 0 asks until it asks for no more. Ends the process where that fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt means
-    own = _Rank(follower, rank=rank, size=size, meeting=meeting)
+    own = _Rank(follower, rank=rank, size=size, store=store)
     try:
         follower.answer()
         while (message := follower.receive(own.check)) is not None:
-            own.do(message)
+            own.do(decode(message))
+            own.has_done_one()
         own.finish()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -76,11 +88,11 @@ def _end(code: int) -> None:
 class _Rank:
     """A rank's share and what belongs to it."""
 
-    def __init__(
-        self, follower: Follower, *, rank: int, size: int, meeting: Meeting | TorchrunRank | None
-    ):
+    def __init__(self, follower: Follower, *, rank: int, size: int, store: Store):
         self._follower, self._rank, self._size = follower, rank, size
-        self._meeting = meeting
+        self._store = store
+        self._num_done = 0  # messages, on this rank's host
+        self._marks: _DeviceMarks | None = None
         self._caches: dict[int, KvCache] = {}
         self._decodes: dict[int, DecodeShare] = {}  # by their cache
         self._group: TpGroup | None = None
@@ -88,7 +100,7 @@ class _Rank:
         self._heads = Heads()
         self._dtype = torch.float32
 
-    def do(self, message: object) -> None:
+    def do(self, message: Message) -> None:
         match message:
             case Forward():
                 self._forward(message)
@@ -104,8 +116,17 @@ class _Rank:
                 self._join(message)
             case Load():
                 self._load(message)
-            case _:
-                raise TypeError(f"rank 0 sent a {type(message).__name__}")
+
+    def has_done_one(self) -> None:
+        """Counts a message; rank 0 is told of it when the device has done it, too."""
+        self._num_done += 1
+        self._look_at_device()
+
+    def _look_at_device(self) -> None:
+        if self._marks is None:
+            self._follower.num_done = self._num_done
+        else:
+            self._follower.num_done = self._marks.num_done(self._num_done)
 
     def fault_text(self) -> str | None:
         """For whom a kernel of this rank waited in vain."""
@@ -113,6 +134,7 @@ class _Rank:
 
     def check(self) -> None:
         """Raises a GroupError where a kernel waited in vain: no call of this rank tells it so."""
+        self._look_at_device()
         waited = self.fault_text()
         if waited is not None:
             raise GroupError(waited)
@@ -128,22 +150,28 @@ class _Rank:
             device = gpu_of(self._rank)
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one captures no graph
-        meeting = self._meeting if message.meeting is None else message.meeting
+            self._marks = _DeviceMarks()
         self._group = join_group(
-            meeting.store(),
+            self._store,
             rank=self._rank,
             size=self._size,
             device=device,
             workspace_bytes=message.workspace_bytes,
             rows=message.rows,
         )
+        end_meeting(self._store)
+        self._follower.num_collectives = self._group.num_collectives
         self._follower.answer()
 
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
         self._decodes.clear()
         self._transformer, self._heads = load_share(
-            message.folder, self._blocks, dtype=message.dtype, device=self._group.device
+            message.folder,
+            self._blocks,
+            dtype=message.dtype,
+            device=self._group.device,
+            on_tensor=self._follower.step,
         )
         self._follower.answer()
         self._transformer.blocks.agree_on_kernels(self._transformer.all_layers)
@@ -198,6 +226,33 @@ class _Rank:
             dtype=self._dtype,
             device=self._group.device,
         )
+
+
+class _DeviceMarks:
+    """Which messages the GPU has finished: an event now and then, and one at a time.
+
+    The main thread alone asks for it: another one's question would end a graph's capture.
+    """
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+        self._marked = self._finished = 0
+        self._next_s = 0.0
+
+    def num_done(self, num_started: int) -> int:
+        """Of num_started messages, those that are known to have ended on the current stream."""
+        now_s = time.monotonic()
+        if now_s < self._next_s:
+            return self._finished
+        if self._marked > self._finished:
+            if not self._event.query():
+                return self._finished
+            self._finished = self._marked
+        if num_started > self._finished:
+            self._event.record()
+            self._marked = num_started
+        self._next_s = now_s + _MARK_SECONDS
+        return self._finished
 
 
 def _ignore(x: torch.Tensor) -> None:

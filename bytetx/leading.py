@@ -4,9 +4,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -19,7 +21,8 @@ from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
 from bytetx.parallel.control import Followers
-from bytetx.parallel.launch import Meeting, TorchrunLead, spawn
+from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
+from bytetx.parallel.launch import spawn
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.messages import (
     Decode,
@@ -27,17 +30,23 @@ from bytetx.parallel.messages import (
     Join,
     Load,
     Logits,
+    Message,
     NewCache,
+    encode,
     flat_batch,
     forward_message,
 )
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
-from bytetx.parallel.tp import TpGroup, join_group
+from bytetx.parallel.torchrun import TorchrunLead
+from bytetx.parallel.tp import TpGroup, end_meeting, join_group
 from bytetx.sentence import load_sentence_spec
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.transformer import Transformer
 from bytetx.weights import Weights
+
+# Between looks at the other ranks while this one joins them.
+_LOOK_SECONDS = 0.1
 
 
 def load_shared(
@@ -49,6 +58,7 @@ def load_shared(
     token_budget: Callable[[ModelSpec, torch.device], int],
     shares_memory: bool = True,
     rows: RowScheme | None = None,
+    group_timeout: float = DEFAULT_LIMIT_S,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a share; this process is rank 0.
 
@@ -57,6 +67,7 @@ def load_shared(
     can reach into one another's memory for the fused ops, which are of half types; else all is
     NCCL's.
     rows: None is the scheme that was measured for the device and the model's hidden size.
+    group_timeout: seconds, as of bytetx.load.
     Raises InputError where the model cannot be split so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
@@ -71,31 +82,28 @@ def load_shared(
         sizes = {"hidden_size": spec.hidden_size, "size": size, "itemsize": dtype.itemsize}
         shared_bytes = workspace_bytes(max_tokens=token_budget(spec, device), **sizes)
     rows = rows or row_scheme(device.type, size, spec.hidden_size)
-    followers, group = start_ranks(ranks, device, shared_bytes=shared_bytes, rows=rows)
+    options = {"shared_bytes": shared_bytes, "rows": rows, "group_timeout": group_timeout}
+    followers, group = start_ranks(ranks, device, **options)
     try:
         checkpoint = load_led(folder, group, followers, dtype=dtype)
     except BaseException as error:
         _give_up(followers, error)
         raise
-    close = weakref.finalize(checkpoint.transformer, _close, followers, group)
+    close = weakref.finalize(checkpoint.transformer, followers.close)
     return replace(checkpoint, close=close)
-
-
-def _close(followers: Followers, group: TpGroup) -> None:
-    """Ends the other ranks, and what may still wait for them here."""
-    followers.close()
-    group.abort()
 
 
 def load_led(
     folder: Path, group: TpGroup, followers: Followers, *, dtype: torch.dtype
 ) -> LoadedCheckpoint:
     """A checkpoint onto ranks that have met; they let go of the one before it."""
-    followers.send(Load(folder, dtype))
+    followers.send(encode(Load(folder, dtype)))
     spec = build_spec(load_config(load_sentence_spec(folder).folder))
     blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=group.size))
-    checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, blocks=blocks)
-    followers.answers()
+    # A rank that fails is told of before this one has read its share.
+    options = {"blocks": blocks, "on_tensor": followers.check}
+    checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, **options)
+    followers.await_answers()
     blocks.agree_on_kernels(checkpoint.transformer.all_layers)
     lead = _Lead(group, followers, spec)
     heads = checkpoint.heads
@@ -128,26 +136,51 @@ def start_ranks(
     *,
     shared_bytes: int = 0,
     rows: RowScheme | None = None,
+    group_timeout: float = DEFAULT_LIMIT_S,
 ) -> tuple[Followers, TpGroup]:
     """The other ranks, and the group that this one has joined with them; they close together."""
-    meeting: Meeting | None = None
     if isinstance(ranks, int):
-        size, num_threads = ranks, max(1, torch.get_num_threads() // ranks)
-        followers, store, meeting = spawn(size, module="bytetx.following", num_threads=num_threads)
+        size, options = ranks, {"num_threads": max(1, torch.get_num_threads() // ranks)}
+        followers, store = spawn(size, module="bytetx.following", limit_s=group_timeout, **options)
     else:
-        size, followers, store = ranks.size, ranks.followers(), ranks.store
+        size = ranks.size
+        followers, store = ranks.followers(group_timeout)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
-        followers.answers()  # they are there: what they meet at the store has an end
-        followers.send(Join(meeting, device.type, shared_bytes, rows))
-        group = join_group(
-            store, rank=0, size=size, device=device, workspace_bytes=shared_bytes, rows=rows
+        followers.await_answers()  # they are there: what they meet at the store has an end
+        followers.send(encode(Join(device.type, shared_bytes, rows)))
+        options = {"workspace_bytes": shared_bytes, "rows": rows}
+        group = _while_well(
+            followers, lambda: join_group(store, rank=0, size=size, device=device, **options)
         )
-        followers.on_failure = group.abort
-        followers.answers()
+        followers.num_collectives = group.num_collectives
+        followers.on_end = group.abort
+        followers.await_answers()
+        end_meeting(store)
     except BaseException as error:
         _give_up(followers, error)
         raise
     return followers, group
+
+
+def _while_well(followers: Followers, join: Callable[[], TpGroup]) -> TpGroup:
+    """join(), in a thread that is left alone where a follower ends: what it waits for may be gone.
+
+    Raises GroupError then.
+    """
+    found: Future[TpGroup] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(join())
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=run, name="bytetx-join", daemon=True).start()
+    while not wait([found], timeout=_LOOK_SECONDS).done:
+        followers.check()
+    return found.result()
 
 
 def _give_up(followers: Followers, error: BaseException) -> None:
@@ -184,7 +217,7 @@ class _Lead:
             self.check()
             try:
                 while self._dropped:
-                    self.followers.send(DropCache(self._dropped.popleft()))
+                    self.send(DropCache(self._dropped.popleft()))
                 is_cuda = self.group.device.type == "cuda"
                 if is_cuda and self._last_step is not None:
                     torch.cuda.current_stream().wait_event(self._last_step)
@@ -219,8 +252,8 @@ class _Lead:
     def is_in_whole_step(self) -> bool:
         return self._owner == threading.get_ident()
 
-    def send(self, message: object) -> None:
-        self.followers.send(message)
+    def send(self, message: Message) -> None:
+        self.followers.send(encode(message))
 
     def cache_id(self, cache: KvCache | None) -> int | None:
         """The number of a cache, of which the others have one that is as large."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from bytetx.arguments import check_positive
+from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.blocks import Blocks
 from bytetx.chat import ChatTemplate, load_chat_template
 from bytetx.config import load_config, read_json
@@ -33,7 +33,7 @@ from bytetx.transformer import Transformer
 from bytetx.weights import Weights
 
 if TYPE_CHECKING:
-    from bytetx.parallel.launch import TorchrunLead
+    from bytetx.parallel.torchrun import TorchrunLead
 
 logger = logging.getLogger("bytetx")
 
@@ -86,16 +86,18 @@ def load_checkpoint(
     device: str | torch.device,
     dtype: str | torch.dtype,
     blocks: Blocks | None = None,
+    on_tensor: Callable[[], None] | None = None,
 ) -> LoadedCheckpoint:
     """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
 
-    blocks: of a rank of a group; of what is split, only its share is read.
+    blocks: of a rank of a group; of what is split, only its share is read.  on_tensor: called
+    before each tensor is read.
     """
     device = resolve_device(device)
     sentence = load_sentence_spec(folder)
     config = load_config(sentence.folder)
     spec = build_spec(config)
-    weights = Weights(sentence.folder, spec)
+    weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
     is_fp8 = wants_fp8(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
     options = {"dtype": dtype, "device": device, "blocks": blocks, "fp8": is_fp8}
@@ -137,8 +139,10 @@ def load_ranks(
     device: str | torch.device,
     dtype: str | torch.dtype,
     token_budget: int | None,
+    group_timeout: float,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
+    check_group_timeout(group_timeout)
     if tp == 1:
         return load_checkpoint(folder, device=device, dtype=dtype)
     # Imported here: torch.distributed takes a while, and few models are shared.
@@ -152,7 +156,14 @@ def load_ranks(
     def budget_of(spec: ModelSpec, device: torch.device) -> int:
         return default_token_budget(spec, device) if token_budget is None else token_budget
 
-    return load_shared(folder, ranks=tp, device=device, dtype=dtype, token_budget=budget_of)
+    return load_shared(
+        folder,
+        ranks=tp,
+        device=device,
+        dtype=dtype,
+        token_budget=budget_of,
+        group_timeout=float(group_timeout),
+    )
 
 
 def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
@@ -176,11 +187,15 @@ def load_share(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    on_tensor: Callable[[], None] | None = None,
 ) -> tuple[Transformer, Heads]:
-    """What a rank of a group computes with, and nothing else of a checkpoint."""
+    """What a rank of a group computes with, and nothing else of a checkpoint.
+
+    on_tensor: called before each tensor is read.
+    """
     sentence = load_sentence_spec(folder)
     spec = build_spec(load_config(sentence.folder))
-    weights, blocks = Weights(sentence.folder, spec), blocks_of(spec)
+    weights, blocks = Weights(sentence.folder, spec, on_tensor=on_tensor), blocks_of(spec)
     return _load_model(spec, weights, dtype=dtype, device=device, blocks=blocks)
 
 

@@ -29,6 +29,7 @@ from bytetx.info import checkpoint_info
 from bytetx.inputs import Input, InputReader
 from bytetx.loading import LoadedCheckpoint, default_token_budget, load_ranks
 from bytetx.ops.pooling import POOLING_MODES
+from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.sentence import Normalize, activation_by_name
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
@@ -39,7 +40,7 @@ from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 
 if TYPE_CHECKING:
-    from bytetx.parallel.launch import TorchrunLead
+    from bytetx.parallel.torchrun import TorchrunLead
 
 logger = logging.getLogger("bytetx")
 
@@ -55,6 +56,7 @@ def load(
     tp: "int | TorchrunLead" = 1,
     token_budget: int | None = None,
     cuda_graphs: bool = True,
+    group_timeout: float = DEFAULT_LIMIT_S,
     revision: str | None = None,
     local_files_only: bool = False,
 ) -> "Model":
@@ -68,11 +70,13 @@ def load(
     others are started here, hold their share alone and end with the Model or its close().
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
+    group_timeout: with tp, seconds after which a process that is stopped ends the group with a
+    GroupError; one that runs, but makes no progress, has ten times as long. math.inf: no limit.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     options = {"device": device, "dtype": dtype, "token_budget": token_budget}
-    checkpoint = load_ranks(folder, tp, **options)
+    checkpoint = load_ranks(folder, tp, **options, group_timeout=group_timeout)
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 

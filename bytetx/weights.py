@@ -4,7 +4,7 @@ import copy
 import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -146,8 +146,13 @@ class Weights(Mapping[str, torch.Tensor]):
     `used` and `unused()` tell what a model took.
     """
 
-    def __init__(self, folder: Path, spec: ModelSpec):
-        """Raises CheckpointError for files that are absent, damaged or contradict each other."""
+    def __init__(
+        self, folder: Path, spec: ModelSpec, *, on_tensor: Callable[[], None] | None = None
+    ):
+        """Raises CheckpointError for files that are absent, damaged or contradict each other.
+
+        on_tensor: called before each tensor is read; what it raises ends the reading.
+        """
         self._saved: dict[str, SavedTensor] = {}
         for path in _safetensors_files(folder, spec):
             for tensor in read_header(path):
@@ -161,6 +166,7 @@ class Weights(Mapping[str, torch.Tensor]):
         _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
         self._dtype: torch.dtype | None = None
+        self._on_tensor = on_tensor
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """These tensors in another dtype, cast while they are read; `used` is shared."""
@@ -171,8 +177,7 @@ class Weights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:
             raise KeyError(name)
-        self.used.add(name)
-        return self._saved[name].read(self._dtype)
+        return self._next(name).read(self._dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As saved; known without reading the tensor."""
@@ -180,8 +185,13 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def read(self, name: str, part: Part) -> torch.Tensor:
         """A part of a tensor, inside its shape; the whole one is never in memory."""
+        return self._next(name).read(self._dtype, part=part)
+
+    def _next(self, name: str) -> SavedTensor:
+        if self._on_tensor is not None:
+            self._on_tensor()
         self.used.add(name)
-        return self._saved[name].read(self._dtype, part=part)
+        return self._saved[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._saved

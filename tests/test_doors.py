@@ -76,7 +76,9 @@ WITHOUT_TORCH = [
     "bytetx.engine.scheduler",
     "bytetx.engine.step_columns",
     "bytetx.engine.stopping",
+    "bytetx.parallel.channel",
     "bytetx.parallel.control",
+    "bytetx.parallel.heartbeat",
     "bytetx.parallel.layout",
     "bytetx.parallel.plan",
     "bytetx.parallel.row_scheme",
@@ -211,14 +213,17 @@ def test_planning_needs_no_torch(module: str) -> None:
 
 
 def test_environment_is_read_in_cli_alone() -> None:
+    # What NCCL listens on has no other way in; it is set for a moment, where the user has not.
+    allowed = ("bytetx.cli", "bytetx.parallel.nccl")
+
     def rule(module: str, found: Import) -> str | None:
         is_read = found.target == "os" and found.name in ("environ", "getenv")
-        return f"takes os.{found.name}" if is_read and module != "bytetx.cli" else None
+        return f"takes os.{found.name}" if is_read and module not in allowed else None
 
     attributes = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for module, path in modules().items()
-        if module != "bytetx.cli"
+        if module not in allowed
         for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
     ]

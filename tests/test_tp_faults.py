@@ -2,12 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from dataclasses import replace
-from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,8 @@ from bytetx.leading import load_led, start_ranks
 from bytetx.loading import load_share
 from bytetx.model import Model
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.parallel.control import Answer, Followers
+from bytetx.parallel.channel import Channel
+from bytetx.parallel.control import FAILED, Followers
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
 from bytetx.parallel.sharded import ShardedBlocks
@@ -72,9 +73,9 @@ def test_the_death_of_one_rank_is_not_blamed_on_the_others(tmp_path: Path) -> No
 
 def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
     model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
-    followers.send("nonsense")
+    followers.send(b"nonsense")
     end = time.monotonic() + SECONDS
-    with pytest.raises(GroupError, match="rank 1 failed: TypeError: rank 0 sent a str"):
+    with pytest.raises(GroupError, match="rank 1 failed: ValueError: no message begins with b'n'"):
         while time.monotonic() < end:
             model.embed(SENTENCES)
     followers.close()
@@ -82,11 +83,11 @@ def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
 
 def test_an_error_is_no_answer() -> None:
     """Whoever waits for what ranks have loaded is told that one of them failed."""
-    ours, theirs = Pipe()
+    ours, theirs = map(Channel, socket.socketpair())
     followers = Followers([ours], [])
-    theirs.send(Answer(error="the disk is full"))
+    theirs.send(FAILED, b"the disk is full")
     with pytest.raises(GroupError, match="rank 1 failed: the disk is full"):
-        followers.answers()
+        followers.await_answers()
     followers.close()
 
 

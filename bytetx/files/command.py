@@ -203,6 +203,7 @@ def _load(options: JobOptions, folder: Path) -> Any:
         dtype=options.dtype,
         tp=options.ranks or options.tp or 1,
         token_budget=options.token_budget,
+        group_timeout=options.group_timeout,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
+
 # Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
 MAX_THREADS = 1024
 
@@ -70,6 +72,15 @@ class JobOptions:
             show_default=False,
         ),
     ] = None
+    group_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds after which a process of --tp that is stopped ends the job; one that "
+            "runs without progress has ten times as long.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = DEFAULT_LIMIT_S
     column: Annotated[
         list[str] | None,
         typer.Option(
@@ -137,7 +148,7 @@ class JobOptions:
         bool,
         typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT),
     ] = False
-    ranks: Any = None  # those that torchrun started (parallel.launch.TorchrunLead)
+    ranks: Any = None  # those that torchrun started (parallel.torchrun.TorchrunLead)
 
     @property
     def output_path(self) -> Path | None:

@@ -1,27 +1,37 @@
-"""What rank 0 asks of the other ranks, and a step's batch on its way to them."""
+"""What rank 0 asks of the other ranks, as bytes, and a step's batch on its way to them.
 
+A message is one byte that says which, fixed fields, and at most one field of bytes behind them.
+Nothing is unpickled: what is not exactly that is a ValueError.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 
 from bytetx.errors import InputError
 from bytetx.packed import PackedBatch, Past
-from bytetx.parallel.launch import Meeting
 from bytetx.parallel.row_scheme import RowScheme
+
+DeviceType = Literal["cpu", "cuda"]
+Head = Literal["lm", "masked_lm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the others; meeting: None where torchrun's store is the place.
+    """Meet the others at the store.
 
-    device_type: cpu or cuda; rank i has GPU i.  workspace_bytes: as of tp.join_group.
+    device_type: rank i has GPU i.  workspace_bytes: as of tp.join_group.
     """
 
-    meeting: Meeting | None
-    device_type: str
+    device_type: DeviceType
     workspace_bytes: int
     rows: RowScheme | None
 
@@ -52,7 +62,7 @@ class DropCache:
 class Logits:
     """Run a head on rows that rank 0 broadcasts: [num_rows, their features]."""
 
-    head: Literal["lm", "masked_lm"]
+    head: Head
     num_rows: int
 
 
@@ -84,6 +94,145 @@ class Forward:
     past: tuple[int, int, int, int] | None
     has_prompts: bool
     wants_layers: bool
+
+
+Message = Join | Load | NewCache | DropCache | Logits | Decode | Forward
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes. Raises TypeError for anything else."""
+    form = _FORMS.get(type(message))
+    if form is None:
+        raise TypeError(f"a message must be one of {_NAMES}, got a {type(message).__name__}")
+    return form.write(message)
+
+
+def decode(data: bytes) -> Message:
+    """The message that encode was given. Raises ValueError where data is none."""
+    form = _FORMS_BY_TAG.get(data[0]) if data else None
+    if form is None:
+        raise ValueError(f"no message begins with {data[:1]!r}")
+    try:
+        return form.read(data)
+    except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"no message: {error}") from error
+
+
+class _Form(NamedTuple):
+    """A kind of message as bytes, both ways."""
+
+    write: Callable[[Any], bytes]
+    read: Callable[[bytes], Any]
+
+
+def _flat_form(tag: int, kind: type, layout: str) -> _Form:
+    """Of fields that are integers and booleans, in their order."""
+    packer = struct.Struct(f"<B{layout}")
+    names = list(kind.__dataclass_fields__)
+    fields_of = attrgetter(*names) if len(names) > 1 else lambda m: (getattr(m, names[0]),)
+
+    def write(message: Any) -> bytes:
+        return packer.pack(tag, *fields_of(message))
+
+    def read(data: bytes) -> Any:
+        return kind(*packer.unpack(data)[1:])
+
+    return _Form(write, read)
+
+
+_HEADS: tuple[str, ...] = get_args(Head)
+_LOGITS = struct.Struct("<BBQ")
+_FORWARD = struct.Struct("<BQI????IIII?")
+
+
+def _write_logits(message: Logits) -> bytes:
+    return _LOGITS.pack(_TAGS[Logits], _HEADS.index(message.head), message.num_rows)
+
+
+def _read_logits(data: bytes) -> Logits:
+    _, head, num_rows = _LOGITS.unpack(data)
+    return Logits(_HEADS[head], num_rows)
+
+
+def _write_forward(message: Forward) -> bytes:
+    past = message.past
+    fixed = _FORWARD.pack(
+        _TAGS[Forward],
+        message.total_tokens,
+        message.max_seqlen,
+        message.has_token_types,
+        message.has_bias_positions,
+        message.has_prompts,
+        message.wants_layers,
+        *(past or (0, 0, 0, 0)),
+        past is not None,
+    )
+    return fixed + message.seqlens
+
+
+def _read_forward(data: bytes) -> Forward:
+    _, tokens, longest, types, positions, prompts, layers, *past, has_past = _FORWARD.unpack_from(
+        data
+    )
+    seqlens = data[_FORWARD.size :]
+    if len(seqlens) % 4:
+        raise ValueError(f"lengths of {len(seqlens)} bytes are not int32")
+    past = tuple(past) if has_past else None
+    return Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
+
+
+# Join and Load come once a model: JSON of a list whose items are looked at one by one.
+def _write_join(message: Join) -> bytes:
+    rows = message.rows
+    scheme = None if rows is None else [rows.shard_from_tokens, rows.tiles]
+    return _write_json(Join, [message.device_type, message.workspace_bytes, scheme])
+
+
+def _read_join(data: bytes) -> Join:
+    device_type, workspace_bytes, scheme = json.loads(data[1:])
+    if device_type not in get_args(DeviceType):
+        raise ValueError(f"device type {device_type!r}")
+    rows = None
+    if scheme is not None:
+        first, tiles = scheme
+        rows = RowScheme(_integer(first), tuple((_integer(a), _integer(b)) for a, b in tiles))
+    return Join(device_type, _integer(workspace_bytes), rows)
+
+
+def _write_load(message: Load) -> bytes:
+    return _write_json(Load, [_DTYPES[message.dtype], os.fsencode(message.folder).hex()])
+
+
+def _read_load(data: bytes) -> Load:
+    dtype, folder = json.loads(data[1:])
+    known = {name: dtype for dtype, name in _DTYPES.items()}
+    return Load(Path(os.fsdecode(bytes.fromhex(folder))), known[dtype])
+
+
+def _write_json(kind: type, items: list[Any]) -> bytes:
+    return bytes([_TAGS[kind]]) + json.dumps(items).encode()
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_KINDS = (Join, Load, NewCache, DropCache, Logits, Decode, Forward)
+_NAMES = ", ".join(kind.__name__ for kind in _KINDS)
+_TAGS = {kind: tag for tag, kind in enumerate(_KINDS)}
+_FORMS = {
+    Join: _Form(_write_join, _read_join),
+    Load: _Form(_write_load, _read_load),
+    NewCache: _flat_form(_TAGS[NewCache], NewCache, "QQI"),
+    DropCache: _flat_form(_TAGS[DropCache], DropCache, "Q"),
+    Logits: _Form(_write_logits, _read_logits),
+    Decode: _flat_form(_TAGS[Decode], Decode, "QII??"),
+    Forward: _Form(_write_forward, _read_forward),
+}
+_FORMS_BY_TAG = {_TAGS[kind]: form for kind, form in _FORMS.items()}
 
 
 def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: bool) -> Forward:

@@ -1,6 +1,7 @@
 """TpGroup: the ranks that hold one model's layers together, and their collectives."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
@@ -11,10 +12,17 @@ from torch import Tensor
 
 from bytetx.ops.comm_gemm import Peers
 from bytetx.ops.comm_workspace import Workspace
+from bytetx.parallel.nccl import loopback_sockets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
-# A rank that computes answers within seconds; one that has died is noticed long before.
-_TIMEOUT = timedelta(minutes=10)
+Store = dist.Store
+
+# Ranks that have met wait for one another as long as they run: rank 0 may be stopped for a while by
+# its user. Those that end, stop or hang are noticed otherwise (bytetx.parallel.heartbeat).
+_TIMEOUT = timedelta(days=1)
+_MEETING_TIMEOUT = timedelta(minutes=2)
+# NCCL asks its store once a second, and must not wait for it when it is gone.
+_STORE_TIMEOUT = timedelta(seconds=1)
 # In which collectives without graphs have ended.
 _ABORT_SECONDS = 2.0
 
@@ -42,6 +50,10 @@ class TpGroup:
         """Which kernel of this rank waited in vain, for whom; None where none has."""
         return None if self.workspace is None else self.workspace.fault_text()
 
+    def num_collectives(self) -> int:
+        """That this rank has begun; graphs that are replayed do not count."""
+        return self.collectives.num_begun
+
     def abort(self) -> None:
         """Ends what waits for a rank that will never come; the group is of no use then."""
         if self.workspace is not None:
@@ -67,9 +79,10 @@ def join_group(
     workspace_bytes: of memory that the ranks share, for the fused ops; 0 is none.
     rows: None is the device's own scheme.
     """
-    backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
-    collectives = GroupCollectives(backend, rank=rank, size=size)
-    collectives.all_reduce(torch.zeros(1, device=device))  # what cannot work fails here
+    with loopback_sockets() if device.type == "cuda" else nullcontext():
+        backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
+        collectives = GroupCollectives(backend, rank=rank, size=size)
+        collectives.all_reduce(torch.zeros(1, device=device))  # what cannot work fails here
     workspace = None
     if workspace_bytes and device.type == "cuda":
         # Imported here: it brings triton, which CPUs have no use for.
@@ -81,6 +94,11 @@ def join_group(
     return TpGroup(
         rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
     )
+
+
+def end_meeting(store: Store) -> None:
+    """All ranks have joined: nothing more is read from the store."""
+    store.set_timeout(_STORE_TIMEOUT)
 
 
 def gpu_of(rank: int) -> torch.device:
@@ -103,10 +121,12 @@ def _backend(
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = _TIMEOUT
+    options._timeout = _MEETING_TIMEOUT
     # All ranks are processes of one machine, whose own name may resolve to nothing.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    backend._set_default_timeout(_TIMEOUT)
+    return backend
 
 
 class GroupCollectives:
@@ -120,6 +140,11 @@ class GroupCollectives:
         self._backend, self._rank, self._size = backend, rank, size
         self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
         self._is_aborted = False
+        self.num_begun = 0  # collectives; the same on all ranks when they have done the same
+
+    def _begin(self) -> dist.Backend:
+        self.num_begun += 1
+        return self._backend
 
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[own rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
@@ -132,7 +157,7 @@ class GroupCollectives:
             sent = shard.new_empty((largest, *tail))
             sent[: shares[self._rank]] = shard
         received = shard.new_empty((self._size * largest, *tail))
-        self._backend._allgather_base(received, sent).wait()
+        self._begin()._allgather_base(received, sent).wait()
         if min(shares) == largest:
             return received
         if all(row_offsets[i] == i * largest for i in range(self._size)):
@@ -156,14 +181,14 @@ class GroupCollectives:
                 place[: len(piece)] = piece
             partial = spread.flatten(0, 1)
         summed = partial.new_empty((largest, *partial.shape[1:]))
-        self._backend._reduce_scatter_base(summed, partial).wait()
+        self._begin()._reduce_scatter_base(summed, partial).wait()
         return summed[: shares[self._rank]]
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """[m, n] of every rank -> their sum, which may lie in partial's place; f32 as above."""
         summed = partial.float() if self._is_gloo else partial
         if summed.numel():
-            self._backend.allreduce([summed]).wait()
+            self._begin().allreduce([summed]).wait()
         return summed
 
     def all_gather_columns(self, x: Tensor, column_offsets: Sequence[int]) -> Tensor:
@@ -175,7 +200,7 @@ class GroupCollectives:
             sent = x.new_empty((rows, largest))
             sent[:, : x.shape[1]] = x
         received = x.new_empty((self._size * rows, largest))
-        self._backend._allgather_base(received, sent).wait()
+        self._begin()._allgather_base(received, sent).wait()
         pieces = received.view(self._size, rows, largest)
         return torch.cat([pieces[i, :, :columns] for i, columns in enumerate(shares)], dim=1)
 
@@ -184,15 +209,17 @@ class GroupCollectives:
         if x.numel():
             options = dist.BroadcastOptions()
             options.rootRank = 0
-            self._backend.broadcast([x], options).wait()
+            self._begin().broadcast([x], options).wait()
         return x
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
-        self._backend.barrier().wait()
+        self._begin().barrier().wait()
 
     def abort(self) -> None:
         """A second call does nothing."""
         if not self._is_aborted:
             self._is_aborted = True
             self._backend.abort()
+            if self._is_gloo:
+                self._backend = None  # its sockets and threads end with it

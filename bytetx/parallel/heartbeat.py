@@ -1,0 +1,135 @@
+"""Heartbeats: which worker has stopped, hangs, or no longer answers, and when that is too long."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+# A worker that is stopped answers nothing for this long before its group ends.
+DEFAULT_LIMIT_S = 30.0
+# A worker that runs gets this many times longer: a call that holds Python's lock, or a kernel or a
+# read that takes long, is no reason to end a group, and looks the same from outside at first.
+PATIENCE = 10
+# A process imports torch before it answers for the first time, which a cold disk makes slow.
+_START_S = 120.0
+_LOOKS_PER_LIMIT = 8
+_MAX_TICK_S = 1.0
+
+
+class Progress(NamedTuple):
+    """What a worker says of itself.
+
+    num_done: messages whose work has ended, on the device too.  num_steps: counts up within a
+    message that takes long (tensors that were loaded).  num_collectives: that it has begun.
+    """
+
+    num_done: int = 0
+    num_steps: int = 0
+    num_collectives: int = 0
+
+
+@dataclass(slots=True)
+class _Worker:
+    """silent_s: since its last frame.  stuck_s: since it got on with work that it has."""
+
+    pid: int
+    silent_s: float = 0.0
+    stuck_s: float = 0.0
+    has_answered: bool = False
+    progress: Progress = field(default_factory=Progress)
+
+
+class Heartbeats:
+    """Times of the workers of a group, as rank 0's thread sees them that asks them.
+
+    Time counts by looks at most two ticks apart: while this process is stopped, the machine is
+    suspended, or another thread holds Python's lock, nobody asks, and no worker is late.
+    """
+
+    def __init__(self, pids: Iterable[int], *, limit_s: float):
+        """pids: of ranks 1, 2, ...; 0 where a process is not known."""
+        self.limit_s, self.patience_s = limit_s, PATIENCE * limit_s
+        self.tick_s = min(_MAX_TICK_S, limit_s / _LOOKS_PER_LIMIT)
+        self._workers = {rank: _Worker(pid) for rank, pid in enumerate(pids, start=1)}
+        self._last_look: float | None = None
+
+    def hear(self, rank: int, progress: Progress | None = None) -> None:
+        """A frame came from a worker; progress: where it was an answer to a ping."""
+        worker = self._workers[rank]
+        worker.silent_s, worker.has_answered = 0.0, True
+        if progress is not None and progress != worker.progress:
+            worker.progress, worker.stuck_s = progress, 0.0
+
+    def look(self, now_s: float, *, num_sent: int, num_collectives: int) -> str | None:
+        """Why the group has to end; None where every worker is well.
+
+        now_s: of a monotonic clock.  num_sent: messages that every worker was sent.
+        num_collectives: that rank 0 has begun.
+        """
+        last, self._last_look = self._last_look, now_s
+        passed_s = 0.0 if last is None else min(now_s - last, 2 * self.tick_s)
+        for worker in self._workers.values():
+            worker.silent_s += passed_s
+            worker.stuck_s += passed_s
+            if worker.progress.num_done >= num_sent:
+                worker.stuck_s = 0.0
+        for rank, worker in self._workers.items():
+            reason = self._silence(rank, worker)
+            if reason is not None:
+                return reason
+        return self._hang(num_collectives)
+
+    def _silence(self, rank: int, worker: _Worker) -> str | None:
+        if worker.silent_s < self.limit_s:
+            return None
+        who = f"rank {rank} (process {worker.pid})"
+        if is_stopped(worker.pid):
+            return (
+                f"{who} is stopped (by SIGSTOP, or a debugger) and has not answered for "
+                f"{self.limit_s:g} s, which is group_timeout"
+            )
+        patience_s = self.patience_s
+        if not worker.has_answered:
+            patience_s = max(patience_s, _START_S)
+        if worker.silent_s < patience_s:
+            return None
+        return (
+            f"{who} runs, but has not answered for {patience_s:g} s; "
+            f"{PATIENCE} times group_timeout is the limit"
+        )
+
+    def _hang(self, num_collectives: int) -> str | None:
+        """Of the workers that hang, those that no other one waits for.
+
+        A worker waits for rank 0 where it has begun a collective that rank 0 has not: that is no
+        hang, however long rank 0 takes (a debugger may hold it).
+        """
+        begun = {
+            rank: worker.progress.num_collectives
+            for rank, worker in self._workers.items()
+            if worker.stuck_s >= self.patience_s / 2
+            and worker.progress.num_collectives <= num_collectives
+        }
+        if all(self._workers[rank].stuck_s < self.patience_s for rank in begun):
+            return None
+        first = min(begun.values())
+        who = [
+            f"rank {rank} (process {self._workers[rank].pid})"
+            for rank, count in begun.items()
+            if count == first
+        ]
+        return (
+            f"{' and '.join(who)} made no progress for {self.patience_s:g} s, {PATIENCE} times "
+            "group_timeout: a kernel, a collective or a read hangs"
+        )
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger; True where the system cannot say."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()  # no Linux; else the process has ended
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")
