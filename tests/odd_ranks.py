@@ -1,0 +1,49 @@
+"""Workers that stop, hang or hold Python's lock where a test wants it: see test_tp_stops.
+
+What a worker does stands in a file of the folder ODD_RANKS, named by when and its rank.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bytetx import following, weights
+from bytetx.parallel import tp
+from bytetx.transformer import Transformer
+
+
+def main(arguments: Sequence[str]) -> None:
+    """arguments: as of following.main, behind the folder in which tests say who does what."""
+    rank, folder = int(arguments[0]), Path(os.environ["ODD_RANKS"])
+
+    def act(when: str) -> None:
+        path = folder / f"{when}-{rank}"
+        if not path.exists():
+            return
+        what = path.read_text()
+        path.unlink()
+        if what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "hang":
+            time.sleep(600)
+        elif what == "hold":
+            ctypes.PyDLL(None).usleep(2_500_000)  # with Python's lock
+
+    before(Transformer, "forward", lambda: act("forward"))
+    before(weights.Weights, "_next", lambda: act("load"))
+    before(tp.GroupCollectives, "__init__", lambda: act("join"))
+    act("start")
+    following.main(arguments)
+
+
+def before(owner: type, name: str, do: object) -> None:
+    own = getattr(owner, name)
+
+    def patched(*arguments: object, **options: object) -> object:
+        do()
+        return own(*arguments, **options)
+
+    setattr(owner, name, patched)

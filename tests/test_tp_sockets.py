@@ -1,0 +1,301 @@
+"""Where a group listens, and what strangers can do there: nothing is unpickled, nothing hangs."""
+
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Listener
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
+from test_heartbeat import Bomb
+from test_tp_faults import ROOT
+from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
+from tiny_decoders import tiny_decoder
+
+import bytetx
+from bytetx.errors import GroupError, InputError
+from bytetx.model import Model
+from bytetx.parallel import torchrun
+from bytetx.parallel.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
+
+SECONDS = 60.0
+LOOPBACK = ("127.", "::1")
+LISTENS = "0A"
+
+
+def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """(address, port) of every TCP socket at which processes listen."""
+    inodes = {inode for pid in pids for inode in socket_inodes(pid)}
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == LISTENS and rest[5] in inodes:
+                address, port = local.split(":")
+                words = [address[i : i + 8] for i in range(0, len(address), 8)]
+                packed = b"".join(struct.pack("=I", int(word, 16)) for word in words)
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
+
+
+def listening_unix(pids: Iterable[int]) -> set[str]:
+    """Names of the unix sockets at which processes listen."""
+    inodes = {inode for pid in pids for inode in socket_inodes(pid)}
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    accepts = 0x10000
+    return {
+        " ".join(line[7:]) for line in lines if int(line[3], 16) & accepts and line[6] in inodes
+    }
+
+
+def socket_inodes(pid: int) -> Iterator[str]:
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except OSError:
+            continue  # it was closed meanwhile
+        if target.startswith("socket:["):
+            yield target[len("socket:[") : -1]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Model]:
+    folder = save(tiny_decoder("llama"), tmp_path / "model")
+    before = listening([os.getpid()])
+    with bytetx.load(folder, device="cpu", tp=2) as model:
+        yield model
+    assert listening([os.getpid()]) == before
+
+
+def pids_of(model: Model) -> list[int]:
+    processes = model.transformer._lead.followers._processes
+    return [os.getpid(), *(process.pid for process in processes)]
+
+
+def test_every_socket_is_on_loopback_at_rest_and_while_it_generates(model: Model) -> None:
+    pids, found = pids_of(model), []
+    found.append(listening(pids))
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            found.append(listening(pids))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    model.generate(random_ids([9, 20, 3]))
+    done.set()
+    looker.join()
+    assert len(found) > 1 and found[0]  # gloo's
+    for address, _ in set().union(*found):
+        assert address.startswith(LOOPBACK), address
+    assert listening_unix(pids) == set()
+
+
+def test_strangers_at_every_port_do_no_harm(model: Model, tmp_path: Path) -> None:
+    """Garbage, half a message, nothing, a pickle that writes a file."""
+    prompts, bomb = random_ids([9, 20, 3]), pickle.dumps(Bomb(tmp_path / "written"))
+    wanted = [answer.token_ids for answer in greedy(model, prompts)]
+    framed = struct.pack("!i", len(bomb)) + bomb  # as multiprocessing's connections send it
+    payloads = (b"", b"\0", b"\xff" * 5000, bomb, framed, framed[:20], b"GET / HTTP/1.1\r\n\r\n")
+    connections = []
+    for address in listening(pids_of(model)):
+        for payload in payloads:
+            connections.append(socket.create_connection(address, timeout=SECONDS))
+            connections[-1].sendall(payload)
+    assert connections
+    assert [answer.token_ids for answer in greedy(model, prompts)] == wanted
+    for connection in connections:
+        connection.close()
+    assert [answer.token_ids for answer in greedy(model, prompts)] == wanted
+    assert not (tmp_path / "written").exists()
+
+
+def greedy(model: Model, prompts: list[list[int]]) -> list[object]:
+    params = bytetx.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    return list(model.generate(prompts, params))
+
+
+def torchrun_variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "a-test",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+@pytest.fixture
+def poisoned_store(tmp_path: Path) -> Iterator[dist.TCPStore]:
+    """A store as torchrun's, in which a stranger was first to say where rank 0 is.
+
+    Whoever goes there is sent a pickle that writes a file.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    key = bytes(32)
+    listener = Listener(str(tmp_path / "stranger"), authkey=key)
+    text = f'["{tmp_path / "stranger"}", "{key.hex()}"]'
+    for name in ("control", "bytetx-0/control"):
+        store.set(name, text)
+
+    def serve() -> None:
+        while True:
+            try:
+                connection = listener.accept()
+                connection.recv_bytes()
+                connection.send(Bomb(tmp_path / "written"))
+            except OSError:
+                return
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield store
+    listener.close()
+
+
+def test_torchrun_ranks_do_not_go_where_the_store_sends_them(
+    poisoned_store: dist.TCPStore, tmp_path: Path
+) -> None:
+    """Rank 1 comes first and finds the stranger's word alone."""
+    own, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
+    lead_rank, rank = own
+    follower = threading.Thread(target=lambda: found.append(rank.follow()), daemon=True)
+    follower.start()
+    follower.join(0.5)
+    lead = TorchrunLead(lead_rank)
+    with socket.socket(socket.AF_UNIX) as garbage, socket.socket(socket.AF_UNIX) as silent:
+        for stranger in (garbage, silent):
+            stranger.connect(lead_rank.address)
+        garbage.sendall(pickle.dumps(Bomb(tmp_path / "written")))
+        followers, store = lead.followers()
+    follower.join(SECONDS)
+    (led,) = found
+    assert led is not None and not (tmp_path / "written").exists()
+    assert store.timeout <= timedelta(minutes=2)
+    led[0].answer()
+    followers.await_answers()
+    followers._channels[0].shutdown = lambda: None  # the follower's end would end this process
+    followers._folder.joinpath("store").unlink()
+
+
+def test_a_job_of_torchrun_with_a_poisoned_store(
+    poisoned_store: dist.TCPStore, tmp_path: Path
+) -> None:
+    folder = save(tiny_decoder("llama", vocab_size=400), tmp_path / "model")
+    make_tokenizer("bpe").save_pretrained(folder)
+    (tmp_path / "in.txt").write_text("\n".join(SENTENCES[:3]))
+    command = [sys.executable, "-m", "bytetx", "generate", str(tmp_path / "in.txt"), "-m"]
+    command += [str(folder), "--device", "cpu", "--temperature", "0", "--max-tokens", "5"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | torchrun_variables(rank, poisoned_store.port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in (1, 0)
+    ]
+    (other, other_errors), (answers, errors) = (p.communicate(timeout=300) for p in ranks)
+    assert not (tmp_path / "written").exists()
+    assert [p.returncode for p in ranks] == [0, 0], (errors, other_errors)
+    assert answers.count(b"\n") == 3 and not other
+
+
+def test_ranks_that_are_never_led_end(tmp_path: Path) -> None:
+    own = [TorchrunRank(rank, 2, f"never-led-{os.getpid()}") for rank in (0, 1)]
+    lead, found = TorchrunLead(own[0]), []
+    follower = threading.Thread(target=lambda: found.append(own[1].follow()))
+    follower.start()
+    lead.close()
+    follower.join(SECONDS)
+    assert found == [None]
+
+
+def test_a_socket_that_is_taken_is_an_error() -> None:
+    own = TorchrunRank(0, 2, f"taken-{os.getpid()}")
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(own.address)
+        with pytest.raises(InputError, match="another process holds the socket at which torchrun"):
+            TorchrunLead(own)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_another_users_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0, and as a worker."""
+    monkeypatch.setattr(torchrun, "MEETING_TIME", timedelta(seconds=1))
+    own = [TorchrunRank(rank, 2, f"refused-{os.getpid()}") for rank in (0, 1)]
+    lead = TorchrunLead(own[0])
+    hello = struct.pack("<BII", 0, 4, 1)
+    says = f"s.connect({own[0].address!r}); s.sendall({hello!r}); assert not s.recv(1)"
+    as_nobody(says).wait(SECONDS)
+    with pytest.raises(GroupError, match="1 of torchrun's 2 ranks did not come within 1 s: 1"):
+        lead.followers()
+    listens = f"s.bind({own[0].address!r}); s.listen(); print(flush=True); s.accept()"
+    with as_nobody(listens) as impostor:
+        impostor.stdout.readline()
+        with pytest.raises(GroupError, match="another user's process holds the socket"):
+            own[1].follow()
+        impostor.wait(SECONDS)
+
+
+def as_nobody(code: str) -> subprocess.Popen[bytes]:
+    code = f"import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); {code}"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd="/")
+
+
+def test_ranks_of_a_job_meet_and_of_another_one_do_not() -> None:
+    first = torchrun_rank(torchrun_variables(0, 29500))
+    assert first.name == torchrun_rank(torchrun_variables(1, 29500)).name
+    assert first.name != torchrun_rank(torchrun_variables(1, 29501)).name
+    again = torchrun_variables(1, 29500) | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert first.name != torchrun_rank(again).name
+    with pytest.raises(InputError, match="all ranks of a model must be on one"):
+        torchrun_rank(torchrun_variables(0, 29500) | {"LOCAL_WORLD_SIZE": "1"})
+
+
+def test_a_worker_that_sends_what_is_no_answer_ends_the_group(tmp_path: Path) -> None:
+    from bytetx.parallel.channel import Channel
+    from bytetx.parallel.control import Followers
+
+    for data in (b"\xff" * 64, struct.pack("<BI", 5, 3) + b"abc", struct.pack("<BI", 99, 0)):
+        ours, theirs = socket.socketpair()
+        followers = Followers([Channel(ours)], [])
+        theirs.sendall(data)
+        with pytest.raises(GroupError, match="rank 1 sent what is no answer"):
+            followers.await_answers()
+        followers.close()
+        theirs.close()
+
+
+def test_the_meeting_folder_is_private(model: Model) -> None:
+    folder = model.transformer._lead.followers._folder
+    assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
+    model.close()
+    end = time.monotonic() + SECONDS
+    while folder.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not folder.exists()
+
+
+def test_the_command_line_takes_a_timeout(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model", "bert", num_attention_heads=4)
+    (tmp_path / "in.txt").write_text("a text\n")
+    command = [sys.executable, "-m", "bytetx", "embed", str(tmp_path / "in.txt"), "-m", str(folder)]
+    command += ["--device", "cpu", "--tp", "2", "--threads", "1", "-o", str(tmp_path / "out.npy")]
+    done = subprocess.run([*command, "--group-timeout", "0"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2 and b"--group-timeout" in done.stderr
+    done = subprocess.run([*command, "--group-timeout", "60"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 0, done.stderr
