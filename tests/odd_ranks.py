@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bytetx import following, weights
 from bytetx.parallel import tp
 from bytetx.transformer import Transformer
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str]) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "hang":
             time.sleep(600)
+        elif what == "hang on the GPU":
+            torch.cuda._sleep(1 << 40)  # minutes; the host goes on
         elif what == "hold":
             ctypes.PyDLL(None).usleep(2_500_000)  # with Python's lock
 

@@ -25,6 +25,8 @@ import bytetx
 from bytetx.errors import GroupError, InputError
 from bytetx.model import Model
 from bytetx.parallel import torchrun
+from bytetx.parallel.channel import Channel
+from bytetx.parallel.control import UNKNOWN_CODE, Followers
 from bytetx.parallel.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
 
 SECONDS = 60.0
@@ -101,6 +103,21 @@ def test_every_socket_is_on_loopback_at_rest_and_while_it_generates(model: Model
     assert listening_unix(pids) == set()
 
 
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_socket_of_gpu_ranks_is_on_loopback(dtype: str, tmp_path: Path) -> None:
+    """NCCL's, and those of torch's symmetric memory."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+    folder = save(tiny_decoder("llama", num_key_value_heads=2, **sizes), tmp_path)
+    before = listening([os.getpid()])
+    with bytetx.load(folder, device="cuda", dtype=dtype, tp=2) as model:
+        model.generate(random_ids([9, 20, 3]))
+        found = listening(pids_of(model)) - before
+        print(found, listening_unix(pids_of(model)))
+        assert all(address.startswith(LOOPBACK) for address, _ in found), found
+    assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
 def test_strangers_at_every_port_do_no_harm(model: Model, tmp_path: Path) -> None:
     """Garbage, half a message, nothing, a pickle that writes a file."""
     prompts, bomb = random_ids([9, 20, 3]), pickle.dumps(Bomb(tmp_path / "written"))
@@ -165,10 +182,24 @@ def poisoned_store(tmp_path: Path) -> Iterator[dist.TCPStore]:
     listener.close()
 
 
+class Ended:
+    """In place of the process of a rank that is a thread of this one."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def poll(self) -> int:
+        return UNKNOWN_CODE
+
+    def wait(self, timeout: float | None = None) -> int:
+        return UNKNOWN_CODE
+
+
 def test_torchrun_ranks_do_not_go_where_the_store_sends_them(
-    poisoned_store: dist.TCPStore, tmp_path: Path
+    poisoned_store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 comes first and finds the stranger's word alone."""
+    monkeypatch.setattr(torchrun, "_Process", Ended)
     own, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
     lead_rank, rank = own
     follower = threading.Thread(target=lambda: found.append(rank.follow()), daemon=True)
@@ -186,8 +217,8 @@ def test_torchrun_ranks_do_not_go_where_the_store_sends_them(
     assert store.timeout <= timedelta(minutes=2)
     led[0].answer()
     followers.await_answers()
-    followers._channels[0].shutdown = lambda: None  # the follower's end would end this process
-    followers._folder.joinpath("store").unlink()
+    followers.close()
+    assert led[0].receive(lambda: None) is None
 
 
 def test_a_job_of_torchrun_with_a_poisoned_store(
@@ -214,7 +245,7 @@ def test_a_job_of_torchrun_with_a_poisoned_store(
     assert answers.count(b"\n") == 3 and not other
 
 
-def test_ranks_that_are_never_led_end(tmp_path: Path) -> None:
+def test_ranks_that_are_never_led_end() -> None:
     own = [TorchrunRank(rank, 2, f"never-led-{os.getpid()}") for rank in (0, 1)]
     lead, found = TorchrunLead(own[0]), []
     follower = threading.Thread(target=lambda: found.append(own[1].follow()))
@@ -266,10 +297,7 @@ def test_ranks_of_a_job_meet_and_of_another_one_do_not() -> None:
         torchrun_rank(torchrun_variables(0, 29500) | {"LOCAL_WORLD_SIZE": "1"})
 
 
-def test_a_worker_that_sends_what_is_no_answer_ends_the_group(tmp_path: Path) -> None:
-    from bytetx.parallel.channel import Channel
-    from bytetx.parallel.control import Followers
-
+def test_a_worker_that_sends_what_is_no_answer_ends_the_group() -> None:
     for data in (b"\xff" * 64, struct.pack("<BI", 5, 3) + b"abc", struct.pack("<BI", 99, 0)):
         ours, theirs = socket.socketpair()
         followers = Followers([Channel(ours)], [])

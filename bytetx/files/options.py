@@ -67,7 +67,8 @@ class JobOptions:
         int | None,
         typer.Option(
             min=1,
-            help="GPUs that share the model's layers. Under torchrun, all its ranks do.",
+            help="GPUs that share the model's layers. Under torchrun, all its ranks do; they must "
+            "be this user's and on this machine.",
             rich_help_panel=_MODEL,
             show_default=False,
         ),

@@ -207,7 +207,7 @@ class Followers:
         while time.monotonic() < end:
             for other in others:
                 code = self._processes[other - 1].poll()
-                if code is not None and code < 0:
+                if code is not None and (code < 0 or code == UNKNOWN_CODE):
                     return f"rank {other} {self._end_of(other)}"
             time.sleep(0.02)
         return None

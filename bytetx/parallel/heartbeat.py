@@ -10,7 +10,7 @@ DEFAULT_LIMIT_S = 30.0
 # A worker that runs gets this many times longer: a call that holds Python's lock, or a kernel or a
 # read that takes long, is no reason to end a group, and looks the same from outside at first.
 PATIENCE = 10
-# A process imports torch before it answers for the first time, which a cold disk makes slow.
+# A worker imports torch, finds its GPU and joins the others first, which a cold machine makes slow.
 _START_S = 120.0
 _LOOKS_PER_LIMIT = 8
 _MAX_TICK_S = 1.0
@@ -35,8 +35,11 @@ class _Worker:
     pid: int
     silent_s: float = 0.0
     stuck_s: float = 0.0
-    has_answered: bool = False
     progress: Progress = field(default_factory=Progress)
+
+    def patience_s(self, patience_s: float) -> float:
+        """Longer before its first message, which is to join the others, has ended."""
+        return patience_s if self.progress.num_done else max(patience_s, _START_S)
 
 
 class Heartbeats:
@@ -56,7 +59,7 @@ class Heartbeats:
     def hear(self, rank: int, progress: Progress | None = None) -> None:
         """A frame came from a worker; progress: where it was an answer to a ping."""
         worker = self._workers[rank]
-        worker.silent_s, worker.has_answered = 0.0, True
+        worker.silent_s = 0.0
         if progress is not None and progress != worker.progress:
             worker.progress, worker.stuck_s = progress, 0.0
 
@@ -88,14 +91,12 @@ class Heartbeats:
                 f"{who} is stopped (by SIGSTOP, or a debugger) and has not answered for "
                 f"{self.limit_s:g} s, which is group_timeout"
             )
-        patience_s = self.patience_s
-        if not worker.has_answered:
-            patience_s = max(patience_s, _START_S)
+        patience_s = worker.patience_s(self.patience_s)
         if worker.silent_s < patience_s:
             return None
         return (
-            f"{who} runs, but has not answered for {patience_s:g} s; "
-            f"{PATIENCE} times group_timeout is the limit"
+            f"{who} runs, but has not answered for {patience_s:g} s (group_timeout is "
+            f"{self.limit_s:g} s)"
         )
 
     def _hang(self, num_collectives: int) -> str | None:
@@ -104,23 +105,21 @@ class Heartbeats:
         A worker waits for rank 0 where it has begun a collective that rank 0 has not: that is no
         hang, however long rank 0 takes (a debugger may hold it).
         """
-        begun = {
-            rank: worker.progress.num_collectives
+        late = {
+            rank: worker
             for rank, worker in self._workers.items()
             if worker.stuck_s >= self.patience_s / 2
             and worker.progress.num_collectives <= num_collectives
         }
-        if all(self._workers[rank].stuck_s < self.patience_s for rank in begun):
+        if all(worker.stuck_s < worker.patience_s(self.patience_s) for worker in late.values()):
             return None
-        first = min(begun.values())
-        who = [
-            f"rank {rank} (process {self._workers[rank].pid})"
-            for rank, count in begun.items()
-            if count == first
-        ]
+        first = min(worker.progress.num_collectives for worker in late.values())
+        blamed = {r: w for r, w in late.items() if w.progress.num_collectives == first}
+        who = " and ".join(f"rank {r} (process {w.pid})" for r, w in blamed.items())
+        stuck_s = max(worker.stuck_s for worker in blamed.values())
         return (
-            f"{' and '.join(who)} made no progress for {self.patience_s:g} s, {PATIENCE} times "
-            "group_timeout: a kernel, a collective or a read hangs"
+            f"{who} made no progress for {stuck_s:.0f} s (group_timeout is {self.limit_s:g} s): "
+            "a kernel, a collective or a read hangs"
         )
 
 
