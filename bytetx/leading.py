@@ -158,6 +158,8 @@ def start_ranks(
         followers.on_end = group.abort
         followers.await_answers()
         end_meeting(store)
+        if device.type == "cpu":
+            followers.remove_folder()
     except BaseException as error:
         _give_up(followers, error)
         raise

@@ -7,7 +7,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Listener
@@ -27,6 +26,7 @@ from bytetx.model import Model
 from bytetx.parallel import torchrun
 from bytetx.parallel.channel import Channel
 from bytetx.parallel.control import UNKNOWN_CODE, Followers
+from bytetx.parallel.launch import new_meeting_folder
 from bytetx.parallel.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
 
 SECONDS = 60.0
@@ -308,14 +308,12 @@ def test_a_worker_that_sends_what_is_no_answer_ends_the_group() -> None:
         theirs.close()
 
 
-def test_the_meeting_folder_is_private(model: Model) -> None:
-    folder = model.transformer._lead.followers._folder
+def test_the_meeting_folder_is_private_and_gone_when_ranks_have_met(model: Model) -> None:
+    folder = new_meeting_folder()
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
-    model.close()
-    end = time.monotonic() + SECONDS
-    while folder.exists() and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not folder.exists()
+    folder.rmdir()
+    met = model.transformer._lead.followers._folder
+    assert met.parent == folder.parent and not met.exists()
 
 
 def test_the_command_line_takes_a_timeout(tmp_path: Path) -> None:

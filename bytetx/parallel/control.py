@@ -125,6 +125,11 @@ class Followers:
         self._fail(f"rank 0 failed, and the tensor-parallel group with it: {reason}")
         raise GroupError(self._failure) from error
 
+    def remove_folder(self) -> None:
+        """Where the ranks have met; NCCL reads there as long as they run, gloo does not."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def close(self) -> None:
         """Ends every follower; a second call does nothing."""
         with self._lock:
@@ -250,11 +255,12 @@ class Followers:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
         on_end, self.on_end = self.on_end, None
-        if on_end is not None:
-            on_end()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-        self._has_ended.set()
+        try:
+            if on_end is not None:
+                on_end()
+        finally:
+            self.remove_folder()
+            self._has_ended.set()
 
 
 class Follower:
