@@ -1,6 +1,7 @@
 """The engine over a fake model: text, stops, seeds, logprobs, errors; alone or among others."""
 
 import asyncio
+import threading
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
@@ -378,13 +379,16 @@ def test_closing_ends_open_requests(runs_ahead: bool) -> None:
 @AHEAD
 def test_an_error_that_is_nobodys_fault_reaches_every_async_caller(runs_ahead: bool) -> None:
     inner, runner, scheduler = engine_of(runs_ahead=runs_ahead)
-    runner.start = lambda plan: 1 // 0
+    have_asked = threading.Event()  # a caller that comes after the error hears of a closed engine
+    runner.start = lambda plan: have_asked.wait() and 1 // 0
+
+    async def all_have_asked() -> None:
+        have_asked.set()
 
     async def main() -> None:
         engine = AsyncEngine(inner)
-        results = await asyncio.gather(
-            *(collect(engine, [1], GREEDY) for _ in range(3)), return_exceptions=True
-        )
+        callers = (collect(engine, [1], GREEDY) for _ in range(3))
+        *results, _ = await asyncio.gather(*callers, all_have_asked(), return_exceptions=True)
         assert [type(result) for result in results] == [ZeroDivisionError] * 3
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await collect(engine, [1], GREEDY)

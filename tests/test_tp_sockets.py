@@ -50,13 +50,14 @@ def listening(pids: Iterable[int]) -> set[tuple[str, int]]:
 
 
 def listening_unix(pids: Iterable[int]) -> set[str]:
-    """Names of the unix sockets at which processes listen."""
+    """Names of the unix sockets at which processes listen, but for that of NVIDIA's driver."""
     inodes = {inode for pid in pids for inode in socket_inodes(pid)}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     accepts = 0x10000
-    return {
+    names = {
         " ".join(line[7:]) for line in lines if int(line[3], 16) & accepts and line[6] in inodes
     }
+    return {name for name in names if not name.startswith("@cuda-uvmfd-")}
 
 
 def socket_inodes(pid: int) -> Iterator[str]:
