@@ -32,6 +32,9 @@ OBJECTS = ROOT / "build" / "objects"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 OLDEST_NVCC = (12, 0)  # the first that knows C++20 and sm_90a
 
+SOURCE_HASH = "csrc/source_hash.cpp"
+BOTH_MODULES = ("csrc/bindings.cpp", SOURCE_HASH)  # compiled for _cpu and for _cuda
+
 CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 CUDA_FLAGS = [
     *["-std=c++20", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", "-lineinfo"],
@@ -168,12 +171,12 @@ def cpu_sources() -> list[str]:
     """csrc/cpu, without the files for another kind of processor."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     every = relative((ROOT / "csrc" / "cpu").glob("*.cpp"))
-    return ["csrc/bindings.cpp", *(s for s in every if is_x86 or isa_of(s) is None)]
+    return [*BOTH_MODULES, *(s for s in every if is_x86 or isa_of(s) is None)]
 
 
 def cuda_sources() -> list[str]:
     folders = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "comm"]
-    return ["csrc/bindings.cpp", *relative(p for folder in folders for p in folder.glob("*.cu"))]
+    return [*BOTH_MODULES, *relative(p for folder in folders for p in folder.glob("*.cu"))]
 
 
 def cpu_steps() -> list[Step]:
@@ -195,6 +198,8 @@ def host_step(source: str, flags: list[str]) -> Step:
     import pybind11
 
     compiler = host_compiler()
+    if source == SOURCE_HASH:
+        flags = [*flags, f'-DBYTETX_SOURCE_HASH="{source_hash()}"']
     flags = [*CPU_FLAGS, *flags, "-Icsrc"]
     systems = [sysconfig.get_path("include"), pybind11.get_include()]
     versions = [version_of(compiler), sys.implementation.cache_tag, pybind11.__version__]
@@ -206,6 +211,17 @@ def cuda_step(source: str, cuda: Cuda) -> Step:
     cutlass = (cuda.cutlass / "cutlass" / "version.h").read_text()
     versions = [cuda.version, version_of(host_compiler()), cutlass]
     return make_step(source, [*compiler, *CUDA_FLAGS, "-Icsrc"], [cuda.cutlass], versions)
+
+
+def source_hash() -> str:
+    """What the package computes at import and compares with; isolated builds leave the checkout
+    out of sys.path."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from bytetx.ops.native_modules import source_hash
+    finally:
+        sys.path.remove(str(ROOT))
+    return source_hash(ROOT / "csrc")
 
 
 def make_step(source: str, command: list[str], systems: list, versions: list[str]) -> Step:

@@ -4,6 +4,7 @@
 
 #include "bindings.h"
 #include "cache_ops.h"
+#include "source_hash.h"
 
 #ifdef BYTETX_CUDA
 #include "bindings_cuda.h"
@@ -204,6 +205,7 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
 }  // namespace bytetx
 
 PYBIND11_MODULE(BYTETX_MODULE, m) {
+    m.attr("source_hash") = bytetx::source_hash();
     bytetx::bind_norm(m, "layer_norm", &bytetx::layer_norm);
     bytetx::bind_norm(m, "rms_norm", &bytetx::rms_norm);
     bytetx::bind_embed(m);

@@ -52,6 +52,7 @@ HEIGHTS = {
     "bytetx.weights": 2,
     "bytetx.ops": 1,
     "bytetx.ops.native": 0,
+    "bytetx.ops.native_modules": 0,
     "bytetx.cache": 0,
     "bytetx.chat": 0,
     "bytetx.config": 0,

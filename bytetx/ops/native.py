@@ -1,5 +1,6 @@
-"""The native core: loads _cpu and _cuda, hands out their kernels, and says what backs each op."""
+"""The native core: hands out the kernels of _cpu and _cuda, and says what backs each op."""
 
+import logging
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,10 @@ from functools import cache
 from types import ModuleType
 
 import torch
+
+from bytetx.ops.native_modules import load_native
+
+logger = logging.getLogger("bytetx")
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # DType in csrc/ops.h
 ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}  # Isa there
@@ -47,28 +52,15 @@ _CUDA_KERNELS = {  # where the kernel's name is another
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
 
-def _load_cpu() -> ModuleType | str:
-    try:
-        import bytetx._cpu as module
-    except ImportError as error:
-        return f"bytetx._cpu does not load ({error}): build it with `pip install .` in the checkout"
-    return module
+def _load_modules() -> dict[str, ModuleType | str]:
+    """The compiled module of each device type, or why there is none."""
+    found = {"cpu": load_native("_cpu"), "cuda": load_native("_cuda")}
+    for warning in dict.fromkeys(native.warning for native in found.values() if native.warning):
+        logger.warning(warning)
+    return {device_type: native.module for device_type, native in found.items()}
 
 
-def _load_cuda() -> ModuleType | str:
-    try:
-        import bytetx._cuda as module
-    except ModuleNotFoundError:
-        return (
-            "bytetx._cuda was not built: put nvcc 12.0 or later on PATH and run "
-            "`pip install -v .` in the checkout, which says what it found"
-        )
-    except ImportError as error:
-        return f"bytetx._cuda does not load ({error}): build it again with `pip install .`"
-    return module
-
-
-_modules = {"cpu": _load_cpu(), "cuda": _load_cuda()}
+_modules = _load_modules()
 
 
 def kernel(op: str, device: torch.device) -> Callable[..., None] | None:
