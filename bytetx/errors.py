@@ -13,6 +13,10 @@ class InputError(BytetxError):
     """An input that cannot be run: text, token ids, lengths or options."""
 
 
+class OptionError(InputError):
+    """An option whose value is refused, whatever the texts are."""
+
+
 class TooLongError(InputError):
     """A text with more tokens than the model has positions, where truncation was not asked for."""
 
@@ -23,6 +27,10 @@ class StepError(InputError, RuntimeError):
 
 class DeviceMemoryError(StepError, MemoryError):
     """A text that does not fit the device's memory, not even alone."""
+
+
+class ForkError(BytetxError):
+    """A forked process cannot compute here: its parent's threads, which it needs, are missing."""
 
 
 class DeviceLostError(RuntimeError):

@@ -1,19 +1,22 @@
 """What a loaded checkpoint is, as one table for programs and for `bytetx info`."""
 
+from pathlib import Path
 from typing import Any
 
+from bytetx.demo import DEMO_NAME, DEMO_PACKAGE
 from bytetx.loading import LoadedCheckpoint
 
 
 def checkpoint_info(
     checkpoint: LoadedCheckpoint, *, max_tokens: int, token_budget: int
 ) -> dict[str, Any]:
-    """Family, sizes, dtype, device, ranks, heads, limits, tensors left unused.
+    """Family, sizes, dtype, device, ranks, heads and their labels, limits, tensors left unused.
 
     max_tokens: of one text.  token_budget: tokens of one forward pass.
     """
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
     split = checkpoint.transformer.blocks.split
+    has_labels = heads.sequence is not None or heads.token is not None
     named_heads = {
         "sequence classification": heads.sequence,
         "token classification": heads.token,
@@ -24,6 +27,7 @@ def checkpoint_info(
         "path": str(checkpoint.folder),
         "family": spec.family,
         "architectures": list(spec.architectures),
+        "num_parameters": checkpoint.num_parameters,
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_heads": spec.num_heads,
@@ -36,13 +40,40 @@ def checkpoint_info(
         "token_budget": token_budget,
         "workspace_bytes": spec.workspace_bytes(token_budget, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],
-        "labels": [spec.id2label[i] for i in range(spec.num_labels)],
+        "labels": [spec.id2label[i] for i in range(spec.num_labels if has_labels else 0)],
         "pooling": list(sentence.pooling),
         "sentence_modules": [kind for kind, _ in sentence.modules],
         "prompts": dict(sentence.prompts),
         "has_tokenizer": checkpoint.tokenizer is not None,
         "unused_tensors": list(checkpoint.unused_tensors),
     }
+
+
+def checkpoint_line(checkpoint: LoadedCheckpoint, *, max_tokens: int) -> str:
+    """The same in a few words, such as "bert, 22.7M parameters, float32 on cpu, ..."."""
+    split = checkpoint.transformer.blocks.split
+    shared = "" if split is None else f" and {split.size - 1} more"
+    return (
+        f"{checkpoint.spec.family}, {_in_words(checkpoint.num_parameters)} parameters, "
+        f"{_dtype_name(checkpoint)} on {checkpoint.device}{shared}, max {max_tokens} tokens, "
+        f"{checkpoint_name(checkpoint.folder)}"
+    )
+
+
+def checkpoint_name(folder: Path) -> str:
+    """A hub id for a folder of the hub's cache, else the folder's own name."""
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots" and folder.parents[1].name.startswith("models--"):
+        return folder.parents[1].name.removeprefix("models--").replace("--", "/")
+    return DEMO_NAME if folder.parent.name == DEMO_PACKAGE else folder.name
+
+
+def _in_words(number: int) -> str:
+    """22.7M, 1.10B."""
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return str(number)
 
 
 def _dtype_name(checkpoint: LoadedCheckpoint) -> str:

@@ -14,7 +14,8 @@ from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.blocks import Blocks
 from bytetx.chat import ChatTemplate, load_chat_template
 from bytetx.config import load_config, read_json
-from bytetx.errors import CheckpointError, InputError
+from bytetx.engine.forking import check_device_after_fork
+from bytetx.errors import CheckpointError, OptionError
 from bytetx.heads import (
     ClassificationHead,
     LmHead,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
 
 
@@ -60,7 +62,8 @@ class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
     eos_token_ids: tokens that end a generated text.
-    unused_tensors: names in the files that nothing here reads.  close: ends the other ranks.
+    unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
+    the whole model where ranks share it.  close: ends the other ranks.
     """
 
     folder: Path
@@ -77,6 +80,7 @@ class LoadedCheckpoint:
     device: torch.device
     dtype: torch.dtype
     is_fp8: bool = False
+    num_parameters: int = 0
     close: Callable[[], None] = _nothing
 
 
@@ -129,6 +133,7 @@ def load_checkpoint(
         device=device,
         dtype=dtype,
         is_fp8=is_fp8,
+        num_parameters=weights.num_parameters,
     )
 
 
@@ -151,7 +156,7 @@ def load_ranks(
     if isinstance(tp, int):
         check_positive("tp", tp)
     if dtype == FP8:
-        raise InputError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
+        raise OptionError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
 
     def budget_of(spec: ModelSpec, device: torch.device) -> int:
         return default_token_budget(spec, device) if token_budget is None else token_budget
@@ -216,17 +221,22 @@ def _load_model(
 
 
 def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
-    """Whether dtype is "fp8". Raises InputError where it cannot run this model on this device."""
+    """Whether dtype is "fp8". Raises OptionError where this model cannot run so on this device."""
     if dtype != FP8:
         return False
     if spec.decoder is not None:
-        raise InputError(
+        raise OptionError(
             f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
         )
     reason = native.why_no_kernel("fp8_linear", device)
     if reason is not None:
-        raise InputError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
+        raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
     return True
+
+
+def check_placement(device: str, dtype: str) -> None:
+    """Raises OptionError where no checkpoint could be loaded with these."""
+    resolve_dtype(dtype, resolve_device(device), saved=torch.float32)
 
 
 def default_device() -> str:
@@ -235,18 +245,20 @@ def default_device() -> str:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """ "auto" is default_device(). Raises InputError for a device torch cannot use."""
+    """ "auto" is default_device(). Raises OptionError for a device torch cannot use."""
     if device == "auto":
+        check_device_after_fork(None)
         device = default_device()
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device must be auto, cpu or cuda[:index], got {device!r}") from error
+        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}") from error
     if resolved.type not in ("cpu", "cuda"):
-        raise InputError(f"device must be auto, cpu or cuda[:index], got {device!r}")
+        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}")
     if resolved.type == "cuda":
+        check_device_after_fork(resolved)
         if (resolved.index or 0) >= torch.cuda.device_count():
-            raise InputError(
+            raise OptionError(
                 f"device {device!r} was asked for, torch sees {torch.cuda.device_count()} CUDA "
                 "devices; use device='cpu'"
             )
@@ -265,9 +277,12 @@ def resolve_dtype(
         if device.type == "cpu":
             return torch.float32
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
-    resolved = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    resolved = dtype
+    if isinstance(dtype, str):
+        resolved = DTYPES.get(_SHORT_DTYPES.get(dtype, dtype), dtype)
     if resolved not in DTYPES.values():
-        raise InputError(f"dtype must be auto, {', '.join(DTYPES)}, {FP8}, got {dtype!r}")
+        known = ", ".join([*DTYPES, *_SHORT_DTYPES])
+        raise OptionError(f"dtype must be auto, {known} or {FP8}, got {dtype!r}")
     return resolved
 
 

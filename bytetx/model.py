@@ -1,7 +1,9 @@
 """Model: a checkpoint with its tokenizer, weights and runner, and a method for each task."""
 
 import logging
-from collections.abc import Collection, Generator, Iterable, Sequence
+import pickle
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,6 +20,7 @@ from bytetx.arguments import (
     chosen_modes,
 )
 from bytetx.config import resolve_checkpoint
+from bytetx.engine.forking import computing
 from bytetx.engine.pipeline import Finished, in_order, run
 from bytetx.engine.request import RunCounter
 from bytetx.engine.runner import Runner
@@ -25,9 +28,9 @@ from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.engine.step import Task
 from bytetx.errors import InputError
 from bytetx.generating import GeneratesText
-from bytetx.info import checkpoint_info
+from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.inputs import Input, InputReader
-from bytetx.loading import LoadedCheckpoint, default_token_budget, load_ranks
+from bytetx.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
@@ -64,8 +67,8 @@ def load(
 
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
     as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
-    or float16; "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16;
-    fp8: an encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
+    or float16 (fp32, bf16, fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or
+    else float16; fp8: an encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
@@ -76,13 +79,16 @@ def load(
     """
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
     options = {"device": device, "dtype": dtype, "token_budget": token_budget}
-    checkpoint = load_ranks(folder, tp, **options, group_timeout=group_timeout)
+    with computing():
+        checkpoint = load_ranks(folder, tp, **options, group_timeout=group_timeout)
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
 class Model(GeneratesText):
     """A loaded checkpoint. Methods may be called from several threads.
 
+    It is pickled by its folder and options: another process loads it anew.  A forked child
+    computes with one thread, or raises a ForkError: start processes by spawn.
     Every task takes any iterable of inputs (a str, a pair of str, or a sequence of token ids that
     already has its special tokens) and answers in the caller's order. Common options:
     truncate: cut a text beyond the model's positions; else it is a TooLongError.
@@ -104,6 +110,7 @@ class Model(GeneratesText):
         self.token_budget, self.cuda_graphs = check_token_budget(token_budget), cuda_graphs
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
+        self._is_closed = False
         self._runner = Runner(
             checkpoint.transformer,
             device=checkpoint.device,
@@ -113,6 +120,7 @@ class Model(GeneratesText):
 
     def close(self) -> None:
         """Ends the other ranks of a model loaded with tp; the model is of no use then."""
+        self._is_closed = True
         self._idle_engines.clear()  # their graphs hold collectives of the group
         self.checkpoint.close()
 
@@ -121,6 +129,30 @@ class Model(GeneratesText):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"Model({checkpoint_line(self.checkpoint, max_tokens=self.max_tokens)})"
+
+    def __reduce__(self) -> tuple[Callable[[], "Model"], tuple[()]]:
+        """Loads the same folder with the same options, where it is unpickled.
+
+        Raises pickle.PicklingError for a model of several ranks and for one that was closed.
+        """
+        checkpoint = self.checkpoint
+        if checkpoint.transformer.blocks.split is not None:
+            raise pickle.PicklingError(
+                "a model loaded with tp cannot be pickled: its ranks belong to this process; load "
+                "it in the other process"
+            )
+        if self._is_closed:
+            raise pickle.PicklingError("a closed model cannot be pickled; load it again")
+        options = {
+            "device": str(checkpoint.device),
+            "dtype": FP8 if checkpoint.is_fp8 else checkpoint.dtype,
+            "token_budget": self.token_budget,
+            "cuda_graphs": self.cuda_graphs,
+        }
+        return partial(load, checkpoint.folder.resolve(), **options), ()
 
     @property
     def max_tokens(self) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bytetx.chat import ChatTemplate, Message
+from bytetx.engine.forking import computing
 from bytetx.errors import InputError, TooLongError
 from bytetx.inputs import InputReader
 from bytetx.spec import ModelSpec
@@ -40,7 +41,8 @@ class PromptReader:
             except InputError as error:
                 errors[index] = type(error)(f"prompts[{index}]: {error}")
                 plain.append(_NOTHING)
-        window = self._reader.read(plain, start)
+        with computing():
+            window = self._reader.read(plain, start)
         read: dict[int, list[int] | InputError] = {
             failure.index: _respelled(failure.error) for failure in window.failures
         }

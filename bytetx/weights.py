@@ -216,6 +216,12 @@ class Weights(Mapping[str, torch.Tensor]):
         largest = max(num_bytes, key=num_bytes.__getitem__)
         return _DTYPES[largest] if num_bytes[largest] else torch.float32
 
+    @property
+    def num_parameters(self) -> int:
+        """Numbers of all saved tensors; old versions saved position ids, too, which are none."""
+        floating = (tensor for tensor in self._saved.values() if tensor.dtype in _DTYPES)
+        return sum(math.prod(tensor.shape) for tensor in floating)
+
 
 def read_header(path: Path) -> list[SavedTensor]:
     """The tensors of one safetensors file, in the header's order; reads the header only.

@@ -1,6 +1,7 @@
 """AsyncEngine: a GenerationEngine in a thread of its own, for callers in an event loop."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
@@ -9,6 +10,7 @@ from threading import Condition, Thread
 
 from bytetx.engine.engine import GenerationEngine
 from bytetx.engine.outputs import AnswerPiece
+from bytetx.errors import ForkError
 from bytetx.sampling import SamplingParams
 
 
@@ -34,6 +36,7 @@ class AsyncEngine:
         self._is_closed = False
         self._error: BaseException | None = None
         self._listeners: dict[int, _Listener] = {}  # touched by the thread alone
+        self._pid = os.getpid()  # a forked child has a copy of all this but the thread
         self._thread = Thread(target=self._work, name="bytetx-generation", daemon=True)
         self._thread.start()
 
@@ -45,6 +48,8 @@ class AsyncEngine:
 
     def close(self) -> None:
         """Ends the thread after the step that runs; open requests end with an error."""
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -90,6 +95,13 @@ class AsyncEngine:
 
     def _call(self, function: Callable[[], None], *, quietly: bool = False) -> None:
         """Has the thread call a function before its next step."""
+        if os.getpid() != self._pid:
+            if quietly:
+                return
+            raise ForkError(
+                "the engine's thread runs in the process that this one was forked from; make an "
+                "AsyncEngine in this process"
+            )
         with self._changed:
             if self._is_closed and not quietly:
                 raise RuntimeError("the engine is closed") from self._error

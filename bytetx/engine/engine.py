@@ -5,7 +5,8 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pickle import PicklingError
+from typing import NoReturn, Protocol
 
 import numpy as np
 
@@ -84,6 +85,11 @@ class GenerationEngine:
         self._ended: list[AnswerPiece] = []
         self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
         self._num_requests = self._num_processed = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise PicklingError(
+            "an engine cannot be pickled; pickle the Model, and call its engine() where it arrives"
+        )
 
     @property
     def has_work(self) -> bool:

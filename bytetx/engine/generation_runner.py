@@ -10,6 +10,7 @@ import torch
 from bytetx.cache import KvCache
 from bytetx.engine.cuda_steps import CudaSteps
 from bytetx.engine.faults import blame, is_of_device, is_out_of_memory
+from bytetx.engine.forking import computing
 from bytetx.engine.generation import StepPlan, StepRow
 from bytetx.engine.last_tokens import LastTokens
 from bytetx.engine.on_stream import OnStream
@@ -90,7 +91,7 @@ class GenerationRunner:
     def start(self, plan: StepPlan) -> Sampled:
         """Runs the step, or queues it; StepError where the device could not run it."""
         try:
-            with self._on_stream():
+            with computing(self.device), self._on_stream():
                 columns = self._columns.columns_of(plan)
                 sampled = self._run_twice(columns, self._sampler.read(plan, columns)).to_host()
                 sampled.check = self._transformer.check

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from bytetx.engine.forking import OwnProcess, computing
 from bytetx.engine.request import Failure, RunCounter, Window
 from bytetx.engine.runner import Launched, Runner
 from bytetx.engine.scheduler import plan_steps
@@ -62,26 +63,26 @@ def run(
     device never waits for results to be collected: the next steps, of the next window too, are
     launched behind the one whose results are awaited.
     """
-    ahead = _WindowsAhead(windows, prepare)
-    running: deque[_Running] = deque()
-    try:
-        while True:
-            # While no window is ready there is time to collect; the steps behind go on meanwhile.
-            if running and not ahead.is_ready():
-                yield _collect(running.popleft(), task, runner, counter)
-                continue
-            window = ahead.take()
-            if window is None:
-                break
-            for step in _launch_each(window, task, runner, token_budget, keeps_errors):
-                running.append(step)
-                while running and (len(running) > _STEPS_RUNNING or running[0].is_ready()):
+    with computing(runner.device), closing(_WindowsAhead(windows, prepare)) as ahead:
+        running: deque[_Running] = deque()
+        try:
+            while True:
+                ahead.check_process()
+                # While no window is ready there is time to collect; the steps behind go on.
+                if running and not ahead.is_ready():
                     yield _collect(running.popleft(), task, runner, counter)
-        while running:
-            yield _collect(running.popleft(), task, runner, counter)
-    finally:
-        ahead.close()
-        counter.stop()
+                    continue
+                window = ahead.take()
+                if window is None:
+                    break
+                for step in _launch_each(window, task, runner, token_budget, keeps_errors):
+                    running.append(step)
+                    while running and (len(running) > _STEPS_RUNNING or running[0].is_ready()):
+                        yield _collect(running.popleft(), task, runner, counter)
+            while running:
+                yield _collect(running.popleft(), task, runner, counter)
+        finally:
+            counter.stop()
 
 
 def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | InputError]]:
@@ -120,6 +121,11 @@ class _WindowsAhead(Generic[T]):
         self._pool: ThreadPoolExecutor | None = None
         self._queue: deque[Future[Window]] = deque()
         self._num_pulled = 0
+        self._process = OwnProcess()
+
+    def check_process(self) -> None:
+        """Raises ForkError in a forked child, where no thread prepares windows any more."""
+        self._process.check("a stream of results")
 
     def is_ready(self) -> bool:
         """Whether `take` returns at once."""
@@ -142,7 +148,7 @@ class _WindowsAhead(Generic[T]):
         return following.result()
 
     def close(self) -> None:
-        if self._pool is not None:
+        if self._pool is not None and self._process.is_this:
             self._pool.shutdown(cancel_futures=True)
 
     def _pull(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytetx.engine.forking import computing
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -213,7 +214,8 @@ class PackedForward(StandIn):
             layout = _layout_of(inputs)
             reason = self._layout_reason(inputs, layout, call, plan.transformer)
         if reason is None:
-            return self._pass(plan.transformer, inputs, layout)
+            with computing(inputs.main.device):
+                return self._pass(plan.transformer, inputs, layout)
         if cu_seqlens is not None:
             raise InputError(
                 f"packed input (cu_seqlens) runs on bytetx alone, and here it cannot: {reason}"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from bytetx.decoder_spec import LINEARS
+from bytetx.engine.forking import computing
 from bytetx.errors import CheckpointError
 from bytetx.family import families
 from bytetx.ops.check import addresses
@@ -108,7 +109,7 @@ def build_plan(base: nn.Module) -> Plan:
     and value of a gated layer, so that they run as one GEMM without being held twice; a Conv1D's
     weight is laid out by columns.  Names, shapes and values stay.
     """
-    with _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+    with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         snapshot = Snapshot(base)
         transformer = None
         try:
@@ -124,7 +125,7 @@ def build_plan(base: nn.Module) -> Plan:
 def separate_qkv(base: nn.Module) -> None:
     """Gives every parameter that shares a storage with its neighbours a storage of its own, and
     every one that was turned its old layout."""
-    with _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+    with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         for parameter in base.parameters():
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()

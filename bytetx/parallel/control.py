@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from bytetx.errors import GroupError
+from bytetx.errors import ForkError, GroupError
 from bytetx.parallel.channel import Channel
 from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S, Heartbeats, Progress
 
@@ -82,10 +82,16 @@ class Followers:
         self._has_failed, self._has_ended = threading.Event(), threading.Event()
         self._lock = threading.RLock()  # a garbage collection inside may close, too
         self._is_closing = False
+        self._pid = os.getpid()  # a forked child has the channels, and must not close the ranks
         self.on_end: Callable[[], None] | None = None
         self.num_collectives: Callable[[], int] = lambda: 0  # that rank 0 has begun
         self._watcher = threading.Thread(target=self._watch, name="bytetx-followers", daemon=True)
         self._watcher.start()
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """False in a process that was forked from the one that leads the followers."""
+        return os.getpid() == self._pid
 
     def send(self, message: bytes) -> None:
         """The same message to every follower. Raises GroupError where one is gone."""
@@ -107,7 +113,12 @@ class Followers:
                 self.check()
 
     def check(self) -> None:
-        """Raises GroupError where a follower is gone."""
+        """Raises GroupError where a follower is gone, ForkError in a forked child."""
+        if not self.is_of_this_process:
+            raise ForkError(
+                "a model loaded with tp belongs to the process that this one was forked from; "
+                "load it in this process"
+            )
         if self._failure is not None:
             raise GroupError(self._failure)
         if self._is_closing:
@@ -131,7 +142,9 @@ class Followers:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Ends every follower; a second call does nothing."""
+        """Ends every follower; a second call, or one in a forked child, does nothing."""
+        if not self.is_of_this_process:
+            return
         with self._lock:
             if self._is_closing:
                 return
