@@ -13,8 +13,8 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
-from bytetx.errors import BytetxError, DeviceLostError, InputError
-from bytetx.files.options import JobOptions, with_job_options
+from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
+from bytetx.files.options import DTYPE_HELP, JobOptions, with_job_options
 
 # What click calls UsageError and ClickException; typer names only their child.
 _, UsageError, CommandError = typer.BadParameter.__mro__[:3]
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except (BytetxError, DeviceLostError) as error:
         _print_error(str(error))
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, OptionError) else 1)
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
 
@@ -264,21 +264,23 @@ def info(
         typer.Option("--model", "-m", envvar="BYTETX_MODEL", help="Checkpoint folder or hub id."),
     ] = None,
     device: Annotated[str, typer.Option(envvar="BYTETX_DEVICE", help="As for embed.")] = "auto",
-    dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help="As for embed.")] = "auto",
+    dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help=DTYPE_HELP)] = "auto",
     revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
-    """What backs each op on this machine, why a kernel is not used, and what a checkpoint is."""
+    """What runs each operation on this machine, and what a checkpoint is."""
+    from bytetx.loading import check_placement
     from bytetx.report import checkpoint_report, machine_report, print_report
 
+    check_placement(device, dtype)
     report = machine_report()
     if model is not None:
         from bytetx.config import resolve_checkpoint
         from bytetx.model import load
 
         folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
-        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype), folder)
+        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype))
     if as_json:
         print(json.dumps(report, indent=2))
     else:

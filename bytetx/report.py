@@ -3,8 +3,6 @@
 import platform
 from dataclasses import asdict
 from importlib import metadata
-from math import prod
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +17,7 @@ _MIB = 1 << 20
 
 
 def machine_report() -> dict[str, Any]:
-    """Versions, threads, and for each op what runs it here and why it is not a kernel."""
+    """Versions, threads, and for each op what runs it here."""
     import torch
 
     from bytetx.ops.native import backend_report
@@ -41,24 +39,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def checkpoint_report(model: Any, folder: Path) -> dict[str, Any]:
-    """What the loaded model says of itself, and the sizes of its weights files."""
-    from safetensors import safe_open
+def checkpoint_report(model: Any) -> dict[str, Any]:
+    """What the loaded model says of itself, and what is in its weights files."""
+    from bytetx.weights import read_header
 
-    num_parameters, dtypes = 0, set()
-    paths = sorted(folder.glob("*.safetensors"))
-    for path in paths:
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  (a safetensors handle is no mapping)
-                tensor = file.get_slice(name)
-                if not tensor.get_dtype().startswith("I"):  # position ids, saved by old versions
-                    num_parameters += prod(tensor.get_shape())
-                    dtypes.add(tensor.get_dtype())
+    paths = sorted(model.checkpoint.sentence.folder.glob("*.safetensors"))
+    dtypes = {tensor.dtype for path in paths for tensor in read_header(path)}
     return {
         **model.info(),
-        "num_parameters": num_parameters,
         "weights_bytes": sum(path.stat().st_size for path in paths),
-        "weights_dtypes": sorted(dtypes),
+        "weights_dtypes": sorted(name for name in dtypes if "F" in name),
     }
 
 
@@ -78,6 +68,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
     architectures = ", ".join(info["architectures"]) or "no architecture named"
+    is_lm = "language model" in info["heads"]
     rows = {
         "checkpoint": info["path"],
         "family": f"{info['family']} ({architectures})",
@@ -88,10 +79,10 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
         "longest text": f"{info['max_tokens']:,} tokens",
         "vocabulary": f"{info['vocab_size']:,} tokens"
         + ("" if info["has_tokenizer"] else "; no tokenizer in the checkpoint"),
-        "pooling": " + ".join([*info["pooling"], *info["sentence_modules"]]),
-        "prompts": ", ".join(info["prompts"]) or "none",
+        "pooling": "" if is_lm else " + ".join([*info["pooling"], *info["sentence_modules"]]),
+        "prompts": "" if is_lm else ", ".join(info["prompts"]) or "none",
         "heads": ", ".join(info["heads"]) or "none",
-        "labels": ", ".join(info["labels"]) if info["heads"] else "",
+        "labels": ", ".join(info["labels"]),
         "runs as": f"{info['dtype']} on {info['device']}, {info['token_budget']:,} tokens a step, "
         f"{info['workspace_bytes'] / _MIB:,.0f} MiB of activations",
         "unused tensors": ", ".join(info["unused_tensors"]) or "none",
@@ -100,14 +91,17 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _backend_rows(backends: dict[str, Any]) -> list[tuple[str, str]]:
-    """Ops that one thing backs, or that lack a kernel for one reason, share a row."""
+    """Ops that one thing backs share a row; those that nothing runs here have none."""
     rows = []
-    for title, device in (("on a CPU", "cpu"), ("on a GPU", "cuda")):
+    for title, device in (("on the CPU", "cpu"), ("on a GPU", "cuda")):
         ops_of: dict[str, list[str]] = {}
         for row in backends["ops"]:
             ops_of.setdefault(row[device], []).append(row["op"])
-        for backing, ops in ops_of.items():
+        some = {backing: ops for backing, ops in ops_of.items() if not backing.startswith("none")}
+        for backing, ops in some.items():
             names = "all ops" if len(ops_of) == 1 else ", ".join(ops)
-            rows.append((title, f"{names}: {backing}"))
+            rows.append((title, f"{backing}: {names}"))
             title = ""
-    return [*rows, ("native core", f"CPU: {backends['cpu']}"), ("", f"GPU: {backends['cuda']}")]
+        if not some:
+            rows.append((title, backends["gpu"] if device == "cuda" else backends["cpu"]))
+    return rows

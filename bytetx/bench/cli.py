@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from bytetx.errors import BytetxError
+from bytetx.errors import BytetxError, OptionError
 
 if TYPE_CHECKING:
     from bytetx.bench.suite import Suite
@@ -86,7 +86,7 @@ def linear(
     from bytetx.bench.linear import linear_suite
 
     if tune is not None and case:
-        _fail(BytetxError("--tune measures every layer, --case chooses cases; give one of them"))
+        _fail(OptionError("--tune measures every layer, --case chooses cases; give one of them"))
     if tune is not None:
         return _tune(tune)
 
@@ -211,7 +211,7 @@ def tp_layer(
 ) -> None:
     """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
     if tune is not None and tune_ways is not None:
-        _fail(BytetxError("--tune and --tune-ways write tables of their own; give one of them"))
+        _fail(OptionError("--tune and --tune-ways write tables of their own; give one of them"))
     if tune_ways is not None:
         return _run_ranks("tp_layer", record=None, case=case, tune=tune_ways, tuner="ways")
     _run_ranks("tp_layer", record=record, case=case, tune=tune)
@@ -259,7 +259,7 @@ def _run_cpu(
     from bytetx.bench.cpu import QUICK, Sizes, cpu_suite
 
     if quick and record is not None:
-        raise BytetxError("--quick measures too little to be recorded; drop --quick or --record")
+        raise OptionError("--quick measures too little to be recorded; drop --quick or --record")
     _check_plot(plot, record)
     suite = cpu_suite(QUICK if quick else Sizes(), patterns=case, checkpoint=model)
     command = _command("cpu", case, model)
@@ -345,7 +345,7 @@ def _tune(path: Path) -> None:
 
 def _check_plot(plot: bool, record: Path | None) -> None:
     if plot and record is None:
-        raise BytetxError("--plot draws from a file of records; add --record FILE")
+        raise OptionError("--plot draws from a file of records; add --record FILE")
 
 
 def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path | None) -> None:
@@ -382,5 +382,6 @@ def _command(suite: str, case: list[str], model: Path | None = None) -> str:
 
 
 def _fail(error: BytetxError) -> None:
-    Console(stderr=True).print(f"bytetx bench: {error}", highlight=False, markup=False)
-    raise typer.Exit(1) from error
+    line = f"bytetx bench: {error}"
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+    raise typer.Exit(2 if isinstance(error, OptionError) else 1) from error

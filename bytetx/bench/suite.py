@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from bytetx.bench.records import Record, source_sha256, utc_now, write_record
-from bytetx.errors import BytetxError
+from bytetx.errors import OptionError
 
 T = TypeVar("T")
 
@@ -98,9 +98,9 @@ def select(
 
 def none_fits(
     patterns: list[str], names: Iterable[str], *, what: str = "no case", them: str = "the cases"
-) -> BytetxError:
+) -> OptionError:
     """That no name fits any pattern, and which names there are."""
-    return BytetxError(f"{what} fits {', '.join(patterns)}; {them} are: {', '.join(names)}")
+    return OptionError(f"{what} fits {', '.join(patterns)}; {them} are: {', '.join(names)}")
 
 
 def is_selected(name: str, patterns: list[str]) -> bool:

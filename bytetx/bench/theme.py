@@ -35,7 +35,7 @@ def draw_themes(stem: Path, draw: Callable[[Path, Theme], None]) -> list[Path]:
     try:
         import matplotlib
     except ImportError as error:
-        raise BytetxError("plots need matplotlib: pip install 'bytetx[bench]'") from error
+        raise BytetxError("plots need matplotlib: pip install matplotlib") from error
     paths = []
     # A fixed salt keeps the ids, and so the file, the same for the same records.
     with matplotlib.rc_context({"svg.hashsalt": OURS, "font.family": "DejaVu Sans"}):

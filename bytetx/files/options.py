@@ -13,6 +13,7 @@ from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
 
 # Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
 MAX_THREADS = 1024
+DTYPE_HELP = "auto, float32 (fp32), bfloat16 (bf16), float16 (fp16) or fp8."
 
 _MODEL, _RUN, _OUTPUT = "Model", "Input and run", "Output"
 
@@ -59,7 +60,7 @@ class JobOptions:
         str,
         typer.Option(
             envvar="BYTETX_DTYPE",
-            help="auto, float32, bfloat16, float16 or fp8.",
+            help=DTYPE_HELP,
             rich_help_panel=_MODEL,
         ),
     ] = "auto"

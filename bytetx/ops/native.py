@@ -44,6 +44,8 @@ OPS = (
     "send_copy",
     "await_copies",
 )
+# FP8, and GEMMs that carry communication.
+_GPU_OPS = ("quantize_rows", *OPS[OPS.index("fp8_linear") :])
 _CUDA_KERNELS = {  # where the kernel's name is another
     "varlen_attention": "planned_attention",
     "paged_attention": "planned_paged_attention",
@@ -159,7 +161,7 @@ def register(
 
 @dataclass(frozen=True, slots=True)
 class OpBackend:
-    """What runs one op on each kind of device, and why it is not a kernel where it is not."""
+    """What runs one op on each kind of device; begins with "none" where nothing does."""
 
     op: str
     cpu: str
@@ -198,10 +200,15 @@ def _describe_gpu() -> str:
 def _backing(op: str, device: torch.device) -> str:
     if device.type == "cuda" and not torch.cuda.is_available():
         return "none: torch finds no CUDA GPU"
+    if device.type == "cpu" and op in _GPU_OPS:
+        return "none: on GPUs alone"
     if op == "linear" and device.type == "cpu":
         return _backing_linear()
     reason = why_no_kernel(_CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device)
-    return f"torch: {reason}" if reason else f"native, {_describe_core(device.type)}"
+    if reason is None:
+        return f"native, {_describe_core(device.type)}"
+    has_others = why_no_kernel("embed", device) is None
+    return "torch" if has_others else f"torch: {reason}"
 
 
 def _backing_linear() -> str:
