@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterable, Sequence, Sized
 from contextlib import closing, suppress
-from typing import Any, Literal
+from typing import Any, Literal, Unpack, overload
 
 from bytetx.arguments import check_iterable
 from bytetx.engine.engine import GenerationEngine
@@ -11,10 +11,14 @@ from bytetx.errors import InputError
 from bytetx.generation_sizes import GenerationSizes, generation_sizes
 from bytetx.heads import LmHead
 from bytetx.loading import LoadedCheckpoint
+from bytetx.progress import num_texts, with_progress
 from bytetx.prompts import Prompt, PromptReader
 from bytetx.results import Generation, Results, Stream
 from bytetx.sampling import SamplingParams
+from bytetx.task_options import GenerateOptions, No, OnError, Raise, Return, Yes
 from bytetx.tasks.generate import GenerationRun, build_engine, count_error
+
+Params = SamplingParams | Sequence[SamplingParams] | None
 
 
 class GeneratesText:
@@ -28,16 +32,72 @@ class GeneratesText:
         # One engine waits for the next call with the same sizes, its cache full of prefixes.
         self._idle_engines: list[tuple[GenerationSizes, GenerationEngine]] = []
 
+    @overload
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = ...,
+        *,
+        stream: No = ...,
+        on_error: Raise = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Results[Generation]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = ...,
+        *,
+        stream: Yes,
+        on_error: Raise = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[Generation]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = ...,
+        *,
+        stream: No = ...,
+        on_error: Return,
+        **options: Unpack[GenerateOptions],
+    ) -> Results[Generation | InputError]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = ...,
+        *,
+        stream: Yes,
+        on_error: Return,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[Generation | InputError]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = ...,
+        *,
+        stream: Literal["pieces"],
+        on_error: OnError = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[AnswerPiece]: ...
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params = None,
         *,
         stream: bool | Literal["pieces"] = False,
-        on_error: Literal["raise", "return"] = "raise",
+        on_error: OnError = "raise",
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
-    ) -> Results[Generation | InputError] | Stream[Any]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """Answers to prompts, as many at a time as their keys and values fit the cache.
 
         prompts: a str, a sequence of token ids, or a chat (a list of {"role", "content"}) each.
@@ -45,6 +105,7 @@ class GeneratesText:
         stream: True gives whole answers in order as they are done; "pieces" gives AnswerPieces of
         any prompt as they come, whose request_id is the prompt's place.
         kv_cache_tokens, max_num_seqs: as for `engine`; the cache stays for the next call.
+        show_progress: a bar on stderr that counts prompts.
         """
         params = SamplingParams() if params is None else params
         self._check_params(prompts, params)
@@ -64,6 +125,9 @@ class GeneratesText:
             keeps_errors=on_error == "return",
         )
         blocks = self._run_blocks(run, engine, sizes, prompts)
+        if show_progress:
+            total = num_texts(prompts)
+            blocks = with_progress(blocks, run.num_done, title="generate", total=total)
         if stream:
             return Stream(blocks, run.stats)
         items = [answer for block in blocks for answer in block]
@@ -101,10 +165,11 @@ class GeneratesText:
 
     def encode_prompts(self, prompts: Iterable[Prompt]) -> list[list[int]]:
         """Prompts as the token ids that `engine` takes; raises the first bad one's InputError."""
-        encoded = self._prompt_reader().read(list(check_iterable("prompts", prompts)))
-        for token_ids in encoded:
+        encoded = []
+        for token_ids in self._prompt_reader().read(list(check_iterable("prompts", prompts))):
             if isinstance(token_ids, InputError):
                 raise token_ids
+            encoded.append(token_ids)
         return encoded
 
     def _prompt_reader(self) -> PromptReader:
@@ -126,7 +191,7 @@ class GeneratesText:
             except InputError as error:
                 raise InputError(f"params[{place}]: {error}") from None
 
-    def _check(self, params: SamplingParams) -> None:
+    def _check(self, params: object) -> None:
         """What is wrong with all prompts' parameters shows before any prompt is read."""
         if not isinstance(params, SamplingParams):
             raise InputError(f"params must be SamplingParams, got {type(params).__name__}")

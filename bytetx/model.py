@@ -5,7 +5,7 @@ import pickle
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 import numpy as np
 import torch
@@ -29,12 +29,27 @@ from bytetx.engine.step import Task
 from bytetx.errors import InputError
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.inputs import Input, InputReader
+from bytetx.inputs import InputReader
 from bytetx.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
+from bytetx.progress import num_texts, with_progress
 from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.sentence import Normalize, activation_by_name
+from bytetx.task_options import (
+    ClassifyOptions,
+    EmbedOptions,
+    FillMaskOptions,
+    No,
+    OnError,
+    Raise,
+    Return,
+    StatesOptions,
+    TagOptions,
+    TextOptions,
+    Texts,
+    Yes,
+)
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
@@ -48,7 +63,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("bytetx")
 
 R = TypeVar("R")
-OnError = Literal["raise", "return"]
 
 
 def load(
@@ -78,9 +92,15 @@ def load(
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
     """
     folder = resolve_checkpoint(path_or_id, revision=revision, local_files_only=local_files_only)
-    options = {"device": device, "dtype": dtype, "token_budget": token_budget}
     with computing():
-        checkpoint = load_ranks(folder, tp, **options, group_timeout=group_timeout)
+        checkpoint = load_ranks(
+            folder,
+            tp,
+            device=device,
+            dtype=dtype,
+            token_budget=token_budget,
+            group_timeout=group_timeout,
+        )
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
@@ -94,6 +114,7 @@ class Model(GeneratesText):
     truncate: cut a text beyond the model's positions; else it is a TooLongError.
     on_error: "raise" a bad text's InputError, or "return" it in place of that text's result.
     stream: an iterator that pulls inputs as it goes, instead of everything at the end.
+    show_progress: a bar on stderr that counts texts.
     """
 
     def __init__(
@@ -146,22 +167,39 @@ class Model(GeneratesText):
             )
         if self._is_closed:
             raise pickle.PicklingError("a closed model cannot be pickled; load it again")
-        options = {
-            "device": str(checkpoint.device),
-            "dtype": FP8 if checkpoint.is_fp8 else checkpoint.dtype,
-            "token_budget": self.token_budget,
-            "cuda_graphs": self.cuda_graphs,
-        }
-        return partial(load, checkpoint.folder.resolve(), **options), ()
+        again = partial(
+            load,
+            checkpoint.folder.resolve(),
+            device=str(checkpoint.device),
+            dtype=FP8 if checkpoint.is_fp8 else checkpoint.dtype,
+            token_budget=self.token_budget,
+            cuda_graphs=self.cuda_graphs,
+        )
+        return again, ()
 
     @property
     def max_tokens(self) -> int:
         """The most tokens of one text, special tokens included."""
         return self.spec.max_positions if self.tokenizer is None else self.tokenizer.max_tokens
 
+    @overload
+    def embed(
+        self, texts: Texts, *, stream: No = ..., on_error: OnError = ..., **o: Unpack[EmbedOptions]
+    ) -> Embeddings: ...
+
+    @overload
+    def embed(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[EmbedOptions]
+    ) -> Stream[np.ndarray]: ...
+
+    @overload
+    def embed(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[EmbedOptions]
+    ) -> Stream[np.ndarray | InputError]: ...
+
     def embed(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         prompt: str | None = None,
         prompt_name: str | None = None,
@@ -171,7 +209,8 @@ class Model(GeneratesText):
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Embeddings | Stream[np.ndarray | InputError]:
+        show_progress: bool = False,
+    ) -> Embeddings | Stream[Any]:
         """One f32 vector a text, as sentence-transformers' encode gives it.
 
         prompt, prompt_name: text put before every str; None is the checkpoint's default.
@@ -185,25 +224,48 @@ class Model(GeneratesText):
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
         counter = RunCounter()
-        steps = self._run(texts, task, reader, counter)
+        # The rows of one array; numpy's types do not say that it is a sequence of them.
+        rows = cast("Task[np.ndarray]", task)
+        steps = self._run(texts, rows, reader, counter, title="embed", show_progress=show_progress)
         if stream:
             return Stream(in_order(steps), counter.stats)
         size = output_size(self.spec.output_size, task.pooling, task.modules)
-        buffer = VectorBuffer(dimensions or size, num_texts=_length(texts))
+        buffer = VectorBuffer(dimensions or size, num_texts=num_texts(texts))
         for step in steps:
             buffer.put(step)
         return Embeddings(buffer.vectors(), counter.stats(), buffer.errors)
 
+    @overload
+    def classify(
+        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[ClassifyOptions]
+    ) -> Results[list[Label]]: ...
+
+    @overload
+    def classify(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[ClassifyOptions]
+    ) -> Stream[list[Label]]: ...
+
+    @overload
+    def classify(
+        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[ClassifyOptions]
+    ) -> Results[list[Label] | InputError]: ...
+
+    @overload
+    def classify(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[ClassifyOptions]
+    ) -> Stream[list[Label] | InputError]: ...
+
     def classify(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         top_k: int | None = None,
         raw_scores: bool = False,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Results[list[Label] | InputError] | Stream[list[Label] | InputError]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """The checkpoint's labels for each text, best first.
 
         Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
@@ -214,7 +276,9 @@ class Model(GeneratesText):
         scores = raw if raw_scores else score_function(self.spec)
         task = ClassifyTask(head, self._labels(), scores, top_k)
         reader = self._reader(truncate=truncate, on_error=on_error)
-        return self._results(texts, task, reader, stream=stream)
+        return self._results(
+            texts, task, reader, stream=stream, title="classify", show_progress=show_progress
+        )
 
     def rerank(
         self,
@@ -225,6 +289,7 @@ class Model(GeneratesText):
         raw_scores: bool = False,
         truncate: bool = False,
         on_error: OnError = "raise",
+        show_progress: bool = False,
     ) -> Results[Hit]:
         """The documents by how well they answer the query, best first (a cross-encoder).
 
@@ -244,9 +309,12 @@ class Model(GeneratesText):
             name = "torch.nn.Identity"
         task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
         documents = list(check_iterable("documents", documents))
-        pairs = ((query, document) for document in documents)
+        pairs = [(query, document) for document in documents]
         reader = self._reader(truncate=truncate, on_error=on_error)
-        scores = self._results(pairs, task, reader, stream=False)
+        scores = self._results(
+            pairs, task, reader, stream=False, title="rerank", show_progress=show_progress
+        )
+        assert isinstance(scores, Results)  # no stream was asked for
         hits = [
             Hit(index, score, documents[index])
             for index, score in enumerate(scores)
@@ -255,16 +323,37 @@ class Model(GeneratesText):
         hits.sort(key=lambda hit: hit.score, reverse=True)
         return Results(hits[:top_k], scores.stats, scores.errors)
 
+    @overload
+    def tag(
+        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[TagOptions]
+    ) -> Results[list[Entity]]: ...
+
+    @overload
+    def tag(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[TagOptions]
+    ) -> Stream[list[Entity]]: ...
+
+    @overload
+    def tag(
+        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[TagOptions]
+    ) -> Results[list[Entity] | InputError]: ...
+
+    @overload
+    def tag(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[TagOptions]
+    ) -> Stream[list[Entity] | InputError]: ...
+
     def tag(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         aggregation: str = "simple",
         ignore_labels: Collection[str] = ("O",),
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Results[list[Entity] | InputError] | Stream[list[Entity] | InputError]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """Tags of the tokens of each text, with character offsets.
 
         aggregation: none (every token), simple (runs of one tag), or first, average, max (one tag
@@ -275,22 +364,45 @@ class Model(GeneratesText):
             raise InputError(f"aggregation must be one of {known}, got {aggregation!r}")
         check_names("ignore_labels", ignore_labels)
         head = self._need_head(self.heads.token, "token classification")
-        self._need_tokenizer()
-        task = TagTask(head, self.tokenizer, self._labels(), aggregation, ignore_labels)
+        tokenizer = self._need_tokenizer()
+        task = TagTask(head, tokenizer, self._labels(), aggregation, ignore_labels)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.with_alignment = True
-        return self._results(texts, task, reader, stream=stream)
+        return self._results(
+            texts, task, reader, stream=stream, title="tag", show_progress=show_progress
+        )
+
+    @overload
+    def fill_mask(
+        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[FillMaskOptions]
+    ) -> Results[list[Fill]]: ...
+
+    @overload
+    def fill_mask(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[FillMaskOptions]
+    ) -> Stream[list[Fill]]: ...
+
+    @overload
+    def fill_mask(
+        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[FillMaskOptions]
+    ) -> Results[list[Fill] | InputError]: ...
+
+    @overload
+    def fill_mask(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[FillMaskOptions]
+    ) -> Stream[list[Fill] | InputError]: ...
 
     def fill_mask(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         top_k: int = 5,
         targets: Sequence[str] | None = None,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Results[list[Fill] | InputError] | Stream[list[Fill] | InputError]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """The best top_k fillings of every mask token of each text, mask by mask.
 
         targets: score these words only, by their probability in the whole vocabulary.
@@ -308,16 +420,39 @@ class Model(GeneratesText):
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.needs_mask = True
         task = FillMaskTask(head, tokenizer, top_k, target_ids)
-        return self._results(texts, task, reader, stream=stream)
+        return self._results(
+            texts, task, reader, stream=stream, title="fill_mask", show_progress=show_progress
+        )
+
+    @overload
+    def score(
+        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[TextOptions]
+    ) -> Results[Likelihood]: ...
+
+    @overload
+    def score(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[TextOptions]
+    ) -> Stream[Likelihood]: ...
+
+    @overload
+    def score(
+        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[TextOptions]
+    ) -> Results[Likelihood | InputError]: ...
+
+    @overload
+    def score(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[TextOptions]
+    ) -> Stream[Likelihood | InputError]: ...
 
     def score(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Results[Likelihood | InputError] | Stream[Likelihood | InputError]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """Log-likelihood and perplexity of each text under a causal language model.
 
         The first token, which has nothing before it, is not scored; give a text that starts with
@@ -325,21 +460,46 @@ class Model(GeneratesText):
         """
         task = LikelihoodTask(self._need_head(self.heads.lm, "language model"))
         reader = self._reader(truncate=truncate, on_error=on_error)
-        return self._results(texts, task, reader, stream=stream)
+        return self._results(
+            texts, task, reader, stream=stream, title="score", show_progress=show_progress
+        )
+
+    @overload
+    def hidden_states(
+        self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[StatesOptions]
+    ) -> Results[np.ndarray]: ...
+
+    @overload
+    def hidden_states(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[StatesOptions]
+    ) -> Stream[np.ndarray]: ...
+
+    @overload
+    def hidden_states(
+        self, texts: Texts, *, stream: No = ..., on_error: Return, **o: Unpack[StatesOptions]
+    ) -> Results[np.ndarray | InputError]: ...
+
+    @overload
+    def hidden_states(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[StatesOptions]
+    ) -> Stream[np.ndarray | InputError]: ...
 
     def hidden_states(
         self,
-        texts: Iterable[Input],
+        texts: Texts,
         *,
         layers: Sequence[int] = (-1,),
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
-    ) -> Results[np.ndarray | InputError] | Stream[np.ndarray | InputError]:
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
         """f32 [len(layers), num_tokens, hidden_size] a text; layer 0 is the embeddings' output."""
         task = HiddenStatesTask(chosen_layers(layers, num_states=self.spec.num_layers + 1))
         reader = self._reader(truncate=truncate, on_error=on_error)
-        return self._results(texts, task, reader, stream=stream)
+        return self._results(
+            texts, task, reader, stream=stream, title="hidden_states", show_progress=show_progress
+        )
 
     def info(self) -> dict[str, Any]:
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""
@@ -379,11 +539,18 @@ class Model(GeneratesText):
         return InputReader(self.spec, self.tokenizer, truncate=truncate, keeps_errors=keeps_errors)
 
     def _run(
-        self, texts: Iterable[Input], task: Task[R], reader: InputReader, counter: RunCounter
+        self,
+        texts: Texts,
+        task: Task[R],
+        reader: InputReader,
+        counter: RunCounter,
+        *,
+        title: str,
+        show_progress: bool,
     ) -> Generator[Finished[R], None, None]:
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
-        return run(
+        steps = run(
             cut,
             reader.read,
             task,
@@ -392,12 +559,23 @@ class Model(GeneratesText):
             counter=counter,
             keeps_errors=reader.keeps_errors,
         )
+        if not show_progress:
+            return steps
+        return with_progress(steps, counter.num_done, title=title, total=num_texts(texts))
 
     def _results(
-        self, texts: Iterable[Input], task: Task[R], reader: InputReader, *, stream: bool
-    ) -> Results[R | InputError] | Stream[R | InputError]:
+        self,
+        texts: Texts,
+        task: Task[R],
+        reader: InputReader,
+        *,
+        stream: bool,
+        title: str,
+        show_progress: bool,
+    ) -> Results[Any] | Stream[Any]:
         counter = RunCounter()
-        blocks = in_order(self._run(texts, task, reader, counter))
+        steps = self._run(texts, task, reader, counter, title=title, show_progress=show_progress)
+        blocks = in_order(steps)
         if stream:
             return Stream(blocks, counter.stats)
         items = [result for block in blocks for result in block]
@@ -419,7 +597,3 @@ class Model(GeneratesText):
         if self.tokenizer is None:
             raise InputError("this checkpoint has no tokenizer, which this task needs")
         return self.tokenizer
-
-
-def _length(texts: Iterable[Input]) -> int | None:
-    return len(texts) if hasattr(texts, "__len__") else None

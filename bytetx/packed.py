@@ -232,17 +232,15 @@ def _concatenate(sequences: Sequence[TokenIds], *, name: str) -> np.ndarray:
         try:
             if isinstance(sequence, list):
                 ids.fromlist(sequence)
+            elif isinstance(sequence, np.ndarray | torch.Tensor):
+                ids.fromlist(sequence.tolist())
             else:
-                ids.fromlist(sequence.tolist() if _is_array(sequence) else list(sequence))
+                ids.fromlist(list(sequence))
         except (TypeError, OverflowError) as error:
             raise InputError(
                 f"{name}[{index}] must hold integers that fit int32: {error}"
             ) from None
     return np.asarray(ids)
-
-
-def _is_array(sequence: TokenIds) -> bool:
-    return isinstance(sequence, np.ndarray | torch.Tensor)
 
 
 def _check_same_lengths(lengths: np.ndarray, expected: np.ndarray) -> None:

@@ -134,7 +134,7 @@ _Check = Callable[[str, Any], None]
 def _integer(low: int, high: int | None = None) -> _Check:
     bounds = f"at least {low}" if high is None else f"{low} ... {high}"
 
-    def check(name: str, value: object) -> None:
+    def check(name: str, value: Any) -> None:
         is_integer = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_integer or value < low or (high is not None and value > high):
             raise InputError(f"{name} must be an integer, {bounds}, got {value!r}")
@@ -156,7 +156,7 @@ def _number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fal
     if high == math.inf:
         wanted = "a finite number" if low == -math.inf else f"a finite number above {low:g}"
 
-    def check(name: str, value: object) -> None:
+    def check(name: str, value: Any) -> None:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         fits = is_number and math.isfinite(value) and low <= value <= high
         if not fits or (above and value == low):
@@ -165,7 +165,7 @@ def _number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fal
     return check
 
 
-def _stop(name: str, value: object) -> None:
+def _stop(name: str, value: Any) -> None:
     strings = [value] if isinstance(value, str) else value
     is_list = isinstance(strings, Sequence) and all(isinstance(s, str) for s in strings)
     if not is_list or "" in strings:

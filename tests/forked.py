@@ -58,91 +58,111 @@ def async_answer(engine: AsyncEngine) -> list[int]:
     return asyncio.run(asyncio.wait_for(ask(), SECONDS))
 
 
-def anew(decoder: Model) -> list[int]:
-    with AsyncEngine(decoder.engine()) as engine:
-        return async_answer(engine)
+class Parent:
+    """Models that have computed with two threads, and what their children compute with them."""
+
+    def __init__(self, encoder_folder: str, decoder_folder: str):
+        self.folder = encoder_folder
+        self.encoder, self.decoder = bytetx.load(encoder_folder), bytetx.load(decoder_folder)
+        self.vectors = self.encoder.embed(TEXTS).vectors
+        self.labels = [row[0].label for row in self.encoder.classify(TEXTS)]
+        self.tokens = answers(self.decoder)
+
+    def embed(self) -> None:
+        self.check(self.encoder)
+
+    def check(self, model: Model) -> None:
+        np.testing.assert_allclose(model.embed(TEXTS).vectors, self.vectors, atol=1e-6)
+
+    def classify(self) -> None:
+        assert [row[0].label for row in self.encoder.classify(TEXTS)] == self.labels
+
+    def generate(self) -> None:
+        assert answers(self.decoder) == self.tokens
+
+    def load(self) -> None:
+        self.check(bytetx.load(self.folder))
+
+    def fork_again(self) -> None:
+        assert outcome(self.embed) == "done"
+
+    def ask_for_threads(self) -> None:
+        torch.set_num_threads(2)
+        self.embed()
+
+    def use_a_thread(self) -> None:
+        done: list[object] = []
+        thread = threading.Thread(target=lambda: done.append(self.encoder.embed(TEXTS)))
+        thread.start()
+        thread.join()
+        assert len(done) == 1
+        self.embed()
+
+    def make_an_engine(self) -> None:
+        with AsyncEngine(self.decoder.engine()) as engine:
+            assert async_answer(engine) == self.tokens[0]
+
+    def fork_beside_an_engine(self) -> dict[str, str]:
+        with AsyncEngine(self.decoder.engine()) as engine:
+            said = {
+                "async engine of the parent": outcome(lambda: async_answer(engine)),
+                "closes the parent's engine": outcome(engine.close),
+            }
+            assert async_answer(engine) == self.tokens[0]  # here it goes on
+        return said
+
+    def fork_beside_a_stream(self) -> dict[str, str]:
+        stream = self.encoder.embed(iter(TEXTS * 20), stream=True)
+        next(stream)
+        said = {
+            "unfinished stream": outcome(lambda: list(stream)),
+            "beside an unfinished stream": outcome(self.embed),
+        }
+        stream.close()
+        return said | {"after the stream": outcome(self.embed)}
+
+    def fork_beside_a_thread(self) -> dict[str, str]:
+        """Forks in the middle of another thread's call."""
+        is_inside, may_end = threading.Event(), threading.Event()
+
+        def texts() -> Iterator[str]:
+            yield from TEXTS * 10
+            is_inside.set()
+            may_end.wait()
+
+        thread = threading.Thread(target=lambda: self.encoder.embed(texts()))
+        thread.start()
+        is_inside.wait()
+        said = {"while another thread computes": outcome(self.embed)}
+        may_end.set()
+        thread.join()
+        return said
+
+    def fork_a_pool(self) -> None:
+        with ProcessPoolExecutor(2, mp_context=FORK) as pool:
+            chunks = list(pool.map(self.encoder.embed, [TEXTS[:200], TEXTS[200:]]))
+        vectors = np.concatenate([chunk.vectors for chunk in chunks])
+        np.testing.assert_allclose(vectors, self.vectors, atol=1e-6)
 
 
 def main(encoder_folder: str, decoder_folder: str) -> None:
     torch.set_num_threads(2)
-    encoder, decoder = bytetx.load(encoder_folder), bytetx.load(decoder_folder)
-    vectors, labels, tokens = (
-        encoder.embed(TEXTS).vectors,
-        encoder.classify(TEXTS),
-        answers(decoder),
-    )
-
-    def embed(model: Model = encoder) -> None:
-        np.testing.assert_allclose(model.embed(TEXTS).vectors, vectors, atol=1e-6)
-
-    def classify() -> None:
-        best = [row[0].label for row in encoder.classify(TEXTS)]
-        assert best == [row[0].label for row in labels]
-
-    def generate() -> None:
-        assert answers(decoder) == tokens
-
-    def asks_for_threads() -> None:
-        torch.set_num_threads(2)
-        embed()
-
-    def in_a_thread() -> None:
-        with_result: list[object] = []
-        thread = threading.Thread(target=lambda: with_result.append(encoder.embed(TEXTS)))
-        thread.start()
-        thread.join()
-        assert len(with_result) == 1
-        embed()
-
+    parent = Parent(encoder_folder, decoder_folder)
     said = {
-        "embed": outcome(embed),
-        "classify": outcome(classify),
-        "generate": outcome(generate),
-        "load": outcome(lambda: embed(bytetx.load(encoder_folder))),
-        "grandchild": outcome(lambda: json.dumps(assert_done(outcome(embed)))),
-        "threads": outcome(asks_for_threads),
-        "other thread": outcome(in_a_thread),
-        "async engine of the child": outcome(lambda: anew(decoder)),
+        "embed": outcome(parent.embed),
+        "classify": outcome(parent.classify),
+        "generate": outcome(parent.generate),
+        "load": outcome(parent.load),
+        "grandchild": outcome(parent.fork_again),
+        "threads": outcome(parent.ask_for_threads),
+        "other thread": outcome(parent.use_a_thread),
+        "async engine of the child": outcome(parent.make_an_engine),
     }
-    with AsyncEngine(decoder.engine()) as engine:
-        said["async engine of the parent"] = outcome(lambda: async_answer(engine))
-        said["closes the parent's engine"] = outcome(engine.close)
-        assert async_answer(engine) == tokens[0]  # here it goes on
-
-    stream = encoder.embed(iter(TEXTS * 20), stream=True)
-    next(stream)
-    said["unfinished stream"] = outcome(lambda: list(stream))
-    said["beside an unfinished stream"] = outcome(embed)
-    stream.close()
-    said["after the stream"] = outcome(embed)
-    said["while another thread computes"] = while_computing(encoder, embed)
-    with ProcessPoolExecutor(2, mp_context=FORK) as pool:
-        chunks = list(pool.map(encoder.embed, [TEXTS[:200], TEXTS[200:]]))  # pickles the model
-    np.testing.assert_allclose(np.concatenate([c.vectors for c in chunks]), vectors, atol=1e-6)
+    said |= parent.fork_beside_an_engine()
+    said |= parent.fork_beside_a_stream()
+    said |= parent.fork_beside_a_thread()
+    parent.fork_a_pool()  # which pickles the model
     print(json.dumps(said))
-
-
-def assert_done(said: str) -> str:
-    assert said == "done", said
-    return said
-
-
-def while_computing(model: Model, embed: Callable[[], None]) -> str:
-    """Forks in the middle of another thread's call."""
-    is_inside, may_end = threading.Event(), threading.Event()
-
-    def texts() -> Iterator[str]:
-        yield from TEXTS * 10
-        is_inside.set()
-        may_end.wait()
-
-    thread = threading.Thread(target=lambda: model.embed(texts()))
-    thread.start()
-    is_inside.wait()
-    said = outcome(embed)
-    may_end.set()
-    thread.join()
-    return said
 
 
 if __name__ == "__main__":

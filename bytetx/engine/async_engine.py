@@ -63,7 +63,8 @@ class AsyncEngine:
         Raises InputError where the request could never run. Closing the iterator, or cancelling
         the task that waits for it, aborts the request.
         """
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[AnswerPiece | BaseException] = asyncio.Queue()
         request_ids: list[int] = []  # written by the thread, once
 
         def put(item: AnswerPiece | BaseException) -> None:

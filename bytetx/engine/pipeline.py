@@ -85,7 +85,9 @@ def run(
             counter.stop()
 
 
-def in_order(finished: Generator[Finished[R], None, None]) -> Iterator[list[R | InputError]]:
+def in_order(
+    finished: Generator[Finished[R], None, None],
+) -> Generator[list[R | InputError], None, None]:
     """Each window's results in the caller's order; a text that failed is its InputError."""
     results: list[R | InputError | None] = []
     with closing(finished):
@@ -190,12 +192,14 @@ def _launch_each(
 def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCounter) -> Finished[R]:
     window, launched = running.window, running.launched
     if running.is_last:
+        counter.add_done(len(window.failures))
         counter.add(window)
         if window.start and runner.device.type == "cpu":
             release_heap()  # a short call's only window keeps its pages for the next call
     if launched is None:
         return Finished(window, np.empty(0, dtype=np.int64), [], running.is_last)
     counter.add_failures(len(launched.failures))
+    counter.add_done(len(launched.step.requests.indices) + len(launched.failures))
     indices = launched.step.requests.indices
     results = task.finish(launched.outputs(), launched.step) if len(indices) else []
     return Finished(window, indices, results, running.is_last, launched.failures)

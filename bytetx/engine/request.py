@@ -148,6 +148,7 @@ class RunCounter:
     _num_tokens: int = 0
     _num_truncated: int = 0
     _num_errors: int = 0
+    _num_done: int = 0
     _num_pad_tokens: int = 0
     _open_batch: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     _start: float = field(default_factory=time.perf_counter)
@@ -171,6 +172,14 @@ class RunCounter:
     def add_failures(self, num_failures: int) -> None:
         """Counts texts that were fine, and that the device could not run."""
         self._num_errors += num_failures
+
+    def add_done(self, num_texts: int) -> None:
+        """Counts texts that have a result or an error, step by step."""
+        self._num_done += num_texts
+
+    def num_done(self) -> int:
+        """Texts that have a result or an error."""
+        return self._num_done
 
     def stop(self) -> None:
         """Ends the clock; a second call changes nothing."""

@@ -119,6 +119,10 @@ class GenerationRun:
         self._num_read = self._num_tokens = self._num_errors = 0
         self._start = perf_counter()
 
+    def num_done(self) -> int:
+        """Prompts whose answers have ended, or that were refused."""
+        return self._num_read - len(self._places)
+
     def stats(self) -> RunStats:
         """What has been computed so far; tokens of prompts and answers."""
         return RunStats(
