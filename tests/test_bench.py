@@ -300,7 +300,7 @@ def test_a_rival_that_does_not_load_is_noted(tmp_path: Path) -> None:
 )
 def test_wrong_options_say_what_to_do(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["cpu", *arguments])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
 
@@ -308,7 +308,7 @@ def test_wrong_options_say_what_to_do(arguments: list[str], message: str) -> Non
 def test_a_table_of_linear_layers_has_all_of_them(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     result = CliRunner().invoke(app, ["linear", "--tune", str(table), "--case", "gpt3"])
-    assert result.exit_code == 1 and "give one of them" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "give one of them" in " ".join(result.output.split())
     assert not table.exists()
 
 

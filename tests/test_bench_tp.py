@@ -186,7 +186,7 @@ def test_the_tuner_writes_line_after_line(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_two_tables_are_not_made_at_once() -> None:
     result = CliRunner().invoke(app, ["tp_layer", "--tune", "rows", "--tune-ways", "ways"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--tune and --tune-ways write tables of their own; give one of them" in result.stderr
 
 

@@ -210,7 +210,10 @@ def test_cuda_equals_the_cpu(folder: Path, model: Model) -> None:
         ({"device": "tpu"}, "device must be auto, cpu or cuda"),
         ({"device": "meta"}, "device must be auto, cpu or cuda"),
         ({"device": "cuda:99"}, "device 'cuda:99' was asked for, torch sees"),
-        ({"dtype": "int8"}, "dtype must be auto, float32, bfloat16, float16, fp8, got 'int8'"),
+        (
+            {"dtype": "int8"},
+            "dtype must be auto, float32, bfloat16, float16, fp32, bf16, fp16 or fp8, got 'int8'",
+        ),
         ({"dtype": torch.float64}, "dtype must be auto"),
         ({"token_budget": 0}, "token_budget must be a positive integer, got 0"),
     ],
