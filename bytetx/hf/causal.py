@@ -20,6 +20,7 @@ from bytetx.hf.forward import (
 )
 from bytetx.hf.kept_engine import EngineKeeper
 from bytetx.hf.padding import Layout, as_callers_tensor
+from bytetx.hf.pads import is_token_of, keeps_all, keeps_pads, kept_columns, loss_reads_pads
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.spec import ModelSpec
 from bytetx.transformer import Transformer
@@ -34,7 +35,6 @@ CAUSAL_OUTPUTS = {
 }
 # cache_position says again, of older transformers, which columns the input is.
 _OWN_NAMES = ("past_key_values", "cache_position")
-_IGNORED_LABEL = -100
 
 
 class CausalForward(PackedForward):
@@ -46,9 +46,9 @@ class CausalForward(PackedForward):
 
     outputs = CAUSAL_OUTPUTS
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, pads: str = "zeros"):
         self.engines = EngineKeeper()
-        super().__init__(module)
+        super().__init__(module, pads=pads)
 
     def forget(self) -> None:
         super().forget()
@@ -107,22 +107,29 @@ class CausalHeadForward(StandIn):
             reads_first=False,
             only_first=False,
             reads_pads=self._reads_pads(given),
+            shows_pads=not self._is_classifier,
             cu_seqlens=cu_seqlens,
         )
         with head_call(call):
             return self.original(**given)
 
+    @property
+    def _is_classifier(self) -> bool:
+        return type(self.module).__name__.endswith("ForSequenceClassification")
+
     def _reads_pads(self, given: Mapping[str, Any]) -> bool:
         name = type(self.module).__name__
-        if name.endswith("ForSequenceClassification"):
+        if self._is_classifier:
             return self._classifies_pads(given)
         if name.endswith("ForQuestionAnswering"):  # its loss is a softmax over every column
             return given.get("start_positions") is not None
-        return not name.endswith("ForTokenClassification")
+        if name.endswith("ForTokenClassification"):
+            return loss_reads_pads(self.module, given)
+        return True
 
     def _classifies_pads(self, given: Mapping[str, Any]) -> bool:
         """Whether a row's last token that is not the pad token, which is read, is a pad."""
-        is_token = _is_token(given)
+        is_token = is_token_of(given)
         ids, pad = given.get("input_ids"), self.module.config.pad_token_id
         if is_token is None:
             return False
@@ -139,15 +146,16 @@ class LmHeadForward(StandIn):
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
-        own = {name: given.pop(name, None) for name in ("labels", "logits_to_keep")}
-        own["num_items_in_batch"] = given.get("num_items_in_batch")
         call = HeadCall(
             base=self.module.base_model,
             reads_first=False,
             only_first=False,
-            reads_pads=_reads_pads(given, **own),
+            reads_pads=keeps_pads(given) or loss_reads_pads(self.module, given),
+            shows_pads=keeps_all(given.get("logits_to_keep")),
             cu_seqlens=None,
         )
+        own = {name: given.pop(name, None) for name in ("labels", "logits_to_keep")}
+        own["num_items_in_batch"] = given.get("num_items_in_batch")
         packed = base_forward(self.module).run_packed(given, call)
         if packed is None:
             with head_call(call):
@@ -181,13 +189,16 @@ class LmHeadForward(StandIn):
         return output if packed.inputs.return_dict else output.to_tuple()
 
     def _logits(self, packed: PackedPass, keep: int | torch.Tensor | None) -> torch.Tensor:
-        """[num_rows, num_columns (or those kept), vocab_size]; zeros at pads."""
+        """[num_rows, num_columns (or those kept), vocab_size]; zeros at pads.
+
+        [num_kept, vocab_size] where a mask says which are kept.
+        """
         layout, x = packed.layout, packed.x
-        if keep is None or (isinstance(keep, int) and keep == 0):
+        if keeps_all(keep):
             return layout.scatter(self._head(x))
-        columns = slice(-keep, None) if isinstance(keep, int) else keep
-        kept = layout.scatter(x)[:, columns].contiguous()
-        return self._head(kept.flatten(0, 1)).unflatten(0, kept.shape[:2])
+        kept = kept_columns(layout.scatter(x), keep)
+        rows = kept.flatten(0, -2).contiguous()
+        return self._head(rows).unflatten(0, kept.shape[:-1])
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
         head = self.module.get_output_embeddings()
@@ -267,30 +278,3 @@ def _places(layout: Layout) -> torch.Tensor:
     )
     places = torch.arange(layout.total_tokens, dtype=torch.int32, device=starts.device)
     return places - starts
-
-
-def _is_token(given: Mapping[str, Any]) -> torch.Tensor | None:
-    """bool [num_rows, num_columns], None where all are or the mask is another one."""
-    mask = given.get("attention_mask")
-    return mask.bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-
-
-def _reads_pads(
-    given: Mapping[str, Any],
-    *,
-    labels: torch.Tensor | None,
-    logits_to_keep: int | torch.Tensor | None,
-    **_: object,
-) -> bool:
-    """Whether the loss counts, or the caller keeps, logits that stand at pads."""
-    is_token = _is_token(given)
-    if is_token is None:
-        return False
-    if isinstance(logits_to_keep, torch.Tensor):
-        return not bool(is_token[:, logits_to_keep.to(is_token.device)].all())
-    if logits_to_keep:
-        return not bool(is_token[:, -logits_to_keep:].all())
-    if labels is None or labels.shape != is_token.shape:
-        return False
-    counted = labels[:, 1:].to(is_token.device) != _IGNORED_LABEL
-    return bool((counted & ~is_token[:, :-1]).any())

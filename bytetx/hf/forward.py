@@ -2,7 +2,7 @@
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from bytetx.hf.padding import (
     padded_layout,
     position_ids_of,
 )
+from bytetx.hf.pads import keeps_pads, loss_reads_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.packed import PackedBatch
 from bytetx.transformer import Transformer
@@ -47,13 +48,15 @@ class HeadCall:
     """What a head tells the base model that it is about to call.
 
     reads_first: the head reads column 0; only_first: and no other column.
-    reads_pads: what the head computes at pads changes its answer.
+    reads_pads: what stands at pads changes what the head answers for tokens, or its loss.
+    shows_pads: the head's output holds values of pads, which nobody else reads.
     """
 
     base: nn.Module
     reads_first: bool
     only_first: bool
     reads_pads: bool
+    shows_pads: bool
     cu_seqlens: torch.Tensor | None
 
 
@@ -120,7 +123,7 @@ class StandIn(ABC):
         return {"module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["module"])
+        self.__init__(**state)
 
     @abstractmethod
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,23 +165,35 @@ class HeadForward(StandIn):
             base=self.module.base_model,
             reads_first=only_first or self.is_pretraining_head,
             only_first=only_first,
-            # The loss of question answering is a softmax over every column.
-            reads_pads=summarises_all or given.get("start_positions") is not None,
+            reads_pads=summarises_all or (not only_first and self._reads_pads(given)),
+            shows_pads=not only_first,
             cu_seqlens=cu_seqlens,
         )
         with head_call(call):
             return self.original(**given)
 
+    def _reads_pads(self, given: Mapping[str, Any]) -> bool:
+        # The loss of question answering is a softmax over every column.
+        has_span = given.get("start_positions") is not None
+        return has_span or keeps_pads(given) or loss_reads_pads(self.module, given)
+
 
 class PackedForward(StandIn):
-    """A base model's forward on packed rows; the original where bytetx cannot give its answer."""
+    """A base model's forward on packed rows; the original where bytetx cannot give its answer.
+
+    pads: "zeros" or "stock", what a caller finds at pads.
+    """
 
     outputs = OUTPUTS
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: nn.Module, *, pads: str = "zeros"):
         super().__init__(module)
+        self.pads = pads
         self.notices = Notices()
         self.plan: Plan | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "pads": self.pads}
 
     def apply_to_module(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
         """Stands in for module._apply (.to, .half, .cuda): lets go of the old parameters first."""
@@ -214,6 +229,8 @@ class PackedForward(StandIn):
             layout = _layout_of(inputs)
             reason = self._layout_reason(inputs, layout, call, plan.transformer)
         if reason is None:
+            if self.pads == "stock" and _shows_pads(inputs, layout, call):
+                return None  # as wrap was asked, so that there is nothing to warn of
             with computing(inputs.main.device):
                 return self._pass(plan.transformer, inputs, layout)
         if cu_seqlens is not None:
@@ -317,11 +334,22 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
             "set tokenizer.padding_side = 'right' to run on bytetx"
         )
     if call is not None and call.reads_pads and layout.token_indices is not None:
-        return "the head's answer depends on what it finds at pads"
+        return (
+            "the head's answer depends on what it finds at pads; labels there are to be -100, and "
+            "logits_to_keep is to name tokens, to run on bytetx"
+        )
     bias = transformer.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"
     return None
+
+
+def _shows_pads(inputs: Inputs, layout: Layout, call: HeadCall | None) -> bool:
+    """Whether the call's output holds what was computed at pads."""
+    if layout.token_indices is None:
+        return False
+    is_seen = call is None or call.shows_pads or inputs.output_hidden_states
+    return is_seen or bool((layout.seqlens == 0).any())
 
 
 def batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> PackedBatch:

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from bytetx.errors import BytetxError
+from bytetx.errors import BytetxError, InputError
 from bytetx.hf.causal import (
     CAUSAL_OUTPUTS,
     CausalForward,
@@ -18,22 +18,29 @@ from bytetx.hf.plan import separate_qkv
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 OLDEST_TRANSFORMERS = (5, 0)
+PADS = ("zeros", "stock")
 
 
-def wrap(model: ModelT) -> ModelT:
+def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     """The same object, its forward running on packed tokens from now on.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet or
     ELECTRA, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Qwen2 or Qwen3, bare or with
     any of its heads; a SentenceTransformer or CrossEncoder; or any module that holds one of these.
-    Wrapping twice changes nothing more.
+    pads: what a caller finds at pads, see below.  Wrapping again changes `pads` and nothing else.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at
     every token; at pads, hidden states are zeros (and a row without tokens is all zeros), where
     Hugging Face has numbers without meaning; pooler_output reads a row's first token even where
-    pads stand before it.  Packed input: input_ids [1, total_tokens] or [total_tokens] with
-    cu_seqlens (or cu_seq_lens_q and cu_seq_lens_k), int [batch_size + 1]; a head that reads the
-    first token then gives one row a sequence.
+    pads stand before it.  A mean over all rows of a padded batch, pads included, is thus another
+    number: pads="stock" gives Hugging Face's at pads, too.  It runs the original forward, without a
+    warning, for each batch that has pads which the output shows (hidden states, logits of every
+    token), since pads then cost what tokens cost; batches without pads, heads on the first token,
+    logits_to_keep and generate run packed as ever.
+
+    Packed input: input_ids [1, total_tokens] or [total_tokens] with cu_seqlens (or cu_seq_lens_q
+    and cu_seq_lens_k), int [batch_size + 1]; a head that reads the first token then gives one row a
+    sequence.
 
     A causal model's past_key_values are transformers' own cache, laid out when somebody looks into
     it (use_cache=False holds none); a call that goes on from one runs the original forward.  Its
@@ -45,9 +52,11 @@ def wrap(model: ModelT) -> ModelT:
     storage, and so do gate and value; GPT-2's weights are turned in place.  Where bytetx cannot
     give the model's answer (training, gradients, attention weights, changed modules), the original
     forward runs, and a FallbackWarning says so once a reason.
-    Raises TypeError for anything else, and BytetxError where transformers is too old or
-    accelerate has spread the model over devices.
+    Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
+    transformers is too old or accelerate has spread the model over devices.
     """
+    if pads not in PADS:
+        raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {pads!r}")
     bases = _base_models(model)
     _check_transformers()
     for base in bases:
@@ -59,6 +68,7 @@ def wrap(model: ModelT) -> ModelT:
             forward.current_plan()
             base.forward = forward
             base._apply = forward.apply_to_module
+        base.forward.pads = pads
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
             module.forward = _head_kind(module)(module)
