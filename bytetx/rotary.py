@@ -41,20 +41,25 @@ class RotaryTables:
 
 
 def rotary_tables(
-    spec: RotarySpec, *, max_positions: int, device: torch.device | str
+    spec: RotarySpec,
+    *,
+    max_positions: int,
+    device: torch.device | str,
+    frequencies: torch.Tensor | None = None,
 ) -> RotaryTables:
     """The tables of positions 0 to max_positions - 1.
 
+    frequencies: radians a token, f32 [dim / 2] on the CPU, instead of those that spec says.
     Source: RoFormer (arXiv 2104.09864), section 3.2; in f32 as Hugging Face computes them, for
     angles in double would turn far positions by other amounts than the model was trained with.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
-    angles = positions[:, None] * _frequencies(spec)
+    angles = positions[:, None] * (frequencies_of(spec) if frequencies is None else frequencies)
     cos, sin = angles.cos() * spec.attention_factor, angles.sin() * spec.attention_factor
     return RotaryTables(spec, cos.to(device), sin.to(device))
 
 
-def _frequencies(spec: RotarySpec) -> torch.Tensor:
+def frequencies_of(spec: RotarySpec) -> torch.Tensor:
     """Radians a token, f32 [dim / 2]."""
     plain = 1.0 / spec.theta ** _exponents(spec)
     if spec.scaling == "linear":

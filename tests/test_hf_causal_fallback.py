@@ -125,7 +125,7 @@ def open_mask(model):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (scale_norm, "eps is 0.1"),
+        (scale_norm, "variance_epsilon is 0.1, the config says 1e-05"),
         (replace_activation, "ReLU"),
         (drop_layer, "has 2 layers, its config says 3"),
         (open_mask, "is_causal=False"),

@@ -14,6 +14,7 @@ from bytetx.engine.forking import computing
 from bytetx.errors import CheckpointError
 from bytetx.family import families
 from bytetx.ops.check import addresses
+from bytetx.rotary import frequencies_of, rotary_tables
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.tensors import fuse_rows
 from bytetx.transformer import Transformer
@@ -38,14 +39,14 @@ class Plan:
 
 
 class Snapshot:
-    """The modules, hooks and parameters that a plan was made from; compared on every call.
+    """The modules, hooks, parameters and values that a plan was made from; compared on every call.
 
-    Plain lists compared by C loops: about 50 us for the 12 layers of BERT-base.
+    Plain lists compared by C loops: about 60 us for the 12 layers of BERT-base.
     """
 
     def __init__(self, base: nn.Module):
-        self.config = base.config
-        self.config_facts = _config_facts(base.config)
+        from bytetx.hf.stock import ReadValues
+
         links = list(_inner_modules(base))
         self.parents = [parent._modules for parent, _, _ in links]
         self.names = [name for _, name, _ in links]
@@ -75,10 +76,12 @@ class Snapshot:
             # Moved in inference mode, it would not count its changes.
             self.table.data = self.table.data.clone()
         self.table_version = _version(self.table)
+        self.read_values = ReadValues(base, self.modules)
 
     def seal(self) -> None:
         """Remembers where the parameters lie, after the last of them was moved."""
         self.addresses = addresses(self.tensors)
+        self.read_values.seal()
 
     def is_current(self) -> bool:
         """Whether the model is still the one that the snapshot was taken of."""
@@ -91,7 +94,7 @@ class Snapshot:
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
             and addresses(self.tensors) == self.addresses
             and _version(self.table) == self.table_version
-            and _config_facts(self.config) == self.config_facts
+            and self.read_values.are_current()
         )
 
     def is_training(self) -> bool:
@@ -113,7 +116,7 @@ def build_plan(base: nn.Module) -> Plan:
         snapshot = Snapshot(base)
         transformer = None
         try:
-            reason = _reason_against(base, snapshot)
+            reason = _reason_against(base, snapshot.tensors)
             if reason is None:
                 transformer = _share(base)
         except CheckpointError as error:
@@ -149,9 +152,26 @@ def _share(base: nn.Module) -> Transformer:
         _fuse([parameters[name] for name in names if name in parameters])
     tensors = {name: _plain(parameter) for name, parameter in parameters.items()}
     first = tensors[spec.embeddings["word"]]
-    return Transformer.from_tensors(
+    transformer = Transformer.from_tensors(
         spec, tensors, dtype=first.dtype, device=first.device, prepack=False, shares=True
     )
+    _take_frequencies(base, transformer)
+    return transformer
+
+
+def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
+    """Turns positions by the model's own frequencies, which a cast to bf16 rounds."""
+    decoder, module = transformer.decoder, getattr(base, "rotary_emb", None)
+    if decoder is None or decoder.tables is None or not hasattr(module, "inv_freq"):
+        return
+    spec, own = decoder.tables.spec, module.inv_freq.detach().float().cpu()
+    expected = frequencies_of(spec)
+    if own.shape != expected.shape:
+        raise CheckpointError(f"rotary_emb's inv_freq has {len(own)} values, not {len(expected)}")
+    if spec.scaling == "dynamic" or torch.allclose(own, expected, rtol=1e-6, atol=0):
+        return
+    options = {"max_positions": transformer.spec.max_positions, "frequencies": own}
+    decoder.tables = rotary_tables(spec, device=decoder.tables.cos.device, **options)
 
 
 def _turn(parameter: nn.Parameter) -> None:
@@ -206,14 +226,16 @@ def _is_turned(spec: ModelSpec) -> bool:
     return spec.decoder is not None and spec.decoder.weight_layout == "conv1d"
 
 
-def _reason_against(base: nn.Module, snapshot: Snapshot) -> str | None:
-    *_, is_causal, attention = snapshot.config_facts
+def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
+    from bytetx.hf.stock import difference_from_stock
+
+    is_causal = getattr(base.config, "is_causal", None)
+    attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
     if is_causal is not None and is_causal != (spec.decoder is not None):
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"
-    tensors = snapshot.tensors
     if any(t.device.type == "meta" for t in tensors):
         return "parameters are on the meta device; load the weights"
     if any(type(t) is not nn.Parameter or not _is_dense(t, spec) for t in tensors):
@@ -221,7 +243,8 @@ def _reason_against(base: nn.Module, snapshot: Snapshot) -> str | None:
     kinds = {(str(t.dtype), str(t.device)) for t in tensors}
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
-    return _changed_module(base)
+    changed = _changed_module(base)
+    return changed or difference_from_stock(base, is_causal=spec.decoder is not None)
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:
@@ -246,9 +269,6 @@ def _changed_module(base: nn.Module) -> str | None:
             return f"{found}, another activation than the config names"
         if kind not in _PLAIN_MODULES and kind.__module__ not in (own_file, _CONV1D_FILE):
             return f"{found}; merge or undo the change to run on bytetx"
-        eps = module.eps if kind is nn.LayerNorm else getattr(module, "variance_epsilon", None)
-        if eps not in (None, spec.norm_eps):
-            return f"{name}'s eps is {eps}, the config says {spec.norm_eps}"
     return None
 
 
@@ -284,15 +304,6 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         if module is not None:
             yield parent, name, module
             yield from _below(module)
-
-
-def _config_facts(config: object) -> tuple[bool, bool, bool | None, str | None]:
-    return (
-        bool(getattr(config, "is_decoder", False)),
-        bool(getattr(config, "add_cross_attention", False)),
-        getattr(config, "is_causal", None),
-        getattr(config, "_attn_implementation", None),
-    )
 
 
 def _relative_bias_table(base: nn.Module) -> torch.Tensor | None:
