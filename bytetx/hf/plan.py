@@ -13,6 +13,7 @@ from bytetx.decoder_spec import LINEARS
 from bytetx.engine.forking import computing
 from bytetx.errors import CheckpointError
 from bytetx.family import families
+from bytetx.hf.saving import hook_state_dict, unhook_state_dict
 from bytetx.ops.check import addresses
 from bytetx.rotary import frequencies_of, rotary_tables
 from bytetx.spec import ModelSpec, build_spec
@@ -129,6 +130,8 @@ def separate_qkv(base: nn.Module) -> None:
     """Gives every parameter that shares a storage with its neighbours a storage of its own, and
     every one that was turned its old layout."""
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
+        for module in base.modules():
+            unhook_state_dict(module)
         for parameter in base.parameters():
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
@@ -146,10 +149,13 @@ def _share(base: nn.Module) -> Transformer:
         for layer in stems:
             for key in layer.keys() & set(LINEARS):
                 _turn(parameters[f"{layer[key]}.weight"])
+                hook_state_dict(base.get_submodule(layer[key]))
     groups = [group for group in _FUSED if all(key in spec.layer for key in group)]
     for layer, group, part in product(stems, groups, ("weight", "bias")):
         names = [f"{layer[key]}.{part}" for key in group]
         _fuse([parameters[name] for name in names if name in parameters])
+        for key in group:
+            hook_state_dict(base.get_submodule(layer[key]))
     tensors = {name: _plain(parameter) for name, parameter in parameters.items()}
     first = tensors[spec.embeddings["word"]]
     transformer = Transformer.from_tensors(
@@ -178,7 +184,7 @@ def _turn(parameter: nn.Parameter) -> None:
     """Lays a Conv1D's weight [k, n] out by columns: as a linear layer's [n, k], not held twice."""
     plain = _plain(parameter)
     if not plain.t().is_contiguous():
-        _point_at(parameter, plain.t().contiguous().t())
+        _point_at(parameter, _shared_as([plain], plain.t().contiguous()).t())
 
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
@@ -189,9 +195,16 @@ def _fuse(parameters: list[nn.Parameter]) -> None:
     fused = fuse_rows(rows)
     if fused.untyped_storage().data_ptr() == rows[0].untyped_storage().data_ptr():
         return
+    fused = _shared_as(rows, fused)
     views = fused.split([parameter.shape[0] for parameter in parameters])
     for parameter, view in zip(parameters, views, strict=True):
         _point_at(parameter, view)
+
+
+def _shared_as(old: list[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
+    """new, in memory that processes share where the old tensors are."""
+    is_shared = not new.is_cuda and any(t.is_shared() for t in old)
+    return new.share_memory_() if is_shared else new
 
 
 def _point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:

@@ -49,9 +49,12 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     pages, and a GPU's graphs, stay for the next call, until the model is moved or unwrapped.
 
     The parameters are shared, not copied; query, key and value of a layer become views of one
-    storage, and so do gate and value; GPT-2's weights are turned in place.  Where bytetx cannot
-    give the model's answer (training, gradients, attention weights, changed modules), the original
-    forward runs, and a FallbackWarning says so once a reason.
+    storage, and so do gate and value; GPT-2's weights are turned in place.  state_dict still gives
+    contiguous tensors with storages of their own over the same memory, which safetensors and torch
+    save as the stock model's; GPT-2's weights are turned back for it, until the next packed call
+    turns them again, and only until then is writing to its entries writing to the model.  Where
+    bytetx cannot give the model's answer (training, gradients, attention weights, changed modules),
+    the original forward runs, and a FallbackWarning says so once a reason.
     Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
     transformers is too old or accelerate has spread the model over devices.
     """
