@@ -15,6 +15,7 @@ from tiny_decoders import DECODERS, tiny_decoder
 
 from bytetx.engine.engine import GenerationEngine
 from bytetx.hf import FallbackWarning, unwrap, wrap
+from bytetx.sampling import SamplingParams
 
 SEQLENS = [9, 1, 23, 14]
 NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]
@@ -133,6 +134,59 @@ def test_what_transformers_generates(options, text):
         )
     want, have = (getattr(answer, "sequences", answer) for answer in answers)
     assert torch.equal(have, want)
+
+
+# Each makes transformers change logits in its own order: a bias before penalties, for one.
+PROCESSORS = {
+    "SequenceBias": {"sequence_bias": {(5,): 8.0, (9,): -4.0}, "repetition_penalty": 1.7},
+    "NoBadWords": {"bad_words_ids": [[5], [7, 9]]},
+    "SuppressTokens": {"suppress_tokens": list(range(4, 30))},
+    "SuppressTokensAtBegin": {"begin_suppress_tokens": list(range(4, 30))},
+    "ForcedBOS": {"forced_bos_token_id": 7},
+    "ForcedEOS": {"forced_eos_token_id": 7},
+    "InfNanRemove": {"remove_invalid_values": True},
+    "ExponentialDecayLength": {
+        "exponential_decay_length_penalty": (2, 1.5),
+        "eos_token_id": 7,
+    },
+    "UnbatchedClassifierFreeGuidance": {"guidance_scale": 1.5},
+    "RepetitionPenalty": {"repetition_penalty": 1.7, "min_new_tokens": 3, "eos_token_id": 7},
+    "NoRepeatNGram": {"no_repeat_ngram_size": 1},
+    "LogitNormalization": {"renormalize_logits": True},
+}
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_whatever_changes_logits_is_transformers_to_apply(name):
+    stock, wrapped = stock_and_wrapped("llama")
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    options = GREEDY | PROCESSORS[name]
+    want = stock.generate(**inputs, **options)
+    with pytest.warns(FallbackWarning, match=f"{name}\\w* changes the logits"):
+        have = wrapped.generate(**inputs, **options)
+    assert torch.equal(have, want)
+    config = transformers.GenerationConfig(**options)  # the same, of the model's own defaults
+    wrapped.generation_config = stock.generation_config = config
+    assert torch.equal(wrapped.generate(**inputs), stock.generate(**inputs))
+
+
+def test_the_engine_is_told_lengths_and_ends_alone(monkeypatch):
+    """Every other field of SamplingParams keeps a default that changes nothing."""
+    _, wrapped = stock_and_wrapped("llama")
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    given = []
+    add_request = GenerationEngine.add_request
+
+    def record(engine, prompt, params, **options):
+        given.append(params)
+        return add_request(engine, prompt, params, **options)
+
+    monkeypatch.setattr(GenerationEngine, "add_request", record)
+    # Of sampling, which greedy decoding does not look at.
+    options = {"temperature": 0.3, "top_k": 3, "top_p": 0.5, "eos_token_id": [7, 9]}
+    wrapped.generate(**inputs, **GREEDY | options, min_new_tokens=2)
+    want = SamplingParams(temperature=0, max_tokens=12, min_tokens=2, stop_token_ids=(7, 9))
+    assert given == [want] * len(SEQLENS)
 
 
 class Collector:
