@@ -67,6 +67,8 @@ class PackedBatch:
     inputs_embeds: [total_tokens, embedding_size], replaces the word embedding where it is given.
     bias_positions: int32 [total_tokens], positions for a relative attention bias, where they are
         not simply the index in the sequence (a padded mask with holes).
+    bad_ids: int32 [3] on a GPU, what bytetx.ops.embedding.embed writes there of ids that no host
+        checked; None where the host did.
     past: where the sequences' keys and values lie, in a step of generation; else None.
     """
 
@@ -78,6 +80,7 @@ class PackedBatch:
     max_seqlen: int
     inputs_embeds: torch.Tensor | None = None
     bias_positions: torch.Tensor | None = None
+    bad_ids: torch.Tensor | None = None
     past: Past | None = None
 
     @property

@@ -216,6 +216,7 @@ class Transformer:
             norm_bias=table.norm.bias,
             eps=self.spec.norm_eps,
             inputs_embeds=batch.inputs_embeds,
+            bad_ids=batch.bad_ids,
         )
         return x if table.project is None else linear(x, table.project)
 
@@ -224,12 +225,15 @@ class Transformer:
         table, ids = self.embeddings, batch.input_ids
         words, positions = batch.inputs_embeds, batch.position_ids
         if table.project is not None:
-            narrow = rows.embed(ids, None, None, word=table.word, inputs_embeds=words)
-            words = linear(narrow, table.project)
+            given = {"inputs_embeds": words, "bad_ids": batch.bad_ids}
+            words = linear(rows.embed(ids, None, None, word=table.word, **given), table.project)
             if table.position is None:
                 return words
-            return words + embed(rows.own(positions), None, None, word=table.position)
-        options = {"position": table.position, "inputs_embeds": words}
+            # The words that are given stand for the first table, which is not read.
+            tables = {"word": table.position, "position": table.position}
+            given = {"inputs_embeds": words, "bad_ids": batch.bad_ids}
+            return embed(rows.own(ids), rows.own(positions), None, **tables, **given)
+        options = {"position": table.position, "inputs_embeds": words, "bad_ids": batch.bad_ids}
         return rows.embed(ids, positions, None, word=table.word, **options)
 
     def _attention(

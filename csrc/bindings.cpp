@@ -35,14 +35,14 @@ void bind_embed(py::module_& m) {
         "embed",
         [](Address input_ids, Address position_ids, Address token_type_ids, Address word,
            Address position, Address token_type, Address inputs_embeds, Address norm_weight,
-           Address norm_bias, Address out, int64_t total_tokens, int64_t hidden_size,
-           int64_t num_words, int64_t num_positions, int64_t num_token_types, float eps, int dtype,
-           int device, Address stream, int num_threads, int isa) {
+           Address norm_bias, Address out, Address bad_ids, int64_t total_tokens,
+           int64_t hidden_size, int64_t num_words, int64_t num_positions, int64_t num_token_types,
+           float eps, int dtype, int device, Address stream, int num_threads, int isa) {
             embed({pointer<int32_t>(input_ids), pointer<int32_t>(position_ids),
                    pointer<int32_t>(token_type_ids), pointer(word), pointer(position),
                    pointer(token_type), pointer(inputs_embeds), pointer(norm_weight),
-                   pointer(norm_bias), pointer(out), total_tokens, hidden_size, num_words,
-                   num_positions, num_token_types, eps, to_dtype(dtype)},
+                   pointer(norm_bias), pointer(out), pointer<int32_t>(bad_ids), total_tokens,
+                   hidden_size, num_words, num_positions, num_token_types, eps, to_dtype(dtype)},
                   {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());

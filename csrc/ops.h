@@ -90,7 +90,8 @@ void sample(const SampleParams& p, const Launch& launch);
 
 // out[i] = layer_norm(word[input_ids[i]] + position[position_ids[i]] + token_type[...]), summed in
 // f32. An id outside its table: on a CPU it throws before anything is written, and names id, index
-// and table; on a GPU the nearest row is read.
+// and table; on a GPU the nearest row is read, and where bad_ids is given, one such id of each
+// table goes there and the token's row of out is NaN.
 struct EmbedParams {
     const int32_t* input_ids;       // [total_tokens], or null where inputs_embeds is given
     const int32_t* position_ids;    // [total_tokens], read where position is given
@@ -102,6 +103,7 @@ struct EmbedParams {
     const void* norm_weight;        // [hidden_size], or null for no norm
     const void* norm_bias;          // [hidden_size], or null for none
     void* out;                      // [total_tokens, hidden_size], dtype
+    int32_t* bad_ids;               // [3] of word, position, token_type, or null; not on a CPU
     int64_t total_tokens;
     int64_t hidden_size;
     int64_t num_words;

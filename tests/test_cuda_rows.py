@@ -51,6 +51,37 @@ def test_id_outside_its_table_reads_the_nearest_row(width: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [8, 33, 128, 384, 768, 1024, 1032, 4096, 20000])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_ids_that_no_host_checked_are_noted(dtype: torch.dtype, width: int, has_norm: bool) -> None:
+    table = torch.randn(7, width, device=CUDA).to(dtype)
+    norm = torch.randn(2, width, device=CUDA).to(dtype) if has_norm else (None, None)
+    options = {"word": table, "position": table, "token_type": table[:3]}
+    options |= {"norm_weight": norm[0], "norm_bias": norm[1]}
+    words, places = torch.randint(7, (2, 1003), dtype=torch.int32, device=CUDA)
+    types = torch.randint(3, (1003,), dtype=torch.int32, device=CUDA)
+    bad_ids = torch.zeros(3, dtype=torch.int32, device=CUDA)
+    want = embed(words, places, types, **options)
+    assert torch.equal(embed(words, places, types, **options, bad_ids=bad_ids), want)
+    assert bad_ids.tolist() == [0, 0, 0]
+    words[3], words[1002], places[500], types[1001] = 7, 9, -(2**31), 2**31 - 1
+    is_bad = torch.zeros(1003, dtype=torch.bool, device=CUDA)
+    is_bad[[3, 1002, 500, 1001]] = True
+    for _ in range(2):
+        got = embed(words, places, types, **options, bad_ids=bad_ids)
+        assert torch.equal(got[~is_bad], want[~is_bad])
+        assert got[is_bad].isnan().all()
+        assert bad_ids.tolist()[1:] == [-(2**31), 2**31 - 1] and int(bad_ids[0]) in (7, 9)
+        bad_ids.zero_()
+    words[3] = words[1002] = places[500] = types[1001] = 0
+    rows = table[words.long()]
+    given = embed(words + 100, places, types, **options, inputs_embeds=rows, bad_ids=bad_ids)
+    assert torch.equal(given, embed(words, places, types, **options))
+    assert bad_ids.tolist() == [0, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", POOLING_MODES)
 @pytest.mark.parametrize("width", [384, 33, 1032])
 @pytest.mark.parametrize("normalize", [False, True])

@@ -73,7 +73,8 @@ class CausalForward(PackedForward):
         batch = batch_of(inputs, layout, transformer)
         if transformer.spec.family == "opt" and inputs.position_ids is None:
             batch = replace(batch, position_ids=_places(layout))
-        x = transformer.forward(
+        x = self._run_batch(
+            transformer,
             batch,
             on_layer=layers.append if inputs.output_hidden_states else None,
             on_kv=(lambda k, v: rows.append((k, v))) if inputs.use_cache else None,
@@ -262,8 +263,11 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
     limit, length = spec.max_positions, layout.num_columns
     if own.rotary.scaling == "dynamic":
         limit = own.rotary.original_positions
-    if positions is not None:
-        length = int(positions.max()) + 1
+    if positions is not None and layout.total_tokens:
+        low, high = map(int, layout.gather(positions).aminmax())
+        length = high + 1
+        if low < 0:
+            return "position_ids below 0 turn backwards, which bytetx has no tables for"
     elif layout.is_packed:
         length = layout.max_seqlen
     if length > limit:

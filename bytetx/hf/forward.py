@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import CodeType
 from typing import Any
 
@@ -16,6 +16,7 @@ from bytetx.engine.forking import computing
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
+from bytetx.hf.bad_ids import BadIds, check_on_host
 from bytetx.hf.notice import Notices
 from bytetx.hf.padding import (
     Layout,
@@ -190,6 +191,7 @@ class PackedForward(StandIn):
         super().__init__(module)
         self.pads = pads
         self.notices = Notices()
+        self.bad_ids = BadIds()
         self.plan: Plan | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -226,7 +228,8 @@ class PackedForward(StandIn):
             reason = plan.reason or _plan_reason(plan, inputs)
         reason = reason or self._argument_reason(given, inputs)
         if reason is None:
-            layout = _layout_of(inputs)
+            layout = _layout_of(inputs)  # where it waits for a GPU, earlier calls have ended
+            self.bad_ids.raise_found(plan.transformer)
             reason = self._layout_reason(inputs, layout, call, plan.transformer)
         if reason is None:
             if self.pads == "stock" and _shows_pads(inputs, layout, call):
@@ -270,8 +273,21 @@ class PackedForward(StandIn):
     def _pass(self, transformer: Transformer, inputs: Inputs, layout: Layout) -> PackedPass:
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
-        x = transformer.forward(batch_of(inputs, layout, transformer), on_layer=on_layer)
+        batch = batch_of(inputs, layout, transformer)
+        x = self._run_batch(transformer, batch, on_layer=on_layer)
         return PackedPass(inputs, layout, x, layers)
+
+    def _run_batch(
+        self, transformer: Transformer, batch: PackedBatch, **options: Any
+    ) -> torch.Tensor:
+        """transformer.forward; ids outside their tables are found, on a GPU by the next call."""
+        if batch.device.type == "cpu":
+            check_on_host(batch, transformer)
+            return transformer.forward(batch, **options)
+        batch = replace(batch, bad_ids=self.bad_ids.words_on(batch.device))
+        x = transformer.forward(batch, **options)
+        self.bad_ids.send(batch.device)
+        return x
 
     def _fields(self, packed: PackedPass, call: HeadCall | None) -> dict[str, Any]:
         """The output's fields, in its order."""

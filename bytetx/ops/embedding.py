@@ -22,6 +22,7 @@ def embed(
     norm_bias: Tensor | None = None,
     eps: float = 1e-12,
     inputs_embeds: Tensor | None = None,
+    bad_ids: Tensor | None = None,
 ) -> Tensor:
     """word[input_ids] + position[position_ids] + token_type[token_type_ids], then layer norm.
 
@@ -29,11 +30,14 @@ def embed(
     not read.  word [vocab_size, embedding_size], position, token_type: [rows, embedding_size], all
     of one dtype.  norm_weight, norm_bias: [embedding_size]; no norm where norm_weight is None.
     inputs_embeds: [total_tokens, embedding_size] in place of word[input_ids].
+    bad_ids: int32 [3] on a GPU, for ids that no host checked: where one is outside its table, such
+    an id of input_ids, position_ids or token_type_ids (never 0) is written there, and the token's
+    row is NaN.  The caller owns it, sets it to zero and reads it when he waits for the GPU anyway.
     Returns [total_tokens, embedding_size] in word's dtype; sums and statistics in f32.
     Raises ValueError on shape, dtype or device mismatch, and on a CPU naming the first id outside
-    its table. A GPU's kernel never reads outside a table but takes the nearest row and says nothing
-    (the reference there ends in torch's device-side assertion): whoever packs ids checks them on
-    the host before they are sent.
+    its table. Without bad_ids, a GPU's kernel never reads outside a table but takes the nearest row
+    and says nothing (the reference there ends in torch's device-side assertion): whoever packs ids
+    checks them on the host before they are sent. A compiled graph does not write bad_ids.
     """
     _check_ids(input_ids, position_ids, token_type_ids, position, token_type)
     tables = {"word": word, "position": position, "token_type": token_type}
@@ -48,9 +52,13 @@ def embed(
     if torch.compiler.is_compiling():
         return torch.ops.bytetx.embed(*ids, **tables, **options)
     kernel = native.kernel("embed", word.device)
+    if bad_ids is not None:
+        require_tensor("bad_ids", bad_ids, shape=(3,), dtypes=(torch.int32,), device=word.device)
+        if not word.is_cuda:
+            raise ValueError("bad_ids must be None on a CPU, where an id outside its table raises")
     if kernel is None or not has_row_kernel(word):
-        return reference.embed(*ids, **tables, **options)
-    return run_kernel(kernel, ids, (word, position, token_type), **options)
+        return reference.embed(*ids, **tables, **options, bad_ids=bad_ids)
+    return run_kernel(kernel, ids, (word, position, token_type), **options, bad_ids=bad_ids)
 
 
 def run_kernel(
@@ -62,6 +70,7 @@ def run_kernel(
     norm_bias: Tensor | None,
     eps: float,
     inputs_embeds: Tensor | None,
+    bad_ids: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
     """The native kernel on checked (input, position, token type) ids and tables."""
@@ -71,7 +80,7 @@ def run_kernel(
         out = word.new_empty((total_tokens, embedding_size))
     else:
         out = empty_rows(total_tokens, (embedding_size,), word.dtype)
-    operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out)
+    operands = (*ids, *tables, inputs_embeds, norm_weight, norm_bias, out, bad_ids)
     kernel(
         *(0 if t is None else t.data_ptr() for t in operands),
         total_tokens,

@@ -265,20 +265,37 @@ def embed(
     norm_bias: Tensor | None = None,
     eps: float = 1e-12,
     inputs_embeds: Tensor | None = None,
+    bad_ids: Tensor | None = None,
 ) -> Tensor:
-    """Sum in f32 of the rows that the ids name, then the norm where there is one; word's dtype."""
-    h = _rows(word, "input_ids", input_ids) if inputs_embeds is None else inputs_embeds.float()
+    """Sum in f32 of the rows that the ids name, then the norm where there is one; word's dtype.
+
+    bad_ids: as in ops.embedding.embed, on any device; without it, bad ids raise.
+    """
+    notes = [None] * 3 if bad_ids is None else bad_ids.unbind()
+    if inputs_embeds is None:
+        h = _rows(word, "input_ids", input_ids, notes[0])
+    else:
+        h = inputs_embeds.float()
     if token_type is not None:
-        h = h + _rows(token_type, "token_type_ids", token_type_ids)
+        h = h + _rows(token_type, "token_type_ids", token_type_ids, notes[2])
     if position is not None:
-        h = h + _rows(position, "position_ids", position_ids)
+        h = h + _rows(position, "position_ids", position_ids, notes[1])
     if norm_weight is not None:
         h = _norm(h, norm_weight, norm_bias, eps)
     return h.to(word.dtype)
 
 
-def _rows(table: Tensor, name: str, ids: Tensor) -> Tensor:
-    """table[ids] in f32; on CUDA the ids are checked by torch's device-side assertion alone."""
+def _rows(table: Tensor, name: str, ids: Tensor, note: Tensor | None) -> Tensor:
+    """table[ids] in f32.  note: int32 scalar for an id outside the table, whose row is NaN.
+
+    Without it, on CUDA the ids are checked by torch's device-side assertion alone.
+    """
+    if note is not None and ids.numel():
+        is_bad = (ids < 0) | (ids >= table.shape[0])
+        found = ids.masked_fill(~is_bad, 0)[is_bad.int().argmax()]  # 0 where none is bad
+        note.copy_(torch.where(found != 0, found, note))
+        rows = F.embedding(ids.clamp(0, table.shape[0] - 1), table).float()
+        return rows.masked_fill(is_bad.unsqueeze(1), torch.nan)
     if not ids.is_cuda and bool((is_bad := (ids < 0) | (ids >= table.shape[0])).any()):
         index = int(is_bad.nonzero()[0])
         raise ValueError(

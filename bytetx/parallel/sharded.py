@@ -108,6 +108,7 @@ class _Rows:
         norm_bias: Tensor | None = None,
         eps: float = 1e-12,
         inputs_embeds: Tensor | None = None,
+        bad_ids: Tensor | None = None,
     ) -> Tensor:
         """bytetx.ops.embedding.embed of this rank's rows.
 
@@ -128,6 +129,7 @@ class _Rows:
             norm_bias=norm_bias,
             eps=eps,
             inputs_embeds=words,
+            bad_ids=bad_ids,
         )
 
     def _words(self, input_ids: Tensor, word: Tensor) -> Tensor:

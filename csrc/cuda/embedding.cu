@@ -5,7 +5,8 @@
 // Tables [rows, hidden_size], norm_weight, norm_bias [hidden_size] and out [total_tokens,
 // hidden_size], all of one dtype (f32, f16, bf16); ids int32 [total_tokens]. h and the statistics
 // are f32, summed in Hugging Face's order. Without norm_weight, out is h rounded. An id outside its
-// table reads the nearest row: the host checks ids, the kernel only stays inside the tables.
+// table reads the nearest row, so that the kernel stays inside the tables; where the caller gives
+// bad_ids, because no host checked the ids, it is noted there and the token's row of out is NaN.
 //
 // embed_kernel: rows whose bytes are a multiple of 16. A row lives in the registers of a warp, of
 // half a warp or of a CTA, as in common/row_norm.cuh. A warp owns up to 16 neighbouring tokens:
@@ -17,6 +18,8 @@
 // words come from L2, token types from L1, so HBM carries at most 2 * total_tokens * hidden_size *
 // sizeof(T), and L2 half as much again, which bounds narrow rows. Fraction reached: csrc/README.md.
 // Source: standard.
+
+#include <math_constants.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -35,22 +38,17 @@ template <typename Tiling>
 constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
 constexpr int kMostTokens = 16;  // of a warp: 32 took 7 % longer at 65k tokens of 1024
 
-// The row of `table` that token `row` names, as an offset in rows.
-__device__ __forceinline__ int table_row(const int32_t* ids, int64_t token, int64_t num_rows) {
-    const int64_t id = ids[token];
-    return static_cast<int>(id < 0 ? 0 : id < num_rows ? id : num_rows - 1);
-}
+// Columns of bad_ids.
+constexpr int kInputId = 0, kPositionId = 1, kTokenTypeId = 2;
 
-// Row `row` of the word table, or of what stands in its place.
-__device__ __forceinline__ int word_row(const EmbedParams& p, int64_t token) {
-    return p.inputs_embeds != nullptr ? static_cast<int>(token)
-                                      : table_row(p.input_ids, token, p.num_words);
-}
+// Of TokenRows::token_type: the token's row of out is NaN. The mark travels with a row that every
+// lane asks for anyway, so that ids inside their tables cost nothing more.
+constexpr int kBadToken = INT32_MIN;
 
 // The rows of its tables that one token is the sum of.
 struct TokenRows {
-    int word;  // or of inputs_embeds
-    int token_type;
+    int word;        // or of inputs_embeds
+    int token_type;  // with kBadToken
     int position;
 };
 
@@ -58,11 +56,26 @@ struct TokenRows {
 __device__ __forceinline__ TokenRows find_rows(const EmbedParams& p, int64_t token) {
     TokenRows rows{};
     if (token >= p.total_tokens) return rows;
-    rows.word = word_row(p, token);
+    bool is_bad = false;
+    const auto table_row = [&](const int32_t* ids, int64_t num_rows, int column) {
+        const int64_t id = ids[token];
+        if (id >= 0 && id < num_rows) return static_cast<int>(id);
+        if (p.bad_ids != nullptr) {
+            // Any one of several: never 0, which is inside every table.
+            atomicExch(p.bad_ids + column, static_cast<int>(id));
+            is_bad = true;
+        }
+        return static_cast<int>(id < 0 ? 0 : num_rows - 1);
+    };
+    rows.word = p.inputs_embeds != nullptr ? static_cast<int>(token)
+                                           : table_row(p.input_ids, p.num_words, kInputId);
     if (p.token_type != nullptr) {
-        rows.token_type = table_row(p.token_type_ids, token, p.num_token_types);
+        rows.token_type = table_row(p.token_type_ids, p.num_token_types, kTokenTypeId);
     }
-    if (p.position != nullptr) rows.position = table_row(p.position_ids, token, p.num_positions);
+    if (p.position != nullptr) {
+        rows.position = table_row(p.position_ids, p.num_positions, kPositionId);
+    }
+    if (is_bad) rows.token_type |= kBadToken;
     return rows;
 }
 
@@ -77,6 +90,15 @@ struct TokenRing {
 
     uint4 vecs[kTokens][kTables][Tiling::kVecsPerThread][Tiling::kCtaThreads];
 };
+
+template <typename T, typename Tiling>
+__device__ __forceinline__ void fill_nan(RowRegisters<T, Tiling>& h) {
+#pragma unroll
+    for (auto& vec : h) {
+#pragma unroll
+        for (float& value : vec) value = CUDART_NAN_F;
+    }
+}
 
 // tokens_per_warp: neighbouring tokens of a warp (of a CTA, where it owns a row), at most
 // kMostTokens.
@@ -137,7 +159,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     for (int i = 0; i < count; i += kMates) {
         const int token = own_token(i);
         const int typed = __shfl_sync(0xffffffffu, found.token_type, token);
-        const uint4* type_row = types + int64_t{typed} * num_vecs + lane;
+        const uint4* type_row = types + int64_t{typed & ~kBadToken} * num_vecs + lane;
         wait_for_copies<kTokens - 2>();
         RowRegisters<T, Tiling> h;
 #pragma unroll
@@ -153,6 +175,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
                 h[k][j] = element<T>(word, j) + element<T>(type, j) + element<T>(position, j);
             }
         }
+        if (typed & kBadToken) fill_nan<T, Tiling>(h);
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
         store_normed_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
@@ -167,16 +190,18 @@ __global__ void __launch_bounds__(kCtaThreads)
     wait_for_prior_kernel();
     const int64_t row = blockIdx.x;
     const int64_t n = p.hidden_size;
+    const TokenRows found = find_rows(p, row);
+    const bool is_bad = found.token_type & kBadToken;
     const T* word = static_cast<const T*>(p.inputs_embeds != nullptr ? p.inputs_embeds : p.word) +
-                    int64_t{word_row(p, row)} * n;
+                    int64_t{found.word} * n;
     const T* token_type = static_cast<const T*>(p.token_type);
     const T* position = static_cast<const T*>(p.position);
-    if (token_type) token_type += int64_t{table_row(p.token_type_ids, row, p.num_token_types)} * n;
-    if (position) position += int64_t{table_row(p.position_ids, row, p.num_positions)} * n;
+    if (token_type) token_type += int64_t{found.token_type & ~kBadToken} * n;
+    if (position) position += int64_t{found.position} * n;
     const auto load_h = [&](int64_t i) {
         const float typed = token_type ? static_cast<float>(token_type[i]) : 0.0f;
         const float placed = position ? static_cast<float>(position[i]) : 0.0f;
-        return static_cast<float>(word[i]) + typed + placed;
+        return is_bad ? CUDART_NAN_F : static_cast<float>(word[i]) + typed + placed;
     };
     T* out = static_cast<T*>(p.out) + row * n;
     if (p.norm_weight != nullptr) {

@@ -1,0 +1,107 @@
+"""Ids outside their tables: raised at once on a CPU, at a later call where a GPU found them."""
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.errors import InputError
+from bytetx.packed import PackedBatch
+from bytetx.transformer import Transformer
+
+NAMES = ("input_ids", "position_ids", "token_type_ids")  # the order of an op's bad_ids
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """on_device: int32 [3] that kernels write.  on_host: pinned, what it was after a call."""
+
+    on_device: torch.Tensor
+    on_host: torch.Tensor
+
+
+class BadIds:
+    """What GPUs found in one model's calls; each thread has its own words on each GPU.
+
+    Waiting for a GPU before a call returns would cost the call its overlap: the words are copied
+    to the host behind it, and read by the thread's next call.  They stay where they are as long as
+    the model's stand-in does, for a CUDA graph may write them at any time.
+    """
+
+    def __init__(self) -> None:
+        self._words: dict[tuple[int, int], _Words] = {}
+
+    def words_on(self, device: torch.device) -> torch.Tensor | None:
+        """The calling thread's int32 [3] on this GPU; None on a CPU, or where none can be had."""
+        if device.type != "cuda":
+            return None
+        key = _key_of(device)
+        if key not in self._words:
+            if torch.cuda.is_current_stream_capturing():  # pinned memory cannot be had now
+                return None
+            with torch.inference_mode(False):
+                self._words[key] = _Words(
+                    torch.zeros(3, dtype=torch.int32, device=device),
+                    torch.zeros(3, dtype=torch.int32, pin_memory=True),
+                )
+            torch.cuda.current_stream(device).synchronize()  # once, for the thread's other streams
+        return self._words[key].on_device
+
+    def send(self, device: torch.device) -> None:
+        """Copies the words to the host behind what the current stream has to do."""
+        words = self._words.get(_key_of(device)) if device.type == "cuda" else None
+        if words is not None:
+            words.on_host.copy_(words.on_device, non_blocking=True)
+
+    def raise_found(self, transformer: Transformer) -> None:
+        """Raises InputError, once, where a call of this thread that has ended met a bad id."""
+        device = transformer.embeddings.word.device
+        words = self._words.get(_key_of(device)) if device.type == "cuda" else None
+        if words is None:
+            return
+        found = words.on_host.tolist()
+        if not any(found):
+            return
+        if not torch.cuda.is_current_stream_capturing():
+            words.on_device.zero_()
+            words.on_host.copy_(words.on_device, non_blocking=True)
+            torch.cuda.current_stream(device).synchronize()  # older copies may be on their way
+        sizes = _table_sizes(transformer)
+        named = [
+            f"{name} with {bad}, where ids are 0 to {size - 1}"
+            for name, bad, size in zip(NAMES, found, sizes, strict=True)
+            if bad
+        ]
+        raise InputError(
+            f"an earlier call of this model on this thread got {' and '.join(named)}; its outputs "
+            "are NaN in those rows and what depends on them. This call did not run: repeat it"
+        )
+
+
+def check_on_host(batch: PackedBatch, transformer: Transformer) -> None:
+    """Raises InputError for the first id of a batch on the CPU that is outside its table."""
+    given = (
+        None if batch.inputs_embeds is not None else batch.input_ids,
+        batch.position_ids,
+        batch.token_type_ids,
+    )
+    for name, ids, size in zip(NAMES, given, _table_sizes(transformer), strict=True):
+        if size is None or ids is None or not ids.numel():
+            continue
+        low, high = map(int, ids.aminmax())
+        if low < 0 or high >= size:
+            bad = low if low < 0 else high
+            raise InputError(f"{name} holds {bad}; ids of this model are 0 to {size - 1}")
+
+
+def _table_sizes(transformer: Transformer) -> tuple[int | None, int | None, int | None]:
+    """Rows of the tables that ids are looked up in."""
+    table = transformer.embeddings
+    tables = (table.word, table.position, table.token_type)
+    word, position, token_type = (None if t is None else t.shape[0] for t in tables)
+    return word, position, token_type
+
+
+def _key_of(device: torch.device) -> tuple[int, int]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return threading.get_ident(), index
