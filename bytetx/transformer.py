@@ -222,19 +222,16 @@ class Transformer:
 
     def _embed_causal(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """Words, projected where the table is narrower than the layers, and then positions."""
-        table, ids = self.embeddings, batch.input_ids
-        words, positions = batch.inputs_embeds, batch.position_ids
-        if table.project is not None:
-            given = {"inputs_embeds": words, "bad_ids": batch.bad_ids}
-            words = linear(rows.embed(ids, None, None, word=table.word, **given), table.project)
-            if table.position is None:
-                return words
-            # The words that are given stand for the first table, which is not read.
-            tables = {"word": table.position, "position": table.position}
-            given = {"inputs_embeds": words, "bad_ids": batch.bad_ids}
-            return embed(rows.own(ids), rows.own(positions), None, **tables, **given)
-        options = {"position": table.position, "inputs_embeds": words, "bad_ids": batch.bad_ids}
-        return rows.embed(ids, positions, None, word=table.word, **options)
+        table, ids, positions = self.embeddings, batch.input_ids, batch.position_ids
+        given = {"inputs_embeds": batch.inputs_embeds, "bad_ids": batch.bad_ids}
+        given["word"] = table.word
+        if table.project is None:
+            return rows.embed(ids, positions, None, position=table.position, **given)
+        words = linear(rows.embed(ids, None, None, **given), table.project)
+        if table.position is None:
+            return words
+        given |= {"word": table.position, "position": table.position, "inputs_embeds": words}
+        return embed(rows.own(ids), rows.own(positions), None, **given)
 
     def _attention(
         self,

@@ -60,9 +60,20 @@ def test_ids_outside_their_tables_on_a_cpu(name, bad, value):
         if (name, value) != ("opt-post", -1):  # the first position is the table's third row
             with pytest.raises((IndexError, RuntimeError)):
                 stock(**inputs)
-        with pytest.raises(InputError, match=f"{bad} holds {value}; ids of this model are 0 to"):
+        with pytest.raises(InputError, match=f"{bad} holds {value}, but the table has"):
             wrapped(**inputs)
         assert wrapped(**inputs_of(name))[0].isfinite().all()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("value", [BAD, -1])
+def test_generate_raises_for_a_prompt_with_a_bad_id(device, value):
+    wrapped = wrap(tiny_decoder("llama")).to(device)
+    inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)
+    inputs["input_ids"][2, 5] = value
+    inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
+    with pytest.raises(InputError, match=f"input_ids holds {value}, but the table has 60 rows"):
+        wrapped.generate(**inputs, do_sample=False, max_new_tokens=2, pad_token_id=0)
 
 
 def test_what_stands_at_pads_is_not_looked_at():

@@ -1,7 +1,8 @@
 """Ids outside their tables: raised at once on a CPU, at a later call where a GPU found them."""
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -31,10 +32,25 @@ class BadIds:
     def __init__(self) -> None:
         self._words: dict[tuple[int, int], _Words] = {}
 
-    def words_on(self, device: torch.device) -> torch.Tensor | None:
-        """The calling thread's int32 [3] on this GPU; None on a CPU, or where none can be had."""
-        if device.type != "cuda":
-            return None
+    def run_forward(
+        self, transformer: Transformer, batch: PackedBatch, **options: Any
+    ) -> torch.Tensor:
+        """transformer.forward(batch, **options), with word of bad ids at a later call.
+
+        On a CPU they raise an InputError before it.
+        """
+        if batch.device.type != "cuda":
+            _check_on_host(batch, transformer)
+            return transformer.forward(batch, **options)
+        words = self._words_on(batch.device)
+        if words is None:
+            return transformer.forward(batch, **options)
+        x = transformer.forward(replace(batch, bad_ids=words.on_device), **options)
+        words.on_host.copy_(words.on_device, non_blocking=True)
+        return x
+
+    def _words_on(self, device: torch.device) -> _Words | None:
+        """The calling thread's on this GPU; None where none can be had."""
         key = _key_of(device)
         if key not in self._words:
             if torch.cuda.is_current_stream_capturing():  # pinned memory cannot be had now
@@ -45,13 +61,7 @@ class BadIds:
                     torch.zeros(3, dtype=torch.int32, pin_memory=True),
                 )
             torch.cuda.current_stream(device).synchronize()  # once, for the thread's other streams
-        return self._words[key].on_device
-
-    def send(self, device: torch.device) -> None:
-        """Copies the words to the host behind what the current stream has to do."""
-        words = self._words.get(_key_of(device)) if device.type == "cuda" else None
-        if words is not None:
-            words.on_host.copy_(words.on_device, non_blocking=True)
+        return self._words[key]
 
     def raise_found(self, transformer: Transformer) -> None:
         """Raises InputError, once, where a call of this thread that has ended met a bad id."""
@@ -78,7 +88,17 @@ class BadIds:
         )
 
 
-def check_on_host(batch: PackedBatch, transformer: Transformer) -> None:
+def require_ids(name: str, ids: torch.Tensor, size: int) -> None:
+    """Raises InputError where one of the ids, on the host, is outside a table of `size` rows."""
+    if not ids.numel():
+        return
+    low, high = map(int, ids.aminmax())
+    if low < 0 or high >= size:
+        rows = f"the table has {size} rows (ids 0 to {size - 1})"
+        raise InputError(f"{name} holds {low if low < 0 else high}, but {rows}")
+
+
+def _check_on_host(batch: PackedBatch, transformer: Transformer) -> None:
     """Raises InputError for the first id of a batch on the CPU that is outside its table."""
     given = (
         None if batch.inputs_embeds is not None else batch.input_ids,
@@ -86,12 +106,8 @@ def check_on_host(batch: PackedBatch, transformer: Transformer) -> None:
         batch.token_type_ids,
     )
     for name, ids, size in zip(NAMES, given, _table_sizes(transformer), strict=True):
-        if size is None or ids is None or not ids.numel():
-            continue
-        low, high = map(int, ids.aminmax())
-        if low < 0 or high >= size:
-            bad = low if low < 0 else high
-            raise InputError(f"{name} holds {bad}; ids of this model are 0 to {size - 1}")
+        if size is not None and ids is not None:
+            require_ids(name, ids, size)
 
 
 def _table_sizes(transformer: Transformer) -> tuple[int | None, int | None, int | None]:

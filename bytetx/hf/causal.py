@@ -73,7 +73,7 @@ class CausalForward(PackedForward):
         batch = batch_of(inputs, layout, transformer)
         if transformer.spec.family == "opt" and inputs.position_ids is None:
             batch = replace(batch, position_ids=_places(layout))
-        x = self._run_batch(
+        x = self.bad_ids.run_forward(
             transformer,
             batch,
             on_layer=layers.append if inputs.output_hidden_states else None,

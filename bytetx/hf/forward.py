@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -16,7 +16,7 @@ from bytetx.engine.forking import computing
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
-from bytetx.hf.bad_ids import BadIds, check_on_host
+from bytetx.hf.bad_ids import BadIds
 from bytetx.hf.notice import Notices
 from bytetx.hf.padding import (
     Layout,
@@ -274,20 +274,8 @@ class PackedForward(StandIn):
         layers: list[torch.Tensor] = []
         on_layer = layers.append if inputs.output_hidden_states else None
         batch = batch_of(inputs, layout, transformer)
-        x = self._run_batch(transformer, batch, on_layer=on_layer)
+        x = self.bad_ids.run_forward(transformer, batch, on_layer=on_layer)
         return PackedPass(inputs, layout, x, layers)
-
-    def _run_batch(
-        self, transformer: Transformer, batch: PackedBatch, **options: Any
-    ) -> torch.Tensor:
-        """transformer.forward; ids outside their tables are found, on a GPU by the next call."""
-        if batch.device.type == "cpu":
-            check_on_host(batch, transformer)
-            return transformer.forward(batch, **options)
-        batch = replace(batch, bad_ids=self.bad_ids.words_on(batch.device))
-        x = transformer.forward(batch, **options)
-        self.bad_ids.send(batch.device)
-        return x
 
     def _fields(self, packed: PackedPass, call: HeadCall | None) -> dict[str, Any]:
         """The output's fields, in its order."""

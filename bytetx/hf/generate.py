@@ -12,6 +12,7 @@ from bytetx.errors import BytetxError
 from bytetx.generation_sizes import PAGE_SIZE
 from bytetx.heads import LmHead
 from bytetx.hf import arguments
+from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.forward import StandIn
 from bytetx.hf.kept_engine import EngineKeeper, EngineNeeds
@@ -154,7 +155,9 @@ class GenerateStandIn(StandIn):
         checkpoint = _checkpoint_of(forward, self.module.get_output_embeddings())
         if reason := _layout_reason(layout, limits.max_tokens, checkpoint.spec):
             return reason
-        prompts = [row.tolist() for row in ids.cpu().split(layout.seqlens.tolist())]
+        ids = ids.cpu()
+        require_ids("input_ids", ids, checkpoint.spec.vocab_size)  # transformers would fail, too
+        prompts = [row.tolist() for row in ids.split(layout.seqlens.tolist())]
         try:
             return _generate(forward.engines, checkpoint, prompts, limits)
         except BytetxError as error:

@@ -48,6 +48,9 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     and what else changes logits or ends answers, run transformers' loop, and it says so once.  Its
     pages, and a GPU's graphs, stay for the next call, until the model is moved or unwrapped.
 
+    Ids outside their tables raise InputError: on a CPU at once; on a GPU, which is not waited for,
+    the call gives NaN where they count, and the thread's next packed call raises.
+
     The parameters are shared, not copied; query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are turned in place.  state_dict still gives
     contiguous tensors with storages of their own over the same memory, which safetensors and torch
