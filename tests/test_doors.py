@@ -49,6 +49,8 @@ HEIGHTS = {
     "bytetx.decoder_weights": 2,
     "bytetx.sentence": 2,
     "bytetx.tensors": 2,
+    "bytetx.convert_tokenizer": 2,
+    "bytetx.device_memory": 2,
     "bytetx.tokenizer": 2,
     "bytetx.transformer": 2,
     "bytetx.weights": 2,
@@ -57,6 +59,8 @@ HEIGHTS = {
     "bytetx.ops.native_modules": 0,
     "bytetx.cache": 0,
     "bytetx.chat": 0,
+    "bytetx.chat_process": 0,
+    "bytetx.chat_renderer": 0,
     "bytetx.config": 0,
     "bytetx.config_values": 0,
     "bytetx.decoder_spec": 0,
@@ -66,7 +70,9 @@ HEIGHTS = {
     "bytetx.packed": 0,
     "bytetx.rope_spec": 0,
     "bytetx.sampling": 0,
+    "bytetx.side_files": 0,
     "bytetx.spec": 0,
+    "bytetx.tokenizer_config": 0,
 }
 WITHOUT_TORCH = [
     "bytetx.engine.buckets",
