@@ -79,6 +79,19 @@ def test_a_template_reaches_nothing_outside(source: str) -> None:
 
 def test_folders_without_a_template(tmp_path: Path) -> None:
     assert load_chat_template(tmp_path) is None
-    for value in (None, 5, [], [{"name": "tools", "template": "x"}], ["default"]):
+    for value in (None, [], [{"name": "tools", "template": "x"}]):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         assert load_chat_template(tmp_path) is None
+
+
+@pytest.mark.parametrize("value", [5, True, ["default"], [{"name": "default"}], {"default": "x"}])
+def test_a_template_of_a_wrong_type_is_named(value: object, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
+    with pytest.raises(CheckpointError, match="chat_template must be text or a list"):
+        load_chat_template(tmp_path)
+
+
+def test_a_template_file_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"{{ messages }} \xff")
+    with pytest.raises(CheckpointError, match="chat_template.jinja is not UTF-8"):
+        load_chat_template(tmp_path)
