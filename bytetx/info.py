@@ -40,7 +40,8 @@ def checkpoint_info(
         "token_budget": token_budget,
         "workspace_bytes": spec.workspace_bytes(token_budget, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],
-        "labels": [spec.id2label[i] for i in range(spec.num_labels if has_labels else 0)],
+        # Where no head needs the labels, their numbers may have holes.
+        "labels": list(spec.id2label.values()) if has_labels else [],
         "pooling": list(sentence.pooling),
         "sentence_modules": [kind for kind, _ in sentence.modules],
         "prompts": dict(sentence.prompts),

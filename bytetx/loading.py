@@ -13,7 +13,9 @@ import torch
 from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.blocks import Blocks
 from bytetx.chat import ChatTemplate, load_chat_template
-from bytetx.config import load_config, read_json
+from bytetx.config import load_config
+from bytetx.device_memory import check_fits
+from bytetx.engine.faults import is_out_of_memory
 from bytetx.engine.forking import check_device_after_fork
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.heads import (
@@ -27,6 +29,7 @@ from bytetx.heads import (
 )
 from bytetx.ops import native
 from bytetx.sentence import Module, SentenceSpec, load_modules, load_sentence_spec
+from bytetx.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.spec import ModelSpec, build_spec
 from bytetx.tensors import TensorLoader
 from bytetx.tokenizer import Tokenizer, load_tokenizer
@@ -104,11 +107,12 @@ def load_checkpoint(
     weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
     is_fp8 = wants_fp8(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    parts = 1 if blocks is None or blocks.split is None else blocks.split.size
+    check_fits(weights.num_parameters, dtype, device, parts=parts)
     options = {"dtype": dtype, "device": device, "blocks": blocks, "fp8": is_fp8}
-    transformer, heads = _load_model(spec, weights, **options)
+    transformer, heads = _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
-    saved_by_cross_encoder = config.get("sentence_transformers") or {}
     return LoadedCheckpoint(
         folder=folder,
         spec=spec,
@@ -124,11 +128,7 @@ def load_checkpoint(
         ),
         chat_template=load_chat_template(sentence.folder),
         eos_token_ids=_eos_token_ids(sentence.folder, config),
-        cross_encoder_activation=(
-            sentence.activation_fn
-            or saved_by_cross_encoder.get("activation_fn")
-            or config.get("sbert_ce_default_activation_function")
-        ),
+        cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,
         device=device,
         dtype=dtype,
@@ -201,7 +201,8 @@ def load_share(
     sentence = load_sentence_spec(folder)
     spec = build_spec(load_config(sentence.folder))
     weights, blocks = Weights(sentence.folder, spec, on_tensor=on_tensor), blocks_of(spec)
-    return _load_model(spec, weights, dtype=dtype, device=device, blocks=blocks)
+    options = {"dtype": dtype, "device": device, "blocks": blocks}
+    return _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
 
 
 def _load_model(
@@ -211,13 +212,23 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     blocks: Blocks | None,
+    may_lack_head: bool,
     fp8: bool = False,
 ) -> tuple[Transformer, Heads]:
+    """may_lack_head: the head that `architectures` names may be absent."""
     weights = weights.cast(dtype)
     options = {"dtype": dtype, "device": device, "prepack": device.type == "cpu"}
-    transformer = Transformer.from_tensors(spec, weights, **options, blocks=blocks, fp8=fp8)
-    loader = TensorLoader(weights, **options)
-    return transformer, _load_heads(spec, loader, transformer)
+    try:
+        transformer = Transformer.from_tensors(spec, weights, **options, blocks=blocks, fp8=fp8)
+        loader = TensorLoader(weights, **options)
+        return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"the weights do not fit the memory of {device} in {dtype}: {error}; free memory "
+            "there, or load them in float16 or with tp"
+        ) from error
 
 
 def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
@@ -286,19 +297,29 @@ def resolve_dtype(
     return resolved
 
 
+def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
+    """Of config.json, where sentence-transformers saved it under one key, then under another."""
+    own = config.get("sentence_transformers") or {}
+    check_fields("config.json: sentence_transformers", own, {"activation_fn": TEXT})
+    return own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+
+
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Of generation_config.json, else of config.json."""
     path = folder / "generation_config.json"
-    own = read_json(path) if path.is_file() else {}
+    own = read_json(path, {"eos_token_id": TOKEN_IDS}) if path.is_file() else {}
     found = own.get("eos_token_id", config.get("eos_token_id"))
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"{folder}: eos_token_id must be token ids, got {found!r}")
-    return tuple(ids)
+    return tuple(found if isinstance(found, list) else [] if found is None else [found])
 
 
-def _load_heads(spec: ModelSpec, load: TensorLoader, transformer: Transformer) -> Heads:
-    """The head that `architectures` names; where it names none, those whose tensors are there."""
+def _load_heads(
+    spec: ModelSpec, load: TensorLoader, transformer: Transformer, *, may_lack: bool
+) -> Heads:
+    """The head that `architectures` names; where it names none, those whose tensors are there.
+
+    may_lack: sentence-transformers saves a model without its head and leaves the name of the class
+    that it was trained from.
+    """
     blocks = transformer.blocks
     lm = partial(load_lm, spec, load, word=transformer.embeddings.word, blocks=blocks)
     masked_lm = partial(load_masked_lm, spec, load, blocks=blocks)
@@ -314,9 +335,11 @@ def _load_heads(spec: ModelSpec, load: TensorLoader, transformer: Transformer) -
     for ending, (field, load_head) in load_heads.items():
         if architecture.endswith(ending):
             head = load_head()
-            if head is None and ending != "ForPreTraining":
+            if head is None and ending != "ForPreTraining" and not may_lack:
                 raise CheckpointError(_no_head(spec, architecture, field))
             return Heads(**{field: head})
+    if "For" in architecture or architecture.endswith("DoubleHeadsModel"):
+        raise CheckpointError(_unknown_head(spec, architecture))
     if architecture:
         return Heads()
     sequence = load_sequence_classification(spec, load)
@@ -333,6 +356,20 @@ def _no_head(spec: ModelSpec, architecture: str, field: str) -> str:
             f"{spec.family}; it has: {known}"
         )
     return f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
+
+
+def _unknown_head(spec: ModelSpec, architecture: str) -> str:
+    """What bytetx can do with a checkpoint whose own task it does not have."""
+    stem = re.split("For|DoubleHeads", architecture)[0]
+    names = {"sequence_classification": f"{stem}ForSequenceClassification"}
+    names |= {"token_classification": f"{stem}ForTokenClassification"}
+    names |= {"masked_lm": f"{stem}ForMaskedLM", "lm": f"{stem}ForCausalLM"}
+    known = ", ".join(name for head, name in names.items() if head in spec.heads)
+    return (
+        f"config.json says {architecture}, a head that bytetx does not have; for {spec.family} it "
+        f"runs {known}. The layers below the head can run without it, for embed and hidden_states: "
+        f'in a copy of config.json, set "architectures": ["{stem}Model"]'
+    )
 
 
 def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:

@@ -6,15 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from bytetx.config import module_folder, read_json, read_json_objects, transformer_folder
+from bytetx.config import MODULES, module_folder, transformer_folder
 from bytetx.errors import CheckpointError, InputError
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES
+from bytetx.side_files import (
+    FLAG,
+    TEXT,
+    either,
+    integer,
+    list_of,
+    read_fields,
+    read_json,
+    read_json_objects,
+    table_of,
+)
+from bytetx.weights import read_header
 
 # torch.nn activations that a config may name. A name is looked up here and never imported.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -47,6 +57,25 @@ _TRANSFORMER_CONFIGS = (
     "sentence_camembert_config.json",
     "sentence_xlm-roberta_config.json",
 )
+
+
+# What is read of each file, and what it must be.
+_MODEL = {"prompts": table_of(TEXT), "default_prompt_name": TEXT, "activation_fn": TEXT}
+_TRANSFORMER = {"max_seq_length": integer(1), "do_lower_case": FLAG}
+_POOLING = {
+    "pooling_mode": either(TEXT, list_of(TEXT)),
+    **dict.fromkeys(_POOLING_FLAGS, FLAG),
+    "include_prompt": FLAG,
+}
+_DENSE = {
+    "in_features": integer(1),
+    "out_features": integer(1),
+    "bias": FLAG,
+    "use_residual": FLAG,
+    "activation_function": TEXT,
+    "module_input_name": TEXT,
+}
+_NORM = {"dimension": integer(1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +159,7 @@ class SentenceSpec:
         name = self.default_prompt_name if prompt_name is None else prompt_name
         if name is None:
             return ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
             raise InputError(f"prompt_name {name!r} is not in this checkpoint; it has: {known}")
         return self.prompts[name] or ""
@@ -146,7 +175,7 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
         return SentenceSpec(folder)
     base = transformer_folder(folder)
     spec = SentenceSpec(base, **_model_config(folder), **_transformer_config(base))
-    entries = sorted(read_json_objects(path), key=lambda entry: entry.get("idx", 0))
+    entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     for place, entry in enumerate(entries):
         kind = _module_kind(entry, path)
         if (kind == "Transformer") != (place == 0):
@@ -180,9 +209,9 @@ def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], to
 
 def _model_config(folder: Path) -> dict[str, Any]:
     path = folder / "config_sentence_transformers.json"
-    config = read_json(path) if path.is_file() else {}
+    config = read_fields(path, _MODEL, may_be_absent=True)
     return {
-        "prompts": config.get("prompts") or {},
+        "prompts": config.get("prompts", {}),
         "default_prompt_name": config.get("default_prompt_name"),
         "activation_fn": config.get("activation_fn"),
     }
@@ -200,19 +229,16 @@ def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
 
 
 def _transformer_config(folder: Path) -> dict[str, Any]:
+    """The two keys that are read; an absent one is left to its default."""
     for name in _TRANSFORMER_CONFIGS:
         if (folder / name).is_file():
-            config = read_json(folder / name)
-            return {
-                "max_seq_length": config.get("max_seq_length"),
-                "do_lower_case": bool(config.get("do_lower_case", False)),
-            }
+            return read_fields(folder / name, _TRANSFORMER)
     return {}
 
 
 def _pooling_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    config = read_json(path)
+    config = read_json(path, _POOLING)
     modes = config.get("pooling_mode")
     if modes is None:
         modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
@@ -220,24 +246,26 @@ def _pooling_config(folder: Path) -> dict[str, Any]:
     unknown = [mode for mode in modes if mode not in POOLING_MODES]
     if unknown or not modes:
         raise CheckpointError(
-            f"{path}: pooling mode {unknown} is not known; known: {', '.join(POOLING_MODES)}"
+            f"{path}: pooling mode {unknown!r:.120} is not known; known: {', '.join(POOLING_MODES)}"
         )
-    return {"pooling": modes, "include_prompt": bool(config.get("include_prompt", True))}
+    return {"pooling": modes, "include_prompt": config.get("include_prompt") is not False}
 
 
 def _load_dense(folder: Path, device: torch.device) -> Dense:
     path = folder / "config.json"
-    config = read_json(path)
-    if config.get("module_input_name", "sentence_embedding") != "sentence_embedding":
-        raise CheckpointError(f"{path}: a Dense of {config['module_input_name']} is not supported")
+    config = {"module_input_name": "sentence_embedding", "bias": True} | read_fields(path, _DENSE)
+    if config["module_input_name"] != "sentence_embedding":
+        raise CheckpointError(
+            f"{path}: a Dense of {config['module_input_name']!r:.120} is not supported"
+        )
     shape = (config.get("out_features"), config.get("in_features"))
     tensors = _tensors(folder, device)
-    has_residual = bool(config.get("use_residual", False))
+    has_residual = config.get("use_residual", False)
     residual = None
     if has_residual and shape[0] != shape[1]:
         residual = prepare_linear(_tensor(tensors, "residual.weight", shape, path), prepack=False)
     bias = None
-    if config.get("bias", True):
+    if config["bias"]:
         bias = _tensor(tensors, "linear.bias", shape[:1], path)
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     return Dense(
@@ -250,7 +278,7 @@ def _load_dense(folder: Path, device: torch.device) -> Dense:
 
 def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     path = folder / "config.json"
-    shape = (read_json(path).get("dimension"),)
+    shape = (read_fields(path, _NORM).get("dimension"),)
     tensors = _tensors(folder, device)
     return LayerNorm(
         _tensor(tensors, "norm.weight", shape, path), _tensor(tensors, "norm.bias", shape, path)
@@ -264,11 +292,8 @@ def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
             f"{folder} has no model.safetensors; pickle weights are refused: load the model with "
             "sentence-transformers once and save it again"
         )
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file: {error}") from error
-    return {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+    tensors = {saved.name: saved.read(torch.float32) for saved in read_header(path)}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _tensor(

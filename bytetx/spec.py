@@ -12,6 +12,9 @@ from bytetx.rope_spec import rotary_positions
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
+# quant_method of quantization_config, as its tools are called.
+_METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
+
 # More classes than any head has; a number of labels beyond it is a damaged config, not a model.
 _MAX_LABELS = 1 << 20
 
@@ -202,10 +205,12 @@ def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> Non
             f"config.json: position_embedding_type {position_kind!r} is not supported; "
             "only 'absolute' is"
         )
-    if config.get("quantization_config"):
+    if quantization := config.get("quantization_config"):
+        given = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
         raise CheckpointError(
-            "config.json: quantization_config is set; quantised weights are not supported, "
-            "give the checkpoint in float32, float16 or bfloat16"
+            f"config.json: quantization_config says that the weights are quantised "
+            f"({_METHODS.get(given, given)!s:.60}), which bytetx does not read; give the "
+            "checkpoint in float32, float16 or bfloat16 that they were made from"
         )
 
 

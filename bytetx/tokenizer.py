@@ -1,22 +1,21 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 from tokenizers import normalizers
 
-from bytetx.config import read_json
+from bytetx.convert_tokenizer import convert_vocabulary, has_vocabulary
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
+from bytetx.side_files import MAX_TOKENIZER_BYTES, read_bytes
+from bytetx.tokenizer_config import read_tokenizer_config, special_token
 
 Text = str | tuple[str, str]
-
-# Files that say a checkpoint has a tokenizer, though not in the form that is read without help.
-_SLOW_FILES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,8 @@ class Tokenizer:
         seqlens = np.fromiter(map(len, encodings), dtype=np.int32, count=len(encodings))
         rows = [encoding.ids for encoding in encodings]
         token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
-        assert token_ids is not None  # the tokenizer gives integers
+        if token_ids is None:
+            raise CheckpointError("tokenizer.json gives token ids that need more than 32 bits")
         is_truncated = np.zeros(len(encodings), dtype=bool)
         for row in np.flatnonzero(seqlens >= self.max_tokens):
             is_truncated[row] = bool(encodings[row].overflowing)
@@ -114,9 +114,8 @@ class Tokenizer:
         return bool(getattr(self.backend.model, "continuing_subword_prefix", None))
 
     def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, Mapping) else token
-        return None if content is None else self.backend.token_to_id(content)
+        token = special_token(config, name)
+        return None if token is None else self.backend.token_to_id(token)
 
 
 def load_tokenizer(
@@ -132,52 +131,33 @@ def load_tokenizer(
     sentence-transformers saved; it replaces the tokenizer's own model_max_length.
     Raises CheckpointError where its files are damaged, or need transformers and it is missing.
     """
-    backend = _load_backend(folder)
-    if backend is None:
+    path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
+    if path.is_file():
+        raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+        backend = _checked(path, lambda: tokenizers.Tokenizer.from_buffer(raw))
+    elif has_vocabulary(folder):
+        backend = convert_vocabulary(folder)
+    else:
         return None
-    config = _special_tokens(folder)
     limit = max_seq_length or config.get("model_max_length") or max_positions
-    return Tokenizer(
-        backend,
-        max_tokens=min(int(limit), max_positions),
-        config=config,
-        do_lower_case=do_lower_case,
+    options = {"config": config, "do_lower_case": do_lower_case}
+    return _checked(
+        path, lambda: Tokenizer(backend, max_tokens=min(int(limit), max_positions), **options)
     )
 
 
-def _load_backend(folder: Path) -> tokenizers.Tokenizer | None:
-    path = folder / "tokenizer.json"
-    if path.is_file():
-        try:
-            return tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception for every damaged file
-            raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
-    if not any((folder / name).is_file() for name in _SLOW_FILES):
-        return None
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json; converting its vocabulary needs transformers: "
-            "pip install transformers"
-        ) from error
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    except (AttributeError, ImportError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{folder} has no tokenizer.json, and transformers could not convert its vocabulary: "
-            f"{error}"
-        ) from error
+T = TypeVar("T")
 
 
-def _special_tokens(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json over special_tokens_map.json; either may be missing."""
-    merged: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            content = read_json(folder / name)
-            merged.update({key: value for key, value in content.items() if value is not None})
-    return merged
+def _checked(path: Path, make: Callable[[], T]) -> T:
+    """What `make` gives. CheckpointError for whatever tokenizers raises: it has no error class of
+    its own, and a damaged file can also make its Rust code panic, which is no Exception."""
+    try:
+        return make()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
 
 
 def _has_token_types(config: Mapping[str, Any]) -> bool:

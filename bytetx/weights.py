@@ -4,15 +4,16 @@ import copy
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from bytetx.config import read_json
 from bytetx.errors import CheckpointError
+from bytetx.side_files import PATH, TABLE, read_json
 from bytetx.spec import ModelSpec
 
 _DTYPES = {
@@ -29,6 +30,17 @@ _MIN_MAPPED_BYTES = 1 << 20
 
 # Numbers that are read and cast at once where the dtype changes.
 _PIECE_NUMBERS = 1 << 20
+
+# Last parts of the names that quantised tensors have, and who writes them.
+_QUANTIZED = {
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "weight_scale": "compressed-tensors or an FP8 tool",
+    "weight_scale_inv": "an FP8 tool",
+    "weight_packed": "compressed-tensors",
+}
 
 _INDEX = "model.safetensors.index.json"
 
@@ -81,7 +93,14 @@ class SavedTensor:
         shape = list(self.shape)
         if part is not None:
             shape[part.dim] = sum(map(len, part.ranges))
-        tensor = _allocate(tuple(shape), dtype or _DTYPES[self.dtype])
+        dtype = dtype or _DTYPES[self.dtype]
+        try:
+            tensor = _allocate(tuple(shape), dtype)
+        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.path}: there is no memory for tensor {self.name!r} "
+                f"({math.prod(shape) * dtype.itemsize:,} bytes): {error}"
+            ) from error
         try:
             with self.path.open("rb") as file:
                 if part is not None and part.dim == 1:
@@ -163,6 +182,7 @@ class Weights(Mapping[str, torch.Tensor]):
                         f"as {tensor.name!r} in {tensor.path}"
                     )
                 self._saved[name] = tensor
+        _refuse_quantized(folder, self._saved)
         _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
         self._dtype: torch.dtype | None = None
@@ -207,6 +227,11 @@ class Weights(Mapping[str, torch.Tensor]):
         return sorted(self._saved[name].name for name in self._saved.keys() - self.used)
 
     @property
+    def num_parameters(self) -> int:
+        """Numbers in all floating tensors."""
+        return sum(math.prod(t.shape) for t in self._saved.values() if t.dtype in _DTYPES)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The floating dtype that most of the checkpoint's bytes are in; f32 where it has none."""
         num_bytes = dict.fromkeys(_DTYPES, 0)
@@ -231,7 +256,7 @@ def read_header(path: Path) -> list[SavedTensor]:
     """
     raw, file_bytes = _header_bytes(path)
     try:
-        header = json.loads(raw.decode("utf-8"))
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_table_of_tensors)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"header: {error}") from error
     if not isinstance(header, dict):
@@ -239,10 +264,31 @@ def read_header(path: Path) -> list[SavedTensor]:
     header.pop("__metadata__", None)
     data_start = 8 + len(raw)
     tensors = [_saved_tensor(path, name, entry, data_start) for name, entry in header.items()]
-    needed = max((t.offset + t.num_bytes for t in tensors), default=data_start)
+    needed = _check_layout(path, tensors, data_start)
     if needed != file_bytes:
         raise _damaged(path, f"{file_bytes} bytes, its header describes {needed}")
     return tensors
+
+
+def _table_of_tensors(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of a header. A name that is there twice is refused, even with equal entries."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r:.120} is described twice")
+    return table
+
+
+def _check_layout(path: Path, tensors: list[SavedTensor], data_start: int) -> int:
+    """Where the last tensor ends. CheckpointError unless each begins where one before it ends, as
+    the format asks for: bytes of two tensors, or of none, can only be a damaged header."""
+    end, last = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.num_bytes)):
+        if tensor.offset != end:
+            how = "overlaps" if tensor.offset < end else "leaves a gap behind"
+            raise _damaged(path, f"tensor {tensor.name!r} {how} {last}")
+        end, last = end + tensor.num_bytes, f"tensor {tensor.name!r}"
+    return end
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int]:
@@ -266,7 +312,9 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
 def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTensor:
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-            all(type(size) is int and size >= 0 for size in shape) and 0 <= begin <= end
+            all(type(size) is int and size >= 0 for size in shape)
+            and type(begin) is type(end) is int
+            and 0 <= begin <= end
         ):
             num_bytes = end - begin
         case _:
@@ -305,15 +353,25 @@ def _safetensors_files(folder: Path, spec: ModelSpec) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError for tensors of a quantised checkpoint whose config.json is silent."""
+    for name in names:
+        if scheme := _QUANTIZED.get(name.rpartition(".")[2]):
+            raise CheckpointError(
+                f"{folder} holds weights quantised by {scheme} (tensor {name!r}), which bytetx "
+                "does not read; give the checkpoint in float32, float16 or bfloat16"
+            )
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> shard's file name, which may not lead out of the folder."""
-    weight_map = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
+    weight_map = read_json(folder / _INDEX, {"weight_map": TABLE}).get("weight_map")
+    if weight_map is None:
         raise CheckpointError(f"{folder / _INDEX}: weight_map must be a table of tensor names")
     for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name or not name:
+        if not PATH.accepts(name) or not name or Path(name).name != name:
             raise CheckpointError(
-                f"{folder / _INDEX}: shard {name!r} must be the name of a file in the folder"
+                f"{folder / _INDEX}: shard {name!r:.120} must be the name of a file in the folder"
             )
     return weight_map
 

@@ -13,6 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
 MAX_POSITIONS = 40
+HIDDEN_SIZE = 48
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, doesn't it?",

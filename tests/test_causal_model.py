@@ -131,7 +131,7 @@ def test_hidden_states_and_info(tmp_path: Path) -> None:
 
 REFUSED = [
     ("llama", {"model_type": "mixtral"}, "has model_type 'mixtral'; bytetx knows: bert, camem"),
-    ("llama", {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    ("llama", {"quantization_config": {"bits": 4}}, "the weights are quantised"),
     ("llama", {"hidden_act": "relu"}, "means 'relu', this family's gate must be one of gelu"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value"),
     ("llama", {"num_key_value_heads": 4}, r"k_proj.weight' has shape \(24, 48\), config.json impl"),

@@ -2,16 +2,20 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from bytetx import config as config_module
-from bytetx.config import load_config, read_json, resolve_checkpoint, transformer_folder
+from bytetx.config import load_config, resolve_checkpoint, transformer_folder
 from bytetx.errors import CheckpointError
+from bytetx.side_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,6 +50,7 @@ def hub_cache(folder: Path, repo: str) -> Path:
     repo_folder = folder / f"models--{repo.replace('/', '--')}"
     write(repo_folder / "refs" / "main", commit)
     write(repo_folder / "snapshots" / commit / "config.json", {"model_type": "bert"})
+    write(repo_folder / "snapshots" / commit / "model.safetensors", "")
     return repo_folder / "snapshots" / commit
 
 
@@ -85,6 +90,110 @@ def test_a_hub_that_cannot_be_reached(settings: dict[str, str], tmp_path: Path) 
     assert time.monotonic() - start < 30  # mostly the import of torch on a busy machine
 
 
+ANSWERS = {
+    "missing": (404, "RepoNotFound", "the hub has no such model: check the name"),
+    "private": (401, "RepoNotFound", "the hub has no such model: .*log in with `hf auth login`"),
+    "gated": (403, "GatedRepo", "is gated: accept its terms on huggingface.co, then log in"),
+    "revised": (404, "RevisionNotFound", "has no revision 'v9' on the hub"),
+    "down": (500, "", "is not in the local hub cache at revision 'v9', and the hub cannot be"),
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that refuses every model for the reason in its name."""
+
+    def do_GET(self) -> None:
+        status, code, _ = next(a for name, a in ANSWERS.items() if name in self.path)
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def test_each_refusal_of_the_hub_has_its_own_error(tmp_path: Path) -> None:
+    code = (
+        "from bytetx.config import resolve_checkpoint, CheckpointError\n"
+        f"for name in {list(ANSWERS)!r}:\n"
+        "    try: resolve_checkpoint('someone/' + name, revision='v9')\n"
+        "    except CheckpointError as error: print(error)"
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environment = {k: v for k, v in os.environ.items() if k != "HF_HUB_OFFLINE"}
+        environment |= {"HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "NO_PROXY": "*"}
+        environment["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        server.shutdown()
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(ANSWERS), done.stderr
+    for (name, (_, _, message)), line in zip(ANSWERS.items(), lines, strict=True):
+        assert re.match(f"'someone/{name}' .*{message}", line), line
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (
+            ["config.json", "pytorch_model.bin"],
+            "has no weights in safetensors, only pytorch_model.bin",
+        ),
+        (["config.json", "tf_model.h5"], "has no weights in safetensors, none in a format"),
+        (["README.md", "model-q4.gguf"], "has its weights in GGUF only; GGUF is the format of"),
+        (["adapter_config.json", "adapter_model.safetensors"], "is a LoRA or other PEFT adapter"),
+        (["README.md"], "has no config.json; give the folder that save_pretrained wrote"),
+    ],
+    ids=str,
+)
+def test_what_a_hub_repository_holds_instead(
+    held: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in held:
+        if name.endswith((".json", ".safetensors")):  # what is fetched
+            write(tmp_path / name, {"model_type": "bert"})
+    monkeypatch.setattr(config_module, "snapshot_download", lambda repo, **options: str(tmp_path))
+    monkeypatch.setattr(config_module, "list_repo_files", lambda repo, revision: held)
+    with pytest.raises(CheckpointError, match=f"'someone/model' {message}"):
+        resolve_checkpoint("someone/model")
+
+
+def test_a_client_error_that_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+    class ProxyError(Exception):
+        """As the hub's HTTP library has its own, which are no OSError."""
+
+    def broken(repo: str, **options: object) -> str:
+        raise ProxyError("407")
+
+    monkeypatch.setattr(config_module, "snapshot_download", broken)
+    with pytest.raises(CheckpointError, match="'a/b' is neither .*: ProxyError: 407"):
+        resolve_checkpoint("a/b")
+
+
+def test_folders_that_are_no_checkpoint_but_something_known(tmp_path: Path) -> None:
+    adapter = write(tmp_path / "adapter" / "adapter_config.json", {"peft_type": "LORA"}).parent
+    write(adapter / "adapter_model.safetensors", "")
+    with pytest.raises(CheckpointError, match="adapter is a LoRA or other PEFT adapter .*merge"):
+        resolve_checkpoint(adapter)
+    write(adapter / "config.json", {"model_type": "llama"})  # whose weights would lack the adapter
+    with pytest.raises(CheckpointError, match="is a LoRA or other PEFT adapter"):
+        resolve_checkpoint(adapter)
+    gguf = write(tmp_path / "gguf" / "model-q4.gguf", "")
+    with pytest.raises(CheckpointError, match="gguf has its weights in GGUF only.*safetensors"):
+        resolve_checkpoint(gguf.parent)
+    with pytest.raises(CheckpointError, match="model-q4.gguf: GGUF is the format of llama.cpp"):
+        resolve_checkpoint(gguf)
+    write(gguf.parent / "config.json", {"model_type": "llama"})
+    with pytest.raises(CheckpointError, match="has its weights in GGUF only"):
+        resolve_checkpoint(gguf.parent)
+    write(gguf.parent / "model.safetensors", "")
+    assert resolve_checkpoint(gguf.parent) == gguf.parent
+
+
 @pytest.mark.parametrize("name", ["a/b/c", "no such folder", "", "-", "x" * 200])
 def test_what_can_be_no_hub_id(name: str) -> None:
     with pytest.raises(CheckpointError):
@@ -119,9 +228,15 @@ def test_a_transformer_beside_modules_json(tmp_path: Path) -> None:
         ("[", "cannot be read as JSON"),
         ("[]", "names no Transformer module, only: nothing"),
         ('[{"type": "x.BoW", "path": ""}]', "only: x.BoW"),
-        ('[{"type": "x.Transformer", "path": "../out"}]', "'../out' must lie inside the folder"),
-        ('[{"type": "x.Transformer", "path": "/etc"}]', "'/etc' must lie inside the folder"),
-        ('[{"type": "x.Transformer", "path": 3}]', "3 must lie inside the folder"),
+        (
+            '[{"type": "x.Transformer", "path": "../out"}]',
+            "path must be a path inside the folder, got '../out'",
+        ),
+        (
+            '[{"type": "x.Transformer", "path": "/etc"}]',
+            "path must be a path inside the folder, got '/etc'",
+        ),
+        ('[{"type": "x.Transformer", "path": 3}]', "path must be a path inside the folder, got 3"),
         ('[{"type": "x.Transformer", "path": "gone"}]', "'gone', which is not there"),
     ],
 )
@@ -168,5 +283,5 @@ def test_damaged_json(content: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read as JSON"):
         read_json(path)
     path.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+    with pytest.raises(CheckpointError, match="cannot be read: there is no such file"):
         read_json(path)

@@ -1,5 +1,6 @@
 """classify, rerank, tag and fill_mask against transformers' pipelines and CrossEncoder."""
 
+import json
 import warnings
 from dataclasses import asdict
 from itertools import product
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SENTENCES, TOKENIZERS, edit_json, save_checkpoint
+from checkpoints import SENTENCES, TOKENIZERS, edit_json, save_checkpoint, save_sentence_model
 from sentence_transformers import CrossEncoder
+from sentence_transformers.sentence_transformer.modules import Pooling
 from tiny import one_thread  # noqa: F401  (autouse)
 from torch import nn
 
@@ -229,4 +231,50 @@ def test_architecture_without_its_head_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     edit_json(folder / "config.json", architectures=["BertForTokenClassification"])
     with pytest.raises(CheckpointError, match="lacks that head's tensors"):
+        bytetx.load(folder)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "BertForQuestionAnswering",
+        "BertForMultipleChoice",
+        "BertForNextSentencePrediction",
+        "BertForSomethingElse",
+    ],
+)
+def test_a_head_that_bytetx_lacks_is_refused_by_name(architecture: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    wanted = bytetx.load(folder).embed(["a dog"]).vectors
+    edit_json(folder / "config.json", architectures=[architecture])
+    with pytest.raises(CheckpointError) as caught:
+        bytetx.load(folder)
+    text = str(caught.value)
+    assert text.startswith(f"config.json says {architecture}, a head that bytetx does not have")
+    assert "BertForSequenceClassification, BertForTokenClassification, BertForMaskedLM" in text
+    advised = json.loads("{" + text[text.index('"architectures"') :] + "}")
+    edit_json(folder / "config.json", **advised)  # what the error says works
+    assert (bytetx.load(folder).embed(["a dog"]).vectors == wanted).all()
+
+
+def test_a_sentence_model_that_names_the_class_it_was_trained_from(tmp_path: Path) -> None:
+    """As sentence-transformers/all-mpnet-base-v2 does, which has no masked-LM tensors."""
+    folder = save_sentence_model(tmp_path, [Pooling(48)], family="mpnet")
+    wanted = bytetx.load(folder).embed(["a dog"]).vectors
+    edit_json(folder / "config.json", architectures=["MPNetForMaskedLM"])
+    model = bytetx.load(folder)
+    assert model.info()["heads"] == []
+    assert (model.embed(["a dog"]).vectors == wanted).all()
+    with pytest.raises(InputError, match="has no masked language model head"):
+        model.fill_mask(["a <mask>"])
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("gptq", "GPTQ"), ("awq", "AWQ"), ("bitsandbytes", "bitsandbytes"), ("new", "new")],
+)
+def test_quantised_checkpoints_are_named(method: str, said: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    edit_json(folder / "config.json", quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(CheckpointError, match=rf"weights are quantised \({said}\).*float16"):
         bytetx.load(folder)

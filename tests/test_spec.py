@@ -197,7 +197,7 @@ BAD_CONFIGS = [
     (BERT | {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     (BERT | {"is_decoder": True}, "runs as an encoder only"),
     (BERT | {"position_embedding_type": "relative_key"}, "position_embedding_type 'relative_key'"),
-    (BERT | {"quantization_config": {"bits": 4}}, "quantised weights are not supported"),
+    (BERT | {"quantization_config": {"bits": 4}}, "the weights are quantised"),
     (
         {"model_type": "roberta", "max_position_embeddings": 2},
         "max_position_embeddings 2 leaves no usable position, the family's first one is 2",

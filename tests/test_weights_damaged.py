@@ -14,12 +14,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
+import bytetx
+from bytetx import device_memory, loading
+from bytetx import weights as weights_module
 from bytetx.config import load_config
 from bytetx.errors import CheckpointError
 from bytetx.spec import build_spec
 from bytetx.weights import Weights, read_header
 
 IDS = random_ids([9, 2])
+ONE = b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
 
 
 @pytest.fixture
@@ -56,11 +60,12 @@ def test_a_folder_without_weights(bert: Path) -> None:
         load(bert)
 
 
-def damaged_files() -> dict[str, Callable[[bytes], bytes]]:
-    def with_header(header: object, data: bytes = b"") -> bytes:
-        raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-        return len(raw).to_bytes(8, "little") + raw + data
+def with_header(header: object, data: bytes = b"") -> bytes:
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(raw).to_bytes(8, "little") + raw + data
 
+
+def damaged_files() -> dict[str, Callable[[bytes], bytes]]:
     one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     return {
         "no byte": lambda raw: b"",
@@ -88,10 +93,53 @@ def damaged_files() -> dict[str, Callable[[bytes], bytes]]:
     }
 
 
-@pytest.mark.parametrize("damage", damaged_files())
+def damaged_layouts() -> dict[str, Callable[[bytes], bytes]]:
+    """Of tensors that a reader would find, though they share bytes or names."""
+    one = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    return {
+        "offsets of bools": lambda raw: with_header(
+            {"a": one | {"data_offsets": [False, 4]}}, b"0000"
+        ),
+        "the same bytes twice": lambda raw: with_header({"a": one, "b": one}, b"0000"),
+        "bytes that overlap": lambda raw: with_header(
+            {
+                "a": one | {"shape": [2], "data_offsets": [0, 8]},
+                "b": one | {"shape": [2], "data_offsets": [4, 12]},
+            },
+            bytes(12),
+        ),
+        "bytes of no tensor": lambda raw: with_header(
+            {"a": one, "b": one | {"data_offsets": [8, 12]}}, bytes(12)
+        ),
+        "bytes before the first tensor": lambda raw: with_header(
+            {"a": one | {"data_offsets": [4, 8]}}, bytes(8)
+        ),
+        "one name twice": lambda raw: with_header(
+            b'{"a":%b,"a":%b}' % (ONE, ONE.replace(b"[0, 4]", b"[4, 8]")), bytes(8)
+        ),
+        "one entry twice": lambda raw: with_header(b'{"a":%b,"a":%b}' % (ONE, ONE), bytes(4)),
+        "one key of an entry twice": lambda raw: with_header(
+            b'{"a":{"shape":[2],%b}' % ONE[1:], bytes(4)
+        ),
+    }
+
+
+def test_overlaps_and_gaps_say_which_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for damage, message in [
+        ("the same bytes twice", "tensor 'b' overlaps tensor 'a'"),
+        ("bytes of no tensor", "tensor 'b' leaves a gap behind tensor 'a'"),
+        ("one name twice", "'a' is described twice"),
+    ]:
+        path.write_bytes(damaged_layouts()[damage](b""))
+        with pytest.raises(CheckpointError, match=message):
+            read_header(path)
+
+
+@pytest.mark.parametrize("damage", damaged_files() | damaged_layouts())
 def test_damaged_files(damage: str, bert: Path) -> None:
     path = bert / "model.safetensors"
-    path.write_bytes(damaged_files()[damage](path.read_bytes()))
+    path.write_bytes((damaged_files() | damaged_layouts())[damage](path.read_bytes()))
     with pytest.raises(CheckpointError, match="model.safetensors is not a whole safetensors file"):
         load(bert)
 
@@ -128,6 +176,96 @@ def test_scalars_and_empty_tensors(tmp_path: Path) -> None:
     saved = {tensor.name: tensor.read() for tensor in read_header(path)}
     assert saved["scalar"].item() == 2.5
     assert saved["empty"].shape == (0, 3)
+
+
+def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
+    folder = save(tiny_model("bert"), tmp_path / "bert", max_shard_size="60KB")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    one, other = sorted(set(index["weight_map"].values()))[:2]
+    tensors = load_file(folder / other) | dict([next(iter(load_file(folder / one).items()))])
+    save_file(tensors, folder / other, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"is saved twice: as .* in .*{one} and .*{other}"):
+        load(folder)
+
+
+def test_an_index_that_names_a_tensor_twice(tmp_path: Path) -> None:
+    folder = save(tiny_model("bert"), tmp_path / "bert", max_shard_size="60KB")
+    path = folder / "model.safetensors.index.json"
+    path.write_text(
+        path.read_text().replace('"weight_map": {', '"weight_map": {"pooler.dense.bias": "x",')
+    )
+    with pytest.raises(CheckpointError, match="the key 'pooler.dense.bias' has two values"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["layers.0.q.qweight", "a.SCB", "a.absmax", "a.weight_scale"])
+def test_quantised_weights_are_named(name: str, bert: Path) -> None:
+    tensors = load_file(bert / "model.safetensors") | {name: torch.zeros(4, dtype=torch.int32)}
+    save_file(tensors, bert / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"holds weights quantised by .*'{name}'.*float16"):
+        load(bert)
+
+
+def test_weights_larger_than_the_memory(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            CheckpointError,
+            match=r"the weights take 0.0 GiB in torch.float32, cpu has 0.0 GiB; load",
+        ),
+    ):
+        patch.setattr(device_memory, "memory_bytes", lambda device: 1000)
+        bytetx.load(bert)
+    assert 1 << 20 < device_memory.memory_bytes(torch.device("cpu")) < 1 << 60
+
+
+def test_memory_that_ends_while_weights_are_read(
+    bert: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What mmap, numpy and torch raise where there is no memory left."""
+    errors = [
+        OSError(12, "Cannot allocate memory"),
+        MemoryError("no memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ]
+    for error in errors:
+
+        def full(shape: tuple[int, ...], dtype: torch.dtype, error: Exception = error) -> None:
+            raise error
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(CheckpointError, match="there is no memory for tensor 'emb.*bytes"),
+        ):
+            patch.setattr(weights_module, "_allocate", full)
+            bytetx.load(bert)
+    for error in errors[1:]:
+
+        def cannot(*arguments: object, error: Exception = error, **options: object) -> None:
+            raise error
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(
+                CheckpointError, match="the weights do not fit the memory of cpu in torch.float32"
+            ),
+        ):
+            patch.setattr(loading.Transformer, "from_tensors", cannot)
+            bytetx.load(bert)
+
+
+def test_a_sparse_file_of_a_tebibyte(tmp_path: Path) -> None:
+    """Its header is true, so that only the memory says no."""
+    folder = save(tiny_model("bert"), tmp_path / "bert")
+    header = {"embeddings.word_embeddings.weight": {"dtype": "F32"}}
+    entry = header["embeddings.word_embeddings.weight"]
+    entry |= {"shape": [60, 1 << 32], "data_offsets": [0, 60 << 34]}
+    raw = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + (60 << 34))
+    with pytest.raises(CheckpointError, match=r"the weights take 960.0 GiB in torch.float32"):
+        bytetx.load(folder)
 
 
 @pytest.fixture(scope="module")

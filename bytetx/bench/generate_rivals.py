@@ -36,7 +36,8 @@ def measure_transformers(
     for name, generate in ways.items():
         try:
             with quiet():
-                model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to("cuda")
+                options = {"dtype": dtype, "trust_remote_code": False}
+                model = AutoModelForCausalLM.from_pretrained(folder, **options).eval().to("cuda")
                 generate(model, prompts[:_WARM_UP_PROMPTS], _WARM_UP_TOKENS)
                 _, found[name] = generate(model, prompts, num_tokens)
         except Exception as error:  # a rival may raise anything, and costs no other number

@@ -35,7 +35,8 @@ class PackedTorchRival:
     def __init__(self, checkpoint: Path, dtype: torch.dtype):
         from transformers import AutoModel
 
-        model = AutoModel.from_pretrained(checkpoint, dtype=dtype).eval().to("cuda")
+        options = {"dtype": dtype, "trust_remote_code": False}
+        model = AutoModel.from_pretrained(checkpoint, **options).eval().to("cuda")
         self._embeddings, self._layers = model.embeddings, PackedTorch(model)
 
     def embed(self, inputs: Sequence[Sequence[int]]) -> np.ndarray:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx import __version__
+from bytetx.sentence import load_sentence_spec
 
 BATCH_SIZE = 32  # sentence-transformers' default
 
@@ -94,8 +95,12 @@ class SentenceTransformersRival:
         from sentence_transformers import SentenceTransformer
 
         self.name, self._batch_size = name, batch_size
+        # Older versions import the classes that a local modules.json names, whatever they are told.
+        load_sentence_spec(checkpoint)
         options = {"dtype": dtype} | ({"attn_implementation": attention} if attention else {})
-        self._model = SentenceTransformer(str(checkpoint), device=device, model_kwargs=options)
+        self._model = SentenceTransformer(
+            str(checkpoint), device=device, model_kwargs=options, trust_remote_code=False
+        )
 
     @property
     def unpads(self) -> bool:
@@ -175,13 +180,15 @@ class _LastHiddenState(torch.nn.Module):
 def tokenizer_of(checkpoint: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(checkpoint)
+    # None, the default, would ask on stdin whether to run the checkpoint's code.
+    return AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
 
 
 def encoder_of(checkpoint: Path, dtype: torch.dtype) -> torch.nn.Module:
     from transformers import AutoModel
 
-    return _LastHiddenState(AutoModel.from_pretrained(checkpoint, dtype=dtype)).eval()
+    options = {"dtype": dtype, "trust_remote_code": False}
+    return _LastHiddenState(AutoModel.from_pretrained(checkpoint, **options)).eval()
 
 
 def _transformers_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:

@@ -1,0 +1,42 @@
+"""Whether a model's weights fit a device, before gigabytes of them are read."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from bytetx.errors import CheckpointError
+
+# What a container may use: cgroup v2, then v1. Without a limit v2 says "max", v1 a huge number.
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_GIB = 1 << 30
+
+
+def check_fits(
+    num_parameters: int, dtype: torch.dtype, device: torch.device, *, parts: int
+) -> None:
+    """Raises CheckpointError where the weights alone take more memory than the device has.
+
+    parts: processes that share the weights, each with a device of its own unless it is a CPU.
+    """
+    num_bytes = num_parameters * dtype.itemsize
+    share = num_bytes if device.type == "cpu" else num_bytes // parts
+    has = memory_bytes(device)
+    if share > has:
+        raise CheckpointError(
+            f"the weights take {share / _GIB:,.1f} GiB in {dtype}, {device} has {has / _GIB:,.1f} "
+            "GiB; load them in float16 or bfloat16, on another device, or with tp"
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """All of a device's memory, whether it is free or not; of a CPU what this process may use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for path in _LIMITS:
+        try:
+            found.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # another system, or no limit
+            continue
+    return min(found)
