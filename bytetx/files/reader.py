@@ -299,7 +299,7 @@ def import_parquet(name: str) -> Any:
     try:
         import pyarrow.parquet
     except ImportError as error:
-        raise InputError(f'{name} needs pyarrow; run: pip install "bytetx[parquet]"') from error
+        raise InputError(f"{name} needs pyarrow; run: pip install pyarrow") from error
     return pyarrow.parquet
 
 
