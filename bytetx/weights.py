@@ -228,7 +228,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all floating tensors."""
+        """Numbers in all floating tensors; position ids, which old versions saved, are none."""
         return sum(math.prod(t.shape) for t in self._saved.values() if t.dtype in _DTYPES)
 
     @property
@@ -240,12 +240,6 @@ class Weights(Mapping[str, torch.Tensor]):
                 num_bytes[tensor.dtype] += tensor.num_bytes
         largest = max(num_bytes, key=num_bytes.__getitem__)
         return _DTYPES[largest] if num_bytes[largest] else torch.float32
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers of all saved tensors; old versions saved position ids, too, which are none."""
-        floating = (tensor for tensor in self._saved.values() if tensor.dtype in _DTYPES)
-        return sum(math.prod(tensor.shape) for tensor in floating)
 
 
 def read_header(path: Path) -> list[SavedTensor]:
