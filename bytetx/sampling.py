@@ -116,7 +116,7 @@ class SamplingParams:
         """Raises InputError where a token id is none of the model's."""
         for name, tokens in (
             ("logit_bias", self.logit_bias or ()),
-            ("stop_token_ids", self.stop_token_ids),
+            ("stop_token_ids", self.stop_token_ids or ()),
         ):
             for token in tokens:
                 if not 0 <= token < vocab_size:
@@ -142,7 +142,7 @@ def _integer(low: int, high: int | None = None) -> _Check:
     return check
 
 
-def _top_k(name: str, value: object) -> None:
+def _top_k(name: str, value: Any) -> None:
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < _NO_TOP_K:
         raise InputError(
