@@ -212,11 +212,12 @@ def main() -> None:
         for target in targets(Path(folder)):
             began = time.monotonic()
             found = fuzz(target, count=given.mutations, seed=given.seed, keep=given.keep)
-            print(*found, sep="\n")
+            print("\n".join(found))
             seconds = time.monotonic() - began
             print(
                 f"{target.folder.name}: {len(target.files())} files, {given.mutations} mutations "
-                f"of each, {len(found)} ended wrong, {seconds:.0f} s"
+                f"of each, {len(found)} ended wrong, {seconds:.0f} s",
+                flush=True,
             )
 
 

@@ -73,8 +73,9 @@ def name_in_a_tokenizers_part_of_config(folder: Path) -> None:
 
 
 def name_in_another_config(folder: Path) -> None:
-    """What transformers reads in the place of config.json."""
-    other = json.loads((folder / "config.json").read_text()) | {"auto_map": AUTO_MAP}
+    """What transformers reads in the place of config.json: a model of which it knows nothing."""
+    own = {"auto_map": AUTO_MAP, "model_type": "own"}
+    other = json.loads((folder / "config.json").read_text()) | own
     (folder / "config.4.0.0.json").write_text(json.dumps(other))
     edit_json(folder / "config.json", configuration_files=["config.4.0.0.json"])
     path = folder / "tokenizer_config.json"
