@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeVar
 
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 
 T = TypeVar("T")
 
@@ -20,16 +20,16 @@ def check_iterable(name: str, given: Iterable[T]) -> Iterable[T]:
 
 
 def check_top_k(top_k: object, *, may_be_none: bool = True) -> None:
-    """InputError unless top_k is a positive integer, or None where that means all."""
+    """OptionError unless top_k is a positive integer, or None where that means all."""
     if top_k is None and may_be_none:
         return
     check_positive("top_k", top_k)
 
 
 def check_positive(name: str, given: object) -> None:
-    """InputError unless `given` is a positive integer."""
+    """OptionError unless `given` is a positive integer."""
     if not _is_integer(given) or given < 1:
-        raise InputError(f"{name} must be a positive integer, got {given!r}")
+        raise OptionError(f"{name} must be a positive integer, got {given!r}")
 
 
 def check_group_timeout(given: object) -> None:
@@ -39,40 +39,40 @@ def check_group_timeout(given: object) -> None:
 
 
 def check_dimensions(dimensions: object, *, size: int) -> None:
-    """InputError unless dimensions is None or an integer from 1 to size."""
+    """OptionError unless dimensions is None or an integer from 1 to size."""
     if dimensions is not None and not (_is_integer(dimensions) and 1 <= dimensions <= size):
-        raise InputError(f"dimensions must be an integer from 1 to {size}, got {dimensions!r}")
+        raise OptionError(f"dimensions must be an integer from 1 to {size}, got {dimensions!r}")
 
 
 def check_text(name: str, given: object) -> None:
-    """InputError unless `given` is a str."""
+    """OptionError unless `given` is a str."""
     if not isinstance(given, str):
-        raise InputError(f"{name} must be a str, got {type(given).__name__}")
+        raise OptionError(f"{name} must be a str, got {type(given).__name__}")
 
 
 def check_names(name: str, given: object) -> None:
-    """InputError unless `given` is a collection of str; one str would be read by its letters."""
+    """OptionError unless `given` is a collection of str; one str would be read by its letters."""
     is_names = isinstance(given, Collection) and not isinstance(given, str | bytes)
     if not is_names or not all(isinstance(entry, str) for entry in given):
-        raise InputError(f"{name} must be a list of str, got {given!r}")
+        raise OptionError(f"{name} must be a list of str, got {given!r}")
 
 
 def chosen_modes(pooling: object, *, known: Sequence[str]) -> tuple[str, ...]:
-    """The pooling modes that one str or several name; InputError for none or one not known."""
+    """The pooling modes that one str or several name; OptionError for none or one not known."""
     modes = (pooling,) if isinstance(pooling, str) else pooling
     modes = tuple(modes) if isinstance(modes, Iterable) else ()
     if not modes or not all(mode in known for mode in modes):
-        raise InputError(f"pooling must be one or more of {', '.join(known)}, got {pooling!r}")
+        raise OptionError(f"pooling must be one or more of {', '.join(known)}, got {pooling!r}")
     return modes
 
 
 def chosen_layers(layers: object, *, num_states: int) -> tuple[int, ...]:
-    """Layers counted from 0; InputError unless each is an integer within num_states."""
+    """Layers counted from 0; OptionError unless each is an integer within num_states."""
     chosen = tuple(layers) if isinstance(layers, Iterable) else ()
     if not chosen or not all(
         _is_integer(layer) and -num_states <= layer < num_states for layer in chosen
     ):
-        raise InputError(
+        raise OptionError(
             f"layers must be one or more integers from {-num_states} to {num_states - 1}, got "
             f"{layers!r}"
         )

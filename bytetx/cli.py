@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
@@ -82,7 +82,8 @@ def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
 
 def _print_error(message: str) -> None:
     line = Text.assemble(("error: ", "bold red"), message.replace("\n", " "))
-    Console(stderr=True).print(line, soft_wrap=True)
+    with suppress(OSError):  # a stderr that is full changes no exit code
+        Console(stderr=True).print(line, soft_wrap=True)
 
 
 @app.callback(invoke_without_command=True)
@@ -129,11 +130,10 @@ def embed(
 def classify(options: JobOptions, top_k: TopK = None, raw_scores: RawScores = False) -> None:
     """Labels and scores of each text or pair (--column twice), best first."""
     from bytetx.files.command import run_text_job
-    from bytetx.files.tasks import list_task
+    from bytetx.files.tasks import classify_task
 
     given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
-    task = list_task("classify", method="classify", key="labels", options=given)
-    run_text_job(options, task, takes_pairs=True)
+    run_text_job(options, classify_task(given), takes_pairs=True)
 
 
 @app.command()
@@ -141,15 +141,16 @@ def classify(options: JobOptions, top_k: TopK = None, raw_scores: RawScores = Fa
 def tag(
     options: JobOptions,
     aggregation: Annotated[
-        str, typer.Option(help="none, simple, first, average or max, as Hugging Face's.")
+        str,
+        typer.Option(help="none, simple, first, average or max; rows are as Hugging Face's."),
     ] = "simple",
 ) -> None:
     """Tagged tokens or groups of tokens of each text, with character offsets."""
     from bytetx.files.command import run_text_job
-    from bytetx.files.tasks import list_task
+    from bytetx.files.tasks import tag_task
 
     given = {"aggregation": aggregation, "truncate": options.truncate}
-    run_text_job(options, list_task("tag", method="tag", key="entities", options=given))
+    run_text_job(options, tag_task(given))
 
 
 @app.command()
@@ -157,10 +158,9 @@ def tag(
 def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
     """The best fillings of each mask of each text."""
     from bytetx.files.command import run_text_job
-    from bytetx.files.tasks import list_task
+    from bytetx.files.tasks import fill_mask_task
 
-    given = {"top_k": top_k, "truncate": options.truncate}
-    run_text_job(options, list_task("fill-mask", method="fill_mask", key="fills", options=given))
+    run_text_job(options, fill_mask_task({"top_k": top_k, "truncate": options.truncate}))
 
 
 @app.command()

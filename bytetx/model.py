@@ -26,7 +26,7 @@ from bytetx.engine.request import RunCounter
 from bytetx.engine.runner import Runner
 from bytetx.engine.scheduler import check_token_budget, windows
 from bytetx.engine.step import Task
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.inputs import InputReader
@@ -361,7 +361,7 @@ class Model(GeneratesText):
         """
         if aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
-            raise InputError(f"aggregation must be one of {known}, got {aggregation!r}")
+            raise OptionError(f"aggregation must be one of {known}, got {aggregation!r}")
         check_names("ignore_labels", ignore_labels)
         head = self._need_head(self.heads.token, "token classification")
         tokenizer = self._need_tokenizer()

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.config import MODULES, module_folder, transformer_folder
-from bytetx.errors import CheckpointError, InputError
+from bytetx.errors import CheckpointError, InputError, OptionError
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES
@@ -146,12 +146,12 @@ class SentenceSpec:
     activation_fn: str | None = None
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
-        """The text to put before every input. Raises InputError for a name that is not known."""
+        """The text to put before every input. Raises OptionError for a name that is not known."""
         if prompt is not None:
             try:
                 prompt.encode("utf-8")
             except UnicodeEncodeError as error:
-                raise InputError(
+                raise OptionError(
                     f"prompt holds half a surrogate pair at character {error.start}, which is no "
                     "text; give it as UTF-8"
                 ) from error
@@ -161,7 +161,7 @@ class SentenceSpec:
             return ""
         if not isinstance(name, str) or name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise InputError(f"prompt_name {name!r} is not in this checkpoint; it has: {known}")
+            raise OptionError(f"prompt_name {name!r} is not in this checkpoint; it has: {known}")
         return self.prompts[name] or ""
 
 

@@ -117,7 +117,7 @@ def test_embed_options_reach_the_model(bytetx: Bytetx, encoder: Path, texts: Pat
     got = load(encoder).embed(TEXTS, pooling="cls", prompt="a: ", dimensions=8).vectors
     np.testing.assert_allclose(np.load("v.npy"), got, atol=1e-6)
     ran = bytetx("embed", texts, "-m", encoder, "-o", "w.npy", "--dimensions", 10_000)
-    assert ran.code == 1 and "dimensions must be an integer from 1" in ran.err
+    assert ran.code == 2 and "dimensions must be an integer from 1" in ran.err
     assert "Traceback" not in ran.err
 
 
@@ -201,13 +201,13 @@ def test_an_empty_input_is_an_empty_output(bytetx: Bytetx, encoder: Path, tmp_pa
     ("arguments", "code", "says"),
     [
         (("embed", "none.txt"), 1, "none.txt cannot be read: No such file"),
-        (("embed", "texts.txt", "-o", "v.xyz"), 1, "must end in .npy, .jsonl, .parquet"),
+        (("embed", "texts.txt", "-o", "v.xyz"), 2, "must end in .npy, .jsonl, .parquet"),
         (("embed", "texts.txt", "-o", "none/v.npy"), 1, "there is no folder none"),
         (("embed", "texts.txt", "-o", "v.npy", "-m", "none/such"), 1, "none/such"),
         (("embed", "texts.txt", "-c", "a", "-c", "b"), 2, "--column was given 2 times"),
         (("embed", "texts.txt", "--resume"), 2, "--resume needs an output file"),
         (("embed", "texts.txt", "-o", "v.npy", "--resume", "--overwrite"), 2, "give one of them"),
-        (("embed", "texts.txt", "--input-format", "xml"), 1, "must be one of text, jsonl"),
+        (("embed", "texts.txt", "--input-format", "xml"), 2, "must be one of text, jsonl"),
         (("embed", "texts.txt", "--dtype", "int3"), 2, "int3"),
         (("embed", "texts.txt", "--device", "tpu"), 2, "tpu"),
         (("embed", "texts.txt", "--token-budget", "0"), 2, "--token-budget"),
@@ -256,17 +256,17 @@ def test_ctrl_c_says_how_to_go_on(
     (tmp_path / "many.txt").write_text("a text of some words\n" * 900)
     arguments = ("embed", "many.txt", "-m", encoder, "-o", "v.npy", "--token-budget", 64)
     assert bytetx(*arguments[:5], "whole.npy", *arguments[6:]).code == 0
-    good_values, num_seen = job._good_values, 0
+    good_values, num_seen = job._GoodValues.__iter__, 0
 
-    def interrupted(records, pending):
-        for value in good_values(records, pending):
+    def interrupted(values):
+        for value in good_values(values):
             nonlocal num_seen
             num_seen += 1
             if num_seen == 800:
                 raise KeyboardInterrupt
             yield value
 
-    monkeypatch.setattr(job, "_good_values", interrupted)
+    monkeypatch.setattr(job._GoodValues, "__iter__", interrupted)
     monkeypatch.setattr(job, "COMMIT_ROWS", 1)
     ran = bytetx(*arguments)
     assert ran.code == 130 and ran.err.startswith("interrupted: ") and "--resume" in ran.err

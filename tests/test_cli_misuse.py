@@ -13,10 +13,10 @@ from checkpoints import save_checkpoint
 from test_cli import Bytetx, bytetx, encoder, texts  # noqa: F401
 from test_cli_process import command, environment
 
+from bytetx.files.encoders import LineEncoder
 from bytetx.files.options import MAX_THREADS
-from bytetx.files.resume import Counts, Progress
+from bytetx.files.resume import Counts
 from bytetx.files.terminal import closing_line
-from bytetx.files.writer import LineEncoder, OutputError, StagedOutput
 
 LONG_NAME = "a" * 300
 
@@ -66,12 +66,12 @@ def test_a_closed_stderr_costs_no_result(encoder: Path, texts: Path, tmp_path: P
         (("texts.txt", "-m", LONG_NAME), 1, "File name too long"),
         (("texts.txt", "-m", "~nobody-here/x"), 1, "cannot be opened"),
         (("texts.txt", "-m", "./none"), 1, "there is no folder none"),
-        (("texts.txt", "-m", ""), 1, "the checkpoint's name is empty"),
-        (("",), 1, "an input has an empty name"),
-        (("-", "-"), 1, "stdin can be read only once"),
-        (("texts.txt", "-o", ".npy"), 1, "must end in .npy, .jsonl, .parquet, got '.npy'"),
+        (("texts.txt", "-m", ""), 2, "--model is empty"),
+        (("",), 2, "an input has an empty name"),
+        (("-", "-"), 2, "stdin can be read only once"),
+        (("texts.txt", "-o", ".npy"), 2, "must end in .npy, .jsonl, .parquet, got '.npy'"),
         (("texts.txt", "--threads", str(MAX_THREADS + 1)), 2, "--threads"),
-        (("texts.txt", "--prompt", "\udcff"), 1, "prompt holds half a surrogate pair"),
+        (("texts.txt", "--prompt", "\udcff"), 2, "prompt holds half a surrogate pair"),
         (("twice.csv", "-c", "a"), 1, "has column 'a' twice"),
     ],
 )
@@ -124,20 +124,6 @@ def test_token_ids_beyond_64_bits_are_out_of_range(bytetx: Bytetx, encoder: Path
     Path("a.jsonl").write_text('{"text": [1' + "0" * 30 + ']}\n{"text": [3]}\n')
     rows = bytetx("embed", "a.jsonl", "-m", encoder).rows
     assert "holds token id 1000" in rows[0]["error"] and "embedding" in rows[1]
-
-
-def test_an_output_finished_while_another_job_opened_it_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import fcntl
-
-    out = tmp_path / "a.jsonl"
-    partial = tmp_path / "a.jsonl.partial"
-    partial.write_text("whole\n")
-    monkeypatch.setattr(fcntl, "flock", lambda *_: partial.rename(out))
-    with pytest.raises(OutputError, match="just finished by another bytetx"):
-        StagedOutput(out, LineEncoder(str), progress=Progress({}))
-    assert out.read_text() == "whole\n"
 
 
 def test_one_of_a_thing_has_no_plural() -> None:

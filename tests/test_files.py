@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bytetx.errors import InputError
-from bytetx.files.reader import RankRequest, Record, Shape, open_sources, read_records
+from bytetx.files.reader import open_sources, read_records
+from bytetx.files.records import RankRequest, Record, Shape
 
 DIM = 4
 

@@ -15,20 +15,16 @@ import numpy as np
 import pytest
 
 from bytetx.engine.request import RunStats
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.files import job
-from bytetx.files.reader import Shape, open_sources, read_records
+from bytetx.files.encoders import NPY_HEADER_BYTES, LineEncoder, VectorEncoder
+from bytetx.files.lock import OutputError, OutputLock, OutputPaths, check_output
+from bytetx.files.parquet import ParquetForm
+from bytetx.files.reader import open_sources, read_records
+from bytetx.files.records import Shape
 from bytetx.files.resume import Counts, Progress, skip_done
 from bytetx.files.terminal import closing_line, short
-from bytetx.files.writer import (
-    NPY_HEADER_BYTES,
-    LineEncoder,
-    OutputError,
-    StagedOutput,
-    VectorEncoder,
-    check_output,
-    unfinished_progress,
-)
+from bytetx.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_whole
 
 DIM = 4
 
@@ -57,13 +53,19 @@ class FakeStream:
 
 
 def run(source: Path, out: Path, encoder=None, *, resume: bool = False, stop_after=None) -> Counts:
-    what = {"task": "embed", "options": {}}
-    progress = unfinished_progress(out, what, resume=resume)
+    with OutputLock(OutputPaths(out)) as lock:
+        return run_locked(lock, source, encoder, resume=resume, stop_after=stop_after)
+
+
+def run_locked(lock: OutputLock, source: Path, encoder, *, resume: bool, stop_after=None) -> Counts:
+    out = lock.paths.name
+    progress = found(lock, {"task": "embed", "options": {}}, resume=resume)
     records = read_records(open_sources([str(source)]), Shape())
     skip_done(records, progress, out)
     if encoder is None:
         encoder = embedding_lines() if out.suffix == ".jsonl" else VectorEncoder(DIM)
-    output = StagedOutput(out, encoder, progress=progress)
+    parquet = ParquetForm({"embedding": ["float32"]}) if out.suffix == ".parquet" else None
+    output = StagedOutput(lock, encoder, progress=progress, parquet=parquet)
     try:
         job.run_job(
             records,
@@ -76,6 +78,11 @@ def run(source: Path, out: Path, encoder=None, *, resume: bool = False, stop_aft
     finally:
         output.close()
     return output.progress.counts
+
+
+def found(lock: OutputLock, what: dict, *, resume: bool) -> Progress:
+    unfinished = find_unfinished(lock, resume=resume, overwrite=False)
+    return begin_or_go_on(unfinished, what, lock, overwrite=False)
 
 
 def embedding_lines() -> LineEncoder:
@@ -114,7 +121,7 @@ def test_npy_header_is_numpys_own(tmp_path: Path) -> None:
 
 def test_a_vector_that_is_not_finite_is_an_error() -> None:
     row = VectorEncoder(2).encode(7, np.array([1, np.inf], np.float32))
-    assert row.is_error and b"not finite" in row.error_line
+    assert row.is_error and b"not finite" in row.list_line
 
 
 def test_jsonl_holds_errors_in_line(texts: Path, tmp_path: Path) -> None:
@@ -149,7 +156,6 @@ def test_a_stopped_job_resumes_to_the_same_bytes(
     with pytest.raises(KeyboardInterrupt):
         run(texts, out, encoder, stop_after=stop_after)
     assert not out.exists()
-    assert check_output(out, resume=True, overwrite=False)
     counts = run(texts, out, encoder, resume=True)
     assert out.read_bytes() == whole.read_bytes()
     assert replace(counts, seconds=0) == replace(expected, seconds=0)
@@ -177,8 +183,11 @@ def test_resuming_with_other_inputs_or_options_is_refused(
     out = tmp_path / "out.npy"
     with pytest.raises(KeyboardInterrupt):
         run(texts, out, stop_after=17)
-    with pytest.raises(InputError, match="options was .* and is"):
-        unfinished_progress(out, {"task": "embed", "options": {"dim": 3}}, resume=True)
+    with (
+        OutputLock(OutputPaths(out)) as lock,
+        pytest.raises(InputError, match="options was .* and is"),
+    ):
+        found(lock, {"task": "embed", "options": {"dim": 3}}, resume=True)
     lines = texts.read_text().splitlines()
     texts.write_text("\n".join(['{"text": "other"}', *lines[1:]]))
     with pytest.raises(InputError, match="other inputs"):
@@ -194,21 +203,21 @@ def test_a_damaged_progress_file_is_an_error_that_says_so(tmp_path: Path) -> Non
     out = tmp_path / "out.npy"
     Path(f"{out}.partial").touch()
     Path(f"{out}.progress.json").write_text('{"job": {}')
-    with pytest.raises(InputError, match="--overwrite"):
-        unfinished_progress(out, {}, resume=True)
+    with OutputLock(OutputPaths(out)) as lock, pytest.raises(InputError, match="--overwrite"):
+        found(lock, {}, resume=True)
 
 
 def test_a_job_without_rows_leaves_nothing_behind(tmp_path: Path) -> None:
-    output = StagedOutput(tmp_path / "v.npy", VectorEncoder(DIM), progress=Progress({}))
-    output.close()
+    with OutputLock(OutputPaths(tmp_path / "v.npy")) as lock:
+        StagedOutput(lock, VectorEncoder(DIM), progress=Progress({})).close()
     assert os.listdir(tmp_path) == []
 
 
 def test_two_jobs_on_one_output_are_refused(tmp_path: Path) -> None:
-    first = StagedOutput(tmp_path / "v.npy", VectorEncoder(DIM), progress=Progress({}))
-    with pytest.raises(OutputError, match="another bytetx"):
-        StagedOutput(tmp_path / "v.npy", VectorEncoder(DIM), progress=Progress({}))
-    first.close()
+    paths = OutputPaths(tmp_path / "v.npy")
+    with OutputLock(paths), pytest.raises(OutputError, match="written by another bytetx"):
+        OutputLock(paths)
+    assert os.listdir(tmp_path) == []
 
 
 def test_disk_full_keeps_what_is_committed(
@@ -234,22 +243,36 @@ def test_disk_full_keeps_what_is_committed(
 
 
 def test_check_output_refuses_before_any_work(tmp_path: Path) -> None:
-    def problem(name: str, *, resume: bool = False, overwrite: bool = False) -> str:
+    def problem(name: str) -> str:
         with pytest.raises(OutputError) as caught:
-            check_output(tmp_path / name, resume=resume, overwrite=overwrite)
+            check_output(tmp_path / name)
         return str(caught.value)
 
-    assert "must end in .npy" in problem("v.bin")
+    with pytest.raises(OptionError, match="must end in .npy"):
+        check_output(tmp_path / "v.bin")
     assert "no folder" in problem("none/v.npy")
     (tmp_path / "d.npy").mkdir()
     assert "is a folder" in problem("d.npy")
-    (tmp_path / "v.npy").touch()
-    assert "--overwrite" in problem("v.npy")
-    assert check_output(tmp_path / "v.npy", resume=False, overwrite=True)
-    assert not check_output(tmp_path / "v.npy", resume=True, overwrite=False)
-    for name in ("u.npy.partial", "u.npy.progress.json"):
-        (tmp_path / name).touch()
-    assert "--resume" in problem("u.npy")
+
+
+def test_an_output_that_is_there_is_kept_unless_it_may_go(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    out = tmp_path / "v.npy"
+    out.touch()
+    with OutputLock(check_output(out)) as lock:
+        with pytest.raises(OutputError, match="--overwrite"):
+            is_whole(lock, resume=False, overwrite=False)
+        assert not is_whole(lock, resume=False, overwrite=True)
+        assert is_whole(lock, resume=True, overwrite=False)
+    out.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        run(texts, out, stop_after=30)
+    with OutputLock(check_output(out)) as lock:
+        with pytest.raises(OutputError, match="--resume"):
+            find_unfinished(lock, resume=False, overwrite=False)
+        assert find_unfinished(lock, resume=False, overwrite=True) is None
 
 
 def test_closing_line_says_everything() -> None:

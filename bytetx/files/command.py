@@ -1,8 +1,7 @@
 """From a command's options to a finished output: check all that is cheap, load, run, close."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,66 +9,93 @@ import typer
 from rich.console import Console
 
 from bytetx import __version__
-from bytetx.errors import BytetxError, InputError
+from bytetx.errors import BytetxError, InputError, OptionError, StepError
 from bytetx.files.job import run_job
+from bytetx.files.lock import OutputLock, OutputPaths, check_output
 from bytetx.files.options import JobOptions
-from bytetx.files.reader import RankRequest, Record, Shape, Source, open_sources, read_records
+from bytetx.files.parquet import ParquetForm
+from bytetx.files.parquet_reader import kept_types
+from bytetx.files.reader import open_sources, read_records
+from bytetx.files.records import RankRequest, Record, RecordError, Shape, Source
 from bytetx.files.resume import Progress, model_identity, skip_done
-from bytetx.files.tasks import Task
-from bytetx.files.terminal import JobBar, closing_line, waiting
+from bytetx.files.tasks import Task, is_unicode
+from bytetx.files.terminal import JobBar, closing_line, tell, waiting
 from bytetx.files.writer import (
     Output,
     StagedOutput,
     StdoutOutput,
-    check_output,
-    unfinished_progress,
+    begin_or_go_on,
+    find_unfinished,
+    is_whole,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a job reads.
+
+    sources: whose rows the output has; `--keep` takes their columns.  also: further files that it
+    reads.  read: all records, from the first one on.
+    """
+
+    sources: list[Source]
+    read: Callable[[], Iterator[Record]]
+    also: tuple[Source, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """0 where one of them is a pipe."""
+        is_known = all(source.is_regular for source in self.sources)
+        return sum(source.size_bytes for source in self.sources) if is_known else 0
 
 
 def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) -> None:
     """Runs a task on each text of the inputs."""
-    shape = Shape(tuple(options.column or ("text",)))
-    if len(shape.columns) > (2 if takes_pairs else 1):
+    columns = tuple(options.column or ("text",))
+    if len(columns) > (2 if takes_pairs else 1):
         needed = "one, or two for pairs" if takes_pairs else "one"
-        raise typer.BadParameter(f"--column was given {len(shape.columns)} times; give {needed}")
-    sources = open_sources(options.files or [], format=options.input_format)
-    _run(options, task, lambda: read_records(sources, shape), total_bytes=_total_bytes(sources))
+        raise typer.BadParameter(f"--column was given {len(columns)} times; give {needed}")
+    _run_rows(options, task, Shape(columns, keep=_keep(options, task)))
 
 
 def run_prompt_job(options: JobOptions, task: Task) -> None:
     """Runs a task on each prompt of the inputs, which may be chats where a line is JSON."""
     if options.truncate:
         raise typer.BadParameter("--truncate does not go with prompts, which are never cut")
-    shape = Shape(tuple(options.column or ("text",)), chats=True)
-    if len(shape.columns) > 1:
+    columns = tuple(options.column or ("text",))
+    if len(columns) > 1:
         raise typer.BadParameter("--column was given twice; prompts have one column")
-    sources = open_sources(options.files or [], format=options.input_format)
-    _run(options, task, lambda: read_records(sources, shape), total_bytes=_total_bytes(sources))
+    _run_rows(options, task, Shape(columns, chats=True, keep=_keep(options, task)))
 
 
 def run_rank_job(
     options: JobOptions, task: Task, *, query: str | None, query_file: str | None
 ) -> None:
     """Ranks the documents of the inputs for one query, for those of a file, or line by line."""
-    sources = open_sources(options.files or [], format=options.input_format)
+    keep = _keep(options, task)
     shape = Shape(tuple(options.column or ("text",)))
     if len(shape.columns) > 1:
         raise typer.BadParameter("--column was given twice; documents have one column")
-    total_bytes = _total_bytes(sources)
+    if query is not None and keep:
+        raise typer.BadParameter("--keep copies columns of queries; give them with --query-file")
+    if query is not None and not is_unicode(query):
+        raise typer.BadParameter("--query holds bytes that are not UTF-8")
+    sources = open_sources(options.files or [], format=options.input_format)
     if query is not None:
+        total_bytes = sum(source.size_bytes for source in sources)
         one = [Record(query, total_bytes, "--query")]
-        _run(options, task, lambda: _ranking(one, sources, shape), total_bytes=total_bytes)
+        _run(options, task, Inputs(sources, lambda: _ranking(one, sources, shape)))
         return
     if query_file is not None:
         if query_file == "-" and any(source.path is None for source in sources):
             raise typer.BadParameter("queries and documents cannot both come from stdin")
         asking = open_sources([query_file])
-        _run(
-            options,
-            task,
-            lambda: _ranking(read_records(asking, shape), sources, shape),
-            total_bytes=_total_bytes(asking),
-        )
+        queries = replace(shape, keep=keep)
+
+        def read() -> Iterator[Record]:
+            return _ranking(read_records(asking, queries), sources, shape)
+
+        _run(options, task, Inputs(asking, read, also=tuple(sources)), keep=keep)
         return
     if options.input_format is None:
         sources = [s if s.is_regular else replace(s, format="jsonl") for s in sources]
@@ -78,8 +104,14 @@ def run_rank_job(
             'give --query or --query-file, or .jsonl inputs with {"query": "...", "documents": '
             "[...]} on each line"
         )
-    by_line = Shape(rank_requests=True)
-    _run(options, task, lambda: read_records(sources, by_line), total_bytes=total_bytes)
+    by_line = Shape((), rank_requests=True, keep=keep)
+    _run(options, task, Inputs(sources, lambda: read_records(sources, by_line)), keep=keep)
+
+
+def _run_rows(options: JobOptions, task: Task, shape: Shape) -> None:
+    sources = open_sources(options.files or [], format=options.input_format)
+    inputs = Inputs(sources, lambda: read_records(sources, shape))
+    _run(options, task, inputs, keep=shape.keep)
 
 
 def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> Iterator[Record]:
@@ -90,46 +122,94 @@ def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> 
         if isinstance(value, str):
             value = RankRequest(value, documents)
         elif not isinstance(value, InputError):
-            value = InputError("a query must be a string, got token ids")
+            value = RecordError(query.where, "a query must be a string, got token ids")
         yield replace(query, value=value)
 
 
-def _total_bytes(sources: list[Source]) -> int:
-    """0 where one of them is a pipe."""
-    return sum(s.size_bytes for s in sources) if all(s.is_regular for s in sources) else 0
-
-
-def _run(
-    options: JobOptions, task: Task, records: Callable[[], Iterator[Record]], *, total_bytes: int
-) -> None:
-    console = Console(stderr=True, highlight=False)
+def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
+    """The columns that `--keep` names, once they are known not to be in the way."""
+    names = [name for given in options.keep or () for name in given.split(",")]
+    taken = ("index", *task.columns, "error")
+    for number, name in enumerate(names):
+        if not name:
+            raise typer.BadParameter("--keep has an empty name; give columns as --keep id,date")
+        if name in names[:number]:
+            raise typer.BadParameter(f"--keep names {name!r} twice")
+        if name in taken:
+            raise typer.BadParameter(
+                f"--keep {name}: rows of {task.name} have {', '.join(taken)} of their own; rename "
+                "that column of the input"
+            )
     path = options.output_path
+    if names and path is not None and path.suffix.lower() == ".npy":
+        raise typer.BadParameter(
+            f"--keep: {path} holds vectors alone; write .jsonl or .parquet to keep columns"
+        )
+    return tuple(names)
+
+
+def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ...] = ()) -> None:
+    """Runs a job, with the lock of its output held from before any state is read to the end."""
+    path = options.output_path
+    console = Console(stderr=True, highlight=False)
     _check_output_options(options, task)
-    if path is not None and not check_output(
-        path, resume=options.resume, overwrite=options.overwrite
-    ):
-        line = f"{path} is whole; nothing is left to resume; --overwrite would make it again"
-        console.print(line, markup=False, soft_wrap=True)
+    if path is None:
+        _run_job(options, task, inputs, keep=keep, console=console)
         return
+    paths = check_output(path)
+    _check_no_input(paths, inputs)
+    with OutputLock(paths) as lock:
+        allowed = {"resume": options.resume, "overwrite": options.overwrite}
+        unfinished = find_unfinished(lock, **allowed)
+        if unfinished is None and is_whole(lock, **allowed):
+            tell(
+                console,
+                f"{path} is whole; nothing is left to resume; --overwrite would make it again",
+            )
+            return
+        _run_job(options, task, inputs, keep=keep, console=console, lock=lock, was=unfinished)
+
+
+def _run_job(
+    options: JobOptions,
+    task: Task,
+    inputs: Inputs,
+    *,
+    keep: tuple[str, ...],
+    console: Console,
+    lock: OutputLock | None = None,
+    was: Progress | None = None,
+) -> None:
+    """lock: of the output, None for stdout.  was: the unfinished job's state, to go on with."""
+    path, suffix = options.output_path, options.output_suffix
     folder = _checkpoint_folder(options, task)
-    progress = Progress(_job(options, task, folder))
-    if path is not None:
-        progress = unfinished_progress(path, progress.job, resume=options.resume)
-    waiting_records = records()
-    skip_done(waiting_records, progress, path or Path("-"))
+    job = _job(options, task, folder, keep=keep)
+    progress = Progress(job)
+    if lock is not None:
+        progress = begin_or_go_on(was, job, lock, overwrite=options.overwrite)
+    parquet = None
+    if suffix == ".parquet":
+        parquet = ParquetForm(task.columns, keep, kept_types(inputs.sources, keep))
+    records = inputs.read()
+    skip_done(records, progress, path or Path("-"))
     with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
         model = _load(options, folder)
-        run, encoder = task.open(model, path is not None and path.suffix.lower() != ".jsonl")
+        run, encoder = task.open(model, suffix)
     if task.describe is not None:
-        console.print(task.describe(model), markup=False, soft_wrap=True)
-    output = StdoutOutput() if path is None else StagedOutput(path, encoder, progress=progress)
+        tell(console, task.describe(model))
+    if lock is None:
+        output: Output = StdoutOutput()
+    else:
+        output = StagedOutput(lock, encoder, progress=progress, parquet=parquet)
     try:
-        with JobBar(console, total_bytes=total_bytes, title=task.name) as show:
-            run_job(waiting_records, run, output=output, encoder=encoder, show=show)
+        with JobBar(console, total_bytes=inputs.total_bytes, title=task.name) as show:
+            run_job(records, run, output=output, encoder=encoder, show=show)
         output.finish()
     except KeyboardInterrupt:
-        _print_interrupted(console, output, path)
+        tell(console, f"interrupted: {_what_is_left(output, path)}")
         raise
+    except InputError as error:  # an input could not be read to its end
+        raise InputError(f"{error}; {_what_is_left(output, path)}") from error
     finally:
         output.close()
     _print_closing(console, output, task=task, path=path)
@@ -145,22 +225,30 @@ def _check_output_options(options: JobOptions, task: Task) -> None:
         raise typer.BadParameter("--resume goes on, --overwrite starts again; give one of them")
     if options.resume and path is None:
         raise typer.BadParameter("--resume needs an output file; give -o")
-    if path is not None and any(_is_same_file(path, name) for name in options.files or []):
-        raise typer.BadParameter(f"{path} is an input, too; give the output another name")
-    if path is not None and path.suffix.lower() == ".npy" and task.name != "embed":
+    if options.output_suffix == ".npy" and task.name != "embed":
         raise typer.BadParameter(
             f"{path}: .npy holds vectors, which embed gives; {task.name} writes .jsonl or .parquet"
         )
 
 
-def _is_same_file(path: Path, name: str) -> bool:
-    return os.path.exists(name) and os.path.exists(path) and os.path.samefile(name, path)
+def _check_no_input(paths: OutputPaths, inputs: Inputs) -> None:
+    for source in (*inputs.sources, *inputs.also):
+        if source.path is None:
+            continue
+        for path in paths.all:
+            if path.exists() and source.path.exists() and path.samefile(source.path):
+                beside = "" if path == paths.final else f", and the job of {paths.name} writes it"
+                raise typer.BadParameter(
+                    f"{source.path} is an input, too{beside}; give the output another name"
+                )
 
 
 def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
     from bytetx.config import resolve_checkpoint
     from bytetx.demo import demo_checkpoint
 
+    if options.model == "":
+        raise typer.BadParameter("--model is empty; give a checkpoint's folder or hub id")
     if options.model is not None:
         return resolve_checkpoint(
             options.model, revision=options.revision, local_files_only=options.offline
@@ -173,9 +261,8 @@ def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
     return demo_checkpoint()
 
 
-def _job(options: JobOptions, task: Task, folder: Path) -> dict[str, Any]:
+def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]) -> dict[str, Any]:
     """What a job that resumes must have in common with the one that was killed."""
-    suffix = "" if options.output_path is None else options.output_path.suffix.lower()
     return {
         "bytetx": __version__,
         "task": task.name,
@@ -184,7 +271,8 @@ def _job(options: JobOptions, task: Task, folder: Path) -> dict[str, Any]:
         "dtype": options.dtype,
         "tp": options.tp if options.ranks is None else options.ranks.size,
         "column": options.column,
-        "output": suffix,
+        "keep": list(keep),
+        "output": options.output_suffix,
         **task.options,
     }
 
@@ -197,23 +285,26 @@ def _load(options: JobOptions, folder: Path) -> Any:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    return load(
-        folder,
-        device=options.device,
-        dtype=options.dtype,
-        tp=options.ranks or options.tp or 1,
-        token_budget=options.token_budget,
-        group_timeout=options.group_timeout,
-    )
+    try:
+        return load(
+            folder,
+            device=options.device,
+            dtype=options.dtype,
+            tp=options.ranks or options.tp or 1,
+            token_budget=options.token_budget,
+            group_timeout=options.group_timeout,
+        )
+    except StepError:
+        raise
+    except InputError as error:  # there is no input yet: it is one of these options
+        raise OptionError(str(error)) from error
 
 
-def _print_interrupted(console: Console, output: Output, path: Path | None) -> None:
+def _what_is_left(output: Output, path: Path | None) -> str:
     num_texts = output.progress.counts.num_texts
     if path is None or num_texts == 0:
-        left = f"{num_texts:,} results were written"
-    else:
-        left = f"{num_texts:,} results are kept; go on with the same command and --resume"
-    console.print(f"interrupted: {left}", markup=False, soft_wrap=True)
+        return f"{num_texts:,} results were written"
+    return f"{num_texts:,} results are kept; go on with the same command and --resume"
 
 
 def _print_closing(console: Console, output: Output, *, task: Task, path: Path | None) -> None:
@@ -221,8 +312,8 @@ def _print_closing(console: Console, output: Output, *, task: Task, path: Path |
     what = task.name if path is None else f"{task.name} → {path}"
     errors_at = ""
     if path is not None and path.suffix.lower() == ".npy":
-        errors_at = f"{path}.errors.jsonl"
+        errors_at = str(OutputPaths(path).errors)
     line = closing_line(counts, what=what, errors_at=errors_at)
-    console.print(line, markup=False, soft_wrap=True)
+    tell(console, line)
     if 0 < counts.num_texts == counts.num_errors:
         raise BytetxError(f"every text failed; {errors_at or 'the output'} says why for each")

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
-from bytetx.files.reader import RankRequest, Record, Value
+from bytetx.files.encoders import Encoder
+from bytetx.files.records import RankRequest, Record, Value
 from bytetx.files.resume import Counts, Progress, digest_record
-from bytetx.files.writer import Encoder, Output
+from bytetx.files.writer import Output
 
 COMMIT_SECONDS = 0.5  # between commits; one takes about a millisecond on an SSD
 COMMIT_ROWS = 4096  # that wait at most, so that memory does not grow
@@ -40,25 +41,41 @@ def run_job(
 
     run: the model's task on a stream of texts, which it may read ahead.
     show: called after each row with the counts so far and the bytes of input that are done.
+    Raises the InputError of an input that cannot be read to its end, once all records before it
+    are run and committed.
     """
     pending: deque[Record] = deque()
-    stream = run(_good_values(records, pending))
+    values = _GoodValues(records, pending)
+    stream = run(iter(values))
     rows = _Rows(output, encoder, stream.stats)
     for record, result in _merge(stream, pending):
         rows.add(record, result, stats=stream.stats)
         show(rows.counts, record.end_bytes)
     rows.commit(stream.stats)
+    if values.failure is not None:
+        raise values.failure
     return output.progress
 
 
-def _good_values(
-    records: Iterator[Record], pending: deque[Record]
-) -> Iterator[Value | RankRequest]:
-    """What the model gets to see; `pending` gets every record, in order."""
-    for record in records:
-        pending.append(record)
-        if not isinstance(record.value, InputError):
-            yield record.value
+class _GoodValues:
+    """What the model gets to see; `pending` gets every record, in order.
+
+    failure: what ended the inputs early.
+    """
+
+    def __init__(self, records: Iterator[Record], pending: deque[Record]):
+        self._records = records
+        self._pending = pending
+        self.failure: InputError | None = None
+
+    def __iter__(self) -> Iterator[Value | RankRequest]:
+        try:
+            for record in self._records:
+                self._pending.append(record)
+                if not isinstance(record.value, InputError):
+                    yield record.value
+        except InputError as error:
+            self.failure = error
 
 
 def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, Any]]:
@@ -81,7 +98,7 @@ class _Rows:
         self._output = output
         self._encoder = encoder
         self._data: list[bytes] = []
-        self._errors: list[bytes] = []
+        self._lines: list[bytes] = []
         self._stats = stats
         self._digest = output.progress.digest
         self._start = output.progress.counts
@@ -97,9 +114,9 @@ class _Rows:
         if stats.num_texts != self._stats.num_texts and self._is_due():
             self.commit(self._stats)
         self._stats = stats
-        row = self._encoder.encode(self.counts.num_texts, result)
+        row = self._encoder.encode(self.counts.num_texts, result, record.kept)
         self._data.append(row.data)
-        self._errors.append(row.error_line)
+        self._lines.append(row.list_line)
         self._digest = digest_record(self._digest, record)
         self.counts = replace(
             self._with_stats(stats),
@@ -115,8 +132,8 @@ class _Rows:
     def commit(self, stats: RunStats) -> None:
         self.counts = self._with_stats(stats)
         progress = replace(self._output.progress, counts=self.counts, digest=self._digest)
-        self._output.append(b"".join(self._data), b"".join(self._errors), progress)
-        self._data, self._errors = [], []
+        self._output.append(b"".join(self._data), b"".join(self._lines), progress)
+        self._data, self._lines = [], []
         self._commit_time = time.monotonic()
 
     def _with_stats(self, stats: RunStats) -> Counts:

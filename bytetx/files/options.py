@@ -37,8 +37,8 @@ class JobOptions:
             "--model",
             "-m",
             envvar="BYTETX_MODEL",
-            help="Checkpoint folder or hub id. Without it, embed takes the demo checkpoint of "
-            '"bytetx\\[demo]".',
+            help="Checkpoint folder or hub id. Without it, embed takes the demo checkpoint, which "
+            "the extra called demo installs.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -89,6 +89,16 @@ class JobOptions:
             "--column",
             "-c",
             help='Column or key of the text; "text" if not given, twice for pairs.',
+            rich_help_panel=_RUN,
+            show_default=False,
+        ),
+    ] = None
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            help="Columns of the input to copy into the output's rows, as id,date; not into .npy. "
+            'A text file has one, "text".',
             rich_help_panel=_RUN,
             show_default=False,
         ),
@@ -156,6 +166,11 @@ class JobOptions:
     def output_path(self) -> Path | None:
         """None for stdout."""
         return None if self.output == "-" else Path(self.output)
+
+    @property
+    def output_suffix(self) -> str:
+        """In small letters; empty for stdout."""
+        return "" if self.output_path is None else self.output_path.suffix.lower()
 
 
 def with_job_options(function: Callable[..., None]) -> Callable[..., None]:

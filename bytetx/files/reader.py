@@ -2,15 +2,28 @@
 
 import csv
 import json
+import stat
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
+from bytetx.files.records import (
+    BadLine,
+    RankRequest,
+    Record,
+    RecordError,
+    Shape,
+    Source,
+    Value,
+    check_columns,
+    json_name,
+    refuse_undecodable,
+    take_value,
+)
 
 FORMATS = ("text", "jsonl", "csv", "parquet")
 _SUFFIXES = {
@@ -22,104 +35,49 @@ _SUFFIXES = {
 }
 _COMPRESSED = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
 _PEEK_BYTES = 8192
-_PARQUET_ROWS = 1024  # rows of a parquet file in memory at a time
 
 # A cell may be as long as a text is; csv's own limit is 128 KiB.
 csv.field_size_limit(sys.maxsize)
-
-Chat = list[dict[str, Any]]
-Value = str | tuple[str, str] | list[int] | Chat
-
-
-@dataclass(frozen=True, slots=True)
-class RankRequest:
-    """A query and the documents to rank for it."""
-
-    query: str
-    documents: tuple[Value | InputError, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One text of the inputs, or what is wrong with it.
-
-    end_bytes: bytes of all inputs up to the end of this record; what a progress bar counts.
-    where: the input and the line or row in it, as errors name it.
-    """
-
-    value: Value | RankRequest | InputError
-    end_bytes: int
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One input. path is None for stdin; size_bytes is 0 where it cannot be known.
-
-    is_regular: False for stdin and pipes, which can be read only once.
-    """
-
-    path: Path | None
-    format: str
-    size_bytes: int
-    is_regular: bool
-
-    @property
-    def name(self) -> str:
-        return "stdin" if self.path is None else str(self.path)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What one record is: the columns to take, and whether jsonl lines are rerank requests.
-
-    columns: one (texts) or two (pairs). Text files have none: a line is the text.
-    chats: whether a text may also be a list of messages.
-    """
-
-    columns: tuple[str, ...] = ("text",)
-    rank_requests: bool = False
-    chats: bool = False
 
 
 def open_sources(paths: Sequence[str], *, format: str | None = None) -> list[Source]:
     """The inputs, with their formats; "-" or no path is stdin. Nothing is read yet.
 
-    Raises InputError for a missing or unreadable file, and for one of a format not read here.
+    Raises OptionError where they are named wrongly, InputError for a missing or unreadable file,
+    and for one of a format not read here.
     """
     if format is not None and format not in FORMATS:
-        raise InputError(f"--input-format must be one of {', '.join(FORMATS)}, got {format!r}")
+        raise OptionError(f"--input-format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if list(paths).count("-") > 1:
+        raise OptionError("- was given more than once; stdin can be read only once")
+    if "" in paths:
+        raise OptionError("an input has an empty name; give a file, or - for stdin")
+    if format == "parquet" and (not paths or "-" in paths):
+        raise OptionError("parquet cannot be read from stdin; give the file")
     if sys.stdin is None and (not paths or "-" in paths):
         raise InputError("no input: stdin is closed; give files, or pipe texts into stdin")
     if not paths and sys.stdin.isatty():
-        raise InputError("no input: give files, or pipe texts into stdin")
-    if list(paths).count("-") > 1:
-        raise InputError("- was given more than once; stdin can be read only once")
+        raise OptionError("no input: give files, or pipe texts into stdin")
     return [_open_source(path, format) for path in paths or ["-"]]
 
 
 def _open_source(path: str, format: str | None) -> Source:
     if path == "-":
-        if format == "parquet":
-            raise InputError("parquet cannot be read from stdin; give the file")
         return Source(None, format or "text", 0, is_regular=False)
-    if not path:
-        raise InputError("an input has an empty name; give a file, or - for stdin")
     file = Path(path)
     try:
-        file.exists()
-    except OSError as error:  # such as a name that is too long
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    if file.is_dir():
-        raise InputError(f"{path} is a folder; give its files, such as {path.rstrip('/')}/*.txt")
-    if file.is_fifo():  # opening it only to look would lose what its writer sends
-        return Source(file, format or "text", 0, is_regular=False)
-    try:
+        mode = file.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise InputError(
+                f"{path} is a folder; give its files, such as {path.rstrip('/')}/*.txt"
+            )
+        if stat.S_ISFIFO(mode):  # opening it only to look would lose what its writer sends
+            return Source(file, format or "text", 0, is_regular=False)
         with file.open("rb"):
             size_bytes = file.stat().st_size
-    except OSError as error:
+    except OSError as error:  # such as a name that is too long
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    return Source(file, format or _format_of(file), size_bytes, is_regular=True)
+    return Source(file, format or _format_of(file), size_bytes, is_regular=stat.S_ISREG(mode))
 
 
 def _format_of(path: Path) -> str:
@@ -143,8 +101,9 @@ def read_records(sources: Sequence[Source], shape: Shape) -> Iterator[Record]:
 
     A text file gives one record a line, blank lines too, so that record i is line i. A jsonl file
     gives one a line that is not blank, csv and parquet one a row.
-    What is wrong with a whole input (no such column, binary content) raises InputError; for files
-    this happens before the first record of any input.
+    What is wrong with a whole input (no such column, binary content, a disk that cannot be read)
+    raises InputError; for files this happens before the first record of any input where their
+    beginning shows it.
     """
     for source in sources:
         if source.is_regular:
@@ -163,52 +122,76 @@ def _chain_sources(sources: Sequence[Source], shape: Shape) -> Iterator[Record]:
 
 def _read_source(source: Source, shape: Shape, start_bytes: int) -> Iterator[Record]:
     if source.format == "parquet":
-        yield from _read_parquet(source, shape, start_bytes)
+        # Imported here: it needs what no other format does.
+        from bytetx.files.parquet_reader import read_parquet
+
+        yield from read_parquet(source, shape, start_bytes)
         return
     read = {"text": _read_text, "jsonl": _read_jsonl, "csv": _read_csv}[source.format]
     if source.path is None:
-        yield from read(source, _Lines(sys.stdin.buffer, source.name, start_bytes), shape)
+        yield from read(source, _Lines(sys.stdin.buffer, source, start_bytes), shape)
         return
-    with source.path.open("rb") as file:
-        yield from read(source, _Lines(file, source.name, start_bytes), shape)
+    try:
+        file = source.path.open("rb")
+    except OSError as error:  # it was there a moment ago
+        raise _unreadable(source, error) from error
+    with file:
+        yield from read(source, _Lines(file, source, start_bytes), shape)
+
+
+def _unreadable(source: Source, error: OSError) -> InputError:
+    return InputError(f"{source.name} cannot be read: {error.strerror or error}")
 
 
 class _Lines:
     """Decoded lines without their ends, counted; undecodable bytes become lone surrogates."""
 
-    def __init__(self, file: BufferedReader, name: str, start_bytes: int):
-        if b"\0" in file.peek(_PEEK_BYTES)[:_PEEK_BYTES]:
-            raise InputError(f"{name} is not UTF-8 text: it holds NUL bytes; give a text file")
+    def __init__(self, file: BufferedReader, source: Source, start_bytes: int):
         self._file = file
-        self._name = name
-        self.end_bytes = start_bytes
+        self._source = source
+        self._start_bytes = self.end_bytes = start_bytes
         self.number = 0
+        try:
+            beginning = file.peek(_PEEK_BYTES)[:_PEEK_BYTES]
+        except OSError as error:
+            raise _unreadable(source, error) from error
+        if b"\0" in beginning:
+            raise InputError(
+                f"{source.name} is not UTF-8 text: it holds NUL bytes; give a text file"
+            )
 
     def __iter__(self) -> Iterator[str]:
-        for line in self._file:
+        while line := self._read():
             self.end_bytes += len(line)
             self.number += 1
             if self.number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "surrogateescape")
+        num_bytes = self.end_bytes - self._start_bytes
+        if num_bytes < self._source.size_bytes:
+            raise InputError(
+                f"{self._source.name} became shorter while it was read: {num_bytes:,} of "
+                f"{self._source.size_bytes:,} bytes; nothing may write to it meanwhile"
+            )
 
-    def record(self, value: Value | RankRequest, number: int | None = None) -> Record:
+    def _read(self) -> bytes:
+        try:
+            return self._file.readline()
+        except OSError as error:
+            raise _unreadable(self._source, error) from error
+
+    def record(
+        self, value: Value | RankRequest, kept: Mapping[str, Any], number: int | None = None
+    ) -> Record:
         """number: of the line where the record starts, if it is not the last one read."""
-        return Record(value, self.end_bytes, f"{self._name} line {number or self.number}")
+        where = f"{self._source.name} line {number or self.number}"
+        return Record(value, self.end_bytes, where, kept)
 
-    def broken(self, error: Exception, number: int | None = None) -> Record:
-        record = self.record("", number)
-        return replace(record, value=InputError(f"{record.where}: {error}"))
-
-
-def _refuse_undecodable(texts: Iterable[Value]) -> None:
-    for text in texts:
-        if not isinstance(text, str) or text.isascii():
-            continue
-        bad = next((char for char in text if "\udc80" <= char <= "\udcff"), None)
-        if bad is not None:
-            byte = ord(bad) - 0xDC00  # where surrogateescape put it
-            raise _BadLine(f"byte 0x{byte:02x} is not UTF-8; convert the file, such as with iconv")
+    def broken(
+        self, error: Exception, kept: Mapping[str, Any], number: int | None = None
+    ) -> Record:
+        where = f"{self._source.name} line {number or self.number}"
+        return Record(RecordError(where, error), self.end_bytes, where, kept)
 
 
 def _read_text(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
@@ -217,28 +200,42 @@ def _read_text(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
             f"{source.name} is plain text, which has no columns; pairs need .jsonl, .csv or "
             ".parquet with --column twice"
         )
+    # The one column is the line, whatever --column says of other inputs.
+    check_columns(source, ["text"], Shape(("text",), keep=shape.keep))
     for line in lines:
         try:
-            _refuse_undecodable((line,))
-            yield lines.record(line)
-        except _BadLine as error:
-            yield lines.broken(error)
+            refuse_undecodable((line,))
+            yield lines.record(line, shape.kept({"text": line}))
+        except BadLine as error:
+            yield lines.broken(error, shape.kept({}))
 
 
 def _read_jsonl(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
-    take = _take_request if shape.rank_requests else _take_columns
     has_read = False
     for line in lines:
         if not line.strip():
             continue
+        kept = shape.kept({})
         try:
             row = _parse_object(line)
             if not has_read:
-                _check_columns(source, row, ("query", "documents"), shape)
+                check_columns(source, list(row), shape)
             has_read = True
-            yield lines.record(take(row, shape))
-        except _BadLine as error:
-            yield lines.broken(error)
+            kept = shape.kept(row)
+            yield lines.record(take_value(row, shape), kept)
+        except BadLine as error:
+            yield lines.broken(error, kept)
+
+
+def _parse_object(line: str) -> dict[str, Any]:
+    refuse_undecodable((line,))
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise BadLine(f"a JSON object is needed, got {json_name(row)}")
+    return row
 
 
 def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
@@ -248,129 +245,45 @@ def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
     rows = csv.reader(
         (f"{line}\n" for line in lines), delimiter="\t" if is_tsv else ",", strict=True
     )
-    header = next(rows, None)
-    if header is None:
-        raise InputError(f"{source.name} is empty; a csv needs a header line with column names")
-    _check_columns(source, header, (), shape)
-    twice = [column for column in shape.columns if header.count(column) > 1]
-    if twice:
-        raise InputError(f"{source.name} has column {twice[0]!r} twice; rename one of them")
+    header = _csv_header(source, rows)
+    check_columns(source, header, shape)
     while True:
         number = lines.number + 1
+        kept = shape.kept({})
         try:
             cells = next(rows)
             if not cells:
                 continue
             if len(cells) != len(header):
-                raise _BadLine(f"{len(cells)} cells, where the header has {len(header)}")
-            value = _take_columns(dict(zip(header, cells, strict=True)), shape)
-            _refuse_undecodable(value if isinstance(value, tuple) else (value,))
-            yield lines.record(value, number)
+                raise BadLine(f"{len(cells)} cells, where the header has {len(header)}")
+            row = dict(zip(header, cells, strict=True))
+            kept = _kept_cells(row, shape)
+            value = take_value(row, shape)
+            refuse_undecodable(value if isinstance(value, tuple) else (value,))
+            refuse_undecodable(row[name] for name in shape.keep)
+            yield lines.record(value, kept, number)
         except StopIteration:
             return
-        except (_BadLine, csv.Error) as error:
-            yield lines.broken(error, number)
+        except (BadLine, csv.Error) as error:
+            yield lines.broken(error, kept, number)
 
 
-def _read_parquet(source: Source, shape: Shape, start_bytes: int) -> Iterator[Record]:
-    parquet = import_parquet(source.name)
-    from pyarrow import ArrowException
-
+def _csv_header(source: Source, rows: Iterator[list[str]]) -> list[str]:
     try:
-        file = parquet.ParquetFile(source.path)
-        _check_columns(source, file.schema_arrow.names, (), shape)
-        number = 0
-        for batch in file.iter_batches(_PARQUET_ROWS, columns=list(shape.columns)):
-            for row in batch.to_pylist():
-                number += 1
-                where = f"{source.name} row {number}"
-                try:
-                    value = _take_columns(row, shape)
-                except _BadLine as error:
-                    value = InputError(f"{where}: {error}")
-                done = number / file.metadata.num_rows
-                yield Record(value, start_bytes + int(source.size_bytes * done), where)
-    except (ArrowException, OSError) as error:
-        raise InputError(f"{source.name} cannot be read as parquet: {error}") from error
+        header = next(rows, None)
+    except csv.Error as error:
+        raise InputError(f"{source.name} has no header that can be read: {error}") from error
+    if header is None:
+        raise InputError(f"{source.name} is empty; a csv needs a header line with column names")
+    return header
 
 
-def import_parquet(name: str) -> Any:
-    """pyarrow.parquet, or InputError with the extra that brings it. name: the file it is for."""
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise InputError(f"{name} needs pyarrow; run: pip install pyarrow") from error
-    return pyarrow.parquet
-
-
-class _BadLine(Exception):
-    """What is wrong with one line; the caller adds where it stands."""
-
-
-def _parse_object(line: str) -> dict[str, Any]:
-    _refuse_undecodable((line,))
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise _BadLine(f"not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise _BadLine(f"a JSON object is needed, got {_json_name(row)}")
-    return row
-
-
-def _check_columns(
-    source: Source, names: Sequence[str] | dict[str, Any], request: Sequence[str], shape: Shape
-) -> None:
-    """Raises InputError, which ends the job, where the input as a whole lacks a column."""
-    needed = request if shape.rank_requests else shape.columns
-    missing = [column for column in needed if column not in names]
-    if missing:
-        raise InputError(
-            f"{source.name} has no column {missing[0]!r}; its columns: "
-            f"{', '.join(names) or 'none'}" + ("" if shape.rank_requests else " (give --column)")
-        )
-
-
-def _take_columns(row: dict[str, Any], shape: Shape) -> Value:
-    values = [_take(row, column, shape) for column in shape.columns]
-    if len(values) == 1:
-        return values[0]
-    for column, value in zip(shape.columns, values, strict=True):
-        if not isinstance(value, str):
-            raise _BadLine(f"column {column!r} must be a string in a pair, got token ids")
-    return (values[0], values[1])
-
-
-def _take(row: dict[str, Any], column: str, shape: Shape) -> str | list[int] | Chat:
-    if column not in row:
-        raise _BadLine(f"no column {column!r}; there are: {', '.join(row) or 'none'}")
-    value = row[column]
-    if shape.chats and isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return value
-    return _checked_text(row[column], f"column {column!r}")
-
-
-def _checked_text(value: Any, what: str) -> str | list[int]:
-    if isinstance(value, list) and all(type(item) is int for item in value):
-        return value
-    if not isinstance(value, str):
-        raise _BadLine(f"{what} must be a string or token ids, got {_json_name(value)}")
-    return value
-
-
-def _take_request(row: dict[str, Any], shape: Shape) -> RankRequest:
-    query, documents = row.get("query"), row.get("documents")
-    if not isinstance(query, str):
-        raise _BadLine(f"'query' must be a string, got {_json_name(query)}")
-    if not isinstance(documents, list):
-        raise _BadLine(f"'documents' must be a list of strings, got {_json_name(documents)}")
-    return RankRequest(
-        query, tuple(_checked_text(text, f"documents[{i}]") for i, text in enumerate(documents))
-    )
-
-
-def _json_name(value: Any) -> str:
-    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-    if value is None:
-        return "null"
-    return names.get(type(value), "a number")
+def _kept_cells(row: Mapping[str, str], shape: Shape) -> dict[str, str | None]:
+    """Cells to copy, None where one is not UTF-8."""
+    kept = shape.kept(row)
+    for name, cell in kept.items():
+        try:
+            refuse_undecodable((cell,))
+        except BadLine:
+            kept[name] = None
+    return kept

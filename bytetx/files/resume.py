@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.errors import InputError
-from bytetx.files.reader import RankRequest, Record
+from bytetx.files.records import RankRequest, Record, RecordError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +35,33 @@ class Progress:
 
     job: what must be the same to go on: task, options and model.
     digest: of the records that the committed rows answer.
-    data_bytes, error_bytes: size of the unfinished output and of its list of errors.
+    data_bytes, list_bytes: size of the unfinished output and of the list of rows beside it.
+    replaces: whether --overwrite was given, so that an output that is there may be replaced.
+    whole_bytes: size of the whole output, from when nothing but its renames is left to do.
     """
 
     job: Mapping[str, Any]
     counts: Counts = field(default_factory=Counts)
     digest: str = ""
     data_bytes: int = 0
-    error_bytes: int = 0
+    list_bytes: int = 0
+    replaces: bool = False
+    whole_bytes: int | None = None
 
 
 def save_progress(progress: Progress, path: Path) -> None:
     """Replaces the file in one step: a reader finds the old state or the new one, whole."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temporary_of(path)
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(asdict(progress), file)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def temporary_of(path: Path) -> Path:
+    """The name under which `save_progress` writes."""
+    return path.with_name(path.name + ".tmp")
 
 
 def load_progress(path: Path) -> Progress:
@@ -80,11 +89,23 @@ def check_same_job(progress: Progress, job: Mapping[str, Any], path: Path) -> No
 
 
 def digest_record(digest: str, record: Record) -> str:
-    """The digest of a sequence of records, from the digest of all but the last and the last."""
-    value = record.value
-    key = (value.query, value.documents) if isinstance(value, RankRequest) else value
-    text = f"{digest}\n{type(value).__name__}\n{key!r}"
+    """The digest of a sequence of records, from the digest of all but the last and the last.
+
+    Where a record stands is not part of it, so that inputs may be renamed, moved and split.
+    """
+    parts = [digest, type(record.value).__name__, repr(_content(record.value))]
+    if record.kept:
+        parts.append(repr(record.kept))
+    text = "\n".join(parts)
     return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def _content(value: object) -> object:
+    if isinstance(value, RecordError):
+        return ("error", value.problem)
+    if isinstance(value, RankRequest):
+        return (value.query, tuple(map(_content, value.documents)))
+    return value
 
 
 def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None:

@@ -3,15 +3,16 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from bytetx.engine.request import RunStats
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
+from bytetx.files.encoders import Encoder, LineEncoder, VectorEncoder
 from bytetx.files.job import Stream
-from bytetx.files.reader import RankRequest
-from bytetx.files.writer import Encoder, LineEncoder, VectorEncoder
+from bytetx.files.parquet import ColumnType
+from bytetx.files.records import RankRequest
 from bytetx.sampling import SamplingParams
 
 Run = Callable[[Iterator[Any]], Stream]
@@ -23,39 +24,98 @@ class Task:
 
     name: the command's.  options: keyword arguments of the Model's method; they change the
     answers, so a job resumes with the same ones only.
-    open: from the loaded model, and whether vectors are stored as rows, to how it runs a stream
+    columns: of a row of the output, beside index and error, with their types.
+    open: from the loaded model, and the output's suffix ("" is stdout), to how it runs a stream
     and how its answers are encoded.  describe: a line on the loaded model, told before it runs.
     """
 
     name: str
     options: dict[str, Any]
-    open: Callable[[Any, bool], tuple[Run, Encoder]]
+    columns: Mapping[str, ColumnType]
+    open: Callable[[Any, str], tuple[Run, Encoder]]
     describe: Callable[[Any], str] | None = None
 
 
 def embed_task(options: dict[str, Any]) -> Task:
     """options: keyword arguments of Model.embed."""
 
-    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         # No text at all: what is wrong with the options shows now, and the size of a vector.
         dim = model.embed([], **options).vectors.shape[1]
-        encoder = VectorEncoder(dim) if as_rows else LineEncoder(_vector_json(dim))
+        is_rows = suffix in (".npy", ".parquet")
+        encoder = VectorEncoder(dim) if is_rows else LineEncoder(_vector_json(dim))
         return _streaming(model.embed, options), encoder
 
-    return Task("embed", options, open_task)
+    return Task("embed", options, {"embedding": ["float32"]}, open_task)
 
 
-def list_task(name: str, *, method: str, key: str, options: dict[str, Any]) -> Task:
+def classify_task(options: dict[str, Any]) -> Task:
+    """Labels and scores, best first. options: keyword arguments of Model.classify."""
+    fields: dict[str, ColumnType] = {"label": "string", "score": "float64"}
+    return _list_task("classify", method="classify", key="labels", fields=fields, options=options)
+
+
+def tag_task(options: dict[str, Any]) -> Task:
+    """Tagged tokens or groups, with the names of Hugging Face's token-classification pipeline.
+
+    options: keyword arguments of Model.tag.
+    """
+    tokens: dict[str, ColumnType] = {
+        "entity": "string",
+        "score": "float64",
+        "index": "int64",
+        "word": "string",
+        "start": "int64",
+        "end": "int64",
+    }
+    groups: dict[str, ColumnType] = {
+        "entity_group": "string",
+        "score": "float64",
+        "word": "string",
+        "start": "int64",
+        "end": "int64",
+    }
+    fields = tokens if options["aggregation"] == "none" else groups
+    return _list_task("tag", method="tag", key="entities", fields=fields, options=options)
+
+
+def fill_mask_task(options: dict[str, Any]) -> Task:
+    """The best fillings of each mask. options: keyword arguments of Model.fill_mask."""
+    fields: dict[str, ColumnType] = {
+        "mask_index": "int64",
+        "score": "float64",
+        "token": "int64",
+        "token_str": "string",
+        "sequence": "string",
+    }
+    return _list_task("fill-mask", method="fill_mask", key="fills", fields=fields, options=options)
+
+
+def _list_task(
+    name: str,
+    *,
+    method: str,
+    key: str,
+    fields: Mapping[str, ColumnType],
+    options: dict[str, Any],
+) -> Task:
     """A task whose answer to a text is a list of records: {"index": i, key: [{...}, ...]}.
 
-    method: the Model's, options: its keyword arguments.
+    method: the Model's.  fields: of a record, which are attributes of an answer; that of
+    "entity_group" is called entity there, as it is without groups.
     """
+    attributes = {field: "entity" if field == "entity_group" else field for field in fields}
 
-    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
-        encoder = LineEncoder(lambda answer: _json({key: [asdict(item) for item in answer]}))
-        return _streaming(getattr(model, method), options), encoder
+    def to_json(answer: Any) -> str:
+        records = [{f: getattr(item, own) for f, own in attributes.items()} for item in answer]
+        return _json({key: records})
 
-    return Task(name, options, open_task)
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        run = getattr(model, method)
+        run([], **options)  # what is wrong with the model or the options shows now
+        return _streaming(run, options), _line_encoder(to_json, suffix)
+
+    return Task(name, options, {key: [dict(fields)]}, open_task)
 
 
 def score_task(options: dict[str, Any]) -> Task:
@@ -67,41 +127,64 @@ def score_task(options: dict[str, Any]) -> Task:
         perplexity = answer.perplexity
         return _json(record | {"perplexity": perplexity if math.isfinite(perplexity) else None})
 
-    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
-        return _streaming(model.score, options), LineEncoder(to_json)
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        return _streaming(model.score, options), _line_encoder(to_json, suffix)
 
-    return Task("score", options, open_task)
+    columns: dict[str, ColumnType] = {
+        "log_likelihood": "float64",
+        "num_tokens": "int64",
+        "perplexity": "float64",
+    }
+    return Task("score", options, columns, open_task)
 
 
 def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
     """What the model goes on with: {"index", "text", "finish_reason", "num_prompt_tokens",
     "num_tokens"}. params: of SamplingParams.  sizes: keyword arguments of Model.engine."""
-    sampling = SamplingParams(**params)
+    try:
+        sampling = SamplingParams(**params)
+    except InputError as error:
+        raise OptionError(str(error)) from error
 
     def to_json(answer: Any) -> str:
         names = ("text", "finish_reason", "num_prompt_tokens")
         record = {name: getattr(answer, name) for name in names}
         return _json(record | {"num_tokens": len(answer.token_ids)})
 
-    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         options = {"params": sampling, **sizes}
         model.generate([], **options)  # what is wrong with the model or the options shows now
-        return _streaming(model.generate, options), LineEncoder(to_json)
+        return _streaming(model.generate, options), _line_encoder(to_json, suffix)
 
     def describe(model: Any) -> str:
         return str(model.generation_sizes(**sizes))
 
-    return Task("generate", params | sizes, open_task, describe)
+    columns: dict[str, ColumnType] = {
+        "text": "string",
+        "finish_reason": "string",
+        "num_prompt_tokens": "int64",
+        "num_tokens": "int64",
+    }
+    return Task("generate", params | sizes, columns, open_task, describe)
 
 
 def rerank_task(options: dict[str, Any]) -> Task:
     """Hits of each query, best first. options: keyword arguments of Model.rerank."""
 
-    def open_task(model: Any, as_rows: bool) -> tuple[Run, Encoder]:
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         model.rerank("", [], **options)  # what is wrong with the model or the options shows now
-        return lambda requests: _RankStream(model, requests, options), LineEncoder(_json)
 
-    return Task("rerank", options, open_task)
+        def run(requests: Iterator[RankRequest]) -> Stream:
+            return _RankStream(model, requests, options)
+
+        return run, _line_encoder(_json, suffix)
+
+    hit: dict[str, ColumnType] = {"index": "int64", "score": "float64", "document": "string"}
+    return Task("rerank", options, {"query": "string", "hits": [hit]}, open_task)
+
+
+def _line_encoder(to_json: Callable[[Any], str], suffix: str) -> LineEncoder:
+    return LineEncoder(to_json, keeps_nan=suffix == ".parquet")
 
 
 class _RankStream:
@@ -121,7 +204,7 @@ class _RankStream:
                 yield error
 
     def _rank(self, request: RankRequest) -> dict[str, Any]:
-        if not _is_unicode(request.query):
+        if not is_unicode(request.query):
             raise InputError(
                 "the query holds half a surrogate pair, which is no text; decode its source with "
                 "errors='replace'"
@@ -137,7 +220,7 @@ class _RankStream:
         return {"query": request.query, "hits": hits}
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
     """False where half a surrogate pair is in it, which no encoding of text has."""
     try:
         text.encode("utf-8")

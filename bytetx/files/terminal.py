@@ -1,7 +1,7 @@
 """What a person sees of a job on stderr: a progress bar while it runs, one line when it ends."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 from rich.console import Console
@@ -69,6 +69,12 @@ def _make_progress(console: Console, has_total: bool) -> Any:
     )
     columns = ("[bold]{task.description}", BarColumn(24), "{task.fields[texts]}")
     return Progress(*columns, "[cyan]{task.fields[rate]}", *end, console=console, transient=True)
+
+
+def tell(console: Console, line: str) -> None:
+    """Prints a line as it is; a stderr that is full or gone costs the job nothing."""
+    with suppress(OSError):
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def waiting(console: Console, text: str) -> AbstractContextManager[object]:

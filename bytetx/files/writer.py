@@ -1,106 +1,26 @@
 """Results into .npy, .jsonl and .parquet, staged beside the output so that a killed job resumes."""
 
-import fcntl
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from bytetx.errors import BytetxError, InputError
-from bytetx.files.parquet import lines_to_parquet, vectors_to_parquet
-from bytetx.files.reader import import_parquet
-from bytetx.files.resume import Progress, check_same_job, load_progress, save_progress
-
-OUTPUT_SUFFIXES = (".npy", ".jsonl", ".parquet")
-NPY_HEADER_BYTES = 128
-
-
-class OutputError(BytetxError):
-    """The output cannot be written: no such folder, no permission, no space."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One result, encoded. error_line: for the list of errors, where `data` has no room for it."""
-
-    data: bytes
-    error_line: bytes = b""
-    is_error: bool = False
-
-
-class Encoder(Protocol):
-    """Turns results into the bytes of an unfinished output."""
-
-    def header(self, num_rows: int) -> bytes:
-        """What stands before the rows; its size never changes."""
-
-    def encode(self, index: int, result: Any) -> Row:
-        """The row of the result of text `index`; an exception is a result too."""
-
-
-class VectorEncoder:
-    """Rows of float32 after a .npy header. An error is a row of NaN and a line in the list."""
-
-    def __init__(self, dim: int):
-        self._dim = dim
-
-    def header(self, num_rows: int) -> bytes:
-        shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({num_rows}, {self._dim}), }}"
-        room = NPY_HEADER_BYTES - 10  # magic (6), version (2), length of the rest (2)
-        return (
-            b"\x93NUMPY\x01\x00"
-            + room.to_bytes(2, "little")
-            + shape.encode("ascii").ljust(room - 1)
-            + b"\n"
-        )
-
-    def encode(self, index: int, result: Any) -> Row:
-        if not isinstance(result, Exception):
-            vector = np.asarray(result, dtype="<f4")
-            if np.isfinite(vector).all():
-                return Row(vector.tobytes())
-            result = _NOT_FINITE
-        row = np.full(self._dim, np.nan, dtype="<f4").tobytes()
-        return Row(row, _error_line(index, result), is_error=True)
-
-
-class LineEncoder:
-    """One JSON object a result: {"index": i, ...}, or {"index": i, "error": "..."}.
-
-    to_json: a result as the text of a JSON object with at least one key.
-    """
-
-    def __init__(self, to_json: Callable[[Any], str]):
-        self._to_json = to_json
-
-    def header(self, num_rows: int) -> bytes:
-        return b""
-
-    def encode(self, index: int, result: Any) -> Row:
-        if not isinstance(result, Exception):
-            try:
-                text = self._to_json(result)
-            except ValueError:  # JSON has no NaN
-                result = _NOT_FINITE
-            else:
-                # A label may hold half a surrogate pair; the escape of it is the one JSON has.
-                line = f'{{"index": {index}, {text[1:]}\n'
-                return Row(line.encode("utf-8", "backslashreplace"))
-        return Row(_error_line(index, result), is_error=True)
-
-
-_NOT_FINITE = InputError(
-    "the model's answer is not finite; check its weights, or try another dtype"
+from bytetx.errors import InputError
+from bytetx.files.encoders import Encoder, VectorEncoder
+from bytetx.files.lock import OutputError, OutputLock, OutputPaths
+from bytetx.files.parquet import ParquetForm, lines_to_parquet, vectors_to_parquet
+from bytetx.files.resume import (
+    Progress,
+    check_same_job,
+    load_progress,
+    save_progress,
+    temporary_of,
 )
-
-
-def _error_line(index: int, error: Exception) -> bytes:
-    return f"{json.dumps({'index': index, 'error': str(error)})}\n".encode()
 
 
 class Output(Protocol):
@@ -108,7 +28,7 @@ class Output(Protocol):
 
     progress: Progress
 
-    def append(self, data: bytes, errors: bytes, progress: Progress) -> None:
+    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
         """Writes rows and makes `progress` the committed state; sizes in it are filled in."""
 
     def finish(self) -> None:
@@ -126,7 +46,7 @@ class StdoutOutput:
             raise OutputError("stdout is closed; give an output file with -o")
         self.progress = Progress({})
 
-    def append(self, data: bytes, errors: bytes, progress: Progress) -> None:
+    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -153,87 +73,57 @@ def _forget_stdout() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-@dataclass(frozen=True, slots=True)
-class OutputPaths:
-    """The output and what stands beside it while the job runs."""
+def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> Progress | None:
+    """What a job that ended early left; None where there is nothing to go on with.
 
-    final: Path
-
-    @property
-    def partial(self) -> Path:
-        return self._beside(".partial")
-
-    @property
-    def progress(self) -> Path:
-        return self._beside(".progress.json")
-
-    @property
-    def errors(self) -> Path:
-        return self._beside(".errors.jsonl")
-
-    def _beside(self, suffix: str) -> Path:
-        return self.final.with_name(self.final.name + suffix)
-
-
-def check_output(path: Path, *, resume: bool, overwrite: bool) -> bool:
-    """Whether there is something to do; raises OutputError where the output cannot be written.
-
-    False where `resume` is asked for and the output is whole already.
+    What only its renames were missing is put in its place first. Raises OutputError where an output
+    is there that may not be replaced, InputError where what was left cannot be gone on with.
     """
-    paths = OutputPaths(path)
-    if path.suffix.lower() not in OUTPUT_SUFFIXES:
+    paths = lock.paths
+    if overwrite:
+        return None
+    progress = _settled(paths)
+    if progress is None:
+        return None
+    if not resume:
         raise OutputError(
-            f"the output's name must end in {', '.join(OUTPUT_SUFFIXES)}, got {str(path)!r}; "
-            "without -o, jsonl goes to stdout"
+            f"{paths.name} is unfinished, from a job that ended early; go on with --resume, or "
+            "start again with --overwrite"
         )
-    if path.suffix.lower() == ".parquet":
-        import_parquet(str(path))
-    _check_name_length(paths)
-    if path.is_dir():
-        raise OutputError(f"{path} is a folder; give a file name, such as {path.name}/out.jsonl")
-    folder = path.parent
-    if not folder.is_dir():
-        raise OutputError(f"{path} cannot be written: there is no folder {folder}; make it first")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise OutputError(f"{path} cannot be written: no permission to write in {folder}")
-    is_unfinished = paths.partial.exists() and paths.progress.exists()
-    if is_unfinished and not (resume or overwrite):
-        raise OutputError(
-            f"{path} is unfinished, from a job that ended early; go on with --resume, or start "
-            "again with --overwrite"
+    _check_replaces(paths, progress)
+    if not _is_all_there(paths, progress):
+        raise InputError(
+            f"{paths.partial} is shorter than the {progress.counts.num_texts:,} results that "
+            f"{paths.progress} counts; start again with --overwrite"
         )
-    if path.exists() and not is_unfinished:
-        if resume:
-            return False
-        if not overwrite:
-            raise OutputError(f"{path} exists; replace it with --overwrite, or give another name")
-    return True
+    return progress
 
 
-def _check_name_length(paths: OutputPaths) -> None:
-    """Raises OutputError where the file system has no room for the longest name beside it."""
-    longest = paths.progress.with_name(f"{paths.progress.name}.tmp")  # as save_progress has it
-    try:
-        longest.exists()
-        paths.final.exists()
-    except OSError as error:
-        raise OutputError(
-            f"{paths.final} cannot be written: {error.strerror}; give a shorter name, as files "
-            f"such as {longest.name[-24:]} stand beside it while the job runs"
-        ) from error
+def is_whole(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
+    """Whether an output is there and is to stay. Raises OutputError where it is only in the way.
+
+    Ask where nothing is unfinished.
+    """
+    if overwrite or not lock.paths.final.exists():
+        return False
+    if resume:
+        return True
+    raise OutputError(
+        f"{lock.paths.name} exists; replace it with --overwrite, or give another name"
+    )
 
 
-def unfinished_progress(path: Path, job: Mapping[str, Any], *, resume: bool) -> Progress:
-    """Where to go on: the committed state of the unfinished job, or that of one not begun.
+def begin_or_go_on(
+    unfinished: Progress | None, job: Mapping[str, Any], lock: OutputLock, *, overwrite: bool
+) -> Progress:
+    """The unfinished job's committed state, or that of one not begun.
 
     Raises InputError where the unfinished job is not this one.
     """
-    paths = OutputPaths(path)
-    if not (resume and paths.partial.exists() and paths.progress.exists()):
-        return Progress(job)
-    progress = load_progress(paths.progress)
-    check_same_job(progress, job, paths.progress)
-    return progress
+    if unfinished is None:
+        return Progress(job, replaces=overwrite)
+    check_same_job(unfinished, job, lock.paths.progress)
+    return unfinished
 
 
 class StagedOutput:
@@ -243,31 +133,55 @@ class StagedOutput:
     on the disk. What stands beyond is written over, so a kill at any moment costs those rows only.
     """
 
-    def __init__(self, path: Path, encoder: Encoder, *, progress: Progress):
-        """progress: what `unfinished_progress` found, or that of a job that has not begun."""
-        self.paths = OutputPaths(path)
+    def __init__(
+        self,
+        lock: OutputLock,
+        encoder: Encoder,
+        *,
+        progress: Progress,
+        parquet: ParquetForm | None = None,
+    ):
+        """lock: held until after `close`.  progress: what `begin_or_go_on` said.
+
+        parquet: columns and types, where the output is one.
+        """
+        self.paths = lock.paths
         self.progress = progress
         self._encoder = encoder
-        self._data = _open_locked(self.paths.partial)
-        self._errors: int | None = None
+        self._parquet = parquet
+        self._list: int | None = None
+        try:
+            self._data = os.open(self.paths.partial, _OPEN_FLAGS, 0o666)
+        except OSError as error:
+            raise self._failure(error) from error
         if progress.counts.num_texts == 0:
-            self.progress = Progress(progress.job)
-            self.append(encoder.header(0), b"", self.progress)
-            os.ftruncate(self._data, self.progress.data_bytes)
+            self._begin()
 
-    def append(self, data: bytes, errors: bytes, progress: Progress) -> None:
-        """Commits rows: data, then errors, then the progress that counts them."""
+    def _begin(self) -> None:
+        """Throws away what another job left; from its progress file on, in one step."""
+        job, replaces = self.progress.job, self.progress.replaces
+        try:
+            self.paths.progress.unlink(missing_ok=True)
+            _remove_leftovers(self.paths, but=self.paths.partial)
+            os.ftruncate(self._data, 0)
+        except OSError as error:
+            raise self._failure(error) from error
+        self.progress = Progress(job, replaces=replaces)
+        self.append(self._encoder.header(0), b"", self.progress)
+
+    def append(self, data: bytes, lines: bytes, progress: Progress) -> None:
+        """Commits rows: data, then their lines in the list, then the progress that counts them."""
         was = self.progress
         try:
             _write(self._data, data, was.data_bytes)
-            if errors:
-                _write(self._open_errors(), errors, was.error_bytes)
-            now = Progress(
-                was.job,
-                progress.counts,
-                progress.digest,
-                was.data_bytes + len(data),
-                was.error_bytes + len(errors),
+            if lines:
+                _write(self._open_list(), lines, was.list_bytes)
+            now = replace(
+                was,
+                counts=progress.counts,
+                digest=progress.digest,
+                data_bytes=was.data_bytes + len(data),
+                list_bytes=was.list_bytes + len(lines),
             )
             save_progress(now, self.paths.progress)
         except OSError as error:
@@ -275,73 +189,139 @@ class StagedOutput:
         self.progress = now
 
     def finish(self) -> None:
-        num_rows = self.progress.counts.num_texts
+        """Makes the output whole, says so in the progress file, and only then renames.
+
+        A kill before that file is written leaves a job to resume; after it, renames that the next
+        job on this output does first of all.
+        """
+        num_rows, paths = self.progress.counts.num_texts, self.paths
         try:
+            self._check_staged()
             os.ftruncate(self._data, self.progress.data_bytes)
             _write(self._data, self._encoder.header(num_rows), 0)
-            if self.progress.error_bytes > 0:
-                os.ftruncate(self._open_errors(), self.progress.error_bytes)
-            else:
-                self.paths.errors.unlink(missing_ok=True)
-            if self.paths.final.suffix.lower() == ".parquet":
-                self._finish_parquet()
-            else:
-                self.paths.partial.replace(self.paths.final)
-            self.paths.progress.unlink()
+            if self.progress.list_bytes > 0:
+                os.ftruncate(self._open_list(), self.progress.list_bytes)
+            if self._parquet is not None:
+                self._write_parquet(self._parquet)
+            whole_bytes = paths.whole.stat().st_size
+            self.progress = replace(self.progress, whole_bytes=whole_bytes)
+            _check_replaces(paths, self.progress)
+            save_progress(self.progress, paths.progress)
+            _publish(paths, self.progress)
         except OSError as error:
             raise self._failure(error) from error
 
     def close(self) -> None:
         """Ends the job: committed rows of an unfinished one stay; one without any leaves none."""
         os.close(self._data)
-        if self._errors is not None:
-            os.close(self._errors)
+        if self._list is not None:
+            os.close(self._list)
         if self.progress.counts.num_texts == 0:
-            self.paths.progress.unlink(missing_ok=True)
-            self.paths.partial.unlink(missing_ok=True)
+            with suppress(OSError):  # the next job on this output removes them
+                self.paths.progress.unlink(missing_ok=True)
+                _remove_leftovers(self.paths)
 
-    def _open_errors(self) -> int:
-        if self._errors is None:
-            self._errors = os.open(self.paths.errors, _OPEN_FLAGS, 0o666)
-        return self._errors
+    def _check_staged(self) -> None:
+        """Raises OutputError where the rows are no longer under their name, or not all of them."""
+        is_there = self.paths.partial.exists() and os.path.samestat(
+            self.paths.partial.stat(), os.fstat(self._data)
+        )
+        if not is_there or not _is_all_there(self.paths, self.progress):
+            raise OutputError(
+                f"{self.paths.partial} was removed, replaced or cut while the job ran; "
+                f"{self.paths.name} is not touched: start again with --overwrite"
+            )
 
-    def _finish_parquet(self) -> None:
-        whole = self.paths.final.with_name(self.paths.final.name + ".tmp")
+    def _open_list(self) -> int:
+        if self._list is None:
+            self._list = os.open(self.paths.partial_list, _OPEN_FLAGS, 0o666)
+        return self._list
+
+    def _write_parquet(self, form: ParquetForm) -> None:
+        paths = self.paths
         if isinstance(self._encoder, VectorEncoder):
-            vectors = np.load(self.paths.partial, mmap_mode="r")
-            errors = self.paths.errors if self.progress.error_bytes > 0 else None
-            vectors_to_parquet(vectors, errors, whole)
+            vectors = np.load(paths.partial, mmap_mode="r")
+            lines = paths.partial_list if self.progress.list_bytes > 0 else None
+            vectors_to_parquet(vectors, lines, paths.whole, form=form)
         else:
-            lines_to_parquet(self.paths.partial, whole, task=str(self.progress.job["task"]))
-        whole.replace(self.paths.final)
-        self.paths.partial.unlink()
-        self.paths.errors.unlink(missing_ok=True)
+            lines_to_parquet(paths.partial, paths.whole, form=form)
+        _sync(paths.whole)
 
     def _failure(self, error: OSError) -> OutputError:
         num_done = self.progress.counts.num_texts
         return OutputError(
-            f"{self.paths.final} cannot be written: {error.strerror}; {num_done:,} results are "
-            "kept: make room and go on with --resume"
+            f"{self.paths.name} cannot be written: {error.strerror or error}; {num_done:,} results "
+            "are kept: make room and go on with --resume"
+        )
+
+
+def _settled(paths: OutputPaths) -> Progress | None:
+    """The progress of an unfinished job, once what a killed one had left to rename is renamed."""
+    if not paths.progress.exists():
+        _remove_leftovers(paths)
+        return None
+    progress = load_progress(paths.progress)
+    if progress.whole_bytes is None:
+        return progress
+    try:
+        _publish(paths, progress)
+    except OSError as error:
+        raise OutputError(f"{paths.name} cannot be written: {error.strerror}") from error
+    return None
+
+
+def _publish(paths: OutputPaths, progress: Progress) -> None:
+    """Gives the whole output its name. Each step may have been done already by a killed job."""
+    if paths.whole.exists():
+        if paths.whole.stat().st_size != progress.whole_bytes:
+            raise OutputError(
+                f"{paths.whole} is not the {progress.whole_bytes:,} bytes that {paths.progress} "
+                f"counts; {paths.name} is not touched: start again with --overwrite"
+            )
+        _check_replaces(paths, progress)
+        if paths.suffix == ".npy":
+            _publish_errors(paths, progress)
+        paths.whole.replace(paths.final)
+        with suppress(OSError):  # not every file system knows it of folders
+            _sync(paths.final.parent)
+    _remove_leftovers(paths)
+    paths.progress.unlink(missing_ok=True)
+
+
+def _publish_errors(paths: OutputPaths, progress: Progress) -> None:
+    if progress.list_bytes == 0:
+        paths.errors.unlink(missing_ok=True)
+    elif paths.partial_list.exists():
+        paths.partial_list.replace(paths.errors)
+
+
+def _remove_leftovers(paths: OutputPaths, *, but: Path | None = None) -> None:
+    leftovers = (paths.partial, paths.partial_list, temporary_of(paths.progress), paths.whole)
+    for path in leftovers:
+        if path != but:
+            path.unlink(missing_ok=True)
+
+
+def _is_all_there(paths: OutputPaths, progress: Progress) -> bool:
+    """Whether the rows that the progress counts are on the disk."""
+    needed = {paths.partial: progress.data_bytes, paths.partial_list: progress.list_bytes}
+    return all(
+        path.exists() and path.stat().st_size >= num_bytes
+        for path, num_bytes in needed.items()
+        if num_bytes > 0
+    )
+
+
+def _check_replaces(paths: OutputPaths, progress: Progress) -> None:
+    """Raises OutputError where an output came to be while the job ran, by whoever made it."""
+    if paths.final.exists() and not progress.replaces:
+        raise OutputError(
+            f"{paths.name} is there now and was not when its unfinished job began; move it away "
+            "and go on with --resume, or start again with --overwrite"
         )
 
 
 _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-
-
-def _open_locked(path: Path) -> int:
-    try:
-        descriptor = os.open(path, _OPEN_FLAGS, 0o666)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise OutputError(f"{path} is being written by another bytetx; wait for it") from error
-    if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
-        os.close(descriptor)  # its job ended meanwhile, and this is the finished output now
-        raise OutputError(f"{path} was just finished by another bytetx; look at its output")
-    return descriptor
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
@@ -351,3 +331,12 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
     os.fsync(descriptor)
+
+
+def _sync(path: Path) -> None:
+    """What was written to a file, or renamed in a folder, is on the disk after this."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

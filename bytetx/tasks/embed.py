@@ -8,7 +8,7 @@ import torch
 
 from bytetx.engine.pipeline import Finished
 from bytetx.engine.step import Capture, Step
-from bytetx.errors import InputError
+from bytetx.errors import InputError, OptionError
 from bytetx.ops.pooling import pool
 from bytetx.sentence import Module, Normalize
 from bytetx.transformer import Transformer
@@ -72,12 +72,12 @@ class EmbedTask:
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:
-    """Numbers in a vector before any cut. Raises InputError where a module does not fit."""
+    """Numbers in a vector before any cut. Raises OptionError where a module does not fit."""
     size = hidden_size * len(pooling)
     for module in modules:
         needed = getattr(module, "in_features", size)
         if needed != size:
-            raise InputError(
+            raise OptionError(
                 f"the checkpoint's {type(module).__name__} takes {needed} numbers, pooling gives "
                 f"{size}; leave pooling to the checkpoint"
             )
