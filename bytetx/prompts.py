@@ -74,9 +74,13 @@ class PromptReader:
             )
         text = self._template.render(messages)
         try:
-            encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
+            text.encode("utf-8")  # what a tokenizer raises otherwise differs from one to the next
         except UnicodeEncodeError as error:
-            raise InputError("the chat holds half a surrogate pair, which is no text") from error
+            raise InputError(
+                "the chat holds half a surrogate pair, which is no text; decode its source with "
+                "errors='replace'"
+            ) from error
+        encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
         if encoding.overflowing:
             raise TooLongError(
                 f"the chat has more than the {self._tokenizer.max_tokens} tokens this model takes"

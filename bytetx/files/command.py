@@ -233,14 +233,20 @@ def _check_output_options(options: JobOptions, task: Task) -> None:
 
 def _check_no_input(paths: OutputPaths, inputs: Inputs) -> None:
     for source in (*inputs.sources, *inputs.also):
-        if source.path is None:
-            continue
         for path in paths.all:
-            if path.exists() and source.path.exists() and path.samefile(source.path):
+            if source.path is not None and _is_same_file(source.path, path):
                 beside = "" if path == paths.final else f", and the job of {paths.name} writes it"
                 raise typer.BadParameter(
                     f"{source.path} is an input, too{beside}; give the output another name"
                 )
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """False where one is not there; asked in one step, as another job may just be removing it."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
 
 
 def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
