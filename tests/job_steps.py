@@ -1,7 +1,7 @@
 """Real `bytetx` processes that stop or die at a chosen step, each a call into the operating system.
 
 As a script it forks them from itself, so that hundreds take seconds: `job_steps.py SCENARIO TASK
-SUFFIX FOLDER` ends with 0 where no order of steps loses a row. Only the model is made up.
+SUFFIX FOLDER [EVERY]` ends with 0 where no order of steps loses a row. Only the model is made up.
 """
 
 import json
@@ -166,6 +166,7 @@ class Jobs:
     task: str
     suffix: str
     folder: Path
+    every: int = 1  # steps from one that is tried to the next
 
     @property
     def out(self) -> Path:
@@ -240,14 +241,14 @@ def one_stops(jobs: Jobs, prepare: Callable[[], object], *options: str) -> int:
         said = first.said
         assert code == 0 or BUSY in said, f"step {step}: {code} {said}"
         jobs.check(f"step {step}")
-        step += 1
+        step += jobs.every
 
 
 def both_stop(jobs: Jobs, prepare: Callable[[], object], *options: str) -> int:
     """Both stop: the first goes on to its end while the second stands between two steps."""
     num_steps = one_stops(jobs, prepare, *options)
-    for own in range(0, 24):  # up to behind the lock
-        for step in range(0, num_steps, 3):
+    for own in range(0, 24, jobs.every):  # up to behind the lock
+        for step in range(0, num_steps, 3 * jobs.every):
             when = f"steps {step} and {own}"
             jobs.clear()
             prepare()
@@ -291,7 +292,7 @@ def killed(jobs: Jobs) -> int:
         assert code == 0 or "is unfinished" in said or "exists" in said, f"step {step}: {said}"
         jobs.run("--resume")
         jobs.check(f"step {step}")
-        step += 1
+        step += jobs.every
 
 
 def killed_while_it_replaces(jobs: Jobs) -> int:
@@ -310,13 +311,13 @@ def killed_while_it_replaces(jobs: Jobs) -> int:
             assert "nothing is left to resume" in said, f"step {step}: {said}"
             jobs.run("--overwrite")
         jobs.check(f"step {step}")
-        step += 1
+        step += jobs.every
 
 
-def run_scenario(name: str, task: str, suffix: str, folder: Path) -> None:
+def run_scenario(name: str, task: str, suffix: str, folder: str, every: str = "1") -> None:
     job.COMMIT_ROWS = 4
     command._load = lambda options, folder: FakeModel()
-    jobs = Jobs(task, suffix, folder)
+    jobs = Jobs(task, suffix, Path(folder), int(every))
     jobs.prepare()
     scenarios = (two_resume, two_resume_what_a_third_left, two_overwrite, killed)
     by_name = {run.__name__: run for run in (*scenarios, killed_while_it_replaces)}
@@ -324,4 +325,4 @@ def run_scenario(name: str, task: str, suffix: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run_scenario(*sys.argv[1:4], Path(sys.argv[4]))
+    run_scenario(*sys.argv[1:])
