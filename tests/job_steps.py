@@ -22,6 +22,7 @@ from bytetx.cli import main
 from bytetx.engine.request import RunStats
 from bytetx.errors import InputError
 from bytetx.files import command, job
+from bytetx.files.writer import StagedOutput
 
 ROWS = ["fine", "broken", "a fox", "", "bad", "the last but one", "the last"]
 BUSY = "is being written by another bytetx"
@@ -100,17 +101,19 @@ def _is_of_files(frame: FrameType | None) -> bool:
     return False
 
 
-def _count_from_the_job_on(steps: Steps) -> None:
-    run = command._run
+def _count_from(begin: tuple[Any, str], steps: Steps) -> None:
+    """Counts while a function runs: its module or class, and its name."""
+    owner, name = begin
+    own = getattr(owner, name)
 
-    def counted_run(*arguments: Any, **options: Any) -> None:
+    def counted(*arguments: Any, **options: Any) -> None:
         sys.setprofile(steps)
         try:
-            run(*arguments, **options)
+            own(*arguments, **options)
         finally:
             sys.setprofile(None)
 
-    command._run = counted_run
+    setattr(owner, name, counted)
 
 
 def _main_and_exit(arguments: list[str]) -> None:
@@ -129,9 +132,15 @@ def _main_and_exit(arguments: list[str]) -> None:
 
 
 class Process:
-    """`bytetx ARGUMENTS`, which gets a signal at its step number `at`."""
+    """`bytetx ARGUMENTS`, which gets a signal at its step number `at` in the function `begin`."""
 
-    def __init__(self, *arguments: object, at: int = -1, sign: int = signal.SIGSTOP):
+    def __init__(
+        self,
+        *arguments: object,
+        at: int = -1,
+        sign: int = signal.SIGSTOP,
+        begin: tuple[Any, str] = (command, "_run"),
+    ):
         read_end, write_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -139,7 +148,7 @@ class Process:
             os.dup2(write_end, 1)
             os.dup2(write_end, 2)
             if at >= 0:
-                _count_from_the_job_on(Steps(at, sign))
+                _count_from(begin, Steps(at, sign))
             _main_and_exit([str(argument) for argument in arguments])
         os.close(write_end)
         self._output = os.fdopen(read_end, encoding="utf-8")
@@ -279,12 +288,12 @@ def two_overwrite(jobs: Jobs) -> int:
     return one_stops(jobs, jobs.leave_old, "--overwrite")
 
 
-def killed(jobs: Jobs) -> int:
+def killed(jobs: Jobs, **when: Any) -> int:
     """A kill at each step; what a run without options then says; and one that resumes."""
     step = 0
     while True:
         jobs.clear()
-        first = jobs.start(at=step, sign=signal.SIGKILL)
+        first = jobs.start(at=step, sign=signal.SIGKILL, **when)
         if first.wait() == 0:
             return step
         plain = jobs.start()
@@ -295,14 +304,18 @@ def killed(jobs: Jobs) -> int:
         step += jobs.every
 
 
-def killed_while_it_replaces(jobs: Jobs) -> int:
+def killed_in_finish(jobs: Jobs) -> int:
+    return killed(jobs, begin=(StagedOutput, "finish"))
+
+
+def killed_while_it_replaces(jobs: Jobs, **when: Any) -> int:
     """A kill at each step of a job that overwrites: the old output or the new one is there."""
     step = 0
     while True:
         jobs.clear()
         jobs.leave_old()
         old = jobs.out.read_bytes()
-        first = jobs.start("--overwrite", at=step, sign=signal.SIGKILL)
+        first = jobs.start("--overwrite", at=step, sign=signal.SIGKILL, **when)
         if first.wait() == 0:
             return step
         assert jobs.out.read_bytes() in (old, jobs.expected[jobs.suffix]), f"step {step}"
@@ -314,14 +327,28 @@ def killed_while_it_replaces(jobs: Jobs) -> int:
         step += jobs.every
 
 
+def killed_in_finish_while_it_replaces(jobs: Jobs) -> int:
+    return killed_while_it_replaces(jobs, begin=(StagedOutput, "finish"))
+
+
+SCENARIOS = (
+    two_resume,
+    two_resume_what_a_third_left,
+    two_overwrite,
+    killed,
+    killed_in_finish,
+    killed_while_it_replaces,
+    killed_in_finish_while_it_replaces,
+)
+
+
 def run_scenario(name: str, task: str, suffix: str, folder: str, every: str = "1") -> None:
     job.COMMIT_ROWS = 4
     command._load = lambda options, folder: FakeModel()
     jobs = Jobs(task, suffix, Path(folder), int(every))
     jobs.prepare()
-    scenarios = (two_resume, two_resume_what_a_third_left, two_overwrite, killed)
-    by_name = {run.__name__: run for run in (*scenarios, killed_while_it_replaces)}
-    print(f"{by_name[name](jobs)} steps")
+    run = {scenario.__name__: scenario for scenario in SCENARIOS}[name]
+    print(f"{run(jobs)} steps")
 
 
 if __name__ == "__main__":

@@ -14,14 +14,16 @@ from bytetx.errors import BytetxError
 from bytetx.files.lock import OutputError, OutputLock, OutputPaths
 
 # Each of them with every task, suffix and step takes an hour on two cores; these are those that
-# differ, and in some every third step.
+# differ, and where it is not about the end of a job, some of the steps.
 SCENARIOS = [
-    ("two_resume", "embed", ".npy", 3),
-    ("two_resume_what_a_third_left", "generate", ".jsonl", 3),
-    ("two_overwrite", "embed", ".parquet", 3),
-    ("killed", "embed", ".npy", 1),
-    ("killed", "generate", ".parquet", 3),
-    ("killed_while_it_replaces", "embed", ".npy", 1),
+    ("two_resume", "embed", ".npy", 5),
+    ("two_resume_what_a_third_left", "generate", ".jsonl", 5),
+    ("two_overwrite", "embed", ".parquet", 5),
+    ("killed", "generate", ".jsonl", 5),
+    ("killed_in_finish", "embed", ".npy", 1),
+    ("killed_in_finish", "generate", ".parquet", 1),
+    ("killed_while_it_replaces", "embed", ".parquet", 5),
+    ("killed_in_finish_while_it_replaces", "embed", ".npy", 1),
 ]
 
 
@@ -39,7 +41,7 @@ def test_jobs_that_meet_or_die_at_any_step_left_zeros_or_strays(
         text=True,
     )
     assert ran.returncode == 0, ran.stderr
-    assert int(ran.stdout.split()[-2]) > 30  # it did stop where files are touched
+    assert int(ran.stdout.split()[-2]) > 15  # it did stop where files are touched
 
 
 def test_two_jobs_started_together_wrote_rows_of_zeros(
