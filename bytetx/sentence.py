@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.config import MODULES, module_folder, transformer_folder
-from bytetx.errors import CheckpointError, InputError, OptionError
+from bytetx.errors import CheckpointError, OptionError
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES
