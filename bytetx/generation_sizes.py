@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +13,10 @@ from bytetx.engine.faults import is_out_of_memory
 from bytetx.engine.mixed_block import MAX_MIXED_TOKENS
 from bytetx.errors import DeviceMemoryError
 from bytetx.loading import LoadedCheckpoint
+from bytetx.ops.linear import LinearWeight, primitives_bytes
+from bytetx.ops.rows import tile_rows
+
+T = TypeVar("T")
 
 PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and shares whole pages only
 _TYPICAL_TOKENS = 1024  # of a sequence, prompt and answer
@@ -28,6 +33,7 @@ class GenerationSizes:
     max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages, of
     page_size tokens each: the cache, of cache_bytes; weights_bytes: the model beside it.
     workspace_bytes: the most that a step holds while it runs, on a GPU with what graphs hold.
+    primitives_bytes: what oneDNN comes to keep on a CPU, as steps of more sizes have run.
     """
 
     max_num_seqs: int
@@ -37,11 +43,13 @@ class GenerationSizes:
     cache_bytes: int
     weights_bytes: int
     workspace_bytes: int
+    primitives_bytes: int
 
     @property
     def total_bytes(self) -> int:
-        """Weights, cache and workspace: the most memory that generation takes of the device."""
-        return self.weights_bytes + self.cache_bytes + self.workspace_bytes
+        """All of them: the most memory that generation takes of the device."""
+        held = self.weights_bytes + self.cache_bytes
+        return held + self.workspace_bytes + self.primitives_bytes
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -49,11 +57,12 @@ class GenerationSizes:
         return self.num_pages * self.page_size
 
     def __str__(self) -> str:
+        primitives = f"primitives {self.primitives_bytes / 2**20:,.1f} MiB, "
         return (
             f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
             f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), workspace "
-            f"{self.workspace_bytes / 2**20:,.1f} MiB, at most {self.max_num_seqs} sequences and "
-            f"{self.token_budget:,} tokens a step"
+            f"{self.workspace_bytes / 2**20:,.1f} MiB, {primitives * (self.primitives_bytes > 0)}"
+            f"at most {self.max_num_seqs} sequences and {self.token_budget:,} tokens a step"
         )
 
 
@@ -96,6 +105,7 @@ def generation_sizes(
         cache_bytes=num_pages * bytes_each,
         weights_bytes=_weights_bytes(checkpoint),
         workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_num_seqs),
+        primitives_bytes=_primitives_bytes(checkpoint, token_budget),
     )
 
 
@@ -134,6 +144,8 @@ def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_se
     On a GPU the graphs of small steps hold activations and logits of their own.
     """
     spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
+    if checkpoint.device.type == "cpu":
+        token_budget, max_num_seqs = tile_rows(token_budget), tile_rows(max_num_seqs)
     logits = max_num_seqs * spec.vocab_size
     step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
     if checkpoint.device.type == "cuda":
@@ -143,10 +155,17 @@ def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_se
     return step
 
 
+def _primitives_bytes(checkpoint: LoadedCheckpoint, token_budget: int) -> int:
+    if checkpoint.device.type != "cpu":
+        return 0
+    linears = _parts([checkpoint.transformer, checkpoint.heads.lm], LinearWeight)
+    return primitives_bytes(linears, most_rows=token_budget)
+
+
 def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
     """Of all tensors that the model and its heads hold, shared ones counted once."""
     sizes = {}
-    for tensor in _tensors([checkpoint.transformer, checkpoint.heads]):
+    for tensor in _parts([checkpoint.transformer, checkpoint.heads], torch.Tensor):
         if tensor.is_mkldnn:  # its storage is oneDNN's own
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
         else:
@@ -154,16 +173,16 @@ def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
     return sum(sizes.values())
 
 
-def _tensors(owner: object) -> Iterator[torch.Tensor]:
-    """Every tensor in lists, records and objects of this package."""
-    if isinstance(owner, torch.Tensor):
+def _parts(owner: object, kind: type[T]) -> Iterator[T]:
+    """Every object of a kind in lists, records and objects of this package."""
+    if isinstance(owner, kind):
         yield owner
     elif isinstance(owner, list | tuple):
         for part in owner:
-            yield from _tensors(part)
+            yield from _parts(part, kind)
     elif type(owner).__module__.startswith("bytetx."):
         # What the compiled modules define has neither.
         own = getattr(owner, "__dict__", ())
         names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(own)
         for name in names:
-            yield from _tensors(getattr(owner, name))
+            yield from _parts(getattr(owner, name), kind)

@@ -5,6 +5,7 @@ from typing import Any
 
 from bytetx.demo import DEMO_NAME, DEMO_PACKAGE
 from bytetx.loading import LoadedCheckpoint
+from bytetx.ops.rows import tile_rows
 
 
 def checkpoint_info(
@@ -17,6 +18,7 @@ def checkpoint_info(
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
     split = checkpoint.transformer.blocks.split
     has_labels = heads.sequence is not None or heads.token is not None
+    most_rows = tile_rows(token_budget) if checkpoint.device.type == "cpu" else token_budget
     named_heads = {
         "sequence classification": heads.sequence,
         "token classification": heads.token,
@@ -38,7 +40,7 @@ def checkpoint_info(
         "device": str(checkpoint.device),
         "tp": 1 if split is None else split.size,
         "token_budget": token_budget,
-        "workspace_bytes": spec.workspace_bytes(token_budget, checkpoint.dtype.itemsize),
+        "workspace_bytes": spec.workspace_bytes(most_rows, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],
         # Where no head needs the labels, their numbers may have holes.
         "labels": list(spec.id2label.values()) if has_labels else [],

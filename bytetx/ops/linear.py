@@ -1,5 +1,6 @@
 """Linear layers on packed rows: our kernels on Hopper, oneDNN with prepacked weights on a CPU."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from bytetx.ops.linear_plan import (
     leaves_residual,
     plan_linear,
 )
-from bytetx.ops.rows import whole_tiles
+from bytetx.ops.rows import num_tile_rows, padded, tile_rows, whole_tiles
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -24,9 +25,14 @@ KERNEL_COLUMNS = 32
 KERNEL_FEATURES = 8
 # Features that oneDNN reads of a bf16 row at a time where the CPU has AMX: the last ones come from
 # the row behind it, times zero, which is NaN if they are (oneDNN's issue 5717, mended in 2026).
+# Rows of other widths are copied, with a row of zeros behind the last one.
 _AMX_FEATURES = 32
 # Rows that oneDNN lays a prepacked weight out for; a hint, every m runs.
 _PREPACK_ROWS = 4096
+# Of oneDNN 3.12's inner product, whatever its sizes: 0.53 to 0.61 MiB on AVX2. oneDNN keeps so many
+# primitives, and drops the one that was not used for longest.
+_PRIMITIVE_BYTES = 576 << 10
+_MAX_PRIMITIVES = 1024
 # (attribute, algorithm) of torch.ops.mkldnn._linear_pointwise for each activation.
 _ONEDNN_ACTIVATIONS = {
     "none": ("none", ""),
@@ -93,7 +99,7 @@ def linear(
         require_contiguous("residual", residual)
     if x.is_cuda:
         return _linear_cuda(x, w, activation=activation, residual=residual)
-    if not w.is_prepacked and not _has_onednn(w.weight):
+    if not _takes_onednn(w):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
@@ -108,6 +114,15 @@ def fuses_residual(m: int, w: LinearWeight) -> bool:
     if torch.compiler.is_compiling() or not w.has_kernel:
         return False
     return not leaves_residual(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
+
+
+def primitives_bytes(weights: Iterable[LinearWeight], *, most_rows: int) -> int:
+    """Heap that oneDNN comes to keep for layers that run on 1 to most_rows rows.
+
+    0 where oneDNN does not run them.
+    """
+    shapes = {(w.n, w.k, w.dtype, w.bias is None) for w in weights if _takes_onednn(w)}
+    return min(len(shapes) * num_tile_rows(most_rows), _MAX_PRIMITIVES) * _PRIMITIVE_BYTES
 
 
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
@@ -155,14 +170,14 @@ def run_kernel(
 
 
 def _rows_for_onednn(x: Tensor) -> Tensor:
-    """x [m, k], and rows behind it that may hold anything where they change nothing of x's."""
-    is_safe = x.dtype != torch.bfloat16 or x.shape[1] % _AMX_FEATURES == 0
-    rows = whole_tiles(x) if is_safe else x
-    if rows.shape[0] == 1:
-        # With one row oneDNN takes a matrix-vector kernel that sums in another order: run two, so
-        # that a row alone equals the same row in a batch, bit for bit.
-        rows = rows.expand(2, -1).contiguous()
-    return rows
+    """x [m, k] and rows behind it, as many as oneDNN has a primitive for: [tile_rows(m), k]."""
+    if torch.compiler.is_compiling():
+        # A compiled graph has one row count, or symbols for it; see _FEW_ROWS of rows.py for two.
+        return x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
+    if x.dtype == torch.bfloat16 and x.shape[1] % _AMX_FEATURES:
+        rows = tile_rows(x.shape[0])
+        return padded(x, rows + 1)[:rows]
+    return whole_tiles(x)
 
 
 def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
@@ -172,6 +187,10 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
     if weight.dtype not in DTYPE_NAMES or n % KERNEL_COLUMNS or k % KERNEL_FEATURES:
         return False
     return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
+
+
+def _takes_onednn(w: LinearWeight) -> bool:
+    return w.is_prepacked or _has_onednn(w.weight)
 
 
 def _has_onednn(weight: Tensor) -> bool:

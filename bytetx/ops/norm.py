@@ -14,6 +14,7 @@ from bytetx.ops.check import (
     require_tensor,
 )
 from bytetx.ops.quantize import has_fp8_kernel
+from bytetx.ops.rows import empty_rows
 
 
 def layer_norm(
@@ -83,7 +84,8 @@ def _norm(
     if kernel is None or not has_row_kernel(x):
         normed = getattr(reference, name)(x, *parameters, eps=eps, residual=residual)
         return _store(normed, x, residual, out, sum_out, fp8_out)
-    out = torch.empty_like(x) if out is None else out
+    if out is None:
+        out = torch.empty_like(x) if x.is_cuda else empty_rows(x.shape[0], x.shape[1:], x.dtype)
     fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
     more = {"sum_out": sum_out, "fp8_out": fused}
     run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
