@@ -27,6 +27,7 @@ from bytetx.sampling import SamplingParams
 
 MAX_POSITIONS = 512
 FIRST_ID, LAST_ID = 5, 90  # that every tokenizer of the tests has
+CACHE_TOKENS = 4096  # its memory is resident once every page of it was used
 MAX_GROWTH = 0.01  # of the last half of the calls
 _WORDS = " ".join(SENTENCES).split()
 # Memory is the median of so many readings: a call's own buffers come and go.
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         models = load_models(Path(folder), getattr(torch, options.dtype))
     rng = np.random.default_rng(options.seed)
     if options.sweep:
-        sweep(*models)
+        sweep(*models, rng)
     readings = soak(random_calls(*models, rng), options.calls)
     start, middle, end = (
         median(readings[at : at + _READINGS])
@@ -67,23 +68,22 @@ def load_models(folder: Path, dtype: torch.dtype) -> tuple[Model, Model]:
     return encoder, causal
 
 
-def sweep(encoder: Model, causal: Model) -> None:
+def sweep(encoder: Model, causal: Model, rng: np.random.Generator) -> None:
     """Steps of each row count up to a full one, and as many sequences at a time as there can be."""
-    one = SamplingParams(max_tokens=1, temperature=0.0)
-    m, most = 0, max(encoder.token_budget, causal.token_budget)
-    while m < most:
+    m, longest = 0, MAX_POSITIONS - 8
+    while m < max(encoder.token_budget, causal.token_budget):
         m = tile_rows(m + 1)
-        texts = [[FIRST_ID + m % 64] * MAX_POSITIONS] * (m // MAX_POSITIONS)
-        if m % MAX_POSITIONS:
-            texts.append([FIRST_ID + 1 + m % 64] * (m % MAX_POSITIONS))
+        bounds = np.linspace(0, m, -(-m // longest) + 1, dtype=int)
+        # Of other tokens each time: what the cache knows of a prompt is no work.
+        texts = [rng.integers(FIRST_ID, LAST_ID, n).tolist() for n in np.diff(bounds)]
         encoder.embed(texts)
-        # A prompt leaves room for a token, and one that the cache knows is no work.
-        prompts = [[FIRST_ID + m % 64, *range(FIRST_ID, LAST_ID)] * 9 for _ in texts]
-        lengths = [len(text) - (len(text) == MAX_POSITIONS) for text in texts]
-        prompts = [prompt[:length] for prompt, length in zip(prompts, lengths, strict=True)]
-        causal.generate(prompts, one)
+        generate(causal, texts, SamplingParams(max_tokens=1))
         if m <= 64:
-            causal.generate([[FIRST_ID + i] for i in range(m)], SamplingParams(max_tokens=3))
+            generate(causal, [[FIRST_ID + i] for i in range(m)], SamplingParams(max_tokens=2))
+
+
+def generate(causal: Model, prompts: list[str | list[int]], params: SamplingParams) -> None:
+    causal.generate(prompts, params, kv_cache_tokens=CACHE_TOKENS)
 
 
 def random_calls(encoder: Model, causal: Model, rng: np.random.Generator) -> Callable[[], None]:
@@ -108,7 +108,8 @@ def random_calls(encoder: Model, causal: Model, rng: np.random.Generator) -> Cal
             frequency_penalty=float(rng.choice([0.0, 0.0, 0.5])),
             logprobs=2 if rng.random() < 0.1 else None,
         )
-        causal.generate([text(MAX_POSITIONS - max_tokens) for _ in range(num_texts)], params)
+        prompts = [text(MAX_POSITIONS - max_tokens) for _ in range(num_texts)]
+        generate(causal, prompts, params)
 
     return call
 
