@@ -91,13 +91,13 @@ def test_a_cpu_meets_few_row_counts_and_no_uninitialised_rows(dtype: torch.dtype
             assert torch.equal(rows[:m], made)
             assert len(rows) == tile_rows(m) and not rows[m:].any()
             counts.add(len(rows))
-    assert len(counts) == num_tile_rows(1024) < 45
+    assert len(counts) == num_tile_rows(1024) == 46
     assert min(counts) == 2  # for one row sums in another order
 
 
 def test_rows_of_a_tile_cost_little() -> None:
-    assert [tile_rows(m) for m in (0, 1, 2, 3, 5, 9, 65, 129, 1025)] == [
-        0, 2, 2, 4, 8, 16, 72, 144, 1088,
+    assert [tile_rows(m) for m in (0, 1, 3, 5, 9, 33, 65, 129, 1025)] == [
+        0, 2, 4, 6, 12, 40, 72, 144, 1088,
     ]  # fmt: skip
     for m in range(64, 40_000, 7):
         assert m <= tile_rows(m) < m * (1.125 if m <= 1024 else 1.0625)

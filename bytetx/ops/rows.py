@@ -5,30 +5,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# A tile above _MIN_TILE rows is at most this part of a row count's power of two, which bounds what
-# spare rows cost: an eighth, a sixteenth on average. Larger products take a finer part, for they
-# are what long runs consist of.
-_PARTS, _LARGE_PARTS, _LARGE_ROWS = 8, 16, 1024
-_MIN_TILE = 8
-# Fewer rows than _MIN_TILE are what decode steps have. oneDNN takes a matrix-vector kernel for one,
-# which sums in another order, so that a row alone would differ from the same row in a batch.
-_FEW_ROWS = (2, 4)
+# (most rows, from one row count to the next): as fine as decode steps of few sequences want it, for
+# which GEMMs wait for weights, and for rows by the dozen. oneDNN takes a matrix-vector kernel for
+# one row, which sums in another order, so that there are two at least.
+_FEW_ROWS = ((8, 2), (32, 4), (128, 8))
+# Above that spare rows are at most an eighth, and from _LARGE_ROWS on a sixteenth, of the power of
+# two below m: half of that on average.
+_LARGE_ROWS = 1024
 
 
 def tile_rows(m: int) -> int:
-    """m rounded up to the row counts that CPU GEMMs run at: 42 of them up to 1024 rows, 90 to 8192.
+    """m rounded up to the row counts that CPU GEMMs run at: 46 of them up to 1024 rows, 94 to 8192.
 
     oneDNN builds one primitive a row count and layer shape, which takes about 0.6 ms and 0.55 MiB
     of heap, and keeps the last 1024 of them. With one for every total of ragged batches a model of
     a few MiB grew by 500.
     """
-    for few in _FEW_ROWS:
-        if m <= few:
-            return few if m else 0
-    power = 1 << (m - 1).bit_length()  # m is in (power / 2, power]
-    parts = 2 * (_LARGE_PARTS if m > _LARGE_ROWS else _PARTS)
-    step = max(power // parts, _MIN_TILE)
+    step = _step(m)
     return -(-m // step) * step
+
+
+def _step(m: int) -> int:
+    for most, step in _FEW_ROWS:
+        if m <= most:
+            return step
+    octave = 1 << ((m - 1).bit_length() - 1)  # octave < m <= 2 * octave
+    return octave // (16 if m > _LARGE_ROWS else 8)
 
 
 def num_tile_rows(most_rows: int) -> int:
