@@ -230,17 +230,19 @@ def test_a_replayed_graph_notes_bad_ids(name, path):
         want = wrapped(input_ids=ids, **no_cache(name))[0].clone()
         graph, out = captured(lambda: wrapped(input_ids=ids, **no_cache(name))[0])
         graph.replay()
-        assert torch.equal(out, want)
+        # cuBLAS may cut a product otherwise while it is captured: one rounding of bf16.
+        torch.testing.assert_close(out, want, rtol=2**-6, atol=2**-6)
+        replayed = out.clone()
         ids[2, 5] = BAD
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out[:2], want[:2]) and out[2, 5].isnan().all()
+        assert torch.equal(out[:2], replayed[:2]) and out[2, 5].isnan().all()
         with pytest.raises(InputError, match=f"input_ids with {BAD}"):
             wrapped(input_ids=good, **no_cache(name))
         ids.copy_(good)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(out, want)
+        assert torch.equal(out, replayed)
         assert torch.equal(wrapped(input_ids=good, **no_cache(name))[0], want)
 
 

@@ -292,7 +292,9 @@ def _rows(table: Tensor, name: str, ids: Tensor, note: Tensor | None) -> Tensor:
     """
     if note is not None and ids.numel():
         is_bad = (ids < 0) | (ids >= table.shape[0])
-        found = ids.masked_fill(~is_bad, 0)[is_bad.int().argmax()]  # 0 where none is bad
+        # Without a wait for the GPU, as a CUDA graph needs; 0 where none is bad.
+        first = is_bad.int().argmax().unsqueeze(0)
+        found = ids.masked_fill(~is_bad, 0).index_select(0, first).squeeze(0)
         note.copy_(torch.where(found != 0, found, note))
         rows = F.embedding(ids.clamp(0, table.shape[0] - 1), table).float()
         return rows.masked_fill(is_bad.unsqueeze(1), torch.nan)
