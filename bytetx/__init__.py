@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from bytetx.hf import unwrap, wrap
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
-    from bytetx.sampling import SamplingParams
+    from bytetx.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -26,7 +26,7 @@ __all__ = [
 _HOMES = {
     "Model": "bytetx.model",
     "PackedBatch": "bytetx.packed",
-    "SamplingParams": "bytetx.sampling",
+    "SamplingParams": "bytetx.sampling_params",
     "load": "bytetx.model",
     "pack": "bytetx.packed",
     "unwrap": "bytetx.hf",

@@ -1,5 +1,5 @@
 """`python -m bytetx` is `bytetx`."""
 
-from bytetx.cli import main
+from bytetx.cli.commands import main
 
 main()

@@ -5,17 +5,17 @@ from contextlib import closing, suppress
 from typing import Any, Literal, Unpack, overload
 
 from bytetx.arguments import check_iterable
-from bytetx.engine.engine import GenerationEngine
-from bytetx.engine.outputs import AnswerPiece
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.outputs import AnswerPiece
 from bytetx.errors import InputError
-from bytetx.generation_sizes import GenerationSizes, generation_sizes
-from bytetx.heads import LmHead
-from bytetx.loading import LoadedCheckpoint
+from bytetx.generate.sizes import GenerationSizes, generation_sizes
+from bytetx.nn.heads import LmHead
+from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.progress import num_texts, with_progress
-from bytetx.prompts import Prompt, PromptReader
-from bytetx.results import Generation, Results, Stream
-from bytetx.sampling import SamplingParams
-from bytetx.task_options import GenerateOptions, No, OnError, Raise, Return, Yes
+from bytetx.requests.prompts import Prompt, PromptReader
+from bytetx.tasks.results import Generation, Results, Stream
+from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
 from bytetx.tasks.generate import GenerationRun, build_engine, count_error
 
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from bytetx.demo import DEMO_NAME, DEMO_PACKAGE
-from bytetx.loading import LoadedCheckpoint
+from bytetx.checkpoint.demo import DEMO_NAME, DEMO_PACKAGE
+from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.rows import tile_rows
 
 

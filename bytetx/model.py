@@ -19,24 +19,24 @@ from bytetx.arguments import (
     chosen_layers,
     chosen_modes,
 )
-from bytetx.config import resolve_checkpoint
-from bytetx.engine.forking import computing
-from bytetx.engine.pipeline import Finished, in_order, run
-from bytetx.engine.request import RunCounter
-from bytetx.engine.runner import Runner
-from bytetx.engine.scheduler import check_token_budget, windows
-from bytetx.engine.step import Task
+from bytetx.checkpoint.files import resolve_checkpoint
+from bytetx.runtime.forking import computing
+from bytetx.encode.pipeline import Finished, in_order, run
+from bytetx.encode.request import RunCounter
+from bytetx.encode.model_runner import Runner
+from bytetx.encode.scheduler import check_token_budget, windows
+from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.inputs import InputReader
-from bytetx.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
+from bytetx.requests.inputs import InputReader
+from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
 from bytetx.ops.pooling import POOLING_MODES
-from bytetx.parallel.heartbeat import DEFAULT_LIMIT_S
+from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.progress import num_texts, with_progress
-from bytetx.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
-from bytetx.sentence import Normalize, activation_by_name
-from bytetx.task_options import (
+from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
+from bytetx.nn.sentence_modules import Normalize, activation_by_name
+from bytetx.tasks.options import (
     ClassifyOptions,
     EmbedOptions,
     FillMaskOptions,
@@ -58,7 +58,7 @@ from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 
 if TYPE_CHECKING:
-    from bytetx.parallel.torchrun import TorchrunLead
+    from bytetx.executor.torchrun import TorchrunLead
 
 logger = logging.getLogger("bytetx")
 

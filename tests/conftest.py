@@ -50,7 +50,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Processes that such a test starts see no GPU.
     """
     needs_gpus = bool(gpus_needed(item))
-    loading = sys.modules.get("bytetx.loading")
+    loading = sys.modules.get("bytetx.nn.loading")
     if loading is not None:
         own = _default_device.setdefault("own", loading.default_device)
         loading.default_device = own if needs_gpus else lambda: "cpu"

@@ -4,8 +4,8 @@ from zlib import crc32
 
 import numpy as np
 
-from bytetx.engine.generation import StepPlan
-from bytetx.engine.step_columns import ColumnWriter, StepColumns
+from bytetx.generate.scheduler import StepPlan
+from bytetx.runtime.input_batch import ColumnWriter, StepColumns
 
 EMPTY = -1  # what a slot holds that nobody wrote
 _MAX_NUM_SEQS = 256

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import bytetx
-from bytetx.engine.async_engine import AsyncEngine
+from bytetx.generate.async_engine import AsyncEngine
 from bytetx.model import Model
 
 SECONDS = 60  # far more than any child takes, and far less than a hang

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from bytetx.cli import main
-from bytetx.engine.request import RunStats
+from bytetx.cli.commands import main
+from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
-from bytetx.files import command, job
-from bytetx.files.writer import StagedOutput
+from bytetx.cli.files import command, job
+from bytetx.cli.files.writer import StagedOutput
 
 ROWS = ["fine", "broken", "a fox", "", "bad", "the last but one", "the last"]
 BUSY = "is being written by another bytetx"
@@ -68,7 +68,7 @@ class FakeStream:
 
 
 class Steps:
-    """Counts the calls into the operating system that bytetx.files makes, and acts on one."""
+    """Counts the calls into the operating system that bytetx.cli.files makes, and acts on one."""
 
     def __init__(self, at: int, sign: int):
         self._at, self._sign, self._count = at, sign, 0
@@ -95,7 +95,7 @@ def _is_of_files(frame: FrameType | None) -> bool:
     for _ in range(4):  # pathlib and os.path call for the files' modules
         if frame is None:
             return False
-        if "/bytetx/files/" in frame.f_code.co_filename:
+        if "/bytetx/cli/files/" in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False

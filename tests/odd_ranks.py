@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from bytetx import following, weights
+from bytetx.executor import worker as following
+from bytetx.checkpoint import weights
 from bytetx.parallel import tp
-from bytetx.transformer import Transformer
+from bytetx.nn.transformer import Transformer
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from test_causal_model import save_causal
 import bytetx
 from bytetx.model import Model
 from bytetx.ops.rows import tile_rows
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 MAX_POSITIONS = 512
 FIRST_ID, LAST_ID = 5, 90  # that every tokenizer of the tests has

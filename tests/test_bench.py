@@ -25,7 +25,7 @@ from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
 from bytetx.bench.table import records_table, summary_line
 from bytetx.errors import BytetxError
-from bytetx.spec import build_spec
+from bytetx.checkpoint.spec import build_spec
 
 RECORD = Record(
     suite="cpu",

@@ -32,7 +32,7 @@ from bytetx.bench.suite import Measurement
 from bytetx.bench.table import summary_line
 from bytetx.errors import BytetxError
 from bytetx.ops.attention import varlen_attention
-from bytetx.spec import build_spec
+from bytetx.checkpoint.spec import build_spec
 
 pytest.importorskip("transformers")
 

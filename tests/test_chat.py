@@ -7,7 +7,7 @@ import pytest
 import transformers
 from checkpoints import make_tokenizer
 
-from bytetx.chat import ChatTemplate, load_chat_template
+from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.errors import CheckpointError, InputError
 
 CHAT = [

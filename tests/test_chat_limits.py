@@ -15,9 +15,9 @@ from checkpoints import make_tokenizer, save_checkpoint
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx import chat_process
-from bytetx.chat import ChatTemplate, load_chat_template
-from bytetx.chat_process import RendererProcess
+from bytetx.checkpoint import chat_process
+from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
+from bytetx.checkpoint.chat_process import RendererProcess
 from bytetx.errors import CheckpointError, InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -181,7 +181,7 @@ def test_the_process_ends_with_a_killed_owner(source: str) -> None:
     """An idle one at once; one that is busy by its limit of processor time."""
     code = (
         "import sys, threading\n"
-        "from bytetx.chat import ChatTemplate\n"
+        "from bytetx.checkpoint.chat_template import ChatTemplate\n"
         f"shared = ChatTemplate({source!r}, special_tokens={{}}, name='x', seconds=1)\n"
         f"shared.render({CHAT[:1]!r})\n"
         "print(shared._process._process.pid, flush=True)\n"

@@ -15,8 +15,8 @@ from checkpoints import save_checkpoint, save_sentence_model
 from tiny import save
 from tiny_decoders import tiny_decoder
 
-from bytetx.cli import main
-from bytetx.demo import demo_checkpoint
+from bytetx.cli.commands import main
+from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.errors import CheckpointError
 
 TEXTS = ["one short text", "", "another text that is rather longer than the first", "x"]
@@ -251,7 +251,7 @@ def test_an_output_that_exists_is_kept(bytetx: Bytetx, texts: Path, encoder: Pat
 def test_ctrl_c_says_how_to_go_on(
     bytetx: Bytetx, encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import bytetx.files.job as job
+    import bytetx.cli.files.job as job
 
     (tmp_path / "many.txt").write_text("a text of some words\n" * 900)
     arguments = ("embed", "many.txt", "-m", encoder, "-o", "v.npy", "--token-budget", 64)

@@ -13,10 +13,10 @@ from checkpoints import save_checkpoint
 from test_cli import Bytetx, bytetx, encoder, texts  # noqa: F401
 from test_cli_process import command, environment
 
-from bytetx.files.encoders import LineEncoder
-from bytetx.files.options import MAX_THREADS
-from bytetx.files.resume import Counts
-from bytetx.files.terminal import closing_line
+from bytetx.cli.files.encoders import LineEncoder
+from bytetx.cli.files.options import MAX_THREADS
+from bytetx.cli.files.resume import Counts
+from bytetx.cli.files.terminal import closing_line
 
 LONG_NAME = "a" * 300
 

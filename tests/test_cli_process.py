@@ -23,15 +23,15 @@ NUM_TEXTS = 1500
 COMMITS_OFTEN = """
 import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)
-import bytetx.files.job
-from bytetx.files.writer import StagedOutput
-bytetx.files.job.COMMIT_SECONDS = 0
+import bytetx.cli.files.job
+from bytetx.cli.files.writer import StagedOutput
+bytetx.cli.files.job.COMMIT_SECONDS = 0
 append = StagedOutput.append
 def append_and_pause(*arguments):
     append(*arguments)
     time.sleep(0.05)
 StagedOutput.append = append_and_pause
-from bytetx.cli import main
+from bytetx.cli.commands import main
 main()
 """
 
@@ -61,7 +61,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_is_quick_because_it_loads_no_torch() -> None:
     code = (
-        "import sys; from bytetx.cli import main\n"
+        "import sys; from bytetx.cli.commands import main\n"
         "try: main(['embed', '--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'numpy', 'transformers', 'huggingface_hub'} & set(sys.modules)"

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from bytetx import config as config_module
-from bytetx.config import load_config, resolve_checkpoint, transformer_folder
+from bytetx.checkpoint import files as config_module
+from bytetx.checkpoint.files import load_config, resolve_checkpoint, transformer_folder
 from bytetx.errors import CheckpointError
-from bytetx.side_files import read_json
+from bytetx.checkpoint.side_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -74,7 +74,7 @@ def test_a_hub_id_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_a_hub_that_cannot_be_reached(settings: dict[str, str], tmp_path: Path) -> None:
     code = (
-        "from bytetx.config import resolve_checkpoint, CheckpointError\n"
+        "from bytetx.checkpoint.files import resolve_checkpoint, CheckpointError\n"
         "try: resolve_checkpoint('someone/model')\n"
         "except CheckpointError as error: print('refused:', error)"
     )
@@ -117,7 +117,7 @@ class Hub(BaseHTTPRequestHandler):
 
 def test_each_refusal_of_the_hub_has_its_own_error(tmp_path: Path) -> None:
     code = (
-        "from bytetx.config import resolve_checkpoint, CheckpointError\n"
+        "from bytetx.checkpoint.files import resolve_checkpoint, CheckpointError\n"
         f"for name in {list(ANSWERS)!r}:\n"
         "    try: resolve_checkpoint('someone/' + name, revision='v9')\n"
         "    except CheckpointError as error: print(error)"

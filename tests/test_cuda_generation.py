@@ -11,10 +11,10 @@ from test_generate_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
 from tiny_decoders import DECODERS, tiny_decoder
 
 import bytetx
-from bytetx.engine.generation_runner import GenerationRunner
+from bytetx.generate.model_runner import GenerationRunner
 from bytetx.hf import wrap
 from bytetx.model import Model
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

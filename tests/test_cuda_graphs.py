@@ -14,8 +14,8 @@ import torch
 from checkpoints import edit_json, save_checkpoint
 
 import bytetx
-from bytetx.engine import graphs
-from bytetx.engine.cuda_queue import CudaQueue
+from bytetx.runtime import cuda_graphs as graphs
+from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.model import Model
 

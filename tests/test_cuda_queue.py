@@ -14,12 +14,13 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.engine import cuda_queue, graphs
-from bytetx.engine.cuda_queue import CudaQueue, _copy
-from bytetx.engine.graphs import CapturedStep
-from bytetx.engine.on_stream import OnStream
+from bytetx.encode import cuda_queue
+from bytetx.runtime import cuda_graphs as graphs
+from bytetx.encode.cuda_queue import CudaQueue, _copy
+from bytetx.runtime.cuda_graphs import CapturedStep
+from bytetx.runtime.on_stream import OnStream
 from bytetx.model import Model
-from bytetx.transformer import Transformer
+from bytetx.nn.transformer import Transformer
 
 
 class FakeStream:

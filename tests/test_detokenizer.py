@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from bytetx.byte_level import token_bytes, token_pieces
-from bytetx.engine.detokenizer import ByteStream, DecodedStream, TextStream
+from bytetx.checkpoint.byte_level import token_bytes, token_pieces
+from bytetx.generate.detokenizer import ByteStream, DecodedStream, TextStream
 from bytetx.tasks.generate import text_opener
 
 

@@ -18,8 +18,8 @@ from tiny import (  # noqa: F401  (one_thread is a fixture)
 )
 from torch import nn
 
-from bytetx import heads
-from bytetx.config_values import ACTIVATIONS
+from bytetx.nn import heads
+from bytetx.checkpoint.config import ACTIVATIONS
 from bytetx.errors import CheckpointError
 from bytetx.packed import split
 

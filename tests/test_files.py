@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bytetx.errors import InputError
-from bytetx.files.reader import open_sources, read_records
-from bytetx.files.records import RankRequest, Record, Shape
+from bytetx.cli.files.reader import open_sources, read_records
+from bytetx.cli.files.records import RankRequest, Record, Shape
 
 DIM = 4
 

@@ -20,9 +20,9 @@ from test_generate import TEMPLATE
 
 import bytetx as api
 from bytetx.errors import InputError
-from bytetx.files import job
-from bytetx.files.reader import open_sources, read_records
-from bytetx.files.records import Record, RecordError, Shape
+from bytetx.cli.files import job
+from bytetx.cli.files.reader import open_sources, read_records
+from bytetx.cli.files.records import Record, RecordError, Shape
 
 HALF = "\ud800"
 
@@ -237,8 +237,8 @@ def test_a_renamed_input_with_a_broken_line_could_not_be_resumed(
 
 
 def test_a_broken_query_or_document_is_known_by_what_is_wrong_with_it() -> None:
-    from bytetx.files.records import RankRequest
-    from bytetx.files.resume import digest_record
+    from bytetx.cli.files.records import RankRequest
+    from bytetx.cli.files.resume import digest_record
 
     def digest(where: str, problem: str) -> str:
         error = RecordError(where, problem)

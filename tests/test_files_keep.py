@@ -176,7 +176,7 @@ def test_a_type_that_cannot_be_copied_is_one_line(bytetx: Bytetx, encoder: Path)
 def test_a_job_does_not_resume_with_other_columns(
     bytetx: Bytetx, encoder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bytetx.files.writer import StagedOutput
+    from bytetx.cli.files.writer import StagedOutput
 
     write_rows("a.jsonl")
     own = ("embed", "a.jsonl", "-m", encoder, "-o", "v.jsonl")

@@ -11,7 +11,7 @@ import pytest
 from test_cli_process import command, encoder, environment  # noqa: F401  (encoder is a fixture)
 
 from bytetx.errors import BytetxError
-from bytetx.files.lock import OutputError, OutputLock, OutputPaths
+from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
 
 # Each of them with every task, suffix and step takes an hour on two cores; these are those that
 # differ, and where it is not about the end of a job, some of the steps.

@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytetx.engine.request import RunStats
+from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, OptionError
-from bytetx.files import job
-from bytetx.files.encoders import NPY_HEADER_BYTES, LineEncoder, VectorEncoder
-from bytetx.files.lock import OutputError, OutputLock, OutputPaths, check_output
-from bytetx.files.parquet import ParquetForm
-from bytetx.files.reader import open_sources, read_records
-from bytetx.files.records import Shape
-from bytetx.files.resume import Counts, Progress, skip_done
-from bytetx.files.terminal import closing_line, short
-from bytetx.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_whole
+from bytetx.cli.files import job
+from bytetx.cli.files.encoders import NPY_HEADER_BYTES, LineEncoder, VectorEncoder
+from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths, check_output
+from bytetx.cli.files.parquet import ParquetForm
+from bytetx.cli.files.reader import open_sources, read_records
+from bytetx.cli.files.records import Shape
+from bytetx.cli.files.resume import Counts, Progress, skip_done
+from bytetx.cli.files.terminal import closing_line, short
+from bytetx.cli.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_whole
 
 DIM = 4
 
@@ -149,7 +149,7 @@ def test_parquet_from_vectors(texts: Path, tmp_path: Path) -> None:
 def test_a_stopped_job_resumes_to_the_same_bytes(
     texts: Path, tmp_path: Path, suffix: str, stop_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)
     encoder = embedding_lines() if suffix == ".jsonl" else VectorEncoder(DIM)
     whole, out = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
     expected = run(texts, whole, encoder)
@@ -164,7 +164,7 @@ def test_a_stopped_job_resumes_to_the_same_bytes(
 def test_rows_beyond_the_last_commit_are_written_over(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)
     out = tmp_path / "out.jsonl"
     expected = tmp_path / "whole.jsonl"
     run(texts, expected, embedding_lines())
@@ -179,7 +179,7 @@ def test_rows_beyond_the_last_commit_are_written_over(
 def test_resuming_with_other_inputs_or_options_is_refused(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)
     out = tmp_path / "out.npy"
     with pytest.raises(KeyboardInterrupt):
         run(texts, out, stop_after=17)
@@ -223,7 +223,7 @@ def test_two_jobs_on_one_output_are_refused(tmp_path: Path) -> None:
 def test_disk_full_keeps_what_is_committed(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)
     whole, out = tmp_path / "whole.npy", tmp_path / "out.npy"
     run(texts, whole)
     room, pwrite = [20], os.pwrite
@@ -234,10 +234,10 @@ def test_disk_full_keeps_what_is_committed(
             raise OSError(28, "No space left on device")
         return pwrite(descriptor, data[: max(1, len(data) // 2)], offset)  # short writes, too
 
-    monkeypatch.setattr("bytetx.files.writer.os.pwrite", full)
+    monkeypatch.setattr("bytetx.cli.files.writer.os.pwrite", full)
     with pytest.raises(OutputError, match="No space left on device; .* results are kept"):
         run(texts, out)
-    monkeypatch.setattr("bytetx.files.writer.os.pwrite", pwrite)
+    monkeypatch.setattr("bytetx.cli.files.writer.os.pwrite", pwrite)
     run(texts, out, resume=True)
     assert out.read_bytes() == whole.read_bytes()
 
@@ -258,7 +258,7 @@ def test_check_output_refuses_before_any_work(tmp_path: Path) -> None:
 def test_an_output_that_is_there_is_kept_unless_it_may_go(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bytetx.files.job.COMMIT_ROWS", 3)
+    monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)
     out = tmp_path / "v.npy"
     out.touch()
     with OutputLock(check_output(out)) as lock:

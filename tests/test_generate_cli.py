@@ -10,7 +10,7 @@ from test_cli import Bytetx, bytetx  # noqa: F401  (a fixture)
 from test_generate import TEMPLATE
 
 import bytetx as api
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 PROMPTS = ["the quick brown fox", "packed", "no pad token is computed"]
 

@@ -11,10 +11,10 @@ from test_generate import TEXTS
 from tiny import one_thread  # noqa: F401  (a fixture)
 
 import bytetx
-from bytetx.engine.async_engine import AsyncEngine
-from bytetx.engine.engine import GenerationEngine
+from bytetx.generate.async_engine import AsyncEngine
+from bytetx.generate.engine import GenerationEngine
 from bytetx.model import Model
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 VOCAB_SIZE = 90  # ids that every tokenizer of these tests has
 

@@ -9,10 +9,10 @@ from fake_model import FakeModel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.engine.generation import GenerationScheduler, StepPlan
-from bytetx.engine.sequence import SequenceState, Status
+from bytetx.generate.scheduler import GenerationScheduler, StepPlan
+from bytetx.generate.sequence import SequenceState, Status
 from bytetx.errors import InputError, TooLongError
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

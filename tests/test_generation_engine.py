@@ -11,15 +11,15 @@ import pytest
 import torch
 from fake_model import FakeModel
 
-from bytetx.engine.async_engine import AsyncEngine
-from bytetx.engine.detokenizer import DecodedStream
-from bytetx.engine.engine import GenerationEngine
-from bytetx.engine.generation import GenerationScheduler, StepPlan
-from bytetx.engine.outputs import AnswerPiece
-from bytetx.engine.sampled import Sampled
-from bytetx.engine.sampler import Sampler
+from bytetx.generate.async_engine import AsyncEngine
+from bytetx.generate.detokenizer import DecodedStream
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.scheduler import GenerationScheduler, StepPlan
+from bytetx.generate.outputs import AnswerPiece
+from bytetx.generate.sampler_output import Sampled
+from bytetx.generate.sampler import Sampler
 from bytetx.errors import InputError, StepError, TooLongError
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 VOCAB_SIZE = 97
 GREEDY = SamplingParams(temperature=0, max_tokens=8)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bytetx.parallel import heartbeat
-from bytetx.parallel.channel import Channel
-from bytetx.parallel.heartbeat import Heartbeats, Progress
-from bytetx.parallel.messages import (
+from bytetx.executor import heartbeat
+from bytetx.executor.channel import Channel
+from bytetx.executor.heartbeat import Heartbeats, Progress
+from bytetx.executor.messages import (
     Decode,
     DropCache,
     Forward,

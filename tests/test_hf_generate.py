@@ -13,9 +13,9 @@ from hf_models import (  # noqa: F401  (fixtures)
 )
 from tiny_decoders import DECODERS, tiny_decoder
 
-from bytetx.engine.engine import GenerationEngine
+from bytetx.generate.engine import GenerationEngine
 from bytetx.hf import FallbackWarning, unwrap, wrap
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 SEQLENS = [9, 1, 23, 14]
 NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]
@@ -244,7 +244,7 @@ def test_a_cache_smaller_than_the_batch_makes_rows_wait(monkeypatch):
     """The engine takes pages from the last rows, and they come out the same."""
     stock, wrapped = stock_and_wrapped("qwen3")
     inputs = padded_inputs([30, 20, 30, 25], side="left", pad_token_id=0)
-    monkeypatch.setattr("bytetx.generation_sizes._cache_limit_bytes", lambda device: 1)
+    monkeypatch.setattr("bytetx.generate.sizes._cache_limit_bytes", lambda device: 1)
     steps = []
     step = GenerationEngine.step
     monkeypatch.setattr(GenerationEngine, "step", lambda self: steps.append(1) or step(self))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bytetx.engine.kv_cache import PageAllocator, page_keys
+from bytetx.generate.kv_cache import PageAllocator, page_keys
 from bytetx.errors import InputError
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError
-from bytetx.results import Entity
+from bytetx.tasks.results import Entity
 from bytetx.tasks.classify import sigmoid
 from bytetx.tasks.tag import AGGREGATIONS
 

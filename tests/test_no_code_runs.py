@@ -182,14 +182,14 @@ def test_every_call_that_could_run_code_forbids_it() -> None:
 
 
 def test_nothing_unpickles_or_asks() -> None:
-    """bytetx.parallel.control pickles what ranks of one group tell one another, and no file."""
+    """bytetx.executor.control pickles what ranks of one group tell one another, and no file."""
     assert calls("input") == []
     functions = {
         place: ast.unparse(call.func) for place, call in calls("load", "loads", "Unpickler")
     }
     unpickling = [place for place, name in functions.items() if name.startswith("torch.")]
     unpickling += [place for place, name in functions.items() if "pickle" in name.lower()]
-    assert all(place.startswith("bytetx/parallel/control.py") for place in unpickling)
+    assert all(place.startswith("bytetx/executor/control.py") for place in unpickling)
     for _, call in calls("load"):
         assert not any(keyword.arg == "allow_pickle" for keyword in call.keywords)
     sources = "".join(path.read_text() for path in (ROOT / "bytetx").rglob("*.py"))

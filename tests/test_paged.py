@@ -8,7 +8,7 @@ from exact_rotary import turn
 from paged_steps import Step, assert_exact, make_step, pack_past
 from torch import Tensor
 
-from bytetx.cache import allocate_cache, page_bytes
+from bytetx.nn.kv_cache import allocate_cache, page_bytes
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.rotary import rotary
 from bytetx.packed import pack

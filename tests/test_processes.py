@@ -17,7 +17,7 @@ from tiny import one_thread, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.engine import forking
+from bytetx.runtime import forking
 from bytetx.errors import ForkError, InputError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -10,13 +10,13 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx import cli
-from bytetx.engine import faults
-from bytetx.engine.block import block_layout
-from bytetx.engine.buckets import Bucket
-from bytetx.engine.request import Requests
-from bytetx.engine.runner import Part
-from bytetx.engine.step import Step
+from bytetx.cli.commands import commands as cli
+from bytetx.runtime import faults
+from bytetx.runtime.block import block_layout
+from bytetx.runtime.buckets import Bucket
+from bytetx.encode.request import Requests
+from bytetx.encode.model_runner import Part
+from bytetx.encode.step import Step
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
 from bytetx.ops.linear import linear, prepare_linear

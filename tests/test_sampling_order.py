@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sampled_rows import splitmix
 from test_generation_engine import VOCAB_SIZE, engine_of, run, whole
 
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 EOS = (90, 91)

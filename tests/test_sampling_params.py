@@ -5,7 +5,7 @@ import math
 import pytest
 
 from bytetx.errors import InputError
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 
 def test_values_are_kept_in_one_form() -> None:

@@ -14,7 +14,7 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError
-from bytetx.side_files import read_bytes, read_json, unique_keys
+from bytetx.checkpoint.side_files import read_bytes, read_json, unique_keys
 
 # What raised AttributeError, TypeError, OverflowError, PanicException and others, and what is told.
 TOKENIZER = [

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx import family
-from bytetx.config_values import ACTIVATIONS
+from bytetx.checkpoint import family
+from bytetx.checkpoint.config import ACTIVATIONS
 from bytetx.errors import CheckpointError
-from bytetx.family import families, known_model_types, read_family
-from bytetx.rope_spec import SCALINGS
-from bytetx.spec import ModelSpec, build_spec
+from bytetx.checkpoint.family import families, known_model_types, read_family
+from bytetx.checkpoint.rope_spec import SCALINGS
+from bytetx.checkpoint.spec import ModelSpec, build_spec
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}

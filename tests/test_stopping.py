@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.engine.sequence import SequenceState
-from bytetx.engine.stopping import (
+from bytetx.generate.sequence import SequenceState
+from bytetx.generate.stopping import (
     StopStrings,
     finish_reason,
     forbidden_tokens,
     stop_token_ids,
 )
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 letters = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bytetx.errors import InputError
 from bytetx.ops import int_lists, native
 from bytetx.ops.int_lists import flatten_int_lists
-from bytetx.token_ids import flatten_ids
+from bytetx.requests.token_ids import flatten_ids
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 VOCAB_SIZE = 100

@@ -22,7 +22,7 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError, TooLongError
-from bytetx.tokenizer import load_tokenizer
+from bytetx.checkpoint.tokenizer import load_tokenizer
 
 KINDS = ["wordpiece", "bpe", "unigram"]
 

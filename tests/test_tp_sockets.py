@@ -23,11 +23,11 @@ from tiny_decoders import tiny_decoder
 import bytetx
 from bytetx.errors import GroupError, InputError
 from bytetx.model import Model
-from bytetx.parallel import torchrun
-from bytetx.parallel.channel import Channel
-from bytetx.parallel.control import UNKNOWN_CODE, Followers
-from bytetx.parallel.launch import new_meeting_folder
-from bytetx.parallel.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
+from bytetx.executor import torchrun
+from bytetx.executor.channel import Channel
+from bytetx.executor.control import UNKNOWN_CODE, Followers
+from bytetx.executor.launch import new_meeting_folder
+from bytetx.executor.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
 
 SECONDS = 60.0
 LOOPBACK = ("127.", "::1")

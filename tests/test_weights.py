@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
-from bytetx import heads
-from bytetx import weights as weights_module
-from bytetx.config import load_config
+from bytetx.nn import heads
+from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint.files import load_config
 from bytetx.errors import CheckpointError
-from bytetx.loading import load_checkpoint
-from bytetx.spec import build_spec
-from bytetx.tensors import TensorLoader
-from bytetx.weights import Part, Weights, read_header
+from bytetx.nn.loading import load_checkpoint
+from bytetx.checkpoint.spec import build_spec
+from bytetx.nn.tensors import TensorLoader
+from bytetx.checkpoint.weights import Part, Weights, read_header
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
@@ -131,10 +131,10 @@ def test_tensors_given_by_the_caller_are_shared(bert: Path) -> None:
 LOAD_AND_MEASURE = """
 import sys, torch
 from pathlib import Path
-from bytetx.config import load_config
-from bytetx.spec import build_spec
-from bytetx.transformer import Transformer
-from bytetx.weights import Weights
+from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.spec import build_spec
+from bytetx.nn.transformer import Transformer
+from bytetx.checkpoint.weights import Weights
 
 def status(key):
     lines = open("/proc/self/status").read().splitlines()

@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
 import bytetx
-from bytetx import device_memory, loading
-from bytetx import weights as weights_module
-from bytetx.config import load_config
+from bytetx.runtime import device_memory
+from bytetx.nn import loading
+from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint.files import load_config
 from bytetx.errors import CheckpointError
-from bytetx.spec import build_spec
-from bytetx.weights import Weights, read_header
+from bytetx.checkpoint.spec import build_spec
+from bytetx.checkpoint.weights import Weights, read_header
 
 IDS = random_ids([9, 2])
 ONE = b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'

@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import nn
 
-from bytetx.config import load_config
+from bytetx.checkpoint.files import load_config
 from bytetx.packed import PackedBatch, pack, split
-from bytetx.spec import ModelSpec, build_spec
-from bytetx.tensors import TensorLoader
-from bytetx.transformer import Transformer
-from bytetx.weights import Weights
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.transformer import Transformer
+from bytetx.checkpoint.weights import Weights
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

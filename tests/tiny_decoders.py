@@ -9,7 +9,7 @@ from paged_steps import pack_past
 from tiny import VOCAB_SIZE, Loaded, randomize
 from torch import nn
 
-from bytetx.cache import allocate_cache
+from bytetx.nn.kv_cache import allocate_cache
 from bytetx.packed import split
 
 # Sizes by the names most families have; the window lies between the lengths that tests use.

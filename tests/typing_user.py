@@ -7,10 +7,10 @@ import numpy as np
 from torch import nn
 
 import bytetx
-from bytetx.engine.async_engine import AsyncEngine
-from bytetx.engine.outputs import AnswerPiece
+from bytetx.generate.async_engine import AsyncEngine
+from bytetx.generate.outputs import AnswerPiece
 from bytetx.errors import InputError
-from bytetx.results import (
+from bytetx.tasks.results import (
     Embeddings,
     Entity,
     Fill,

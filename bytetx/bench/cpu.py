@@ -15,7 +15,7 @@ from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, none_fits
-from bytetx.demo import demo_checkpoint
+from bytetx.checkpoint.demo import demo_checkpoint
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")

@@ -14,7 +14,7 @@ from bytetx.bench.causal import padded_generate
 from bytetx.bench.rivals import quiet
 from bytetx.bench.suite import Measurement
 from bytetx.model import Model
-from bytetx.results import Generation
+from bytetx.tasks.results import Generation
 
 CASE = "gpt2-124m-fp32-generate"
 _PROFILE = "ln128"

@@ -24,8 +24,8 @@ from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.errors import BytetxError
-from bytetx.spec import ModelSpec
-from bytetx.transformer import Transformer
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.transformer import Transformer
 
 # Beyond this a rival did other work than ours: f16 rounds at 2^-11, through 24 layers.
 _MAX_RELATIVE_ERROR = 2e-2

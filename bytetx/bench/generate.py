@@ -20,9 +20,9 @@ from bytetx.bench.causal import (
 from bytetx.bench.generate_rivals import measure_transformers
 from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.engine.engine import GenerationEngine
+from bytetx.generate.engine import GenerationEngine
 from bytetx.model import Model
-from bytetx.sampling import SamplingParams
+from bytetx.sampling_params import SamplingParams
 
 _ROUNDS = 2
 _PAGES_EACH = 16  # tokens of a sequence's last page

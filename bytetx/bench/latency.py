@@ -22,7 +22,7 @@ from bytetx.bench.lengths import dense
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.texts import Lognormal, english_passages
-from bytetx.demo import demo_checkpoint
+from bytetx.checkpoint.demo import demo_checkpoint
 
 _TEXT_TOKENS = 128
 _LAYER_TOKENS = (32, 128, 512)

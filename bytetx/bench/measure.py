@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bytetx.ops.linear import linear, prepare_linear
-from bytetx.spec import ModelSpec
+from bytetx.checkpoint.spec import ModelSpec
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
 _RATE_ROWS = (1024, 4096)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bytetx import __version__
-from bytetx.sentence import load_sentence_spec
+from bytetx.nn.sentence_modules import load_sentence_spec
 
 BATCH_SIZE = 32  # sentence-transformers' default
 

@@ -19,7 +19,7 @@ from bytetx.bench.measure import alternate, cosine_distance
 from bytetx.bench.rivals import Inputs, Rival, load_rivals
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.texts import Lognormal, english_passages, random_token_ids
-from bytetx.demo import demo_checkpoint
+from bytetx.checkpoint.demo import demo_checkpoint
 
 _NUM_TEXTS = 16384
 _LENGTHS = Lognormal(94, 0.6, 4, 200)  # 89 tokens on average by MiniLM's tokenizer, at most 247

@@ -8,7 +8,7 @@ import torch
 
 from bytetx.errors import InputError
 from bytetx.packed import PackedBatch
-from bytetx.transformer import Transformer
+from bytetx.nn.transformer import Transformer
 
 NAMES = ("input_ids", "position_ids", "token_type_ids")  # the order of an op's bad_ids
 

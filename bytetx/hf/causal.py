@@ -22,8 +22,8 @@ from bytetx.hf.kept_engine import EngineKeeper
 from bytetx.hf.padding import Layout, as_callers_tensor
 from bytetx.hf.pads import is_token_of, keeps_all, keeps_pads, kept_columns, loss_reads_pads
 from bytetx.ops.linear import linear, prepare_linear
-from bytetx.spec import ModelSpec
-from bytetx.transformer import Transformer
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.transformer import Transformer
 
 # Causal base classes that can be wrapped, with the transformers output class that each returns.
 CAUSAL_OUTPUTS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytetx.engine.forking import computing
+from bytetx.runtime.forking import computing
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -28,7 +28,7 @@ from bytetx.hf.padding import (
 from bytetx.hf.pads import keeps_pads, loss_reads_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.packed import PackedBatch
-from bytetx.transformer import Transformer
+from bytetx.nn.transformer import Transformer
 
 # Base classes that can be wrapped, with the transformers output class that each returns.
 OUTPUTS = {

@@ -3,10 +3,10 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
-from bytetx.engine.engine import GenerationEngine
-from bytetx.generation_sizes import generation_sizes
-from bytetx.heads import LmHead
-from bytetx.loading import LoadedCheckpoint, default_token_budget
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.sizes import generation_sizes
+from bytetx.nn.heads import LmHead
+from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
 from bytetx.ops.check import addresses
 from bytetx.tasks.generate import build_engine
 

@@ -9,16 +9,16 @@ from operator import is_
 import torch
 from torch import nn
 
-from bytetx.decoder_spec import LINEARS
-from bytetx.engine.forking import computing
+from bytetx.checkpoint.decoder_spec import LINEARS
+from bytetx.runtime.forking import computing
 from bytetx.errors import CheckpointError
-from bytetx.family import families
+from bytetx.checkpoint.family import families
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
 from bytetx.ops.check import addresses
-from bytetx.rotary import frequencies_of, rotary_tables
-from bytetx.spec import ModelSpec, build_spec
-from bytetx.tensors import fuse_rows
-from bytetx.transformer import Transformer
+from bytetx.nn.rotary import frequencies_of, rotary_tables
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.nn.tensors import fuse_rows
+from bytetx.nn.transformer import Transformer
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bytetx.errors import InputError
-from bytetx.spec import ModelSpec
+from bytetx.checkpoint.spec import ModelSpec
 
 # Steps that shares of features are cut in, best first: those that whole GEMM tiles take.
 _FEATURE_STEPS = (64, 32, 16, 8, 1)

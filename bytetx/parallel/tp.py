@@ -18,7 +18,7 @@ from bytetx.parallel.row_scheme import RowScheme, row_scheme
 Store = dist.Store
 
 # Ranks that have met wait for one another as long as they run: rank 0 may be stopped for a while by
-# its user. Those that end, stop or hang are noticed otherwise (bytetx.parallel.heartbeat).
+# its user. Those that end, stop or hang are noticed otherwise (bytetx.executor.heartbeat).
 _TIMEOUT = timedelta(days=1)
 _MEETING_TIMEOUT = timedelta(minutes=2)
 # NCCL asks its store once a second, and must not wait for it when it is gone.

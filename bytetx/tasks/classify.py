@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.step import Capture, Step
-from bytetx.heads import ClassificationHead, first_tokens
-from bytetx.results import Label
-from bytetx.spec import ModelSpec
-from bytetx.transformer import Transformer
+from bytetx.encode.step import Capture, Step
+from bytetx.nn.heads import ClassificationHead, first_tokens
+from bytetx.tasks.results import Label
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.transformer import Transformer
 
 
 def score_function(spec: ModelSpec) -> Callable[[np.ndarray], np.ndarray]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.pipeline import Finished
-from bytetx.engine.step import Capture, Step
+from bytetx.encode.pipeline import Finished
+from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
 from bytetx.ops.pooling import pool
-from bytetx.sentence import Module, Normalize
-from bytetx.transformer import Transformer
+from bytetx.nn.sentence_modules import Module, Normalize
+from bytetx.nn.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

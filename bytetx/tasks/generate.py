@@ -6,21 +6,21 @@ from functools import partial
 from itertools import islice
 from time import perf_counter
 
-from bytetx.byte_level import token_bytes, token_pieces
-from bytetx.engine.answer import OpenText
-from bytetx.engine.detokenizer import ByteStream, DecodedStream
-from bytetx.engine.engine import GenerationEngine
-from bytetx.engine.generation import GenerationScheduler
-from bytetx.engine.generation_runner import GenerationRunner
-from bytetx.engine.outputs import AnswerPiece
-from bytetx.engine.request import RunStats
+from bytetx.checkpoint.byte_level import token_bytes, token_pieces
+from bytetx.generate.output_processor import OpenText
+from bytetx.generate.detokenizer import ByteStream, DecodedStream
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.scheduler import GenerationScheduler
+from bytetx.generate.model_runner import GenerationRunner
+from bytetx.generate.outputs import AnswerPiece
+from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
-from bytetx.generation_sizes import GenerationSizes, allocate
-from bytetx.heads import LmHead
-from bytetx.loading import LoadedCheckpoint
-from bytetx.prompts import Prompt, PromptReader
-from bytetx.results import GeneratedText, Generation
-from bytetx.sampling import SamplingParams
+from bytetx.generate.sizes import GenerationSizes, allocate
+from bytetx.nn.heads import LmHead
+from bytetx.nn.loading import LoadedCheckpoint
+from bytetx.requests.prompts import Prompt, PromptReader
+from bytetx.tasks.results import GeneratedText, Generation
+from bytetx.sampling_params import SamplingParams
 
 
 def build_engine(

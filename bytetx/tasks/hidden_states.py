@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.step import Step
-from bytetx.transformer import Transformer
+from bytetx.encode.step import Step
+from bytetx.nn.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

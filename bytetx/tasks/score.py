@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.engine.step import Step
-from bytetx.heads import LmHead
-from bytetx.results import Likelihood
-from bytetx.transformer import Transformer
+from bytetx.encode.step import Step
+from bytetx.nn.heads import LmHead
+from bytetx.tasks.results import Likelihood
+from bytetx.nn.transformer import Transformer
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,118 @@
+"""RendererProcess: the process that renders a chat template, and the time an answer may take."""
+
+import json
+import marshal
+import os
+import select
+import socket
+import subprocess
+import sys
+import weakref
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from bytetx.errors import InputError
+
+# Kinds of answers: the first byte of each, before text in UTF-8.
+TEXT, REFUSED, BROKEN, TOO_MUCH = b"t", b"r", b"b", b"m"
+# The longest text that the process gives, 4 bytes a character, and its kind.
+_MAX_ANSWER_BYTES = (64 << 20) + 1
+# An interpreter that imports jinja2 takes 0.1 s, and more on a machine that is busy.
+_START_SECONDS = 60.0
+_RUN = (
+    "import json, sys; sys.path += json.loads(sys.argv[1]); "
+    "from bytetx.checkpoint.chat_renderer import main; main(sys.argv[2:])"
+)
+
+
+class RendererProcess:
+    """bytetx.checkpoint.chat_renderer in a process, which ends with this object or with this process.
+
+    It runs with nothing of the caller's: no stdin, no terminal, no search path of modules but that
+    of jinja2 and bytetx.  One thread at a time may call `ask`.
+    """
+
+    def __init__(self, *, seconds: float):
+        """seconds: of an answer, from which the process limits its own processor time."""
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise InputError(
+                "a chat template runs in a process of its own, and this Python is part of another "
+                "program (sys.executable) that cannot start one; give prompts as text"
+            )
+        self._seconds = seconds
+        ours, theirs = socket.socketpair()
+        with theirs:
+            arguments = [json.dumps(_search_path()), str(theirs.fileno()), str(seconds)]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _RUN, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    process_group=0,  # a terminal's Ctrl-C is the caller's to deal with
+                )
+            except OSError as error:
+                ours.close()
+                raise InputError(
+                    f"a chat template runs in a process of its own, and {sys.executable} cannot be "
+                    f"started: {error}; give prompts as text"
+                ) from error
+        self._connection = Connection(ours.detach())
+        self._poll = select.poll()  # Connection.poll builds a selector a call: 50 us
+        self._poll.register(self._connection.fileno(), select.POLLIN)
+        self._owner = os.getpid()
+        self._end = weakref.finalize(self, _end, self._process, self._connection, self._owner)
+        if self._receive(_START_SECONDS)[0] != TEXT:
+            raise InputError(
+                "the process for chat templates does not start: run "
+                f"`{sys.executable} -c 'import bytetx.checkpoint.chat_renderer'` to see why"
+            )
+
+    def ask(self, request: object) -> tuple[bytes, str]:
+        """(kind, text) of the answer: TEXT with the text, or why there is none.
+
+        request: of marshal's types.  After TOO_MUCH the process has ended.
+        """
+        try:
+            self._connection.send_bytes(marshal.dumps(request))
+            answer = self._receive(self._seconds)
+        except OSError:
+            answer = self._ended()
+        except BaseException:
+            self._end()  # the answer would come with the next question
+            raise
+        if answer[0] == TOO_MUCH:
+            self._end()
+        return answer
+
+    def is_alive(self) -> bool:
+        """Whether it can be asked: it has not ended, and this process is no fork of its owner."""
+        return self._end.alive and self._owner == os.getpid()
+
+    def _receive(self, seconds: float) -> tuple[bytes, str]:
+        if not self._poll.poll(seconds * 1000):
+            return TOO_MUCH, f"does not end within {seconds:g} s"
+        try:
+            answer = self._connection.recv_bytes(_MAX_ANSWER_BYTES)
+        except (EOFError, OSError):
+            return self._ended()
+        return answer[:1], answer[1:].decode("utf-8", "surrogatepass")
+
+    def _ended(self) -> tuple[bytes, str]:
+        self._process.kill()
+        return TOO_MUCH, f"ended its process (exit code {self._process.wait()})"
+
+
+def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -> None:
+    connection.close()
+    if os.getpid() == owner:  # not a fork, which only has a copy of the connection
+        process.kill()
+        process.wait()
+
+
+def _search_path() -> list[str]:
+    """Where the packages are that the process imports, behind the standard library."""
+    found = [find_spec(name) for name in ("bytetx", "jinja2", "markupsafe")]
+    return [str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin]

@@ -1,0 +1,158 @@
+"""What tells one decoder from another: norms, positions, windows, biases, the layout of tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bytetx.checkpoint.config import Values
+from bytetx.errors import CheckpointError
+from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
+
+# Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
+ATTENTION_LINEARS = ("q", "k", "v", "qkv", "attn_out")
+FFN_LINEARS = ("ffn_gate", "ffn_in", "ffn_out")
+LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS)
+
+# Activations that a gate may have; bytetx.ops.gated runs each of them.
+_GATES = ("gelu", "gelu_tanh", "silu")
+
+_LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """Choices of a causal model, beyond the sizes that it shares with encoders.
+
+    norm_placement: pre, post or parallel.  norm: layer_norm or rms_norm.
+    rotary: None where positions are learned.  final: stems of the last norm and projection.
+    qkv: separate, stacked or interleaved.  weight_layout: linear [n, k] or conv1d [k, n].
+    biases: layer keys whose linear layers have one.
+    window: tokens that a windowed layer sees, 0 where none is; window_pattern: whether each layer
+    is windowed, or empty where all from first_windowed_layer on are.
+    softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
+    """
+
+    norm_placement: str
+    norm: str
+    rotary: RotarySpec | None
+    qkv: str
+    weight_layout: str
+    biases: frozenset[str]
+    window: int
+    window_pattern: tuple[bool, ...]
+    first_windowed_layer: int
+    softmax_scale: float
+    scales_by_layer: bool
+    final: Mapping[str, str]
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that the layer sees, itself included; 0: all before it."""
+        if self.window_pattern:
+            return self.window if self.window_pattern[layer] else 0
+        return self.window if layer >= self.first_windowed_layer else 0
+
+    def softmax_scale_of(self, layer: int) -> float:
+        return self.softmax_scale / (layer + 1) if self.scales_by_layer else self.softmax_scale
+
+
+def read_decoder(
+    values: Values, table: Mapping[str, Any], *, num_layers: int, head_dim: int, activation: str
+) -> DecoderSpec | None:
+    """The choices of a causal family's checkpoint, None for an encoder family."""
+    architecture = table["architecture"]
+    if not architecture.get("causal", False):
+        return None
+    if "ffn_gate" in table["layer"] and activation not in _GATES:
+        raise CheckpointError(
+            f"config.json: {values.names['activation']} means {activation!r}, this family's gate "
+            f"must be one of {', '.join(_GATES)}"
+        )
+    placement = _norm_placement(values)
+    scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
+    return DecoderSpec(
+        norm_placement=placement,
+        norm=architecture["norm"],
+        rotary=read_rotary(values, head_dim),
+        qkv=architecture.get("qkv", "separate"),
+        weight_layout=architecture.get("weight_layout", "linear"),
+        biases=_biases(values, table["layer"]),
+        window=_window(values),
+        window_pattern=_window_pattern(values, num_layers),
+        first_windowed_layer=_first_windowed_layer(values),
+        softmax_scale=architecture.get("softmax_scale", scale),
+        scales_by_layer=values.switch("scales_by_layer", False),
+        final=table.get("final", {}),
+    )
+
+
+def _norm_placement(values: Values) -> str:
+    placement = values.architecture["norm_placement"]
+    if not values.switch("parallel", True):
+        return "pre"
+    return placement if values.switch("pre_norm", True) else "post"
+
+
+def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
+    """The family's own list, then what config.json switches on or off for a part."""
+    present = {key for key in LINEARS if key in layer}
+    found = present & set(values.architecture.get("biases", LINEARS))
+    parts = {
+        "attention_bias": ATTENTION_LINEARS,
+        "ffn_bias": FFN_LINEARS,
+        "linear_bias": LINEARS,
+    }
+    for name, keys in parts.items():
+        if name in values.names:
+            part = present & set(keys)
+            found = found | part if values.switch(name, True) else found - part
+    return frozenset(found)
+
+
+def _window(values: Values) -> int:
+    if not values.switch("uses_window", True):
+        return 0
+    return values.size_or_none("window") or 0
+
+
+def _first_windowed_layer(values: Values) -> int:
+    key = values.names.get("first_windowed_layer")
+    if key is None:
+        return 0
+    value = values.read(key)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"config.json: {key} must be an integer from 0, got {value!r}")
+    return value
+
+
+def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer is windowed, where config.json lists the layers; else empty."""
+    kinds: list[Any] | None = None
+    key = values.names.get("layer_types") or values.names.get("attention_types")
+    given = None if key is None else values.read(key)
+    if given is None:
+        return ()
+    if "layer_types" in values.names:
+        kinds = given if isinstance(given, list) else None
+    else:
+        kinds = _expanded(given, num_layers)
+    known = (*_LOCAL, *_GLOBAL)
+    if kinds is None or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise CheckpointError(
+            f"config.json: {key} must name {num_layers} layers' attention, each one of "
+            f"{', '.join(known)}, got {str(given)[:200]}"
+        )
+    return tuple(kind in _LOCAL for kind in kinds)
+
+
+def _expanded(groups: object, num_layers: int) -> list[Any] | None:
+    """GPT-Neo's [[kinds, repeats], ...] as one list; None where it is no such thing."""
+    kinds: list[Any] = []
+    for group in groups if isinstance(groups, list) else ():
+        match group:
+            case [[*names], int(repeats)] if 0 <= repeats * len(names) <= num_layers:
+                kinds += names * repeats
+            case _:
+                return None
+        if len(kinds) > num_layers:
+            return None
+    return kinds

@@ -1,0 +1,255 @@
+"""Where a checkpoint's files are, a local folder or a hub id, and its config.json."""
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import list_repo_files, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from bytetx.errors import CheckpointError
+from bytetx.checkpoint.side_files import (
+    FLAG,
+    PATH,
+    TABLE,
+    TEXT,
+    TOKEN_IDS,
+    Field,
+    either,
+    integer,
+    list_of,
+    read_json,
+    read_json_objects,
+)
+
+# Everything a load may read, in any subfolder; weights in other formats are never fetched.
+_HUB_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+_HUB_IGNORED = ("onnx/*", "openvino/*")
+
+# Classes of a checkpoint's own code that would compute something else than the family does.
+_MODEL_CLASSES = ("AutoConfig", "AutoModel")
+
+# Keys of config.json that every family has; bytetx.checkpoint.config checks a family's own.
+_CONFIG = {
+    "activation_fn": TEXT,
+    "architectures": list_of(TEXT),
+    "auto_map": either(TABLE, list_of(TEXT)),
+    "eos_token_id": TOKEN_IDS,
+    "is_decoder": FLAG,
+    "model_type": TEXT,
+    "quantization_config": TABLE,
+    "sbert_ce_default_activation_function": TEXT,
+    "sentence_transformers": TABLE,
+}
+MODULES: dict[str, Field] = {
+    "idx": integer(0),
+    "name": TEXT,
+    "path": PATH,
+    "type": TEXT,
+}
+
+
+def resolve_checkpoint(
+    path_or_id: str | Path, *, revision: str | None = None, local_files_only: bool = False
+) -> Path:
+    """The local folder of a checkpoint; a hub id is downloaded, or found in the cache when offline.
+
+    Raises CheckpointError where the folder is no checkpoint or the hub cannot answer.
+    """
+    folder = _checked_path(path_or_id)
+    if folder.is_dir():
+        _check_kind(str(folder), _names(folder))
+        return folder
+    if folder.suffix.lower() == ".gguf":
+        raise CheckpointError(f"{folder}: {_GGUF}")
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
+    if str(path_or_id).startswith((".", "/", "~")):
+        raise CheckpointError(f"there is no folder {folder}; give a checkpoint's folder or hub id")
+    options = {"revision": revision, "local_files_only": local_files_only}
+    folder = _snapshot(str(path_or_id), **options)
+    names = _names(folder)
+    if not local_files_only and not any(name.endswith(".safetensors") for name in names):
+        names = _hub_names(str(path_or_id), revision) or names
+    _check_kind(repr(str(path_or_id)), names)
+    _check_hub_weights(str(path_or_id), names)
+    return folder
+
+
+_GGUF = (
+    "GGUF is the format of llama.cpp, which bytetx does not read; give the checkpoint in "
+    "safetensors that it was made from"
+)
+_ADAPTER = (
+    "is a LoRA or other PEFT adapter (adapter_config.json), which changes a base model and is none "
+    "itself; merge the two (peft's merge_and_unload, then save_pretrained), and give the folder of "
+    "the result"
+)
+
+
+def _names(folder: Path) -> list[str]:
+    """The files of a folder, and of its subfolders, which may be modules with their own weights."""
+    try:
+        own = sorted(folder.iterdir())
+        inner = [path for part in own if part.is_dir() for path in sorted(part.iterdir())]
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    return [path.relative_to(folder).as_posix() for path in own + inner if path.is_file()]
+
+
+def _check_kind(where: str, names: list[str]) -> None:
+    """Raises CheckpointError where the files are no checkpoint that bytetx reads, with their kind.
+
+    names: of the files, relative to the checkpoint's folder.
+    """
+    if "adapter_config.json" in names:
+        raise CheckpointError(f"{where} {_ADAPTER}")
+    suffixes = {Path(name).suffix for name in names}
+    if ".gguf" in suffixes and ".safetensors" not in suffixes:
+        raise CheckpointError(f"{where} has its weights in GGUF only; {_GGUF}")
+    if not {"config.json", "modules.json"} & set(names):
+        raise CheckpointError(
+            f"{where} has no config.json; give the folder that save_pretrained wrote"
+        )
+
+
+def _check_hub_weights(repo: str, names: list[str]) -> None:
+    """Raises CheckpointError where a hub repository has no weights that are fetched."""
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+    held = f"only {', '.join(pickles[:3])}" if pickles else "none in a format that bytetx knows"
+    raise CheckpointError(
+        f"{repo!r} has no weights in safetensors, {held}; pickle files can run code when they are "
+        "opened and are refused: look for a revision with safetensors (the hub's own converter "
+        "opens pull requests: revision='refs/pr/N'), or convert a copy that you trust"
+    )
+
+
+def _snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Path:
+    """A hub repository's files in the local cache. Each way to fail has an error of its own."""
+    at = "" if revision is None else f" at revision {revision!r}"
+    try:
+        return Path(
+            snapshot_download(
+                repo,
+                revision=revision,
+                local_files_only=local_files_only,
+                allow_patterns=list(_HUB_PATTERNS),
+                ignore_patterns=list(_HUB_IGNORED),
+            )
+        )
+    except HFValidationError as error:
+        raise CheckpointError(
+            f"{repo!r} is neither a local folder nor a hub id: {error}"
+        ) from error
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo!r} is gated: accept its terms on huggingface.co, then log in with "
+            "`hf auth login` (or set HF_TOKEN)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise CheckpointError(f"{repo!r} has no revision {revision!r} on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo!r} is no local folder, and the hub has no such model: check the name; for a "
+            "private one, log in with `hf auth login` (or set HF_TOKEN)"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo!r} is no local folder, it is not in the local hub cache{at}, and "
+            f"{_unasked(error, local_files_only)}; download it once while online, or give a folder"
+        ) from error
+    except Exception as error:  # the hub's client also raises what its HTTP library does
+        raise CheckpointError(
+            f"{repo!r} is neither a local folder nor a checkpoint the hub gave: {_line(error)}"
+        ) from error
+
+
+def _unasked(error: Exception, local_files_only: bool) -> str:
+    """Why the hub gave nothing."""
+    cause = error.__cause__
+    if local_files_only:
+        return "the hub was not asked (offline was asked for)"
+    if isinstance(cause, OfflineModeIsEnabled):
+        return "the hub was not asked (HF_HUB_OFFLINE is set)"
+    return f"the hub cannot be reached ({'no answer' if cause is None else _line(cause)})"
+
+
+def _line(error: BaseException) -> str:
+    """Kind and text of an error of another library, whose texts have several lines."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _hub_names(repo: str, revision: str | None) -> list[str]:
+    """All files of a hub repository, those that are not fetched, too; [] where it does not say."""
+    try:
+        return list(list_repo_files(repo, revision=revision))
+    except Exception:  # of the hub's client or its HTTP library: offline, most likely
+        return []
+
+
+def _checked_path(path_or_id: str | Path) -> Path:
+    """The name as a path, whether something is there or not; CheckpointError for no name at all."""
+    if not str(path_or_id):
+        raise CheckpointError("the checkpoint's name is empty; give its folder or a hub id")
+    try:
+        path = Path(path_or_id).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; ~ of nobody
+        raise CheckpointError(f"{str(path_or_id)!r} cannot be opened: {error}") from error
+    return path
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where config.json and the weights are: `folder`, or the subfolder of it that a
+    sentence-transformers modules.json names for its Transformer module (such as 0_Transformer).
+
+    Raises CheckpointError where modules.json is damaged, names no such module, or leads outside.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return folder
+    modules = read_json_objects(path, MODULES)
+    places = [
+        module.get("path", "")
+        for module in modules
+        if str(module.get("type", "")).rpartition(".")[2] == "Transformer"
+    ]
+    if not places:
+        kinds = ", ".join(str(module.get("type")) for module in modules)
+        raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
+    return module_folder(path, places[0])
+
+
+def module_folder(path: Path, place: object) -> Path:
+    """The folder `place` that modules.json, at `path`, names; it must be there and inside."""
+    if not PATH.accepts(place):
+        raise CheckpointError(f"{path}: module path {place!r:.120} must lie inside the folder")
+    if not (path.parent / place).is_dir():
+        raise CheckpointError(f"{path} names the folder {place!r}, which is not there")
+    return path.parent / place
+
+
+def load_config(folder: Path) -> dict[str, Any]:
+    """The checkpoint's config.json.
+
+    Code that a checkpoint brings never runs, so one whose model is defined by its own code is
+    refused: the family of its model_type would compute something else.
+    """
+    config = read_json(folder / "config.json", _CONFIG)
+    auto_map = config.get("auto_map")
+    classes = auto_map if isinstance(auto_map, dict) else {}
+    if own := [name for name in classes if str(name).startswith(_MODEL_CLASSES)]:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: auto_map names the checkpoint's own code for "
+            f"{', '.join(own)}, and bytetx never runs such code; where the weights are those of a "
+            f"plain {config.get('model_type')!r}, remove auto_map from a copy of the file"
+        )
+    return config

@@ -1,0 +1,180 @@
+"""Rotary positions of a checkpoint: what is rotated, how fast, and the scaling of long contexts."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bytetx.checkpoint.config import Values, positive_number
+from bytetx.errors import CheckpointError
+
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+# A table of cosines and sines has a row a position: beyond this a config is damaged, not long.
+_MAX_POSITIONS = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Rotation of the first `dim` features of each query and key head.
+
+    theta: base of the wavelengths.  is_interleaved: features 2i and 2i + 1 are a pair; else i and
+    i + dim / 2 are.  scaling: one of SCALINGS.  factor: how much longer than original_positions
+    tokens a text may be.  low_freq_factor, high_freq_factor: of llama3.  beta_fast, beta_slow,
+    truncate: of yarn.  attention_factor: what cosines and sines are multiplied by.
+    """
+
+    dim: int
+    theta: float
+    is_interleaved: bool
+    scaling: str
+    factor: float
+    original_positions: int
+    low_freq_factor: float
+    high_freq_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    attention_factor: float
+
+
+def read_rotary(values: Values, head_dim: int) -> RotarySpec | None:
+    """The rotation that config.json asks for, None for a family without; CheckpointError where it
+    asks for one that is not known or lacks a number."""
+    if values.architecture["positions"] != "rotary":
+        return None
+    given = _Given(values)
+    original = given.original_positions()
+    factor = given.factor(original)
+    is_llama3, is_yarn = given.scaling == "llama3", given.scaling == "yarn"
+    low = given.number("low_freq_factor") if is_llama3 else 1.0
+    high = given.number("high_freq_factor") if is_llama3 else 1.0
+    if is_llama3 and low >= high:
+        raise CheckpointError(
+            f"config.json: rope low_freq_factor {low} must be below high_freq_factor {high}"
+        )
+    return RotarySpec(
+        dim=given.dim(head_dim),
+        theta=given.theta(),
+        is_interleaved=values.architecture.get("rotary_layout") == "pairs",
+        scaling=given.scaling,
+        factor=factor,
+        original_positions=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        beta_fast=given.number("beta_fast", 32.0) if is_yarn else 32.0,
+        beta_slow=given.number("beta_slow", 1.0) if is_yarn else 1.0,
+        truncate=given.parameters.get("truncate", True) is not False,
+        attention_factor=given.attention_factor(factor),
+    )
+
+
+def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
+    """Tokens that a text may have: what the scaling stretches config.json's number to."""
+    longest = max_positions
+    if rotary.scaling in ("linear", "dynamic"):
+        longest = int(max_positions * rotary.factor)
+    elif rotary.scaling == "yarn":
+        longest = max(max_positions, int(rotary.original_positions * rotary.factor))
+    if longest > _MAX_POSITIONS:
+        raise CheckpointError(
+            f"config.json: {longest} positions are asked for, at most {_MAX_POSITIONS} can be"
+        )
+    return longest
+
+
+class _Given:
+    """rope_parameters of config.json, or rope_scaling with rope_theta beside it (older files)."""
+
+    def __init__(self, values: Values):
+        self.values = values
+        given = values.config.get("rope_scaling") or values.config.get("rope_parameters") or {}
+        if not isinstance(given, Mapping):
+            raise CheckpointError(f"config.json: rope_parameters must be a table, got {given!r}")
+        if any(isinstance(entry, Mapping) for entry in given.values()):
+            raise CheckpointError(
+                "config.json: rope_parameters differ by layer type, which is not supported"
+            )
+        self.parameters: Mapping[str, Any] = given
+        self.scaling: str = given.get("rope_type") or given.get("type") or "default"
+        if self.scaling not in SCALINGS:
+            raise CheckpointError(
+                f"config.json: rope_type {self.scaling!r} is not supported; known: "
+                f"{', '.join(SCALINGS)}"
+            )
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.parameters.get(key)
+        return positive_number(f"rope {key}", default if value is None else value)
+
+    def theta(self) -> float:
+        given = self.parameters.get("rope_theta") is not None
+        theta = self.number("rope_theta") if given else self.values.number("rotary_theta")
+        if theta <= 1:
+            raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
+        return theta
+
+    def dim(self, head_dim: int) -> int:
+        """Rotated features of a head: a number, a share of the head, or all of it."""
+        if "rotary_dim" in self.values.names:
+            dim = self.values.size("rotary_dim")
+        else:
+            dim = int(head_dim * self._fraction())
+        if dim < 2 or dim % 2 or dim > head_dim:
+            raise CheckpointError(
+                f"config.json: {dim} rotated features of a head of {head_dim} are asked for; they "
+                "must be even, at least 2 and at most the head's"
+            )
+        return dim
+
+    def _fraction(self) -> float:
+        key = "partial_rotary_factor"
+        given = self.parameters.get(key)
+        if "rotary_fraction" in self.values.names:
+            return self.values.number("rotary_fraction") if given is None else self.number(key)
+        other = self.values.config.get(key) if given is None else given
+        if other not in (None, 1):
+            raise CheckpointError(
+                f"config.json: {key} is {other!r}, but this family rotates whole heads"
+            )
+        return 1.0
+
+    def original_positions(self) -> int:
+        """Positions that the model was first trained for; only some scalings tell them apart."""
+        key = "original_max_position_embeddings"
+        found = self.values.size("max_position_embeddings")
+        if self.scaling in ("llama3", "yarn"):
+            given = self.values.config.get(key, self.parameters.get(key))
+            if given is None:
+                return found
+            if type(given) is not int or given < 1:
+                raise CheckpointError(
+                    f"config.json: {key} must be a positive integer, got {given!r}"
+                )
+            return given
+        return found
+
+    def factor(self, original: int) -> float:
+        if self.scaling == "default":
+            return 1.0
+        if self.scaling == "yarn" and self.parameters.get("factor") is None:
+            return self.values.size("max_position_embeddings") / original
+        factor = self.number("factor")
+        if factor < 1:
+            raise CheckpointError(f"config.json: rope factor must be at least 1, got {factor}")
+        return factor
+
+    def attention_factor(self, factor: float) -> float:
+        """YaRN's temperature, folded into the tables.  Source: YaRN (arXiv 2309.00071), 3.4."""
+        if self.scaling != "yarn":
+            return 1.0
+        if self.parameters.get("attention_factor") is not None:
+            return self.number("attention_factor")
+        if self.parameters.get("mscale") and self.parameters.get("mscale_all_dim"):
+            scale = _temperature(factor, self.number("mscale"))
+            return scale / _temperature(factor, self.number("mscale_all_dim"))
+        return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

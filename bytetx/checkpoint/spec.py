@@ -1,0 +1,280 @@
+"""What one checkpoint is: its family's facts and the sizes and choices of its config.json."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bytetx.checkpoint.config import Values
+from bytetx.checkpoint.decoder_spec import DecoderSpec, read_decoder
+from bytetx.errors import CheckpointError
+from bytetx.checkpoint.family import families, known_model_types
+from bytetx.checkpoint.rope_spec import rotary_positions
+
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+# quant_method of quantization_config, as its tools are called.
+_METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
+
+# More classes than any head has; a number of labels beyond it is a damaged config, not a model.
+_MAX_LABELS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSpec:
+    """One head: first token or every token -> dense -> activation -> norm -> out.
+
+    Each field is a tensor-name stem without `.weight`/`.bias`, or None where the head lacks it;
+    `decoder` and `bias` (masked_lm, lm) are whole tensor names.
+    """
+
+    dense: str | None = None
+    activation: str | None = None
+    norm: str | None = None
+    norm_eps: float | None = None
+    decoder: str | None = None
+    bias: str | None = None
+    out: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Sizes, choices and tensor names of one checkpoint; all that the forward pass asks.
+
+    max_positions: the most tokens a sequence may have (position_offset already taken off).
+    first_position_row: rows of the saved position table that no token reads.
+    num_token_types: 0 where the family has none.
+    relative_bias_rows: rows of the saved bias table, 0 where attention has no relative position
+        bias; the first relative_bias_buckets of them are used.
+    embeddings, layer: tensor names without the base model's prefix; `{i}` is the layer's index.
+    decoder: what only causal models have; None for an encoder.
+    """
+
+    family: str
+    model_type: str
+    prefix: str
+    hidden_size: int
+    embedding_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_positions: int
+    position_offset: int
+    first_position_row: int
+    num_token_types: int
+    relative_bias_rows: int
+    relative_bias_buckets: int
+    relative_bias_max_distance: int
+    activation: str
+    norm_eps: float
+    pad_token_id: int
+    tie_word_embeddings: bool
+    architectures: tuple[str, ...]
+    id2label: Mapping[int, str]
+    problem_type: str | None
+    embeddings: Mapping[str, str]
+    layer: Mapping[str, str]
+    heads: Mapping[str, HeadSpec] = field(default_factory=dict)
+    decoder: DecoderSpec | None = None
+
+    @property
+    def num_labels(self) -> int:
+        return len(self.id2label)
+
+    @property
+    def output_size(self) -> int:
+        """Features of the last layer's rows; OPT-350m projects them to the words' width."""
+        is_projected = self.decoder is not None and "project_out" in self.decoder.final
+        return self.embedding_size if is_projected else self.hidden_size
+
+    @property
+    def max_plain_prompt(self) -> int | None:
+        """Tokens of a prompt beyond which its keys depend on its length; None: they never do."""
+        rotary = None if self.decoder is None else self.decoder.rotary
+        is_dynamic = rotary is not None and rotary.scaling == "dynamic"
+        return rotary.original_positions if is_dynamic else None
+
+    def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
+        """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
+
+        Attention holds x, qkv and its output; the feed-forward x, the inner and the outer row;
+        the embedding its sum and what it is projected to.  A decoder holds the normed x besides,
+        and a gated feed-forward its gates and values, before and after they meet.  Five ids a
+        token, of four bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the
+        batch) comes on top.
+        """
+        hidden, inner = self.hidden_size, self.intermediate_size
+        qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        attention = hidden + qkv + self.num_heads * self.head_dim
+        row = max(attention, 2 * hidden + inner, hidden + self.embedding_size)
+        if self.decoder is not None:
+            gated = 4 if "ffn_gate" in self.layer else 1
+            row = max(attention + hidden, 3 * hidden + gated * inner)
+        return total_tokens * (itemsize * row + 5 * 4)
+
+
+def build_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """The ModelSpec of a checkpoint's config.json (already parsed).
+
+    Raises CheckpointError for an unknown model_type (with the known ones), and for sizes that are
+    missing, of the wrong type, or that contradict each other.
+    """
+    family, table = _family_of(config.get("model_type"))
+    _refuse_variants(config, table)
+    values = Values(config, table)
+    activation, norm_eps = values.activation(), values.norm_eps()
+    sizes = _sizes(values, table["architecture"])
+    decoder = read_decoder(
+        values,
+        table,
+        num_layers=sizes["num_layers"],
+        head_dim=sizes["head_dim"],
+        activation=activation,
+    )
+    if decoder is not None and decoder.rotary is not None:
+        sizes["max_positions"] = rotary_positions(decoder.rotary, sizes["max_positions"])
+    return ModelSpec(
+        family=family,
+        model_type=config["model_type"],
+        prefix=table["prefix"],
+        **sizes,
+        activation=activation,
+        norm_eps=norm_eps,
+        pad_token_id=values.pad_token_id(),
+        tie_word_embeddings=_tie_word_embeddings(values),
+        architectures=_architectures(config),
+        id2label=_labels(config),
+        problem_type=_problem_type(config),
+        embeddings=table["embeddings"],
+        layer=table["layer"],
+        heads=_heads(table, activation, norm_eps),
+        decoder=decoder,
+    )
+
+
+def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
+    hidden_size, num_heads, head_dim = values.head_sizes()
+    offset = _position_offset(architecture["position_offset"], values)
+    buckets = architecture.get("relative_bias_buckets", 0)
+    return {
+        "hidden_size": hidden_size,
+        "embedding_size": values.embedding_size(hidden_size),
+        "num_layers": values.size("num_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": values.num_kv_heads(num_heads),
+        "head_dim": head_dim,
+        "intermediate_size": values.intermediate_size(hidden_size),
+        "vocab_size": values.common_size("vocab_size"),
+        "max_positions": values.max_positions(offset),
+        "position_offset": offset,
+        "first_position_row": architecture.get("first_position_row", 0),
+        "num_token_types": values.size("num_token_types", default=0),
+        "relative_bias_rows": values.bias_rows(buckets),
+        "relative_bias_buckets": buckets,
+        "relative_bias_max_distance": architecture.get("relative_bias_max_distance", 0),
+    }
+
+
+def _family_of(model_type: object) -> tuple[str, dict[str, Any]]:
+    for family, table in families().items():
+        if model_type in table["model_types"]:
+            return family, table
+    given = "lacks model_type" if model_type is None else f"has model_type {model_type!r}"
+    raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")
+
+
+def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> None:
+    """What changes the computation and would otherwise give wrong numbers in silence."""
+    is_causal = table["architecture"].get("causal", False)
+    if config.get("add_cross_attention") or (config.get("is_decoder") and not is_causal):
+        runs_as = "a decoder without an encoder" if is_causal else "an encoder"
+        raise CheckpointError(
+            f"config.json: is_decoder/add_cross_attention is set; this family runs as {runs_as} "
+            "only"
+        )
+    for key, value in table.get("fixed", {}).items():
+        if key in config and config[key] != value:
+            raise CheckpointError(
+                f"config.json: {key} {config[key]!r} is not supported; only {value!r} is"
+            )
+    position_kind = config.get("position_embedding_type", "absolute")
+    if position_kind not in (None, "absolute"):
+        raise CheckpointError(
+            f"config.json: position_embedding_type {position_kind!r} is not supported; "
+            "only 'absolute' is"
+        )
+    if quantization := config.get("quantization_config"):
+        given = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        raise CheckpointError(
+            f"config.json: quantization_config says that the weights are quantised "
+            f"({_METHODS.get(given, given)!s:.60}), which bytetx does not read; give the "
+            "checkpoint in float32, float16 or bfloat16 that they were made from"
+        )
+
+
+def _position_offset(rule: int | str, values: Values) -> int:
+    return values.pad_token_id() + 1 if rule == "after_pad_token" else int(rule)
+
+
+def _tie_word_embeddings(values: Values) -> bool:
+    default = values.defaults.get("tie_word_embeddings", True)
+    value = values.config.get("tie_word_embeddings", default)
+    if not isinstance(value, bool):
+        raise CheckpointError(
+            f"config.json: tie_word_embeddings must be true or false, got {value!r}"
+        )
+    return value
+
+
+def _architectures(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = config.get("architectures")
+    if names is None:
+        return ()
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"config.json: architectures must list class names, got {names!r}")
+    return tuple(names)
+
+
+def _problem_type(config: Mapping[str, Any]) -> str | None:
+    value = config.get("problem_type")
+    if value is not None and value not in PROBLEM_TYPES:
+        raise CheckpointError(
+            f"config.json: problem_type must be one of {', '.join(PROBLEM_TYPES)}, got {value!r}"
+        )
+    return value
+
+
+def _labels(config: Mapping[str, Any]) -> dict[int, str]:
+    """id2label with integer keys, in their order; Hugging Face's default names where it is absent.
+
+    Holes are kept: heads refuse them when they are asked for, other tasks do not care.
+    """
+    labels = config.get("id2label")
+    if labels is None:
+        count = config.get("num_labels", 2)
+        if type(count) is not int or not 0 < count <= _MAX_LABELS:
+            raise CheckpointError(
+                f"config.json: num_labels must be an integer from 1 to {_MAX_LABELS}, got {count!r}"
+            )
+        return {i: f"LABEL_{i}" for i in range(count)}
+    try:
+        return dict(sorted((int(key), str(label)) for key, label in labels.items()))
+    except (AttributeError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"config.json: id2label must map integers to labels: {error}"
+        ) from error
+
+
+def _heads(table: Mapping[str, Any], activation: str, norm_eps: float) -> dict[str, HeadSpec]:
+    """The family's heads; "config" stands for the checkpoint's own activation or epsilon."""
+    heads = {}
+    for name, entry in table.get("heads", {}).items():
+        resolved = dict(entry)
+        if resolved.get("activation") == "config":
+            resolved["activation"] = activation
+        if resolved.get("norm_eps") == "config":
+            resolved["norm_eps"] = norm_eps
+        heads[name] = HeadSpec(**resolved)
+    return heads

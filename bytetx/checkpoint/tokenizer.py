@@ -1,0 +1,193 @@
+"""Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import tokenizers
+from tokenizers import normalizers
+
+from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabulary
+from bytetx.errors import CheckpointError
+from bytetx.ops.int_lists import flatten_int_lists
+from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes
+from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
+
+Text = str | tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Token ids of several texts, special tokens included, behind one another.
+
+    token_ids: int32 [total_tokens].  seqlens: int32 [num_texts].  is_truncated: bool [num_texts].
+    """
+
+    token_ids: np.ndarray
+    seqlens: np.ndarray
+    is_truncated: np.ndarray
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer; never pads, and cuts nothing unless it is asked to.
+
+    max_tokens: the most tokens of one sequence, special tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        max_tokens: int,
+        config: Mapping[str, Any],
+        do_lower_case: bool = False,
+    ):
+        backend.no_padding()
+        # What is cut off comes back as `overflowing`: that is how a text that is too long is found.
+        backend.enable_truncation(
+            max_tokens, strategy="longest_first", direction=config.get("truncation_side", "right")
+        )
+        if do_lower_case:
+            _lower_case(backend)
+        self.backend = backend
+        self.max_tokens = max_tokens
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.unk_token_id = self._special_id(config, "unk_token")
+        self.mask_token_id = self._special_id(config, "mask_token")
+        self.pad_token_id = self._special_id(config, "pad_token")
+        frame = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
+        self.frame_ids = {self._special_id(config, name) for name in frame} - {None}
+        self.has_token_types = _has_token_types(config)
+        self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
+
+    def encode(
+        self, texts: Sequence[Text], *, with_offsets: bool = False
+    ) -> list[tokenizers.Encoding]:
+        """One encoding a text or pair, cut to max_tokens; `overflowing` holds what was cut.
+
+        with_offsets: also character offsets, which cost about a third more time.
+        """
+        encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
+        return encode(list(texts))
+
+    def encode_ids(self, texts: Sequence[Text]) -> Tokens:
+        """Token ids alone, cut to max_tokens."""
+        return self.tokens(self.encode(texts))
+
+    def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
+        """The token ids of encodings. What was cut is looked for where a text is at the limit."""
+        seqlens = np.fromiter(map(len, encodings), dtype=np.int32, count=len(encodings))
+        rows = [encoding.ids for encoding in encodings]
+        token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
+        if token_ids is None:
+            raise CheckpointError("tokenizer.json gives token ids that need more than 32 bits")
+        is_truncated = np.zeros(len(encodings), dtype=bool)
+        for row in np.flatnonzero(seqlens >= self.max_tokens):
+            is_truncated[row] = bool(encodings[row].overflowing)
+        return Tokens(token_ids, seqlens, is_truncated)
+
+    def count_tokens(self, text: str) -> int:
+        """Tokens of a text with its special tokens, cut to max_tokens."""
+        return len(self.backend.encode(text).ids)
+
+    def token(self, token_id: int) -> str:
+        return self.backend.id_to_token(token_id) or ""
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Text of tokens given as strings, by the tokenizer's decoder."""
+        decoder = self.backend.decoder
+        return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids, with the clean-up of spaces that the checkpoint asks for."""
+        text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if self._cleans_spaces and not isinstance(self.backend.model, tokenizers.models.BPE):
+            for spaced, joined in _SPACE_RULES:
+                text = text.replace(spaced, joined)
+        return text
+
+    @property
+    def is_word_aware(self) -> bool:
+        """Whether tokens that continue a word carry a mark (WordPiece's ##)."""
+        return bool(getattr(self.backend.model, "continuing_subword_prefix", None))
+
+    def _special_id(self, config: Mapping[str, Any], name: str) -> int | None:
+        token = special_token(config, name)
+        return None if token is None else self.backend.token_to_id(token)
+
+
+def load_tokenizer(
+    folder: Path,
+    *,
+    max_positions: int,
+    max_seq_length: int | None = None,
+    do_lower_case: bool = False,
+) -> Tokenizer | None:
+    """The tokenizer of a checkpoint's folder, or None where it has none (token ids still run).
+
+    max_positions: tokens that the model has positions for.  max_seq_length: the limit that
+    sentence-transformers saved; it replaces the tokenizer's own model_max_length.
+    Raises CheckpointError where its files are damaged, or need transformers and it is missing.
+    """
+    path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
+    if path.is_file():
+        raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+        backend = _checked(path, lambda: tokenizers.Tokenizer.from_buffer(raw))
+    elif has_vocabulary(folder):
+        backend = convert_vocabulary(folder)
+    else:
+        return None
+    limit = max_seq_length or config.get("model_max_length") or max_positions
+    options = {"config": config, "do_lower_case": do_lower_case}
+    return _checked(
+        path, lambda: Tokenizer(backend, max_tokens=min(int(limit), max_positions), **options)
+    )
+
+
+T = TypeVar("T")
+
+
+def _checked(path: Path, make: Callable[[], T]) -> T:
+    """What `make` gives. CheckpointError for whatever tokenizers raises: it has no error class of
+    its own, and a damaged file can also make its Rust code panic, which is no Exception."""
+    try:
+        return make()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+
+
+def _has_token_types(config: Mapping[str, Any]) -> bool:
+    """Whether a pair's second text gets token type 1, as the tokenizer's own class would do."""
+    input_names = config.get("model_input_names")
+    if input_names is None:
+        # The one class that leaves token types out unless its config names them.
+        return config.get("tokenizer_class") != "TokenizersBackend"
+    return "token_type_ids" in input_names
+
+
+def _lower_case(backend: tokenizers.Tokenizer) -> None:
+    """Lowercases ahead of the tokenizer's own normalizer, unless that one already does."""
+    own = backend.normalizer
+    if own is None:
+        backend.normalizer = normalizers.Lowercase()
+    elif not (isinstance(own, normalizers.Lowercase) or getattr(own, "lowercase", False)):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), own])
+
+
+# Hugging Face's clean-up of English text after decoding WordPiece tokens.
+_SPACE_RULES = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)

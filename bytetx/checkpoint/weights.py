@@ -1,0 +1,397 @@
+"""Safetensors files of a checkpoint, read tensor by tensor, with or without the model's prefix."""
+
+import copy
+import json
+import math
+import mmap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from bytetx.errors import CheckpointError
+from bytetx.checkpoint.side_files import PATH, TABLE, read_json
+from bytetx.checkpoint.spec import ModelSpec
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+# The format's own limit: a longer header is a damaged length, not a list of tensors.
+_MAX_HEADER_BYTES = 100_000_000
+
+# Tensors from here on are read into pages of their own; below, a page's rounding would show.
+_MIN_MAPPED_BYTES = 1 << 20
+
+# Numbers that are read and cast at once where the dtype changes.
+_PIECE_NUMBERS = 1 << 20
+
+# Last parts of the names that quantised tensors have, and who writes them.
+_QUANTIZED = {
+    "qweight": "GPTQ or AWQ",
+    "qzeros": "GPTQ or AWQ",
+    "SCB": "bitsandbytes",
+    "absmax": "bitsandbytes",
+    "weight_scale": "compressed-tensors or an FP8 tool",
+    "weight_scale_inv": "an FP8 tool",
+    "weight_packed": "compressed-tensors",
+}
+
+_INDEX = "model.safetensors.index.json"
+
+# Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
+_OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some of a tensor: ranges of one dim, 0 or 1, put behind one another."""
+
+    dim: int
+    ranges: tuple[range, ...]
+
+    @property
+    def end(self) -> int:
+        return max(r.stop for r in self.ranges)
+
+
+def take_part(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """The part of a tensor at hand, contiguous; a view where it lies in one piece."""
+    pieces = [tensor.narrow(part.dim, r.start, len(r)) for r in part.ranges]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
+    return whole.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Where one tensor lies: its file, its saved name, and its bytes from the file's start."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
+        """The tensor in memory of its own, cast to dtype (None: as saved) piece by piece.
+
+        part: what of it is wanted, inside its shape; the rest passes through pieces at most.
+        Read, not mapped: a mapping would keep the file's pages beside the prepacked copies (two
+        models in memory), and a file cut short under it would end the process.
+        """
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
+                f"of {', '.join(_DTYPES)}"
+            )
+        shape = list(self.shape)
+        if part is not None:
+            shape[part.dim] = sum(map(len, part.ranges))
+        dtype = dtype or _DTYPES[self.dtype]
+        try:
+            tensor = _allocate(tuple(shape), dtype)
+        except (MemoryError, OSError, OverflowError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.path}: there is no memory for tensor {self.name!r} "
+                f"({math.prod(shape) * dtype.itemsize:,} bytes): {error}"
+            ) from error
+        try:
+            with self.path.open("rb") as file:
+                if part is not None and part.dim == 1:
+                    self._read_columns(file, tensor, part.ranges)
+                else:
+                    self._read_rows(file, tensor, part)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} cannot be read: {error}"
+            ) from error
+        return tensor
+
+    def _read_rows(self, file: BinaryIO, tensor: torch.Tensor, part: Part | None) -> None:
+        row = math.prod(self.shape[1:])
+        rows = range(self.shape[0] if self.shape else 1)
+        flat = tensor.view(-1)
+        for wanted in (rows,) if part is None else part.ranges:
+            span, flat = flat[: len(wanted) * row], flat[len(wanted) * row :]
+            file.seek(self.offset + wanted.start * row * _DTYPES[self.dtype].itemsize)
+            if tensor.dtype == _DTYPES[self.dtype]:
+                self._fill(file, span)
+                continue
+            for piece in span.split(_PIECE_NUMBERS):
+                piece.copy_(self._staged(file, piece.shape))
+
+    def _read_columns(
+        self, file: BinaryIO, tensor: torch.Tensor, columns: tuple[range, ...]
+    ) -> None:
+        """Whole rows, some at a time, for a row's part may be smaller than what a disk reads."""
+        file.seek(self.offset)
+        for piece in tensor.split(max(1, _PIECE_NUMBERS // self.shape[1])):
+            staged = self._staged(file, (len(piece), self.shape[1]))
+            piece.copy_(take_part(staged, Part(1, columns)))
+
+    def _staged(self, file: BinaryIO, shape: tuple[int, ...]) -> torch.Tensor:
+        staged = torch.empty(shape, dtype=_DTYPES[self.dtype])
+        self._fill(file, staged)
+        return staged
+
+    def _fill(self, file: BinaryIO, tensor: torch.Tensor) -> None:
+        room = tensor.view(-1).view(torch.uint8).numpy()
+        if file.readinto(room) != room.nbytes:
+            raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
+
+
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+
+    From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
+    beside the 418 MiB of a BERT-base, with glibc.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _MIN_MAPPED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+
+
+class Weights(Mapping[str, torch.Tensor]):
+    """Tensors of a checkpoint by canonical name: the base model's without prefix, heads as saved.
+
+    Opening reads the headers only; each look-up reads one tensor anew, and nothing is kept open.
+    `used` and `unused()` tell what a model took.
+    """
+
+    def __init__(
+        self, folder: Path, spec: ModelSpec, *, on_tensor: Callable[[], None] | None = None
+    ):
+        """Raises CheckpointError for files that are absent, damaged or contradict each other.
+
+        on_tensor: called before each tensor is read; what it raises ends the reading.
+        """
+        self._saved: dict[str, SavedTensor] = {}
+        for path in _safetensors_files(folder, spec):
+            for tensor in read_header(path):
+                name = _canonical(tensor.name, spec.prefix)
+                if other := self._saved.get(name):
+                    raise CheckpointError(
+                        f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
+                        f"as {tensor.name!r} in {tensor.path}"
+                    )
+                self._saved[name] = tensor
+        _refuse_quantized(folder, self._saved)
+        _check_index(folder, {tensor.name for tensor in self._saved.values()})
+        self.used: set[str] = set()
+        self._dtype: torch.dtype | None = None
+        self._on_tensor = on_tensor
+
+    def cast(self, dtype: torch.dtype) -> "Weights":
+        """These tensors in another dtype, cast while they are read; `used` is shared."""
+        other = copy.copy(self)
+        other._dtype = dtype
+        return other
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._saved:
+            raise KeyError(name)
+        return self._next(name).read(self._dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As saved; known without reading the tensor."""
+        return self._saved[name].shape
+
+    def read(self, name: str, part: Part) -> torch.Tensor:
+        """A part of a tensor, inside its shape; the whole one is never in memory."""
+        return self._next(name).read(self._dtype, part=part)
+
+    def _next(self, name: str) -> SavedTensor:
+        if self._on_tensor is not None:
+            self._on_tensor()
+        self.used.add(name)
+        return self._saved[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._saved
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._saved)
+
+    def __len__(self) -> int:
+        return len(self._saved)
+
+    def unused(self) -> list[str]:
+        """Saved names that nothing has read, sorted."""
+        return sorted(self._saved[name].name for name in self._saved.keys() - self.used)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all floating tensors; position ids, which old versions saved, are none."""
+        return sum(math.prod(t.shape) for t in self._saved.values() if t.dtype in _DTYPES)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating dtype that most of the checkpoint's bytes are in; f32 where it has none."""
+        num_bytes = dict.fromkeys(_DTYPES, 0)
+        for tensor in self._saved.values():
+            if tensor.dtype in num_bytes:
+                num_bytes[tensor.dtype] += tensor.num_bytes
+        largest = max(num_bytes, key=num_bytes.__getitem__)
+        return _DTYPES[largest] if num_bytes[largest] else torch.float32
+
+
+def read_header(path: Path) -> list[SavedTensor]:
+    """The tensors of one safetensors file, in the header's order; reads the header only.
+
+    Trusts nothing: every length, offset and shape is checked against the size of the file.
+    Raises CheckpointError naming the file and, where there is one, the tensor.
+    """
+    raw, file_bytes = _header_bytes(path)
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_table_of_tensors)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"header: {error}") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, f"header is a {type(header).__name__}, not a table of tensors")
+    header.pop("__metadata__", None)
+    data_start = 8 + len(raw)
+    tensors = [_saved_tensor(path, name, entry, data_start) for name, entry in header.items()]
+    needed = _check_layout(path, tensors, data_start)
+    if needed != file_bytes:
+        raise _damaged(path, f"{file_bytes} bytes, its header describes {needed}")
+    return tensors
+
+
+def _table_of_tensors(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of a header. A name that is there twice is refused, even with equal entries."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{name!r:.120} is described twice")
+    return table
+
+
+def _check_layout(path: Path, tensors: list[SavedTensor], data_start: int) -> int:
+    """Where the last tensor ends. CheckpointError unless each begins where one before it ends, as
+    the format asks for: bytes of two tensors, or of none, can only be a damaged header."""
+    end, last = data_start, "the header"
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.num_bytes)):
+        if tensor.offset != end:
+            how = "overlaps" if tensor.offset < end else "leaves a gap behind"
+            raise _damaged(path, f"tensor {tensor.name!r} {how} {last}")
+        end, last = end + tensor.num_bytes, f"tensor {tensor.name!r}"
+    return end
+
+
+def _header_bytes(path: Path) -> tuple[bytes, int]:
+    """(the JSON header: its length is the file's first 8 bytes, the file's size in bytes)"""
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            if start == b"version ":
+                raise CheckpointError(
+                    f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` there"
+                )
+            header_bytes = int.from_bytes(start, "little")
+            if len(start) < 8 or header_bytes > min(file_bytes - 8, _MAX_HEADER_BYTES):
+                raise _damaged(path, f"{file_bytes} bytes, with a header of {header_bytes}")
+            return file.read(header_bytes), file_bytes
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+            all(type(size) is int and size >= 0 for size in shape)
+            and type(begin) is type(end) is int
+            and 0 <= begin <= end
+        ):
+            num_bytes = end - begin
+        case _:
+            raise _damaged(path, f"tensor {name!r} is described as {entry!r:.120}")
+    if dtype in _DTYPES and num_bytes != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise _damaged(path, f"tensor {name!r}: {num_bytes} bytes are no {dtype} {shape!r:.80}")
+    return SavedTensor(path, name, dtype, tuple(shape), data_start + begin, num_bytes)
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not a whole safetensors file ({what}); download or save it again"
+    )
+
+
+def _canonical(saved: str, prefix: str) -> str:
+    name = saved.removeprefix(prefix)
+    for old, new in _OLD_NAMES:
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _safetensors_files(folder: Path, spec: ModelSpec) -> list[Path]:
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not (folder / _INDEX).is_file():
+        raise CheckpointError(_no_weights(folder, spec))
+    names = sorted(set(_weight_map(folder).values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing or not names:
+        raise CheckpointError(
+            f"{folder / _INDEX} names files that are not there: {', '.join(missing) or 'none'}"
+        )
+    return [folder / name for name in names]
+
+
+def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
+    """Raises CheckpointError for tensors of a quantised checkpoint whose config.json is silent."""
+    for name in names:
+        if scheme := _QUANTIZED.get(name.rpartition(".")[2]):
+            raise CheckpointError(
+                f"{folder} holds weights quantised by {scheme} (tensor {name!r}), which bytetx "
+                "does not read; give the checkpoint in float32, float16 or bfloat16"
+            )
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name -> shard's file name, which may not lead out of the folder."""
+    weight_map = read_json(folder / _INDEX, {"weight_map": TABLE}).get("weight_map")
+    if weight_map is None:
+        raise CheckpointError(f"{folder / _INDEX}: weight_map must be a table of tensor names")
+    for name in weight_map.values():
+        if not PATH.accepts(name) or not name or Path(name).name != name:
+            raise CheckpointError(
+                f"{folder / _INDEX}: shard {name!r:.120} must be the name of a file in the folder"
+            )
+    return weight_map
+
+
+def _check_index(folder: Path, saved: set[str]) -> None:
+    """Raises CheckpointError where the index of a sharded checkpoint promises absent tensors."""
+    if (folder / "model.safetensors").is_file():
+        return
+    absent = sorted(_weight_map(folder).keys() - saved)
+    if absent:
+        raise CheckpointError(
+            f"{folder / _INDEX} names {len(absent)} tensors that no shard holds: "
+            f"{', '.join(absent[:12])}"
+        )
+
+
+def _no_weights(folder: Path, spec: ModelSpec) -> str:
+    """What to do about a folder without safetensors, by what it has instead."""
+    pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
+    if not pickles:
+        found = ", ".join(sorted(p.name for p in folder.iterdir())[:12])
+        return f"{folder} has no model.safetensors (nor {_INDEX}); it has: {found or 'nothing'}"
+    name = next((name for name in spec.architectures if name.isidentifier()), "AutoModel")
+    code = f"import transformers as t; t.{name}.from_pretrained('.').save_pretrained('.')"
+    return (
+        f"{folder} has pickle weights ({', '.join(sorted(pickles)[:3])}), which can run code when "
+        "opened and are refused; if you trust them, convert them once, in that folder: "
+        f'python -c "{code}"'
+    )

@@ -1,0 +1,287 @@
+"""The command line: batch jobs over files, and what this machine and a checkpoint are."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from bytetx import __version__
+from bytetx.bench.cli import app as bench_app
+from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
+from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
+
+# What click calls UsageError and ClickException; typer names only their child.
+_, UsageError, CommandError = typer.BadParameter.__mro__[:3]
+
+app = typer.Typer(
+    help="Transformer inference on packed tokens: no pad token is ever computed.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(bench_app)
+
+TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
+RawScores = Annotated[
+    bool, typer.Option("--raw-scores", help="The head's own numbers, without softmax or sigmoid.")
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one command and exits: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if sys.stderr is None:  # closed (2>&-): a file opened next would take its place
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
+    try:
+        with _torchrun(arguments) as ranks:
+            options = {"prog_name": "bytetx", "standalone_mode": False, "obj": ranks}
+            sys.exit(app(arguments or ["--help"], **options) or 0)
+    except CommandError as error:
+        if error.format_message():  # a group of commands alone prints its help and has none
+            _print_error(error.format_message())
+        sys.exit(error.exit_code)
+    except (BytetxError, DeviceLostError) as error:
+        _print_error(str(error))
+        sys.exit(2 if isinstance(error, OptionError) else 1)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+
+
+@contextmanager
+def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
+    """The ranks that torchrun started, which this one leads; None where it started none.
+
+    Of torchrun its environment is trusted, and its store is not used: it listens on every
+    interface. Ranks talk to processes of the same user on this machine, and to nobody else.
+    Any other rank follows until it is told to end, and ends here.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
+        yield None
+        return
+    from bytetx.executor.torchrun import TorchrunLead, torchrun_rank
+
+    own = torchrun_rank(os.environ)
+    if own is not None and own.rank:
+        from bytetx.executor.worker import follow_torchrun
+
+        follow_torchrun(own)
+        sys.exit(0)
+    lead = None if own is None else TorchrunLead(own)
+    try:
+        yield lead
+    finally:
+        if lead is not None:
+            lead.close()
+
+
+def _print_error(message: str) -> None:
+    line = Text.assemble(("error: ", "bold red"), message.replace("\n", " "))
+    with suppress(OSError):  # a stderr that is full changes no exit code
+        Console(stderr=True).print(line, soft_wrap=True)
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"bytetx {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+@with_job_options
+def embed(
+    options: JobOptions,
+    pooling: Annotated[
+        str | None,
+        typer.Option(help="cls, mean, max, ...; the checkpoint's own if not given."),
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to put before every text.")] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(min=1, help="Keep the first numbers and normalise again.")
+    ] = None,
+) -> None:
+    """One vector a text: float32 rows in .npy, a row a line; errors are rows of NaN."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import embed_task
+
+    if prompt is not None and prompt_name is not None:
+        raise typer.BadParameter("--prompt and --prompt-name exclude each other")
+    given = {
+        "pooling": pooling,
+        "prompt": prompt,
+        "prompt_name": prompt_name,
+        "dimensions": dimensions,
+        "truncate": options.truncate,
+    }
+    run_text_job(options, embed_task(given))
+
+
+@app.command()
+@with_job_options
+def classify(options: JobOptions, top_k: TopK = None, raw_scores: RawScores = False) -> None:
+    """Labels and scores of each text or pair (--column twice), best first."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import classify_task
+
+    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    run_text_job(options, classify_task(given), takes_pairs=True)
+
+
+@app.command()
+@with_job_options
+def tag(
+    options: JobOptions,
+    aggregation: Annotated[
+        str,
+        typer.Option(help="none, simple, first, average or max; rows are as Hugging Face's."),
+    ] = "simple",
+) -> None:
+    """Tagged tokens or groups of tokens of each text, with character offsets."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import tag_task
+
+    given = {"aggregation": aggregation, "truncate": options.truncate}
+    run_text_job(options, tag_task(given))
+
+
+@app.command()
+@with_job_options
+def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
+    """The best fillings of each mask of each text."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import fill_mask_task
+
+    run_text_job(options, fill_mask_task({"top_k": top_k, "truncate": options.truncate}))
+
+
+@app.command()
+@with_job_options
+def score(options: JobOptions) -> None:
+    """Log-likelihood and perplexity of each text under a causal language model."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import score_task
+
+    run_text_job(options, score_task({"truncate": options.truncate}))
+
+
+@app.command()
+@with_job_options
+def generate(
+    options: JobOptions,
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most likely token each time; at most 2.")
+    ] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Most likely tokens that together have this probability; above 0."),
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Most likely tokens; 0 or -1 is all.")] = 0,
+    min_p: Annotated[
+        float, typer.Option(help="Tokens with this share of the most likely one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Above 1, tokens of the prompt and the answer become unlikelier.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Taken from logits of tokens in the answer; -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, times how often they are in it; -2 to 2.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")
+    ] = None,
+    kv_cache_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Size of the cache; what fits the memory if not given."),
+    ] = None,
+) -> None:
+    """What a causal language model goes on with after each prompt or chat."""
+    from bytetx.cli.files.command import run_prompt_job
+    from bytetx.cli.files.tasks import generate_task
+
+    params = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": list(stop or ()),
+    }
+    try:
+        task = generate_task(params, {"kv_cache_tokens": kv_cache_tokens})
+    except InputError as error:  # of SamplingParams, which names the parameter and its range
+        raise UsageError(str(error)) from error
+    run_prompt_job(options, task)
+
+
+@app.command()
+@with_job_options
+def rerank(
+    options: JobOptions,
+    query: Annotated[
+        str | None, typer.Option("--query", "-q", help="Rank all texts of FILES for this query.")
+    ] = None,
+    query_file: Annotated[
+        str | None,
+        typer.Option(help="Rank them for each query of this file; --column holds for it, too."),
+    ] = None,
+    top_k: TopK = None,
+    raw_scores: RawScores = False,
+) -> None:
+    """Documents by their score for a query, one line a query.
+
+    Without --query and --query-file, FILES are .jsonl with {"query", "documents"} on each line.
+    """
+    from bytetx.cli.files.command import run_rank_job
+    from bytetx.cli.files.tasks import rerank_task
+
+    if query is not None and query_file is not None:
+        raise typer.BadParameter("--query and --query-file exclude each other")
+    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    run_rank_job(options, rerank_task(given), query=query, query_file=query_file)
+
+
+@app.command()
+def info(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", envvar="BYTETX_MODEL", help="Checkpoint folder or hub id."),
+    ] = None,
+    device: Annotated[str, typer.Option(envvar="BYTETX_DEVICE", help="As for embed.")] = "auto",
+    dtype: Annotated[str, typer.Option(envvar="BYTETX_DTYPE", help=DTYPE_HELP)] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Of a hub id.")] = None,
+    offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
+) -> None:
+    """What runs each operation on this machine, and what a checkpoint is."""
+    from bytetx.nn.loading import check_placement
+    from bytetx.cli.report import checkpoint_report, machine_report, print_report
+
+    check_placement(device, dtype)
+    report = machine_report()
+    if model is not None:
+        from bytetx.checkpoint.files import resolve_checkpoint
+        from bytetx.model import load
+
+        folder = resolve_checkpoint(model, revision=revision, local_files_only=offline)
+        report["checkpoint"] = checkpoint_report(load(folder, device=device, dtype=dtype))
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        print_report(report, Console(highlight=False))

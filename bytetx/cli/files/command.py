@@ -1,0 +1,325 @@
+"""From a command's options to a finished output: check all that is cheap, load, run, close."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from bytetx import __version__
+from bytetx.errors import BytetxError, InputError, OptionError, StepError
+from bytetx.cli.files.job import run_job
+from bytetx.cli.files.lock import OutputLock, OutputPaths, check_output
+from bytetx.cli.files.options import JobOptions
+from bytetx.cli.files.parquet import ParquetForm
+from bytetx.cli.files.parquet_reader import kept_types
+from bytetx.cli.files.reader import open_sources, read_records
+from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, Source
+from bytetx.cli.files.resume import Progress, model_identity, skip_done
+from bytetx.cli.files.tasks import Task, is_unicode
+from bytetx.cli.files.terminal import JobBar, closing_line, tell, waiting
+from bytetx.cli.files.writer import (
+    Output,
+    StagedOutput,
+    StdoutOutput,
+    begin_or_go_on,
+    find_unfinished,
+    is_whole,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a job reads.
+
+    sources: whose rows the output has; `--keep` takes their columns.  also: further files that it
+    reads.  read: all records, from the first one on.
+    """
+
+    sources: list[Source]
+    read: Callable[[], Iterator[Record]]
+    also: tuple[Source, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """0 where one of them is a pipe."""
+        is_known = all(source.is_regular for source in self.sources)
+        return sum(source.size_bytes for source in self.sources) if is_known else 0
+
+
+def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) -> None:
+    """Runs a task on each text of the inputs."""
+    columns = tuple(options.column or ("text",))
+    if len(columns) > (2 if takes_pairs else 1):
+        needed = "one, or two for pairs" if takes_pairs else "one"
+        raise typer.BadParameter(f"--column was given {len(columns)} times; give {needed}")
+    _run_rows(options, task, Shape(columns, keep=_keep(options, task)))
+
+
+def run_prompt_job(options: JobOptions, task: Task) -> None:
+    """Runs a task on each prompt of the inputs, which may be chats where a line is JSON."""
+    if options.truncate:
+        raise typer.BadParameter("--truncate does not go with prompts, which are never cut")
+    columns = tuple(options.column or ("text",))
+    if len(columns) > 1:
+        raise typer.BadParameter("--column was given twice; prompts have one column")
+    _run_rows(options, task, Shape(columns, chats=True, keep=_keep(options, task)))
+
+
+def run_rank_job(
+    options: JobOptions, task: Task, *, query: str | None, query_file: str | None
+) -> None:
+    """Ranks the documents of the inputs for one query, for those of a file, or line by line."""
+    keep = _keep(options, task)
+    shape = Shape(tuple(options.column or ("text",)))
+    if len(shape.columns) > 1:
+        raise typer.BadParameter("--column was given twice; documents have one column")
+    if query is not None and keep:
+        raise typer.BadParameter("--keep copies columns of queries; give them with --query-file")
+    if query is not None and not is_unicode(query):
+        raise typer.BadParameter("--query holds bytes that are not UTF-8")
+    sources = open_sources(options.files or [], format=options.input_format)
+    if query is not None:
+        total_bytes = sum(source.size_bytes for source in sources)
+        one = [Record(query, total_bytes, "--query")]
+        _run(options, task, Inputs(sources, lambda: _ranking(one, sources, shape)))
+        return
+    if query_file is not None:
+        if query_file == "-" and any(source.path is None for source in sources):
+            raise typer.BadParameter("queries and documents cannot both come from stdin")
+        asking = open_sources([query_file])
+        queries = replace(shape, keep=keep)
+
+        def read() -> Iterator[Record]:
+            return _ranking(read_records(asking, queries), sources, shape)
+
+        _run(options, task, Inputs(asking, read, also=tuple(sources)), keep=keep)
+        return
+    if options.input_format is None:
+        sources = [s if s.is_regular else replace(s, format="jsonl") for s in sources]
+    if any(source.format != "jsonl" for source in sources):
+        raise typer.BadParameter(
+            'give --query or --query-file, or .jsonl inputs with {"query": "...", "documents": '
+            "[...]} on each line"
+        )
+    by_line = Shape((), rank_requests=True, keep=keep)
+    _run(options, task, Inputs(sources, lambda: read_records(sources, by_line)), keep=keep)
+
+
+def _run_rows(options: JobOptions, task: Task, shape: Shape) -> None:
+    sources = open_sources(options.files or [], format=options.input_format)
+    inputs = Inputs(sources, lambda: read_records(sources, shape))
+    _run(options, task, inputs, keep=shape.keep)
+
+
+def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> Iterator[Record]:
+    """Every query with all documents; a query that could not be read stays its error."""
+    documents = tuple(record.value for record in read_records(sources, shape))
+    for query in queries:
+        value = query.value
+        if isinstance(value, str):
+            value = RankRequest(value, documents)
+        elif not isinstance(value, InputError):
+            value = RecordError(query.where, "a query must be a string, got token ids")
+        yield replace(query, value=value)
+
+
+def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
+    """The columns that `--keep` names, once they are known not to be in the way."""
+    names = [name for given in options.keep or () for name in given.split(",")]
+    taken = ("index", *task.columns, "error")
+    for number, name in enumerate(names):
+        if not name:
+            raise typer.BadParameter("--keep has an empty name; give columns as --keep id,date")
+        if name in names[:number]:
+            raise typer.BadParameter(f"--keep names {name!r} twice")
+        if name in taken:
+            raise typer.BadParameter(
+                f"--keep {name}: rows of {task.name} have {', '.join(taken)} of their own; rename "
+                "that column of the input"
+            )
+    path = options.output_path
+    if names and path is not None and path.suffix.lower() == ".npy":
+        raise typer.BadParameter(
+            f"--keep: {path} holds vectors alone; write .jsonl or .parquet to keep columns"
+        )
+    return tuple(names)
+
+
+def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ...] = ()) -> None:
+    """Runs a job, with the lock of its output held from before any state is read to the end."""
+    path = options.output_path
+    console = Console(stderr=True, highlight=False)
+    _check_output_options(options, task)
+    if path is None:
+        _run_job(options, task, inputs, keep=keep, console=console)
+        return
+    paths = check_output(path)
+    _check_no_input(paths, inputs)
+    with OutputLock(paths) as lock:
+        allowed = {"resume": options.resume, "overwrite": options.overwrite}
+        unfinished = find_unfinished(lock, **allowed)
+        if unfinished is None and is_whole(lock, **allowed):
+            tell(
+                console,
+                f"{path} is whole; nothing is left to resume; --overwrite would make it again",
+            )
+            return
+        _run_job(options, task, inputs, keep=keep, console=console, lock=lock, was=unfinished)
+
+
+def _run_job(
+    options: JobOptions,
+    task: Task,
+    inputs: Inputs,
+    *,
+    keep: tuple[str, ...],
+    console: Console,
+    lock: OutputLock | None = None,
+    was: Progress | None = None,
+) -> None:
+    """lock: of the output, None for stdout.  was: the unfinished job's state, to go on with."""
+    path, suffix = options.output_path, options.output_suffix
+    folder = _checkpoint_folder(options, task)
+    job = _job(options, task, folder, keep=keep)
+    progress = Progress(job)
+    if lock is not None:
+        progress = begin_or_go_on(was, job, lock, overwrite=options.overwrite)
+    parquet = None
+    if suffix == ".parquet":
+        parquet = ParquetForm(task.columns, keep, kept_types(inputs.sources, keep))
+    records = inputs.read()
+    skip_done(records, progress, path or Path("-"))
+    with waiting(console, f"loading {options.model or 'all-MiniLM-L6-v2, the demo checkpoint'}"):
+        model = _load(options, folder)
+        run, encoder = task.open(model, suffix)
+    if task.describe is not None:
+        tell(console, task.describe(model))
+    if lock is None:
+        output: Output = StdoutOutput()
+    else:
+        output = StagedOutput(lock, encoder, progress=progress, parquet=parquet)
+    try:
+        with JobBar(console, total_bytes=inputs.total_bytes, title=task.name) as show:
+            run_job(records, run, output=output, encoder=encoder, show=show)
+        output.finish()
+    except KeyboardInterrupt:
+        tell(console, f"interrupted: {_what_is_left(output, path)}")
+        raise
+    except InputError as error:  # an input could not be read to its end
+        raise InputError(f"{error}; {_what_is_left(output, path)}") from error
+    finally:
+        output.close()
+    _print_closing(console, output, task=task, path=path)
+
+
+def _check_output_options(options: JobOptions, task: Task) -> None:
+    path = options.output_path
+    if options.ranks is not None and options.tp not in (None, options.ranks.size):
+        raise typer.BadParameter(
+            f"--tp {options.tp}: torchrun started {options.ranks.size} ranks, which all take part"
+        )
+    if options.resume and options.overwrite:
+        raise typer.BadParameter("--resume goes on, --overwrite starts again; give one of them")
+    if options.resume and path is None:
+        raise typer.BadParameter("--resume needs an output file; give -o")
+    if options.output_suffix == ".npy" and task.name != "embed":
+        raise typer.BadParameter(
+            f"{path}: .npy holds vectors, which embed gives; {task.name} writes .jsonl or .parquet"
+        )
+
+
+def _check_no_input(paths: OutputPaths, inputs: Inputs) -> None:
+    for source in (*inputs.sources, *inputs.also):
+        for path in paths.all:
+            if source.path is not None and _is_same_file(source.path, path):
+                beside = "" if path == paths.final else f", and the job of {paths.name} writes it"
+                raise typer.BadParameter(
+                    f"{source.path} is an input, too{beside}; give the output another name"
+                )
+
+
+def _is_same_file(one: Path, other: Path) -> bool:
+    """False where one is not there; asked in one step, as another job may just be removing it."""
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False
+
+
+def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
+    from bytetx.checkpoint.files import resolve_checkpoint
+    from bytetx.checkpoint.demo import demo_checkpoint
+
+    if options.model == "":
+        raise typer.BadParameter("--model is empty; give a checkpoint's folder or hub id")
+    if options.model is not None:
+        return resolve_checkpoint(
+            options.model, revision=options.revision, local_files_only=options.offline
+        )
+    if task.name != "embed":
+        raise typer.BadParameter(
+            f"{task.name} needs --model; the demo checkpoint, which is taken without it, has no "
+            "such head and can only embed"
+        )
+    return demo_checkpoint()
+
+
+def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]) -> dict[str, Any]:
+    """What a job that resumes must have in common with the one that was killed."""
+    return {
+        "bytetx": __version__,
+        "task": task.name,
+        "model": model_identity(folder),
+        "device": options.device,
+        "dtype": options.dtype,
+        "tp": options.tp if options.ranks is None else options.ranks.size,
+        "column": options.column,
+        "keep": list(keep),
+        "output": options.output_suffix,
+        **task.options,
+    }
+
+
+def _load(options: JobOptions, folder: Path) -> Any:
+    # Imported here: torch takes seconds, which checks of files and options must not wait for.
+    import torch
+
+    from bytetx.model import load
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    try:
+        return load(
+            folder,
+            device=options.device,
+            dtype=options.dtype,
+            tp=options.ranks or options.tp or 1,
+            token_budget=options.token_budget,
+            group_timeout=options.group_timeout,
+        )
+    except StepError:
+        raise
+    except InputError as error:  # there is no input yet: it is one of these options
+        raise OptionError(str(error)) from error
+
+
+def _what_is_left(output: Output, path: Path | None) -> str:
+    num_texts = output.progress.counts.num_texts
+    if path is None or num_texts == 0:
+        return f"{num_texts:,} results were written"
+    return f"{num_texts:,} results are kept; go on with the same command and --resume"
+
+
+def _print_closing(console: Console, output: Output, *, task: Task, path: Path | None) -> None:
+    counts = output.progress.counts
+    what = task.name if path is None else f"{task.name} → {path}"
+    errors_at = ""
+    if path is not None and path.suffix.lower() == ".npy":
+        errors_at = str(OutputPaths(path).errors)
+    line = closing_line(counts, what=what, errors_at=errors_at)
+    tell(console, line)
+    if 0 < counts.num_texts == counts.num_errors:
+        raise BytetxError(f"every text failed; {errors_at or 'the output'} says why for each")

@@ -1,0 +1,145 @@
+"""What a killed job leaves beside its output: how far it came, and for which inputs and options."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from bytetx.errors import InputError
+from bytetx.cli.files.records import RankRequest, Record, RecordError
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a job has done so far, over all its runs.
+
+    num_pad_tokens: tokens that a padded run in batches of 32, in arrival order, computes on top.
+    """
+
+    num_texts: int = 0
+    num_blank: int = 0
+    num_errors: int = 0
+    num_truncated: int = 0
+    num_tokens: int = 0
+    num_pad_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One committed state of a job; rows beyond it are written again when the job resumes.
+
+    job: what must be the same to go on: task, options and model.
+    digest: of the records that the committed rows answer.
+    data_bytes, list_bytes: size of the unfinished output and of the list of rows beside it.
+    replaces: whether --overwrite was given, so that an output that is there may be replaced.
+    whole_bytes: size of the whole output, from when nothing but its renames is left to do.
+    """
+
+    job: Mapping[str, Any]
+    counts: Counts = field(default_factory=Counts)
+    digest: str = ""
+    data_bytes: int = 0
+    list_bytes: int = 0
+    replaces: bool = False
+    whole_bytes: int | None = None
+
+
+def save_progress(progress: Progress, path: Path) -> None:
+    """Replaces the file in one step: a reader finds the old state or the new one, whole."""
+    temporary = temporary_of(path)
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(asdict(progress), file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def temporary_of(path: Path) -> Path:
+    """The name under which `save_progress` writes."""
+    return path.with_name(path.name + ".tmp")
+
+
+def load_progress(path: Path) -> Progress:
+    """Raises InputError where the file is not one that `save_progress` wrote."""
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+        counts = Counts(**state.pop("counts"))
+        return Progress(**state, counts=counts)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise InputError(
+            f"{path} does not say how far the job came ({error}); start again with --overwrite"
+        ) from error
+
+
+def check_same_job(progress: Progress, job: Mapping[str, Any], path: Path) -> None:
+    """Raises InputError that names what differs from the unfinished job."""
+    was, now = progress.job, json.loads(json.dumps(job))
+    differing = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    if differing:
+        key = differing[0]
+        raise InputError(
+            f"{path} is of another job: {key} was {was.get(key)!r} and is {now.get(key)!r} now; "
+            "give the same options as then, or start again with --overwrite"
+        )
+
+
+def digest_record(digest: str, record: Record) -> str:
+    """The digest of a sequence of records, from the digest of all but the last and the last.
+
+    Where a record stands is not part of it, so that inputs may be renamed, moved and split.
+    """
+    parts = [digest, type(record.value).__name__, repr(_content(record.value))]
+    if record.kept:
+        parts.append(repr(record.kept))
+    text = "\n".join(parts)
+    return hashlib.blake2b(text.encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
+
+
+def _content(value: object) -> object:
+    if isinstance(value, RecordError):
+        return ("error", value.problem)
+    if isinstance(value, RankRequest):
+        return (value.query, tuple(map(_content, value.documents)))
+    return value
+
+
+def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None:
+    """Takes the records that are answered already; InputError where they are not the same ones.
+
+    Comparing what was read, and not names or times of files, holds for pipes and for inputs that
+    were moved or have grown since, and finds an edit in the part that is done.
+    """
+    num_done = progress.counts.num_texts
+    digest, num_read = "", 0
+    for record in islice(records, num_done):
+        digest, num_read = digest_record(digest, record), num_read + 1
+    if digest != progress.digest or num_read != num_done:
+        raise InputError(
+            f"{path} is of a job with other inputs: their first {num_done:,} texts differ from "
+            "these; give the same files in the same order, or start again with --overwrite"
+        )
+
+
+def model_identity(folder: Path) -> str:
+    """A digest that tells checkpoints apart: the config, and samples of each weights file.
+
+    Both ends of a file are read, 1 MiB each: fine-tuned weights differ there, and a large
+    checkpoint costs milliseconds.
+    """
+    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
+    for path in sorted(folder.rglob("*.safetensors")):
+        size_bytes = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)} {size_bytes}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_SAMPLE_BYTES))
+            file.seek(max(0, size_bytes - _SAMPLE_BYTES))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+_SAMPLE_BYTES = 1 << 20

@@ -1,0 +1,274 @@
+"""The tasks as batch jobs see them: how the model runs a stream, how its answers are spelled."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError, OptionError
+from bytetx.cli.files.encoders import Encoder, LineEncoder, VectorEncoder
+from bytetx.cli.files.job import Stream
+from bytetx.cli.files.parquet import ColumnType
+from bytetx.cli.files.records import RankRequest
+from bytetx.sampling_params import SamplingParams
+
+Run = Callable[[Iterator[Any]], Stream]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task with its options.
+
+    name: the command's.  options: keyword arguments of the Model's method; they change the
+    answers, so a job resumes with the same ones only.
+    columns: of a row of the output, beside index and error, with their types.
+    open: from the loaded model, and the output's suffix ("" is stdout), to how it runs a stream
+    and how its answers are encoded.  describe: a line on the loaded model, told before it runs.
+    """
+
+    name: str
+    options: dict[str, Any]
+    columns: Mapping[str, ColumnType]
+    open: Callable[[Any, str], tuple[Run, Encoder]]
+    describe: Callable[[Any], str] | None = None
+
+
+def embed_task(options: dict[str, Any]) -> Task:
+    """options: keyword arguments of Model.embed."""
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        # No text at all: what is wrong with the options shows now, and the size of a vector.
+        dim = model.embed([], **options).vectors.shape[1]
+        is_rows = suffix in (".npy", ".parquet")
+        encoder = VectorEncoder(dim) if is_rows else LineEncoder(_vector_json(dim))
+        return _streaming(model.embed, options), encoder
+
+    return Task("embed", options, {"embedding": ["float32"]}, open_task)
+
+
+def classify_task(options: dict[str, Any]) -> Task:
+    """Labels and scores, best first. options: keyword arguments of Model.classify."""
+    fields: dict[str, ColumnType] = {"label": "string", "score": "float64"}
+    return _list_task("classify", method="classify", key="labels", fields=fields, options=options)
+
+
+def tag_task(options: dict[str, Any]) -> Task:
+    """Tagged tokens or groups, with the names of Hugging Face's token-classification pipeline.
+
+    options: keyword arguments of Model.tag.
+    """
+    tokens: dict[str, ColumnType] = {
+        "entity": "string",
+        "score": "float64",
+        "index": "int64",
+        "word": "string",
+        "start": "int64",
+        "end": "int64",
+    }
+    groups: dict[str, ColumnType] = {
+        "entity_group": "string",
+        "score": "float64",
+        "word": "string",
+        "start": "int64",
+        "end": "int64",
+    }
+    fields = tokens if options["aggregation"] == "none" else groups
+    return _list_task("tag", method="tag", key="entities", fields=fields, options=options)
+
+
+def fill_mask_task(options: dict[str, Any]) -> Task:
+    """The best fillings of each mask. options: keyword arguments of Model.fill_mask."""
+    fields: dict[str, ColumnType] = {
+        "mask_index": "int64",
+        "score": "float64",
+        "token": "int64",
+        "token_str": "string",
+        "sequence": "string",
+    }
+    return _list_task("fill-mask", method="fill_mask", key="fills", fields=fields, options=options)
+
+
+def _list_task(
+    name: str,
+    *,
+    method: str,
+    key: str,
+    fields: Mapping[str, ColumnType],
+    options: dict[str, Any],
+) -> Task:
+    """A task whose answer to a text is a list of records: {"index": i, key: [{...}, ...]}.
+
+    method: the Model's.  fields: of a record, which are attributes of an answer; that of
+    "entity_group" is called entity there, as it is without groups.
+    """
+    attributes = {field: "entity" if field == "entity_group" else field for field in fields}
+
+    def to_json(answer: Any) -> str:
+        records = [{f: getattr(item, own) for f, own in attributes.items()} for item in answer]
+        return _json({key: records})
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        run = getattr(model, method)
+        run([], **options)  # what is wrong with the model or the options shows now
+        return _streaming(run, options), _line_encoder(to_json, suffix)
+
+    return Task(name, options, {key: [dict(fields)]}, open_task)
+
+
+def score_task(options: dict[str, Any]) -> Task:
+    """How likely each text is: {"index", "log_likelihood", "num_tokens", "perplexity"}, the last
+    null where there is no finite one. options: keyword arguments of Model.score."""
+
+    def to_json(answer: Any) -> str:
+        record = {name: getattr(answer, name) for name in ("log_likelihood", "num_tokens")}
+        perplexity = answer.perplexity
+        return _json(record | {"perplexity": perplexity if math.isfinite(perplexity) else None})
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        return _streaming(model.score, options), _line_encoder(to_json, suffix)
+
+    columns: dict[str, ColumnType] = {
+        "log_likelihood": "float64",
+        "num_tokens": "int64",
+        "perplexity": "float64",
+    }
+    return Task("score", options, columns, open_task)
+
+
+def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
+    """What the model goes on with: {"index", "text", "finish_reason", "num_prompt_tokens",
+    "num_tokens"}. params: of SamplingParams.  sizes: keyword arguments of Model.engine."""
+    try:
+        sampling = SamplingParams(**params)
+    except InputError as error:
+        raise OptionError(str(error)) from error
+
+    def to_json(answer: Any) -> str:
+        names = ("text", "finish_reason", "num_prompt_tokens")
+        record = {name: getattr(answer, name) for name in names}
+        return _json(record | {"num_tokens": len(answer.token_ids)})
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        options = {"params": sampling, **sizes}
+        model.generate([], **options)  # what is wrong with the model or the options shows now
+        return _streaming(model.generate, options), _line_encoder(to_json, suffix)
+
+    def describe(model: Any) -> str:
+        return str(model.generation_sizes(**sizes))
+
+    columns: dict[str, ColumnType] = {
+        "text": "string",
+        "finish_reason": "string",
+        "num_prompt_tokens": "int64",
+        "num_tokens": "int64",
+    }
+    return Task("generate", params | sizes, columns, open_task, describe)
+
+
+def rerank_task(options: dict[str, Any]) -> Task:
+    """Hits of each query, best first. options: keyword arguments of Model.rerank."""
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        model.rerank("", [], **options)  # what is wrong with the model or the options shows now
+
+        def run(requests: Iterator[RankRequest]) -> Stream:
+            return _RankStream(model, requests, options)
+
+        return run, _line_encoder(_json, suffix)
+
+    hit: dict[str, ColumnType] = {"index": "int64", "score": "float64", "document": "string"}
+    return Task("rerank", options, {"query": "string", "hits": [hit]}, open_task)
+
+
+def _line_encoder(to_json: Callable[[Any], str], suffix: str) -> LineEncoder:
+    return LineEncoder(to_json, keeps_nan=suffix == ".parquet")
+
+
+class _RankStream:
+    """Answers requests one by one; a document that cannot be ranked ends the list of hits."""
+
+    def __init__(self, model: Any, requests: Iterator[RankRequest], options: dict[str, Any]):
+        self._model = model
+        self._requests = requests
+        self._options = options
+        self.stats = RunStats()
+
+    def __iter__(self) -> Iterator[dict[str, Any] | InputError]:
+        for request in self._requests:
+            try:
+                yield self._rank(request)
+            except InputError as error:
+                yield error
+
+    def _rank(self, request: RankRequest) -> dict[str, Any]:
+        if not is_unicode(request.query):
+            raise InputError(
+                "the query holds half a surrogate pair, which is no text; decode its source with "
+                "errors='replace'"
+            )
+        places = [i for i, text in enumerate(request.documents) if not isinstance(text, Exception)]
+        documents = [request.documents[i] for i in places]
+        ranked = self._model.rerank(request.query, documents, on_error="return", **self._options)
+        self.stats = _sum(self.stats, ranked.stats)
+        hits = [{**asdict(hit), "index": places[hit.index]} for hit in ranked]
+        errors = {places[i]: _respelled(error) for i, error in ranked.errors.items()}
+        errors.update((i, e) for i, e in enumerate(request.documents) if isinstance(e, Exception))
+        hits += [{"index": i, "error": str(error)} for i, error in sorted(errors.items())]
+        return {"query": request.query, "hits": hits}
+
+
+def is_unicode(text: str) -> bool:
+    """False where half a surrogate pair is in it, which no encoding of text has."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _streaming(method: Callable[..., Any], options: dict[str, Any]) -> Run:
+    return lambda texts: _Respelling(method(texts, stream=True, on_error="return", **options))
+
+
+class _Respelling:
+    """A stream whose errors speak of a line of a file and of options of the command line."""
+
+    def __init__(self, stream: Stream):
+        self._stream = stream
+
+    @property
+    def stats(self) -> RunStats:
+        return self._stream.stats
+
+    def __iter__(self) -> Iterator[Any]:
+        return (_respelled(x) if isinstance(x, InputError) else x for x in self._stream)
+
+
+def _respelled(error: InputError) -> InputError:
+    # The model counts the texts that it was given: without broken lines, from where a job resumed.
+    text = re.sub(r"^(texts|documents|prompts)\[\d+\]", "the text", str(error))
+    return InputError(text.replace("pass truncate=True", "give --truncate"))
+
+
+def _sum(a: RunStats, b: RunStats) -> RunStats:
+    return RunStats(**{f.name: getattr(a, f.name) + getattr(b, f.name) for f in fields(RunStats)})
+
+
+def _json(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False, allow_nan=False)
+
+
+def _vector_json(dim: int) -> Callable[[Any], str]:
+    # Nine significant digits give every float32 back exactly; json's 17 would double the file.
+    numbers = ", ".join(["%.9g"] * dim)
+
+    def to_json(vector: Any) -> str:
+        text = numbers % tuple(vector.tolist())
+        if "n" in text:
+            raise ValueError("nan or inf, which JSON does not have")
+        return f'{{"embedding": [{text}]}}'
+
+    return to_json

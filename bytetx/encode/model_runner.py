@@ -1,0 +1,169 @@
+"""Requests -> PackedBatch -> forward pass -> rows on the host, also where the device fails."""
+
+import logging
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from bytetx.runtime import faults
+from bytetx.encode.cuda_queue import CudaQueue
+from bytetx.encode.request import Failure, Requests
+from bytetx.encode.step import Step, Task
+from bytetx.packed import pack_columns
+from bytetx.nn.transformer import Transformer
+
+logger = logging.getLogger("bytetx")
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A forward pass that was started. keep: what the device still uses, besides the tensors."""
+
+    step: Step
+    tensors: tuple[torch.Tensor, ...]
+    is_done: torch.cuda.Event | None = None
+    device: torch.device | None = None
+    keep: object = None
+
+    def is_ready(self) -> bool:
+        return self.is_done is None or self.is_done.query()
+
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        if self.is_done is not None:
+            try:
+                self.is_done.synchronize()
+            except RuntimeError as error:
+                raise faults.lost_error(error, len(self.step.requests), self.device) from error
+        return tuple(tensor.numpy() for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose forward pass was started; `outputs()` waits until it is done.
+
+    step: the requests that run, their batch on the host.  failures: those that the device could
+    not run.  parts: one, or several where the whole step did not fit the device's memory.
+    transformer: what they ran through.
+    """
+
+    step: Step
+    failures: tuple[Failure, ...]
+    parts: tuple[Part, ...]
+    transformer: Transformer
+
+    def is_ready(self) -> bool:
+        """Whether `outputs()` returns at once."""
+        return all(part.is_ready() for part in self.parts)
+
+    def outputs(self) -> tuple[np.ndarray, ...]:
+        """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
+        try:
+            pieces = [part.outputs() for part in self.parts]
+        finally:
+            self.transformer.check()  # it knows more of a device that is lost
+        if len(pieces) == 1:
+            return pieces[0]
+        return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
+
+
+class Runner:
+    """Runs a model's steps on one device; may be called from several threads.
+
+    token_budget: tokens of the steps to come.  Longer ones run too, without a graph.
+    cuda_graphs: whether steps are captured where the device's kernels allow it.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        *,
+        device: torch.device,
+        token_budget: int,
+        cuda_graphs: bool = True,
+    ):
+        self.transformer, self.device = transformer, device
+        self._queue: CudaQueue | None = None
+        if device.type == "cuda":
+            self._queue = CudaQueue(
+                transformer, device=device, max_tokens=token_budget, has_graphs=cuda_graphs
+            )
+
+    def launch(self, requests: Requests, task: Task[R]) -> Launched:
+        """Starts the forward pass of a step.
+
+        A step that does not fit the device's memory is cut in two, down to single requests; what
+        cannot run becomes a Failure. Raises DeviceLostError where the device no longer answers.
+        """
+        parts: list[Part] = []
+        failures: list[Failure] = []
+        waiting, may_give_back = [requests], True
+        while waiting:
+            piece = waiting.pop()
+            try:
+                parts.append(self._start(piece, task))
+            except (RuntimeError, MemoryError) as error:
+                where = self._examine(error, piece)
+                if faults.is_out_of_memory(error) and may_give_back:
+                    may_give_back = False  # graphs may come back at once: cut steps after that
+                    if self._queue is not None and self._queue.give_memory_back():
+                        waiting.append(piece)
+                        continue
+                waiting += self._after(error, piece, failures, where=where)
+        step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
+        return Launched(step, tuple(failures), tuple(parts), self.transformer)
+
+    def _start(self, requests: Requests, task: Task[R]) -> Part:
+        step = self._step(requests)
+        if self._queue is None:
+            return Part(step, task.compute(self.transformer, step))
+        copies, is_done, keep = self._queue.start(step, task)
+        return Part(step, copies, is_done, self.device, keep)
+
+    def _step(self, requests: Requests) -> Step:
+        spec, prompts = self.transformer.spec, requests.prompt_tokens
+        batch = pack_columns(
+            requests.token_ids,
+            requests.seqlens,
+            token_type_ids=requests.token_type_ids,
+            has_token_types=spec.num_token_types > 0,
+            position_offset=spec.position_offset,
+        )
+        return Step(requests, batch, None if prompts is None else torch.from_numpy(prompts))
+
+    def _examine(self, error: Exception, requests: Requests) -> str:
+        """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
+        if not faults.is_of_device(error, self.device):
+            raise error
+        where = faults.blame(error)
+        if self._queue is not None:
+            try:
+                self._queue.recover()
+            except RuntimeError as dead:
+                raise faults.lost_error(dead, len(requests), self.device) from error
+        return where
+
+    def _after(
+        self, error: Exception, requests: Requests, failures: list[Failure], *, where: str
+    ) -> list[Requests]:
+        """What to try instead of a step that failed, the last first."""
+        is_short = faults.is_out_of_memory(error)
+        if is_short and len(requests) > 1:
+            return requests.cut([0, len(requests) // 2, len(requests)])[::-1]
+        describe = faults.memory_error if is_short else faults.step_error
+        failure = describe(error, requests, self.device, where=where)
+        logger.debug("%s", failure, exc_info=error)
+        # Its traceback holds frames, and these the step, its outputs and, in a ring, the failure.
+        failure.__cause__ = error.with_traceback(None)
+        failures += [Failure(int(index), failure) for index in requests.indices]
+        return []
+
+
+def _joined(requests: Requests, failures: list[Failure]) -> Requests:
+    """The requests without those that failed, in their order."""
+    failed = {failure.index for failure in failures}
+    kept = [row for row, index in enumerate(requests.indices.tolist()) if index not in failed]
+    return requests.take(np.asarray(kept, dtype=np.int64))

@@ -1,0 +1,71 @@
+"""Decode steps on a rank that follows: the same kernels in the same order as on rank 0.
+
+See cuda_steps.py, whose steps these are. Both sides capture the second step of some sizes, so that
+their collectives meet in the order of the steps, captured or not.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bytetx.nn.kv_cache import KvCache
+from bytetx.runtime.decode_block import DecodeLayout, decode_layout
+from bytetx.runtime.cuda_graphs import GraphCache
+from bytetx.nn.heads import LmHead
+from bytetx.nn.transformer import Transformer
+
+
+class DecodeShare:
+    """A rank's part of steps that rank 0 plans, on the current stream.
+
+    receive: rank 0's numbers into a tensor, which it returns.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        head: LmHead,
+        *,
+        cache: KvCache,
+        receive: Callable[[Tensor], Tensor],
+        device: torch.device,
+    ):
+        self._transformer, self._head, self._cache = transformer, head, cache
+        self._receive, self._device = receive, device
+        self._graphs = GraphCache(device=device, workspace_bytes=self._workspace_bytes)
+
+    def run(self, num_rows: int, num_pages: int, *, is_greedy: bool, is_captured: bool) -> None:
+        """One step of these sizes. is_captured: whether rank 0 captures steps at all."""
+        layout = decode_layout(num_rows, num_pages)
+        compute = partial(self._compute, layout, is_greedy)
+        captured = None
+        if is_captured:
+            key = (layout, is_greedy)
+            captured = self._graphs.find(key)
+            if captured is None and self._graphs.is_due(key):
+                sizes = {"num_ints": layout.num_ints, "total_tokens": layout.num_rows}
+                captured = self._graphs.capture(key, compute, **sizes)
+        if captured is not None:
+            captured.graph.replay()
+            return
+        compute(torch.empty(layout.num_ints, dtype=torch.int32, device=self._device))
+
+    def clear(self) -> None:
+        """Lets go of the graphs, when they have run."""
+        self._graphs.clear()
+
+    def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
+        self._receive(block)
+        batch, seats = layout.read(block, page_size=self._cache.page_size)
+        batch = replace(batch, input_ids=self._receive(torch.empty_like(seats)))
+        output = self._transformer.forward(batch, cache=self._cache)
+        return (self._head.forward(output) if is_greedy else output,)
+
+    def _workspace_bytes(self, total_tokens: int) -> int:
+        """Activations and logits."""
+        itemsize = self._transformer.embeddings.word.element_size()
+        logits = 2 * total_tokens * self._head.vocab_size * itemsize
+        return self._transformer.spec.workspace_bytes(total_tokens, itemsize) + logits

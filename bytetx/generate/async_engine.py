@@ -1,0 +1,157 @@
+"""AsyncEngine: a GenerationEngine in a thread of its own, for callers in an event loop."""
+
+import asyncio
+import os
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition, Thread
+
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.outputs import AnswerPiece
+from bytetx.errors import ForkError
+from bytetx.sampling_params import SamplingParams
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Who waits for a request, and how many of its answers have not ended."""
+
+    put: Callable[[AnswerPiece | BaseException], None]
+    num_open: int
+
+
+class AsyncEngine:
+    """Runs steps while there is work, sleeps while there is none; used as a context manager.
+
+    A caller that stops listening aborts its request. An error that is nobody's fault ends all
+    requests with it, and the engine takes no more.
+    """
+
+    def __init__(self, engine: GenerationEngine):
+        self._engine = engine
+        self._changed = Condition()
+        self._calls: deque[Callable[[], None]] = deque()  # for the thread, in order
+        self._is_closed = False
+        self._error: BaseException | None = None
+        self._listeners: dict[int, _Listener] = {}  # touched by the thread alone
+        self._pid = os.getpid()  # a forked child has a copy of all this but the thread
+        self._thread = Thread(target=self._work, name="bytetx-generation", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "AsyncEngine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread after the step that runs; open requests end with an error."""
+        if os.getpid() != self._pid:
+            return
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
+    ) -> AsyncIterator[AnswerPiece]:
+        """Pieces of the request's answers as they come, until all have ended.
+
+        Raises InputError where the request could never run. Closing the iterator, or cancelling
+        the task that waits for it, aborts the request.
+        """
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[AnswerPiece | BaseException] = asyncio.Queue()
+        request_ids: list[int] = []  # written by the thread, once
+
+        def put(item: AnswerPiece | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+                loop.call_soon_threadsafe(queue.put_nowait, item)
+
+        def add() -> None:
+            try:
+                request_id = self._engine.add_request(prompt_ids, params, priority=priority)
+            except (ValueError, TypeError) as error:
+                put(error)
+                return
+            request_ids.append(request_id)
+            self._listeners[request_id] = _Listener(put, params.n)
+
+        self._call(add)
+        num_open = params.n
+        try:
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    num_open = 0
+                    raise item
+                num_open -= item.finish_reason is not None
+                yield item
+        finally:
+            if num_open:
+                self._call(lambda: self._abort(request_ids), quietly=True)
+
+    def _call(self, function: Callable[[], None], *, quietly: bool = False) -> None:
+        """Has the thread call a function before its next step."""
+        if os.getpid() != self._pid:
+            if quietly:
+                return
+            raise ForkError(
+                "the engine's thread runs in the process that this one was forked from; make an "
+                "AsyncEngine in this process"
+            )
+        with self._changed:
+            if self._is_closed and not quietly:
+                raise RuntimeError("the engine is closed") from self._error
+            self._calls.append(function)
+            self._changed.notify()
+
+    def _abort(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self._listeners.pop(request_id, None)
+            self._engine.abort(request_id)
+
+    def _work(self) -> None:
+        try:
+            while self._wait():
+                for piece in self._engine.step():
+                    self._post(piece)
+            error: BaseException = RuntimeError("the engine was closed")
+        except BaseException as raised:
+            error = self._error = raised
+        with self._changed:
+            self._is_closed = True
+            calls, self._calls = self._calls, deque()
+        for call in calls:  # whoever came too late learns it like the others
+            call()
+        for request_id, listener in self._listeners.items():
+            self._engine.abort(request_id)
+            listener.put(error)
+        self._listeners.clear()
+
+    def _wait(self) -> bool:
+        """Until there is work, after all calls; False once the engine is closed."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._calls or self._is_closed or self._engine.has_work
+                )
+                if self._is_closed:
+                    return False
+                calls, self._calls = self._calls, deque()
+            for call in calls:
+                call()
+            if self._engine.has_work:
+                return True
+
+    def _post(self, piece: AnswerPiece) -> None:
+        listener = self._listeners.get(piece.request_id)
+        if listener is None:
+            return
+        listener.put(piece)
+        listener.num_open -= piece.finish_reason is not None
+        if not listener.num_open:
+            del self._listeners[piece.request_id]

@@ -1,0 +1,198 @@
+"""A causal model's layers from named tensors, whole or the share of one rank."""
+
+from collections.abc import Iterator
+
+import torch
+
+from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, WholeBlocks
+from bytetx.nn.decoder import Decoder, DecoderLayer
+from bytetx.checkpoint.decoder_spec import LINEARS
+from bytetx.ops.gated import GatedWeight
+from bytetx.ops.linear import LinearWeight
+from bytetx.parallel.layout import features
+from bytetx.nn.rotary import rotary_tables
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.tensors import TensorLoader
+from bytetx.checkpoint.weights import Part
+
+
+def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None) -> Decoder:
+    """The layers from named tensors, which tensor_names lists; raises as TensorLoader does.
+
+    blocks: of layers that are split, only their own share is read.
+    """
+    assert spec.decoder is not None
+    blocks = WholeBlocks(spec) if blocks is None else blocks
+    reader = _LayerReader(spec, load, blocks)
+    rotary_spec, final_norm = spec.decoder.rotary, None
+    if spec.decoder.norm_placement != "post":
+        final_norm = reader.norm(spec.decoder.final["norm"], spec.hidden_size)
+    tables = None
+    if rotary_spec is not None:
+        options = {"max_positions": spec.max_positions, "device": load.device}
+        tables = rotary_tables(rotary_spec, **options)
+    layers = [reader.layer(i) for i in range(spec.num_layers)]
+    return Decoder(
+        spec,
+        layers,
+        final_norm=final_norm,
+        tables=tables,
+        blocks=blocks,
+        is_interleaved=load.shares and spec.decoder.qkv == "interleaved",
+    )
+
+
+def tensor_names(spec: ModelSpec) -> Iterator[str]:
+    """Every name that the layers and the last norm need, lazily."""
+    own = spec.decoder
+    assert own is not None
+    has_shift = own.norm == "layer_norm"
+    norms = [own.final["norm"]] if own.norm_placement != "post" else []
+    for stem in norms:
+        yield f"{stem}.weight"
+        if has_shift:
+            yield f"{stem}.bias"
+    for i in range(spec.num_layers):
+        for key, stem in spec.layer.items():
+            name = stem.format(i=i)
+            yield f"{name}.weight"
+            is_head_norm = key in ("q_norm", "k_norm")
+            if key in own.biases or (key not in LINEARS and has_shift and not is_head_norm):
+                yield f"{name}.bias"
+
+
+class _LayerReader:
+    """Reads one layer after the other in the layout that the family saves."""
+
+    def __init__(self, spec: ModelSpec, load: TensorLoader, blocks: Blocks):
+        assert spec.decoder is not None
+        self.spec, self.own, self.load = spec, spec.decoder, load
+        self.num_heads, self.split = blocks.num_heads, blocks.split
+        self.heads = self.kv_heads = self.inner = None  # features that are read; None: all
+        if self.split is not None:
+            self.heads = features(self.split.heads, spec.head_dim)
+            self.kv_heads = features(self.split.kv_heads, spec.head_dim)
+            self.inner = self.split.inner
+
+    def layer(self, i: int) -> DecoderLayer:
+        spec = self.spec
+        names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
+        hidden = spec.hidden_size
+        norms = {
+            key: self.norm(names[key], hidden) for key in ("attn_norm", "ffn_norm") if key in names
+        }
+        head_norms = {
+            key: NormWeight(self.load.tensor(f"{names[key]}.weight", (spec.head_dim,)), None)
+            for key in ("q_norm", "k_norm")
+            if key in names
+        }
+        qkv = self._qkv(names)
+        attn_out, ffn_out = self._out_linears(names)
+        return DecoderLayer(
+            attn_norm=norms["attn_norm"],
+            qkv=qkv,
+            q_norm=head_norms.get("q_norm"),
+            k_norm=head_norms.get("k_norm"),
+            attn_out=attn_out,
+            ffn_norm=norms.get("ffn_norm"),
+            ffn_in=self._ffn_in(names),
+            ffn_out=ffn_out,
+        )
+
+    def norm(self, stem: str, size: int) -> NormWeight:
+        if self.own.norm == "layer_norm":
+            return self.load.norm(stem, size)
+        return NormWeight(self.load.tensor(f"{stem}.weight", (size,)), None)
+
+    def _qkv(self, names: dict[str, str]) -> LinearWeight:
+        spec = self.spec
+        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        if self.own.qkv == "separate":
+            kinds = {"q": (q_rows, self.heads), "k": (kv_rows, self.kv_heads)}
+            kinds["v"] = kinds["k"]
+            parts = [
+                self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(own))
+                for key, (n, own) in kinds.items()
+            ]
+            return self.load.fused_linear(parts)
+        rows = q_rows + 2 * kv_rows
+        outputs = self._fused_outputs(q_rows, kv_rows)
+        weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
+        if self.own.qkv == "interleaved" and not self.load.shares:
+            weight = self._by_kind(weight)
+            bias = None if bias is None else self._by_kind(bias)
+        return self.load.linear_from(weight, bias)
+
+    def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
+        """This rank's rows of a weight that holds q, k and v of all heads."""
+        if self.split is None:
+            return None
+        if self.own.qkv == "interleaved":
+            return (features(self.split.heads, 3 * self.spec.head_dim),)
+        kinds = ((self.heads, 0), (self.kv_heads, q_rows), (self.kv_heads, q_rows + kv_rows))
+        return tuple(range(own.start + first, own.stop + first) for own, first in kinds)
+
+    def _by_kind(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of (q, k, v) of each head in turn -> all of q, then k, then v; a copy."""
+        by_head = rows.unflatten(0, (self.num_heads, 3, self.spec.head_dim))
+        return by_head.transpose(0, 1).reshape(rows.shape)
+
+    def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:
+        sizes = (self.spec.intermediate_size, self.spec.hidden_size)
+        outputs = _ranges(self.inner)
+        if "ffn_gate" not in names:
+            return self.load.linear_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
+        gate, gate_bias = self._tensors(names, "ffn_gate", *sizes, outputs=outputs)
+        up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
+        return self.load.gated(gate, up, gate_bias, up_bias)
+
+    def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
+        """(the attention's, the feed-forward's); the sum of a split parallel block has one bias."""
+        spec, is_split = self.spec, self.split is not None
+        attended, inner = spec.num_heads * spec.head_dim, spec.intermediate_size
+        of_heads = self._tensors(
+            names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)
+        )
+        of_inner = self._tensors(
+            names, "ffn_out", spec.hidden_size, inner, inputs=_ranges(self.inner)
+        )
+        if is_split and self.own.norm_placement == "parallel":
+            biases = [bias for _, bias in (of_heads, of_inner) if bias is not None]
+            of_heads = (of_heads[0], None)
+            of_inner = (of_inner[0], torch.stack(biases).sum(0) if biases else None)
+        return (
+            self.load.out_linear_from(*of_heads, is_split=is_split),
+            self.load.out_linear_from(*of_inner, is_split=is_split),
+        )
+
+    def _tensors(
+        self,
+        names: dict[str, str],
+        key: str,
+        n: int,
+        k: int,
+        *,
+        outputs: tuple[range, ...] | None = None,
+        inputs: tuple[range, ...] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [n, k] and bias [n] or None, whichever way round the weight is saved.
+
+        outputs, inputs: of n, or of k, those that are read.
+        """
+        is_turned = self.own.weight_layout == "conv1d"
+        part = bias_part = None
+        if outputs is not None:
+            part, bias_part = Part(int(is_turned), outputs), Part(0, outputs)
+        elif inputs is not None:
+            part = Part(int(not is_turned), inputs)
+        shape = (k, n) if is_turned else (n, k)
+        weight = self.load.tensor(f"{names[key]}.weight", shape, part=part)
+        if is_turned:
+            weight = weight.t().contiguous()
+        if key not in self.own.biases:
+            return weight, None
+        return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)
+
+
+def _ranges(own: range | None) -> tuple[range, ...] | None:
+    return None if own is None else (own,)

@@ -1,0 +1,229 @@
+"""Heads on packed rows: first-token classifiers, token tags, masked-LM and LM logits."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.nn.blocks import Blocks, NormWeight
+from bytetx.errors import CheckpointError
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import pool
+from bytetx.packed import PackedBatch
+from bytetx.checkpoint.spec import HeadSpec, ModelSpec
+from bytetx.nn.tensors import TensorLoader
+from bytetx.checkpoint.weights import Part
+
+# Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.
+_MAX_LOGITS_BYTES = 128 << 20
+# A tied head that is laid out for oneDNN is a copy of the word embedding. The logits of 32 rows of
+# GPT-2 take 16 instead of 24 ms with it, on two cores, of a step of 60 ms.
+_MAX_COPIED_HEAD_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHead:
+    """(dense -> activation ->) out, on rows that the caller chose: first tokens or every token."""
+
+    dense: LinearWeight | None
+    activation: str
+    out: LinearWeight | None
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden_size] -> [n, num_labels], or [n, hidden_size] for a bare pooler."""
+        if self.dense is not None:
+            rows = linear(rows, self.dense, activation=self.activation)
+        return rows if self.out is None else linear(rows, self.out)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMHead:
+    """dense -> activation -> norm -> decoder over the vocabulary.
+
+    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    """
+
+    dense: LinearWeight
+    activation: str
+    norm: NormWeight
+    norm_eps: float
+    decoder: LinearWeight
+    blocks: Blocks | None = None
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, hidden_size] -> logits [n, vocab_size]; give it only the rows that are asked."""
+        x = linear(rows, self.dense, activation=self.activation)
+        x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+        logits = linear(x, self.decoder)
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class LmHead:
+    """Logits of the next token, on the rows that the caller chose.
+
+    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    """
+
+    decoder: LinearWeight
+    vocab_size: int
+    blocks: Blocks | None = None
+
+    @torch.inference_mode()
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows [n, embedding_size] -> logits [n, vocab_size] in the model's dtype."""
+        logits = linear(rows, self.decoder)
+        return logits if self.blocks is None else self.blocks.gather_vocab(logits)
+
+    @torch.inference_mode()
+    def log_likelihoods(
+        self, x: torch.Tensor, targets: torch.Tensor, *, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """f32 [n]: log p(targets[i] | x[rows[i]]); targets, rows: int64 [n].
+
+        Rows are taken in blocks, so that the logits held at once stay near _MAX_LOGITS_BYTES.
+        """
+        block = logits_block(self.vocab_size)
+        out = torch.empty(rows.shape[0], device=x.device)
+        for first in range(0, rows.shape[0], block):
+            some = slice(first, first + block)
+            logits = self.forward(x[rows[some]]).float()
+            picked = logits.gather(1, targets[some, None]).squeeze(1)
+            out[some] = picked - logits.logsumexp(dim=1)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class LogitRows:
+    """Logits [num_rows, vocab_size] of rows x [num_rows, embedding_size], where they are asked for.
+
+    A long prompt's are gigabytes; whoever reads them takes slices of logits_block rows.
+    """
+
+    head: LmHead
+    x: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self.head.forward(self.x[rows])
+
+
+def logits_block(vocab_size: int) -> int:
+    """Rows whose logits, with what is computed of them in f32, stay near _MAX_LOGITS_BYTES."""
+    return max(1, _MAX_LOGITS_BYTES // (8 * vocab_size))
+
+
+def first_tokens(hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """The first row of every sequence: [batch_size, hidden_size], zeros for an empty one."""
+    return pool(hidden_states, batch.cu_seqlens, mode="cls").to(hidden_states.dtype)
+
+
+def load_pooler(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """BERT's tanh pooler, or None where the family or the checkpoint has none."""
+    return _classification(spec, load, "pooler", num_labels=0)
+
+
+def load_sequence_classification(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForSequenceClassification checkpoint, or None where it has none."""
+    return _classification(spec, load, "sequence_classification", num_labels=spec.num_labels)
+
+
+def load_token_classification(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForTokenClassification checkpoint, or None where it has none."""
+    return _classification(spec, load, "token_classification", num_labels=spec.num_labels)
+
+
+def load_masked_lm(
+    spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None
+) -> MaskedLMHead | None:
+    """The head of a ...ForMaskedLM checkpoint, or None where it has none.
+
+    blocks: the transformer's; of a split vocabulary, only its own words are read.
+
+    The decoder is the saved one; where none is saved and the config ties them, the word embedding.
+    """
+    head = spec.heads.get("masked_lm")
+    if head is None or not _has(load, head):
+        return None
+    saved = [head.decoder] if head.decoder in load.tensors or not spec.tie_word_embeddings else []
+    bias = f"{head.decoder.removesuffix('.weight')}.bias"
+    if bias not in load.tensors:  # tied to the head's own, and saved under that name
+        bias = head.bias
+    stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
+    load.require([*stems, *saved, bias])
+    decoder_name = saved[0] if saved else spec.embeddings["word"]
+    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
+    return MaskedLMHead(
+        dense=load.linear([head.dense], spec.embedding_size, spec.hidden_size),
+        activation=head.activation,
+        norm=load.norm(head.norm, spec.embedding_size),
+        norm_eps=head.norm_eps,
+        decoder=load.linear_from(
+            load.tensor(decoder_name, shape, part=own), load.tensor(bias, shape[:1], part=own)
+        ),
+        blocks=blocks,
+    )
+
+
+def load_lm(
+    spec: ModelSpec, load: TensorLoader, *, word: torch.Tensor, blocks: Blocks | None = None
+) -> LmHead | None:
+    """The head of a causal checkpoint, or None where the family or the checkpoint has none.
+
+    word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
+    it, the two share this memory, unless a decoder that differs was saved all the same; on a CPU a
+    head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
+    blocks: the transformer's; of a split vocabulary, only its own words are read.
+    """
+    head = spec.heads.get("lm")
+    if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
+        return None
+    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
+    bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=own)
+    more = (spec.vocab_size, blocks)
+    if not spec.tie_word_embeddings:
+        return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=own), bias), *more)
+    if own is not None:
+        word = word[:-1]  # without the row of zeros
+    if head.decoder in load.tensors:
+        saved = load.tensor(head.decoder, shape, part=own)
+        if not torch.equal(saved, word):
+            return LmHead(load.linear_from(saved, bias), *more)
+    prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
+    return LmHead(prepare_linear(word, bias, prepack=prepack), *more)
+
+
+def _own_words(blocks: Blocks | None) -> Part | None:
+    split = None if blocks is None else blocks.split
+    return None if split is None else Part(0, (split.vocab,))
+
+
+def _classification(
+    spec: ModelSpec, load: TensorLoader, name: str, *, num_labels: int
+) -> ClassificationHead | None:
+    head = spec.heads.get(name)
+    if head is None or not _has(load, head):
+        return None
+    if num_labels and list(spec.id2label) != list(range(num_labels)):
+        raise CheckpointError(
+            f"config.json: id2label must name the classes 0 to {num_labels - 1} without a hole, "
+            f"got {list(spec.id2label)[:20]}"
+        )
+    stems = [stem for stem in (head.dense, head.out) if stem is not None]
+    load.require(f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
+    hidden = spec.hidden_size
+    return ClassificationHead(
+        dense=None if head.dense is None else load.linear([head.dense], hidden, hidden),
+        activation=head.activation or "none",
+        out=None if head.out is None else load.linear([head.out], num_labels, hidden),
+    )
+
+
+def _has(load: TensorLoader, head: HeadSpec) -> bool:
+    """Whether the checkpoint has this head: the weight of its last layer before a tied decoder."""
+    stems = [stem for stem in (head.dense, head.norm, head.out) if stem is not None]
+    return all(f"{stem}.weight" in load.tensors for stem in stems)

@@ -1,0 +1,381 @@
+"""A checkpoint's folder -> everything a Model holds; the files are closed when it returns."""
+
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bytetx.arguments import check_group_timeout, check_positive
+from bytetx.nn.blocks import Blocks
+from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
+from bytetx.checkpoint.files import load_config
+from bytetx.runtime.device_memory import check_fits
+from bytetx.runtime.faults import is_out_of_memory
+from bytetx.runtime.forking import check_device_after_fork
+from bytetx.errors import CheckpointError, OptionError
+from bytetx.nn.heads import (
+    ClassificationHead,
+    LmHead,
+    MaskedLMHead,
+    load_lm,
+    load_masked_lm,
+    load_sequence_classification,
+    load_token_classification,
+)
+from bytetx.ops import native
+from bytetx.nn.sentence_modules import Module, SentenceSpec, load_modules, load_sentence_spec
+from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.nn.tensors import TensorLoader
+from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from bytetx.nn.transformer import Transformer
+from bytetx.checkpoint.weights import Weights
+
+if TYPE_CHECKING:
+    from bytetx.executor.torchrun import TorchrunLead
+
+logger = logging.getLogger("bytetx")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads that the checkpoint has; None for those it has not."""
+
+    sequence: ClassificationHead | None = None
+    token: ClassificationHead | None = None
+    masked_lm: MaskedLMHead | None = None
+    lm: LmHead | None = None
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
+
+    eos_token_ids: tokens that end a generated text.
+    unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
+    the whole model where ranks share it.  close: ends the other ranks.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    sentence: SentenceSpec
+    modules: tuple[Module, ...]
+    transformer: Transformer
+    heads: Heads
+    tokenizer: Tokenizer | None
+    chat_template: ChatTemplate | None
+    eos_token_ids: tuple[int, ...]
+    cross_encoder_activation: str | None
+    unused_tensors: tuple[str, ...]
+    device: torch.device
+    dtype: torch.dtype
+    is_fp8: bool = False
+    num_parameters: int = 0
+    close: Callable[[], None] = _nothing
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    blocks: Blocks | None = None,
+    on_tensor: Callable[[], None] | None = None,
+) -> LoadedCheckpoint:
+    """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
+
+    blocks: of a rank of a group; of what is split, only its share is read.  on_tensor: called
+    before each tensor is read.
+    """
+    device = resolve_device(device)
+    sentence = load_sentence_spec(folder)
+    config = load_config(sentence.folder)
+    spec = build_spec(config)
+    weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
+    is_fp8 = wants_fp8(dtype, spec, device)
+    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    parts = 1 if blocks is None or blocks.split is None else blocks.split.size
+    check_fits(weights.num_parameters, dtype, device, parts=parts)
+    options = {"dtype": dtype, "device": device, "blocks": blocks, "fp8": is_fp8}
+    transformer, heads = _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
+    unused = tuple(weights.unused())
+    _report_unused(folder, unused)
+    return LoadedCheckpoint(
+        folder=folder,
+        spec=spec,
+        sentence=sentence,
+        modules=load_modules(sentence, device=device),
+        transformer=transformer,
+        heads=heads,
+        tokenizer=load_tokenizer(
+            sentence.folder,
+            max_positions=spec.max_positions,
+            max_seq_length=sentence.max_seq_length,
+            do_lower_case=sentence.do_lower_case,
+        ),
+        chat_template=load_chat_template(sentence.folder),
+        eos_token_ids=_eos_token_ids(sentence.folder, config),
+        cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
+        unused_tensors=unused,
+        device=device,
+        dtype=dtype,
+        is_fp8=is_fp8,
+        num_parameters=weights.num_parameters,
+    )
+
+
+def load_ranks(
+    folder: Path,
+    tp: "int | TorchrunLead",
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    token_budget: int | None,
+    group_timeout: float,
+) -> LoadedCheckpoint:
+    """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
+    check_group_timeout(group_timeout)
+    if tp == 1:
+        return load_checkpoint(folder, device=device, dtype=dtype)
+    # Imported here: torch.distributed takes a while, and few models are shared.
+    from bytetx.executor.leader import load_shared
+
+    if isinstance(tp, int):
+        check_positive("tp", tp)
+    if dtype == FP8:
+        raise OptionError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
+
+    def budget_of(spec: ModelSpec, device: torch.device) -> int:
+        return default_token_budget(spec, device) if token_budget is None else token_budget
+
+    return load_shared(
+        folder,
+        ranks=tp,
+        device=device,
+        dtype=dtype,
+        token_budget=budget_of,
+        group_timeout=float(group_timeout),
+    )
+
+
+def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
+    """Tokens of one forward pass where the caller names none.
+
+    From one step to the next a GPU idles for some 80 us, and its last wave of tiles is seldom full:
+    encoders take 5 % less time for 32k tokens a step than for 16k (H200, MiniLM and BERT-base), and
+    for more hardly less. A decoder's longest step is what its other sequences wait for.
+
+    On a CPU each thread needs a few hundred rows for its GEMMs to hide their start, and more only
+    costs cache and memory: MiniLM on two threads runs as fast at 1024 as at 8192 tokens.
+    """
+    if device.type == "cuda":
+        return 32768 if spec.decoder is None else 16384
+    return min(max(512 * torch.get_num_threads(), 1024), 8192)
+
+
+def load_share(
+    folder: Path,
+    blocks_of: Callable[[ModelSpec], Blocks],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_tensor: Callable[[], None] | None = None,
+) -> tuple[Transformer, Heads]:
+    """What a rank of a group computes with, and nothing else of a checkpoint.
+
+    on_tensor: called before each tensor is read.
+    """
+    sentence = load_sentence_spec(folder)
+    spec = build_spec(load_config(sentence.folder))
+    weights, blocks = Weights(sentence.folder, spec, on_tensor=on_tensor), blocks_of(spec)
+    options = {"dtype": dtype, "device": device, "blocks": blocks}
+    return _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
+
+
+def _load_model(
+    spec: ModelSpec,
+    weights: Weights,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    blocks: Blocks | None,
+    may_lack_head: bool,
+    fp8: bool = False,
+) -> tuple[Transformer, Heads]:
+    """may_lack_head: the head that `architectures` names may be absent."""
+    weights = weights.cast(dtype)
+    options = {"dtype": dtype, "device": device, "prepack": device.type == "cpu"}
+    try:
+        transformer = Transformer.from_tensors(spec, weights, **options, blocks=blocks, fp8=fp8)
+        loader = TensorLoader(weights, **options)
+        return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CheckpointError(
+            f"the weights do not fit the memory of {device} in {dtype}: {error}; free memory "
+            "there, or load them in float16 or with tp"
+        ) from error
+
+
+def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
+    """Whether dtype is "fp8". Raises OptionError where this model cannot run so on this device."""
+    if dtype != FP8:
+        return False
+    if spec.decoder is not None:
+        raise OptionError(
+            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
+        )
+    reason = native.why_no_kernel("fp8_linear", device)
+    if reason is not None:
+        raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
+    return True
+
+
+def check_placement(device: str, dtype: str) -> None:
+    """Raises OptionError where no checkpoint could be loaded with these."""
+    resolve_dtype(dtype, resolve_device(device), saved=torch.float32)
+
+
+def default_device() -> str:
+    """What "auto" is: CUDA where there is one, else the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is default_device(). Raises OptionError for a device torch cannot use."""
+    if device == "auto":
+        check_device_after_fork(None)
+        device = default_device()
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}")
+    if resolved.type == "cuda":
+        check_device_after_fork(resolved)
+        if (resolved.index or 0) >= torch.cuda.device_count():
+            raise OptionError(
+                f"device {device!r} was asked for, torch sees {torch.cuda.device_count()} CUDA "
+                "devices; use device='cpu'"
+            )
+        resolved = torch.device("cuda", resolved.index or 0)
+    return resolved
+
+
+def resolve_dtype(
+    dtype: str | torch.dtype, device: torch.device, *, saved: torch.dtype
+) -> torch.dtype:
+    """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
+
+    So is what surrounds the GEMMs of "fp8", which wants_fp8 has looked at.
+    """
+    if dtype in ("auto", FP8):
+        if device.type == "cpu":
+            return torch.float32
+        return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
+    resolved = dtype
+    if isinstance(dtype, str):
+        resolved = DTYPES.get(_SHORT_DTYPES.get(dtype, dtype), dtype)
+    if resolved not in DTYPES.values():
+        known = ", ".join([*DTYPES, *_SHORT_DTYPES])
+        raise OptionError(f"dtype must be auto, {known} or {FP8}, got {dtype!r}")
+    return resolved
+
+
+def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
+    """Of config.json, where sentence-transformers saved it under one key, then under another."""
+    own = config.get("sentence_transformers") or {}
+    check_fields("config.json: sentence_transformers", own, {"activation_fn": TEXT})
+    return own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+
+
+def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of generation_config.json, else of config.json."""
+    path = folder / "generation_config.json"
+    own = read_json(path, {"eos_token_id": TOKEN_IDS}) if path.is_file() else {}
+    found = own.get("eos_token_id", config.get("eos_token_id"))
+    return tuple(found if isinstance(found, list) else [] if found is None else [found])
+
+
+def _load_heads(
+    spec: ModelSpec, load: TensorLoader, transformer: Transformer, *, may_lack: bool
+) -> Heads:
+    """The head that `architectures` names; where it names none, those whose tensors are there.
+
+    may_lack: sentence-transformers saves a model without its head and leaves the name of the class
+    that it was trained from.
+    """
+    blocks = transformer.blocks
+    lm = partial(load_lm, spec, load, word=transformer.embeddings.word, blocks=blocks)
+    masked_lm = partial(load_masked_lm, spec, load, blocks=blocks)
+    architecture = spec.architectures[0] if spec.architectures else ""
+    load_heads: dict[str, tuple[str, Callable[[], object]]] = {
+        "ForSequenceClassification": ("sequence", lambda: load_sequence_classification(spec, load)),
+        "ForTokenClassification": ("token", lambda: load_token_classification(spec, load)),
+        "ForMaskedLM": ("masked_lm", masked_lm),
+        "ForPreTraining": ("masked_lm", masked_lm),
+        "ForCausalLM": ("lm", lm),
+        "LMHeadModel": ("lm", lm),
+    }
+    for ending, (field, load_head) in load_heads.items():
+        if architecture.endswith(ending):
+            head = load_head()
+            if head is None and ending != "ForPreTraining" and not may_lack:
+                raise CheckpointError(_no_head(spec, architecture, field))
+            return Heads(**{field: head})
+    if "For" in architecture or architecture.endswith("DoubleHeadsModel"):
+        raise CheckpointError(_unknown_head(spec, architecture))
+    if architecture:
+        return Heads()
+    sequence = load_sequence_classification(spec, load)
+    token = load_token_classification(spec, load) if sequence is None else None
+    return Heads(sequence, token, masked_lm(), lm())
+
+
+def _no_head(spec: ModelSpec, architecture: str, field: str) -> str:
+    names = {"sequence": "sequence_classification", "token": "token_classification"}
+    if names.get(field, field) not in spec.heads:
+        known = ", ".join(spec.heads) or "none"
+        return (
+            f"config.json says {architecture}, a head that bytetx does not have for "
+            f"{spec.family}; it has: {known}"
+        )
+    return f"config.json says {architecture}, but the checkpoint lacks that head's tensors"
+
+
+def _unknown_head(spec: ModelSpec, architecture: str) -> str:
+    """What bytetx can do with a checkpoint whose own task it does not have."""
+    stem = re.split("For|DoubleHeads", architecture)[0]
+    names = {"sequence_classification": f"{stem}ForSequenceClassification"}
+    names |= {"token_classification": f"{stem}ForTokenClassification"}
+    names |= {"masked_lm": f"{stem}ForMaskedLM", "lm": f"{stem}ForCausalLM"}
+    known = ", ".join(name for head, name in names.items() if head in spec.heads)
+    return (
+        f"config.json says {architecture}, a head that bytetx does not have; for {spec.family} it "
+        f"runs {known}. The layers below the head can run without it, for embed and hidden_states: "
+        f'in a copy of config.json, set "architectures": ["{stem}Model"]'
+    )
+
+
+def _report_unused(folder: Path, unused: tuple[str, ...]) -> None:
+    """Unused layers mean that config.json and the files disagree: that is worth a warning."""
+    if not unused:
+        return
+    has_layers = any(re.search(r"\.layer\.\d+\.", name) for name in unused)
+    level = logging.WARNING if has_layers else logging.INFO
+    logger.log(level, "%s: tensors that are not used: %s", folder, ", ".join(unused))

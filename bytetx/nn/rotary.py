@@ -1,0 +1,108 @@
+"""Cosines and sines of a model's rotary positions, as tables with a row a position."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.packed import PackedBatch
+from bytetx.checkpoint.rope_spec import RotarySpec
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """cos, sin: f32 [max_positions, rotary_dim / 2], already times the attention factor."""
+
+    spec: RotarySpec
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def of(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(cos, sin, rows of them) for the batch's tokens.
+
+        Dynamic scaling turns a text that is longer than the model was trained for by frequencies of
+        its own: then each token has its own row, and the other texts' rows are as ever.  A prompt's
+        tokens are turned by its whole length, whatever pieces it comes in, and each token after it
+        by the length that it makes.
+        """
+        past, spec = batch.past, self.spec
+        longest = batch.max_seqlen if past is None else past.max_kv_seqlen
+        has_prompts = past is not None and past.prompt_seqlens is not None
+        if spec.scaling != "dynamic" or not (has_prompts or longest > spec.original_positions):
+            return self.cos, self.sin, batch.position_ids
+        lengths = seqlens = batch.cu_seqlens.diff()
+        if past is not None:
+            lengths = past.prompt_seqlens if has_prompts else past.kv_seqlens
+        per_token = torch.repeat_interleave(lengths, seqlens, output_size=batch.total_tokens)
+        per_token = per_token.maximum(batch.position_ids + 1)
+        angles = batch.position_ids.float()[:, None] * _dynamic(spec, per_token)
+        rows = torch.arange(batch.total_tokens, dtype=torch.int32, device=batch.device)
+        return angles.cos(), angles.sin(), rows
+
+
+def rotary_tables(
+    spec: RotarySpec,
+    *,
+    max_positions: int,
+    device: torch.device | str,
+    frequencies: torch.Tensor | None = None,
+) -> RotaryTables:
+    """The tables of positions 0 to max_positions - 1.
+
+    frequencies: radians a token, f32 [dim / 2] on the CPU, instead of those that spec says.
+    Source: RoFormer (arXiv 2104.09864), section 3.2; in f32 as Hugging Face computes them, for
+    angles in double would turn far positions by other amounts than the model was trained with.
+    """
+    positions = torch.arange(max_positions, dtype=torch.float32)
+    angles = positions[:, None] * (frequencies_of(spec) if frequencies is None else frequencies)
+    cos, sin = angles.cos() * spec.attention_factor, angles.sin() * spec.attention_factor
+    return RotaryTables(spec, cos.to(device), sin.to(device))
+
+
+def frequencies_of(spec: RotarySpec) -> torch.Tensor:
+    """Radians a token, f32 [dim / 2]."""
+    plain = 1.0 / spec.theta ** _exponents(spec)
+    if spec.scaling == "linear":
+        return plain / spec.factor
+    if spec.scaling == "llama3":
+        return _llama3(spec, plain)
+    return _yarn(spec) if spec.scaling == "yarn" else plain
+
+
+def _exponents(spec: RotarySpec) -> torch.Tensor:
+    return torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim
+
+
+def _dynamic(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor:
+    """Frequencies of texts of n lengths (tokens), f32 [n, dim / 2]: the base grows with them."""
+    original = spec.original_positions
+    longest = lengths.clamp(min=original).float()
+    growth = spec.factor * longest / original - (spec.factor - 1)
+    theta = spec.theta * growth ** (spec.dim / max(spec.dim - 2, 1))
+    return 1.0 / theta[:, None] ** _exponents(spec).to(lengths.device)
+
+
+def _llama3(spec: RotarySpec, plain: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched, short ones stay, those between are blended."""
+    turns = spec.original_positions * plain / (2 * math.pi)  # in the original context
+    low, high = spec.low_freq_factor, spec.high_freq_factor
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - blend) * plain / spec.factor + blend * plain
+
+
+def _yarn(spec: RotarySpec) -> torch.Tensor:
+    """As llama3, with a ramp over the feature's index.  Source: YaRN (arXiv 2309.00071), 3.2."""
+    powers = spec.theta ** _exponents(spec)
+    low, high = (_feature_of(spec, turns) for turns in (spec.beta_fast, spec.beta_slow))
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dim - 1)
+    width = 0.001 if low == high else high - low
+    ramp = ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return ramp / (spec.factor * powers) + (1 - ramp) / powers
+
+
+def _feature_of(spec: RotarySpec, turns: float) -> float:
+    """Where the feature would be that turns this often within the original context."""
+    ratio = math.log(spec.original_positions / (turns * 2 * math.pi))
+    return spec.dim * ratio / (2 * math.log(spec.theta))

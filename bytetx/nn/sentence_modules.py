@@ -1,0 +1,316 @@
+"""sentence-transformers' modules.json: how token rows become one vector a text."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from bytetx.checkpoint.files import MODULES, module_folder, transformer_folder
+from bytetx.errors import CheckpointError, OptionError
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import POOLING_MODES
+from bytetx.checkpoint.side_files import (
+    FLAG,
+    TEXT,
+    either,
+    integer,
+    list_of,
+    read_fields,
+    read_json,
+    read_json_objects,
+    table_of,
+)
+from bytetx.checkpoint.weights import read_header
+
+# torch.nn activations that a config may name. A name is looked up here and never imported.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Identity": lambda x: x,
+    "Tanh": torch.tanh,
+    "Sigmoid": torch.sigmoid,
+    "GELU": F.gelu,
+    "ReLU": torch.relu,
+    "SiLU": F.silu,
+    "Mish": F.mish,
+    "ELU": F.elu,
+    "LeakyReLU": F.leaky_relu,
+    "Softplus": F.softplus,
+}
+
+# sentence-transformers wrote one flag a mode before it wrote "pooling_mode".
+_POOLING_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# The Transformer module's own file, under the names that it has had.
+_TRANSFORMER_CONFIGS = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_xlm-roberta_config.json",
+)
+
+
+# What is read of each file, and what it must be.
+_MODEL = {"prompts": table_of(TEXT), "default_prompt_name": TEXT, "activation_fn": TEXT}
+_TRANSFORMER = {"max_seq_length": integer(1), "do_lower_case": FLAG}
+_POOLING = {
+    "pooling_mode": either(TEXT, list_of(TEXT)),
+    **dict.fromkeys(_POOLING_FLAGS, FLAG),
+    "include_prompt": FLAG,
+}
+_DENSE = {
+    "in_features": integer(1),
+    "out_features": integer(1),
+    "bias": FLAG,
+    "use_residual": FLAG,
+    "activation_function": TEXT,
+    "module_input_name": TEXT,
+}
+_NORM = {"dimension": integer(1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """act(x @ w.T + bias), plus x itself (or x projected) where the config asks for a residual."""
+
+    weight: LinearWeight
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    has_residual: bool
+    residual: LinearWeight | None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.k
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.n
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        d = self.activation(linear(x, self.weight))
+        if not self.has_residual:
+            return d
+        return d + (x if self.residual is None else linear(x, self.residual))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, eps=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.normalize(x, dim=-1)
+
+
+Module = Dense | LayerNorm | Normalize
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceSpec:
+    """What a checkpoint says about its embeddings.
+
+    folder: where the transformer's own files lie.  pooling: modes whose vectors are joined.
+    is_declared: False where there is no modules.json and mean pooling is a guess.
+    max_seq_length: sentence-transformers' own limit in tokens.  modules: folder and config of what
+    follows pooling, in order; `load_modules` reads their weights.
+    """
+
+    folder: Path
+    pooling: tuple[str, ...] = ("mean",)
+    is_declared: bool = False
+    include_prompt: bool = True
+    max_seq_length: int | None = None
+    do_lower_case: bool = False
+    modules: tuple[tuple[str, Path], ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str | None = None
+    activation_fn: str | None = None
+
+    def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
+        """The text to put before every input. Raises OptionError for a name that is not known."""
+        if prompt is not None:
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:
+                raise OptionError(
+                    f"prompt holds half a surrogate pair at character {error.start}, which is no "
+                    "text; give it as UTF-8"
+                ) from error
+            return prompt
+        name = self.default_prompt_name if prompt_name is None else prompt_name
+        if name is None:
+            return ""
+        if not isinstance(name, str) or name not in self.prompts:
+            known = ", ".join(sorted(self.prompts)) or "none"
+            raise OptionError(f"prompt_name {name!r} is not in this checkpoint; it has: {known}")
+        return self.prompts[name] or ""
+
+
+def load_sentence_spec(folder: Path) -> SentenceSpec:
+    """Reads modules.json and what it names; a folder without it is a plain transformer.
+
+    Raises CheckpointError for a module that is not known here: its embeddings would be wrong.
+    """
+    path = folder / "modules.json"
+    if not path.is_file():
+        return SentenceSpec(folder)
+    base = transformer_folder(folder)
+    spec = SentenceSpec(base, **_model_config(folder), **_transformer_config(base))
+    entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    for place, entry in enumerate(entries):
+        kind = _module_kind(entry, path)
+        if (kind == "Transformer") != (place == 0):
+            raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
+        if kind == "Pooling":
+            pooling = _pooling_config(module_folder(path, entry.get("path")))
+            spec = replace(spec, is_declared=True, **pooling)
+        elif kind in _FOLLOWING:
+            # Normalize has no files, and a hub does not keep an empty folder.
+            has_files = kind != "Normalize"
+            module = module_folder(path, entry.get("path")) if has_files else folder
+            spec = replace(spec, modules=(*spec.modules, (kind, module)))
+    return spec
+
+
+def load_modules(spec: SentenceSpec, *, device: torch.device) -> tuple[Module, ...]:
+    """What follows pooling, in f32 on the device: vectors are few, and their digits count."""
+    return tuple(_FOLLOWING[kind](folder, device) for kind, folder in spec.modules)
+
+
+def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A torch.nn activation from its dotted name; CheckpointError for any other name."""
+    stem = name.rpartition(".")[2]
+    if not name.startswith("torch.nn.") or stem not in ACTIVATIONS:
+        raise CheckpointError(
+            f"{source}: activation {name!r} is not supported (no code of a checkpoint is run); "
+            f"known: torch.nn.{{{', '.join(ACTIVATIONS)}}}"
+        )
+    return ACTIVATIONS[stem]
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config_sentence_transformers.json"
+    config = read_fields(path, _MODEL, may_be_absent=True)
+    return {
+        "prompts": config.get("prompts", {}),
+        "default_prompt_name": config.get("default_prompt_name"),
+        "activation_fn": config.get("activation_fn"),
+    }
+
+
+def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
+    name = str(entry.get("type"))
+    kind = name.rpartition(".")[2]
+    known = ("Transformer", "Pooling", "Dropout", *_FOLLOWING)
+    if not name.startswith("sentence_transformers.") or kind not in known:
+        raise CheckpointError(
+            f"{path}: module {name!r} is not supported; known: {', '.join(known)}"
+        )
+    return kind
+
+
+def _transformer_config(folder: Path) -> dict[str, Any]:
+    """The two keys that are read; an absent one is left to its default."""
+    for name in _TRANSFORMER_CONFIGS:
+        if (folder / name).is_file():
+            return read_fields(folder / name, _TRANSFORMER)
+    return {}
+
+
+def _pooling_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = read_json(path, _POOLING)
+    modes = config.get("pooling_mode")
+    if modes is None:
+        modes = [mode for flag, mode in _POOLING_FLAGS.items() if config.get(flag)] or ["mean"]
+    modes = (modes,) if isinstance(modes, str) else tuple(modes)
+    unknown = [mode for mode in modes if mode not in POOLING_MODES]
+    if unknown or not modes:
+        raise CheckpointError(
+            f"{path}: pooling mode {unknown!r:.120} is not known; known: {', '.join(POOLING_MODES)}"
+        )
+    return {"pooling": modes, "include_prompt": config.get("include_prompt") is not False}
+
+
+def _load_dense(folder: Path, device: torch.device) -> Dense:
+    path = folder / "config.json"
+    config = {"module_input_name": "sentence_embedding", "bias": True} | read_fields(path, _DENSE)
+    if config["module_input_name"] != "sentence_embedding":
+        raise CheckpointError(
+            f"{path}: a Dense of {config['module_input_name']!r:.120} is not supported"
+        )
+    shape = (config.get("out_features"), config.get("in_features"))
+    tensors = _tensors(folder, device)
+    has_residual = config.get("use_residual", False)
+    residual = None
+    if has_residual and shape[0] != shape[1]:
+        residual = prepare_linear(_tensor(tensors, "residual.weight", shape, path), prepack=False)
+    bias = None
+    if config["bias"]:
+        bias = _tensor(tensors, "linear.bias", shape[:1], path)
+    name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    return Dense(
+        prepare_linear(_tensor(tensors, "linear.weight", shape, path), bias, prepack=False),
+        activation_by_name(name, source=str(path)),
+        has_residual,
+        residual,
+    )
+
+
+def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
+    path = folder / "config.json"
+    shape = (read_fields(path, _NORM).get("dimension"),)
+    tensors = _tensors(folder, device)
+    return LayerNorm(
+        _tensor(tensors, "norm.weight", shape, path), _tensor(tensors, "norm.bias", shape, path)
+    )
+
+
+def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    path = folder / "model.safetensors"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no model.safetensors; pickle weights are refused: load the model with "
+            "sentence-transformers once and save it again"
+        )
+    tensors = {saved.name: saved.read(torch.float32) for saved in read_header(path)}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _tensor(
+    tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[Any, ...], path: Path
+) -> torch.Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tuple(tensor.shape) != shape:
+        got = "no such tensor" if tensor is None else f"shape {tuple(tensor.shape)}"
+        raise CheckpointError(f"{path} implies {name} of shape {shape}, got {got}")
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"{path.parent}: tensor {name!r} holds values that are not finite")
+    return tensor.clone()
+
+
+# What may follow pooling; Dropout does nothing where nothing is trained.
+_FOLLOWING: dict[str, Callable[[Path, torch.device], Module]] = {
+    "Dense": _load_dense,
+    "LayerNorm": _load_norm,
+    "Normalize": lambda folder, device: Normalize(),
+}

@@ -1,0 +1,157 @@
+"""Named tensors of a checkpoint -> weights in the model's dtype, on its device, checked."""
+
+from collections.abc import Iterable, Mapping
+from itertools import islice
+
+import torch
+
+from bytetx.nn.blocks import NormWeight, OutWeight, RowWeight
+from bytetx.errors import CheckpointError
+from bytetx.ops.gated import GatedWeight, prepare_gated
+from bytetx.ops.linear import LinearWeight, prepare_linear
+from bytetx.checkpoint.weights import Part, Weights, take_part
+
+# Missing tensors that are looked for before the search ends.
+_MAX_MISSING = 1000
+
+
+class TensorLoader:
+    """Reads named tensors into the model's dtype and device, and checks every shape."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prepack: bool,
+        shares: bool = False,
+    ):
+        """shares: the tensors are the caller's, and are not held twice for a faster layout."""
+        self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
+        self.shares = shares
+
+    def require(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError that lists every name the checkpoint lacks."""
+        absent = (name for name in names if name not in self.tensors)
+        missing = list(islice(absent, _MAX_MISSING))
+        if missing:
+            count = f"{len(missing)}{' or more' if len(missing) == _MAX_MISSING else ''}"
+            shown = ", ".join(missing[:12]) + (", ..." if len(missing) > 12 else "")
+            held = ", ".join(islice(self.tensors, 3)) or "nothing"
+            raise CheckpointError(
+                f"the checkpoint lacks {count} tensors: {shown}; it holds {held}, ..."
+            )
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, part: Part | None = None
+    ) -> torch.Tensor:
+        """A tensor in the model's dtype and on its device; shares memory where nothing changes.
+
+        shape: of the whole tensor.  part: what of it is wanted; nothing else is held in memory.
+        """
+        self.require([name])
+        saved_shape, tensor = self._read(name, part)
+        if saved_shape != shape:
+            raise CheckpointError(
+                f"tensor {name!r} has shape {saved_shape}, config.json implies {shape}"
+            )
+        if not tensor.is_floating_point():
+            raise CheckpointError(f"tensor {name!r} has dtype {tensor.dtype}, must be floating")
+        tensor = tensor.to(device=self.device, dtype=self.dtype)
+        # The extremes are finite only where every value is, and need no temporary of its size.
+        if not torch.stack(torch.aminmax(tensor)).isfinite().all():
+            raise CheckpointError(
+                f"tensor {name!r} holds values that are not finite in {self.dtype}; "
+                "the file is damaged, or the weights need a wider dtype"
+            )
+        return tensor
+
+    def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:
+        """(shape of the whole tensor, the part of it)"""
+        is_saved = part is not None and isinstance(self.tensors, Weights)
+        tensor = None if is_saved else self.tensors[name].detach()
+        shape = self.tensors.shape(name) if is_saved else tuple(tensor.shape)
+        if part is None:
+            return shape, tensor
+        if part.dim >= len(shape) or part.end > shape[part.dim]:
+            return shape, torch.empty(0)  # its shape is refused in a moment
+        return shape, self.tensors.read(name, part) if is_saved else take_part(tensor, part)
+
+    def norm(self, stem: str, size: int) -> NormWeight:
+        return NormWeight(
+            self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
+        )
+
+    def linear(
+        self, stems: list[str], n: int, k: int, *, outputs: range | None = None
+    ) -> LinearWeight:
+        """One linear of n outputs from one stem, or from several of n / len(stems) rows each.
+
+        outputs: of each stem, those that are wanted.
+        """
+        rows, part = n // len(stems), None if outputs is None else Part(0, (outputs,))
+        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k), part=part) for stem in stems])
+        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,), part=part) for stem in stems])
+        return self.linear_from(weight, bias)
+
+    def out_linear(self, stem: str, n: int, k: int, *, inputs: range | None = None) -> OutWeight:
+        """A linear that ends a half of a block; inputs: those that are wanted."""
+        part = None if inputs is None else Part(1, (inputs,))
+        weight = self.tensor(f"{stem}.weight", (n, k), part=part)
+        return self.out_linear_from(
+            weight, self.tensor(f"{stem}.bias", (n,)), is_split=part is not None
+        )
+
+    def out_linear_from(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool
+    ) -> OutWeight:
+        """is_split: weight holds some of the inputs, and others add theirs before the bias."""
+        if is_split:
+            return RowWeight(self.linear_from(weight, None), bias)
+        return self.linear_from(weight, bias)
+
+    def fused_linear(self, parts: list[tuple[torch.Tensor, torch.Tensor | None]]) -> LinearWeight:
+        """One linear of (weight [n, k], bias [n]) parts, stacked; a missing bias counts as 0."""
+        weight = fuse_rows([weight for weight, _ in parts])
+        if all(bias is None for _, bias in parts):
+            return self.linear_from(weight, None)
+        biases = [w.new_zeros(w.shape[0]) if bias is None else bias for w, bias in parts]
+        return self.linear_from(weight, fuse_rows(biases))
+
+    def linear_from(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        """A linear from tensors at hand: weight [n, k], bias [n]."""
+        return prepare_linear(weight, bias, prepack=self.prepack)
+
+    def gated(
+        self,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+    ) -> GatedWeight:
+        """A gated linear from tensors at hand: gate, up [n, k], biases [n]."""
+        biases = {"gate_bias": gate_bias, "up_bias": up_bias}
+        if self.shares and (gate_bias is None) == (up_bias is None):
+            stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
+            return GatedWeight(stacked, gate.shape[0], gate.shape[0])
+        return prepare_gated(gate, up, **biases, prepack=self.prepack)
+
+
+def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors stacked along dim 0; no copy where they already lie one behind the other."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first
+    offset = first.storage_offset()
+    for tensor in tensors:
+        adjacent = (
+            tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+            and tensor.is_contiguous()
+            and tensor.storage_offset() == offset
+        )
+        if not adjacent:
+            return torch.cat(tensors)
+        offset += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

@@ -1,0 +1,300 @@
+"""What a caller gave -> requests: strings, pairs and token ids, each checked on its own."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+
+import numpy as np
+import tokenizers
+
+from bytetx.encode.request import Alignment, Failure, Requests, Window
+from bytetx.errors import InputError, TooLongError
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.requests.token_ids import Errors, check_range, flatten_ids, no_tokens
+from bytetx.checkpoint.tokenizer import Tokenizer, Tokens
+
+# What one input may be; a pair is two strings, token ids are taken as they are.
+Input = str | tuple[str, str] | Sequence[int] | np.ndarray
+
+_TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first window
+_MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
+
+
+@dataclass(slots=True)
+class InputReader:
+    """Turns windows of inputs into requests. Threads may share one that has read the first window.
+
+    prompt: put before every string; token ids get none.  truncate: cut what is too long instead of
+    failing it.  with_alignment: keep offsets and words of each token.  keeps_errors: a bad input
+    becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
+    tokenizer's mask token is a bad input.
+    """
+
+    spec: ModelSpec
+    tokenizer: Tokenizer | None
+    prompt: str = ""
+    truncate: bool = False
+    with_alignment: bool = False
+    keeps_errors: bool = False
+    needs_mask: bool = False
+    _prompt_tokens: int | None = None
+    _tokens_per_character: float = _TOKENS_PER_CHARACTER
+
+    def estimate_tokens(self, item: Input) -> int:
+        """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
+        if isinstance(item, str):
+            return int(len(item) * self._tokens_per_character) + 1
+        try:
+            length = len(item)
+        except TypeError:  # no input at all; read() names it
+            return 1
+        if length == 2 and _is_pair(item):
+            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
+        return length or 1
+
+    def read(self, inputs: Sequence[Input], start: int) -> Window:
+        """Inputs as columns, numbered from `start`; strings are tokenised in one call."""
+        errors: Errors = {}
+        texts, ids = _by_kind(inputs, start)
+        pieces = []
+        if texts:
+            pieces.append(self._read_texts(texts, errors))
+            if start == 0:
+                self._learn_density(texts.values(), pieces[0].total_tokens)
+        if ids:
+            pieces.append(self._read_ids(ids, errors))
+        requests = _in_order(pieces)
+        if self.needs_mask:
+            self._check_masks(requests, errors)
+        if not errors:
+            return Window(start, len(inputs), requests)
+        if not self.keeps_errors:
+            raise errors[min(errors)]
+        requests = requests.take(np.flatnonzero(~np.isin(requests.indices, list(errors))))
+        failures = [Failure(index, errors[index]) for index in sorted(errors)]
+        return Window(start, len(inputs), requests, failures)
+
+    def _read_texts(self, texts: Mapping[int, str | Sequence[str]], errors: Errors) -> Requests:
+        """Columns of strings and pairs; the rows in `errors` among them are to be dropped."""
+        given = self._checked_texts(texts, errors)
+        if not given:
+            return _no_requests()
+        types = alignments = None
+        is_pair: Sequence[bool] = ()
+        if set(map(type, given.values())) != {str}:
+            is_pair = [not isinstance(text, str) for text in given.values()]
+        if self.with_alignment or any(is_pair):
+            encodings = self.tokenizer.encode(
+                list(given.values()), with_offsets=self.with_alignment
+            )
+            tokens = self.tokenizer.tokens(encodings)
+            if any(is_pair) and self.spec.num_token_types > 1 and self.tokenizer.has_token_types:
+                types = _type_ids(encodings, tokens, is_pair)
+            if self.with_alignment:
+                alignments = list(map(_alignment, encodings, (texts[index] for index in given)))
+        else:
+            tokens = self.tokenizer.encode_ids(list(given.values()))
+        requests = Requests(
+            np.fromiter(given, dtype=np.int64, count=len(given)),
+            tokens.seqlens,
+            tokens.token_ids,
+            tokens.is_truncated,
+            types,
+            np.full(len(given), self._count_prompt_tokens(), np.int32) if self.prompt else None,
+            alignments,
+        )
+        self._check_tokens(requests, errors)
+        return requests
+
+    def _learn_density(self, texts: Iterable[str | Sequence[str]], num_tokens: int) -> None:
+        """Later windows are sized by the first one's tokens: which texts run together depends on
+        the input alone, and never on which thread was faster."""
+        num_characters = sum(
+            len(text if isinstance(text, str) else "".join(text)) for text in texts
+        )
+        density = num_tokens / max(num_characters, 1)
+        self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
+
+    def _checked_texts(
+        self, texts: Mapping[int, str | Sequence[str]], errors: Errors
+    ) -> Mapping[int, str | tuple[str, str]]:
+        """What the tokenizer is given, by place in the caller's order; the others are errors."""
+        if self.tokenizer is None:
+            errors.update((index, _no_tokenizer(index)) for index in texts)
+            return {}
+        strings = texts.values()
+        if not self.prompt and set(map(type, strings)) == {str} and all(map(str.isascii, strings)):
+            return texts
+        checked = {}
+        for index, text in texts.items():
+            if isinstance(text, str):
+                if text.isascii() or _is_unicode(text, index, errors):
+                    checked[index] = text
+            elif self.prompt:
+                errors[index] = InputError(
+                    f"texts[{index}] is a pair; a prompt goes with single texts only"
+                )
+            elif all(_is_unicode(part, index, errors) for part in text):
+                checked[index] = tuple(text)
+        if self.prompt:
+            return {index: self.prompt + text for index, text in checked.items()}
+        return checked
+
+    def _check_tokens(self, requests: Requests, errors: Errors) -> None:
+        """Finds texts that are too long or have no token the model knows."""
+        if not self.truncate and requests.is_truncated.any():
+            for index in requests.indices[requests.is_truncated].tolist():
+                errors[index] = TooLongError(
+                    f"texts[{index}] has more than the {self.tokenizer.max_tokens} tokens this "
+                    "model takes; shorten it, or pass truncate=True"
+                )
+        for index in requests.indices[requests.seqlens == 0].tolist():
+            errors.setdefault(index, no_tokens(index))
+        if self.tokenizer.vocab_size > self.spec.vocab_size:
+            self._check_range(requests, errors)
+
+    def _read_ids(self, items: Mapping[int, Input], errors: Errors) -> Requests:
+        """Columns of sequences of token ids, cut to the model's positions."""
+        columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
+        limit = self.spec.max_positions
+        is_long = columns.seqlens > limit
+        requests = Requests(columns.indices, columns.seqlens, columns.token_ids, is_long)
+        self._check_range(requests, errors)
+        if is_long.any():
+            for row in np.flatnonzero(is_long) if not self.truncate else ():
+                index = int(columns.indices[row])
+                errors.setdefault(index, _too_many_ids(index, columns.seqlens[row], limit))
+            rows = [ids[:limit] for ids in requests.split()]
+            seqlens = np.minimum(columns.seqlens, limit)
+            requests = replace(requests, seqlens=seqlens, token_ids=np.concatenate(rows))
+        # All ids lie within int32 here, but those of rows that are dropped.
+        requests = replace(requests, token_ids=requests.token_ids.astype(np.int32, copy=False))
+        if not self.with_alignment:
+            return requests
+        frame = list(self.tokenizer.frame_ids) if self.tokenizer is not None else []
+        masks = (np.isin(ids, frame).astype(int).tolist() for ids in requests.split())
+        return replace(requests, alignments=[Alignment(None, None, None, mask) for mask in masks])
+
+    def _check_range(self, requests: Requests, errors: Errors) -> None:
+        ids, vocab_size = requests.token_ids, self.spec.vocab_size
+        if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
+            return
+        for index, row in zip(requests.indices.tolist(), requests.split(), strict=True):
+            try:
+                check_range(row, index, vocab_size)
+            except InputError as error:
+                errors.setdefault(index, error)
+
+    def _check_masks(self, requests: Requests, errors: Errors) -> None:
+        mask_token_id = self.tokenizer.mask_token_id
+        rows = zip(requests.indices.tolist(), requests.split(), requests.is_truncated, strict=True)
+        for index, ids, is_truncated in rows:
+            if not (ids == mask_token_id).any():
+                cut = " within the model's positions" if is_truncated else ""
+                mask = self.tokenizer.token(mask_token_id)
+                error = InputError(f"texts[{index}] has no {mask} to fill{cut}")
+                errors.setdefault(index, error)
+
+    def _count_prompt_tokens(self) -> int:
+        """Tokens of the prompt alone, without the special token that would end it."""
+        if self._prompt_tokens is None:
+            encoding = self.tokenizer.encode([self.prompt])[0]
+            ends_special = bool(encoding.ids) and encoding.ids[-1] in self.tokenizer.frame_ids
+            self._prompt_tokens = len(encoding.ids) - ends_special
+        return self._prompt_tokens
+
+
+def _by_kind(
+    inputs: Sequence[Input], start: int
+) -> tuple[dict[int, str | Sequence[str]], dict[int, Input]]:
+    """Strings and pairs, and everything else, each by its place in the caller's order."""
+    numbered = dict(enumerate(inputs, start))
+    kinds = set(map(type, inputs))
+    if kinds == {str}:
+        return numbered, {}
+    if kinds == {np.ndarray}:
+        return {}, numbered
+    texts = {i: item for i, item in numbered.items() if isinstance(item, str) or _is_pair(item)}
+    return texts, {i: item for i, item in numbered.items() if i not in texts} if texts else numbered
+
+
+def _is_pair(item: object) -> bool:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        return False
+    return isinstance(item[0], str) and isinstance(item[1], str)
+
+
+def _is_unicode(text: str, index: int, errors: Errors) -> bool:
+    if text.isascii():
+        return True
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        errors[index] = InputError(
+            f"texts[{index}] holds half a surrogate pair at character {error.start}, which is no "
+            "text; decode its source with errors='replace'"
+        )
+        return False
+    return True
+
+
+def _no_tokenizer(index: int) -> InputError:
+    return InputError(
+        f"texts[{index}] needs a tokenizer and the checkpoint has no tokenizer; give "
+        "token ids, or save the tokenizer into the checkpoint's folder"
+    )
+
+
+def _too_many_ids(index: int, num_ids: int, limit: int) -> TooLongError:
+    return TooLongError(
+        f"texts[{index}] has {num_ids} token ids, the model takes at most {limit}; "
+        "shorten it, or pass truncate=True"
+    )
+
+
+def _type_ids(
+    encodings: Sequence[tokenizers.Encoding], tokens: Tokens, is_pair: Sequence[bool]
+) -> np.ndarray:
+    """int32 [total_tokens]; only a pair has types other than 0."""
+    types = chain.from_iterable(encoding.type_ids for encoding in encodings)
+    types = np.fromiter(types, dtype=np.int32, count=len(tokens.token_ids))
+    return types * np.repeat(np.asarray(is_pair, dtype=np.int32), tokens.seqlens)
+
+
+def _alignment(encoding: tokenizers.Encoding, text: Input) -> Alignment:
+    return Alignment(
+        text if isinstance(text, str) else None,
+        encoding.offsets,
+        encoding.word_ids,
+        encoding.special_tokens_mask,
+    )
+
+
+def _no_requests() -> Requests:
+    int32 = np.empty(0, dtype=np.int32)
+    return Requests(np.empty(0, dtype=np.int64), int32, int32, np.empty(0, dtype=bool))
+
+
+def _in_order(pieces: Sequence[Requests]) -> Requests:
+    """Texts and ids of one window, put together in the caller's order."""
+    pieces = [piece for piece in pieces if len(piece)]
+    if len(pieces) < 2:
+        return pieces[0] if pieces else _no_requests()
+    texts, ids = pieces
+    types, prompts, alignments = texts.token_type_ids, texts.prompt_tokens, None
+    if types is not None:
+        types = np.concatenate([types, np.zeros(ids.total_tokens, dtype=np.int32)])
+    if prompts is not None:
+        prompts = np.concatenate([prompts, np.zeros(len(ids), dtype=np.int32)])
+    if texts.alignments is not None:
+        alignments = [*texts.alignments, *ids.alignments]
+    both = Requests(
+        np.concatenate([texts.indices, ids.indices]),
+        np.concatenate([texts.seqlens, ids.seqlens]),
+        np.concatenate([texts.token_ids, ids.token_ids]),
+        np.concatenate([texts.is_truncated, ids.is_truncated]),
+        types,
+        prompts,
+        alignments,
+    )
+    return both.take(np.argsort(both.indices))

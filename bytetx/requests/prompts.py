@@ -1,0 +1,94 @@
+"""What a caller wants gone on with -> token ids: strings, token ids and chats."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from bytetx.checkpoint.chat_template import ChatTemplate, Message
+from bytetx.runtime.forking import computing
+from bytetx.errors import InputError, TooLongError
+from bytetx.requests.inputs import InputReader
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
+
+# Stands for a prompt that is an error already, so that the others keep their places.
+_NOTHING = (0,)
+
+
+class PromptReader:
+    """Turns prompts into token ids, in order, and numbers them from 0.
+
+    A string gets the special tokens that the tokenizer puts around texts; token ids and chats are
+    taken as they are.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, tokenizer: Tokenizer | None, *, chat_template: ChatTemplate | None
+    ):
+        self._tokenizer, self._template = tokenizer, chat_template
+        self._reader = InputReader(spec, tokenizer, keeps_errors=True)
+        self._num_read = 0
+
+    def read(self, prompts: Sequence[Prompt]) -> list[list[int] | InputError]:
+        """The token ids of the next prompts, an InputError for each that cannot be run."""
+        start, errors, plain = self._num_read, {}, []
+        self._num_read += len(prompts)
+        for index, prompt in enumerate(prompts, start):
+            try:
+                plain.append(self._plain(prompt))
+            except InputError as error:
+                errors[index] = type(error)(f"prompts[{index}]: {error}")
+                plain.append(_NOTHING)
+        with computing():
+            window = self._reader.read(plain, start)
+        read: dict[int, list[int] | InputError] = {
+            failure.index: _respelled(failure.error) for failure in window.failures
+        }
+        rows = zip(window.requests.indices.tolist(), window.requests.split(), strict=True)
+        read |= {index: ids.tolist() for index, ids in rows}
+        read |= errors
+        return [read[index] for index in range(start, self._num_read)]
+
+    def _plain(self, prompt: Prompt) -> str | Sequence[int]:
+        """A chat as token ids; strings and token ids as they are."""
+        if isinstance(prompt, Mapping):
+            raise InputError("one message is no prompt; a chat is a list of messages")
+        if not isinstance(prompt, list | tuple) or not prompt:
+            return prompt
+        if isinstance(prompt[0], Mapping):
+            return self._chat_ids(prompt)
+        if isinstance(prompt[0], str):
+            raise InputError("a list of strings is no prompt; give one string")
+        return prompt
+
+    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        if self._tokenizer is None:
+            raise InputError("a chat needs a tokenizer, and the checkpoint has none")
+        if self._template is None:
+            raise InputError(
+                "the checkpoint's tokenizer has no chat template (chat_template in "
+                "tokenizer_config.json, or the file chat_template.jinja); give the prompt as one "
+                "string, or load a checkpoint that was tuned for chats"
+            )
+        text = self._template.render(messages)
+        try:
+            text.encode("utf-8")  # what a tokenizer raises otherwise differs from one to the next
+        except UnicodeEncodeError as error:
+            raise InputError(
+                "the chat holds half a surrogate pair, which is no text; decode its source with "
+                "errors='replace'"
+            ) from error
+        encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
+        if encoding.overflowing:
+            raise TooLongError(
+                f"the chat has more than the {self._tokenizer.max_tokens} tokens this model takes"
+            )
+        return encoding.ids
+
+
+def _respelled(error: InputError) -> InputError:
+    """The same in words for prompts, which are never cut."""
+    text = str(error).replace("texts[", "prompts[", 1).replace(", or pass truncate=True", "")
+    return type(error)(text)

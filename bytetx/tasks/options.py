@@ -1,0 +1,53 @@
+"""Keyword arguments of Model's tasks, as type checkers see them; the methods say what they mean."""
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, TypedDict
+
+from bytetx.requests.inputs import Input
+
+Texts = Iterable[Input]
+
+# The values of stream and on_error, on which the type of a task's result depends.
+No = Literal[False]
+Yes = Literal[True]
+Raise = Literal["raise"]
+Return = Literal["return"]
+OnError = Literal["raise", "return"]
+
+
+class TextOptions(TypedDict, total=False):
+    truncate: bool
+    show_progress: bool
+
+
+class EmbedOptions(TextOptions, total=False):
+    prompt: str | None
+    prompt_name: str | None
+    dimensions: int | None
+    pooling: str | Sequence[str] | None
+    normalize: bool | None
+
+
+class ClassifyOptions(TextOptions, total=False):
+    top_k: int | None
+    raw_scores: bool
+
+
+class TagOptions(TextOptions, total=False):
+    aggregation: str
+    ignore_labels: Collection[str]
+
+
+class FillMaskOptions(TextOptions, total=False):
+    top_k: int
+    targets: Sequence[str] | None
+
+
+class StatesOptions(TextOptions, total=False):
+    layers: Sequence[int]
+
+
+class GenerateOptions(TypedDict, total=False):
+    kv_cache_tokens: int | None
+    max_num_seqs: int | None
+    show_progress: bool

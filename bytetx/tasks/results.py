@@ -1,0 +1,205 @@
+"""What the tasks return: one entry a text in the caller's order, with the run's counts."""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, SupportsIndex, TypeVar
+
+import numpy as np
+
+from bytetx.generate.outputs import FinishReason, TokenLogprob
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError
+
+T = TypeVar("T")
+
+# exp of more is beyond a double.
+_MAX_EXPONENT = 709.0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One class of a text and its score (a probability, unless raw scores were asked for)."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One document of a reranking: its place in the input, its score, and the document."""
+
+    index: int
+    score: float
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """A tagged token, or a group of tokens with one tag.
+
+    entity: the tag; without its B-/I- prefix where tokens were grouped.
+    start, end: characters of the text, None where token ids were given.
+    index: the token's place in the sequence, word_id: the word's place in the text; both are those
+    of the first token of a group.
+    """
+
+    entity: str
+    score: float
+    word: str
+    start: int | None
+    end: int | None
+    index: int
+    word_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """One filling of one mask of a text.
+
+    mask_index: which mask of the text, from 0.  sequence: the text with this mask filled.
+    """
+
+    mask_index: int
+    score: float
+    token: int
+    token_str: str
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Likelihood:
+    """How likely a causal model finds a text; natural logarithms.
+
+    log_likelihood: the sum over tokens.  token_log_likelihoods: f32, of each token given those
+    before it; the first token has none before it and is not among them.
+    """
+
+    log_likelihood: float
+    token_log_likelihoods: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that were scored: all but the first."""
+        return len(self.token_log_likelihoods)
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the mean surprise of a token; NaN where no token was scored."""
+        if not self.num_tokens:
+            return math.nan
+        mean = -self.log_likelihood / self.num_tokens
+        return math.exp(mean) if mean < _MAX_EXPONENT else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """One answer to a prompt.
+
+    text: without special tokens, and without what stopped it.  token_ids: all that were chosen, a
+    stop token too.  finish_reason: "stop" (stop: the string or token that did it), "length" or
+    "abort".  logprobs: one a token, where SamplingParams.logprobs asked for them.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: FinishReason
+    stop: str | int | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The answers to one prompt: SamplingParams.n of them; the first one's fields are at hand.
+
+    prompt_logprobs: of the prompt's second to last tokens, where they were asked for.
+    """
+
+    num_prompt_tokens: int
+    answers: tuple[GeneratedText, ...]
+    prompt_logprobs: Sequence[TokenLogprob] | None = None
+
+    @property
+    def text(self) -> str:
+        return self.answers[0].text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        return self.answers[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self.answers[0].finish_reason
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprob] | None:
+        return self.answers[0].logprobs
+
+
+class Results(list[T]):
+    """A list of results with the run's counts; a text that failed is its InputError."""
+
+    def __init__(self, items: Iterable[T], stats: RunStats, errors: Mapping[int, InputError]):
+        super().__init__(items)
+        self.stats = stats
+        self.errors = errors
+
+
+@dataclass(frozen=True, slots=True)
+class Embeddings:
+    """Vectors f32 [num_texts, dimensions] in the caller's order.
+
+    errors: InputError of each text that failed, by its index; its vector is NaN.
+    """
+
+    vectors: np.ndarray
+    stats: RunStats
+    errors: Mapping[int, InputError] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.vectors.shape
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: SupportsIndex | slice | np.ndarray) -> np.ndarray:
+        return self.vectors[index]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return iter(self.vectors)
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.vectors, dtype=dtype, copy=copy)
+
+
+class Stream(Iterator[T], Generic[T]):
+    """Results one by one in the caller's order; `stats` counts what has been computed so far.
+
+    `close()` ends the run early; so does dropping the stream.
+    """
+
+    def __init__(self, blocks: Generator[list[T], None, None], stats: Callable[[], RunStats]):
+        self._results = _flatten(blocks)
+        self._stats = stats
+
+    def __iter__(self) -> "Stream[T]":
+        return self
+
+    def __next__(self) -> T:
+        return next(self._results)
+
+    @property
+    def stats(self) -> RunStats:
+        return self._stats()
+
+    def close(self) -> None:
+        self._results.close()
+
+
+def _flatten(blocks: Generator[list[T], None, None]) -> Generator[T, None, None]:
+    try:
+        for block in blocks:
+            yield from block
+    finally:
+        blocks.close()
