@@ -5,18 +5,18 @@ from contextlib import closing, suppress
 from typing import Any, Literal, Unpack, overload
 
 from bytetx.arguments import check_iterable
+from bytetx.errors import InputError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import AnswerPiece
-from bytetx.errors import InputError
 from bytetx.generate.sizes import GenerationSizes, generation_sizes
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.progress import num_texts, with_progress
 from bytetx.requests.prompts import Prompt, PromptReader
-from bytetx.tasks.results import Generation, Results, Stream
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
 from bytetx.tasks.generate import GenerationRun, build_engine, count_error
+from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
+from bytetx.tasks.results import Generation, Results, Stream
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

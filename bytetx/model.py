@@ -20,22 +20,25 @@ from bytetx.arguments import (
     chosen_modes,
 )
 from bytetx.checkpoint.files import resolve_checkpoint
-from bytetx.runtime.forking import computing
+from bytetx.encode.model_runner import Runner
 from bytetx.encode.pipeline import Finished, in_order, run
 from bytetx.encode.request import RunCounter
-from bytetx.encode.model_runner import Runner
 from bytetx.encode.scheduler import check_token_budget, windows
 from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
+from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.requests.inputs import InputReader
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
-from bytetx.ops.pooling import POOLING_MODES
-from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
-from bytetx.progress import num_texts, with_progress
-from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.nn.sentence_modules import Normalize, activation_by_name
+from bytetx.ops.pooling import POOLING_MODES
+from bytetx.progress import num_texts, with_progress
+from bytetx.requests.inputs import InputReader
+from bytetx.runtime.forking import computing
+from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
+from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
+from bytetx.tasks.fill_mask import FillMaskTask, find_targets
+from bytetx.tasks.hidden_states import HiddenStatesTask
 from bytetx.tasks.options import (
     ClassifyOptions,
     EmbedOptions,
@@ -50,10 +53,7 @@ from bytetx.tasks.options import (
     Texts,
     Yes,
 )
-from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
-from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
-from bytetx.tasks.fill_mask import FillMaskTask, find_targets
-from bytetx.tasks.hidden_states import HiddenStatesTask
+from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from bytetx.cli.commands import main
-from bytetx.encode.request import RunStats
-from bytetx.errors import InputError
 from bytetx.cli.files import command, job
 from bytetx.cli.files.writer import StagedOutput
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError
 
 ROWS = ["fine", "broken", "a fox", "", "bad", "the last but one", "the last"]
 BUSY = "is being written by another bytetx"

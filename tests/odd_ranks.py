@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from bytetx.executor import worker as following
 from bytetx.checkpoint import weights
-from bytetx.parallel import tp
+from bytetx.executor import worker as following
 from bytetx.nn.transformer import Transformer
+from bytetx.parallel import tp
 
 
 def main(arguments: Sequence[str]) -> None:

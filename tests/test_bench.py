@@ -24,8 +24,8 @@ from bytetx.bench.records import Record, read_records, source_sha256, write_reco
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
 from bytetx.bench.table import records_table, summary_line
-from bytetx.errors import BytetxError
 from bytetx.checkpoint.spec import build_spec
+from bytetx.errors import BytetxError
 
 RECORD = Record(
     suite="cpu",

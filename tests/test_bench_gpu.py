@@ -30,9 +30,9 @@ from bytetx.bench.plot import draw
 from bytetx.bench.records import Record, write_record
 from bytetx.bench.suite import Measurement
 from bytetx.bench.table import summary_line
+from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
 from bytetx.ops.attention import varlen_attention
-from bytetx.checkpoint.spec import build_spec
 
 pytest.importorskip("transformers")
 

@@ -17,15 +17,15 @@ from bytetx.bench import comm, tp_layer, tp_models, tune_comm, tune_layers, tune
 from bytetx.bench.cli import app
 from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
-from bytetx.nn.blocks import WholeBlocks
+from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
+from bytetx.nn.blocks import WholeBlocks
+from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops import native
 from bytetx.ops.comm_plan import CommPlan, Layer
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import RowScheme
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
-from bytetx.checkpoint.spec import build_spec
 
 HEADS = {"num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64}
 TINY = {

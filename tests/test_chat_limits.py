@@ -16,8 +16,8 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.checkpoint import chat_process
-from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.chat_process import RendererProcess
+from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.errors import CheckpointError, InputError
 
 ROOT = Path(__file__).resolve().parent.parent

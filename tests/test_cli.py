@@ -15,8 +15,8 @@ from checkpoints import save_checkpoint, save_sentence_model
 from tiny import save
 from tiny_decoders import tiny_decoder
 
-from bytetx.cli.commands import main
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.cli.commands import main
 from bytetx.errors import CheckpointError
 
 TEXTS = ["one short text", "", "another text that is rather longer than the first", "x"]

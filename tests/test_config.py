@@ -14,8 +14,8 @@ import pytest
 
 from bytetx.checkpoint import files as config_module
 from bytetx.checkpoint.files import load_config, resolve_checkpoint, transformer_folder
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.side_files import read_json
+from bytetx.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -14,10 +14,10 @@ import torch
 from checkpoints import edit_json, save_checkpoint
 
 import bytetx
-from bytetx.runtime import cuda_graphs as graphs
 from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.model import Model
+from bytetx.runtime import cuda_graphs as graphs
 
 pytestmark = pytest.mark.gpu
 

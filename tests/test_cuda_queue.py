@@ -15,12 +15,12 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.encode import cuda_queue
-from bytetx.runtime import cuda_graphs as graphs
 from bytetx.encode.cuda_queue import CudaQueue, _copy
-from bytetx.runtime.cuda_graphs import CapturedStep
-from bytetx.runtime.on_stream import OnStream
 from bytetx.model import Model
 from bytetx.nn.transformer import Transformer
+from bytetx.runtime import cuda_graphs as graphs
+from bytetx.runtime.cuda_graphs import CapturedStep
+from bytetx.runtime.on_stream import OnStream
 
 
 class FakeStream:

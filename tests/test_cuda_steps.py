@@ -15,13 +15,13 @@ from test_generate_soak import num_free_pages, random_requests
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.runtime import cuda_graphs as graphs
 from bytetx.generate.cuda_steps import CudaSteps
-from bytetx.runtime.decode_block import decode_layout, round_rows
-from bytetx.generate.model_runner import GenerationRunner
 from bytetx.generate.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
+from bytetx.generate.model_runner import GenerationRunner
 from bytetx.generate.sampler_output import Sampled
 from bytetx.model import Model
+from bytetx.runtime import cuda_graphs as graphs
+from bytetx.runtime.decode_block import decode_layout, round_rows
 from bytetx.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

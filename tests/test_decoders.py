@@ -8,10 +8,10 @@ import torch
 from tiny import load, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import DECODERS, WINDOW, CachedRun, causal_class, expected, tiny_decoder
 
-from bytetx.nn import heads
 from bytetx.checkpoint.files import load_config
-from bytetx.packed import split
 from bytetx.checkpoint.spec import build_spec
+from bytetx.nn import heads
+from bytetx.packed import split
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
 SEQLENS = [1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 40, 3]

@@ -18,9 +18,9 @@ from tiny import (  # noqa: F401  (one_thread is a fixture)
 )
 from torch import nn
 
-from bytetx.nn import heads
 from bytetx.checkpoint.config import ACTIVATIONS
 from bytetx.errors import CheckpointError
+from bytetx.nn import heads
 from bytetx.packed import split
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32

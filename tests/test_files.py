@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bytetx.errors import InputError
 from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import RankRequest, Record, Shape
+from bytetx.errors import InputError
 
 DIM = 4
 

@@ -19,10 +19,10 @@ from test_cli_process import command, environment
 from test_generate import TEMPLATE
 
 import bytetx as api
-from bytetx.errors import InputError
 from bytetx.cli.files import job
 from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import Record, RecordError, Shape
+from bytetx.errors import InputError
 
 HALF = "\ud800"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from test_cli_process import command, encoder, environment  # noqa: F401  (encoder is a fixture)
 
-from bytetx.errors import BytetxError
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
+from bytetx.errors import BytetxError
 
 # Each of them with every task, suffix and step takes an hour on two cores; these are those that
 # differ, and where it is not about the end of a job, some of the steps.

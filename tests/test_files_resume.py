@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bytetx.encode.request import RunStats
-from bytetx.errors import InputError, OptionError
 from bytetx.cli.files import job
 from bytetx.cli.files.encoders import NPY_HEADER_BYTES, LineEncoder, VectorEncoder
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths, check_output
@@ -25,6 +23,8 @@ from bytetx.cli.files.records import Shape
 from bytetx.cli.files.resume import Counts, Progress, skip_done
 from bytetx.cli.files.terminal import closing_line, short
 from bytetx.cli.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_whole
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError, OptionError
 
 DIM = 4
 

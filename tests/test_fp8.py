@@ -12,16 +12,16 @@ from tiny import one_thread  # noqa: F401
 import bytetx
 from bytetx.bench.texts import Lognormal, english_passages
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import InputError
 from bytetx.nn.fp8 import inner_bound
 from bytetx.nn.loading import load_checkpoint
+from bytetx.nn.tensors import NormWeight
+from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import split
-from bytetx.nn.tensors import NormWeight
-from bytetx.nn.transformer import Transformer
-from bytetx.checkpoint.weights import Weights
 
 # Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.
 _GEMM_NOISE = 0.037

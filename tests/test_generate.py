@@ -16,11 +16,11 @@ from tiny_decoders import DECODERS, tiny_decoder
 from torch import nn
 
 import bytetx
-from bytetx.nn import heads
 from bytetx.errors import CheckpointError, DeviceMemoryError, InputError, TooLongError
 from bytetx.model import Model
-from bytetx.sampling_params import SamplingParams
+from bytetx.nn import heads
 from bytetx.nn.transformer import Transformer
+from bytetx.sampling_params import SamplingParams
 
 NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

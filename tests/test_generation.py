@@ -9,9 +9,9 @@ from fake_model import FakeModel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytetx.errors import InputError, TooLongError
 from bytetx.generate.scheduler import GenerationScheduler, StepPlan
 from bytetx.generate.sequence import SequenceState, Status
-from bytetx.errors import InputError, TooLongError
 from bytetx.sampling_params import SamplingParams
 
 

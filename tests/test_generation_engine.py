@@ -11,14 +11,14 @@ import pytest
 import torch
 from fake_model import FakeModel
 
+from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.generate.detokenizer import DecodedStream
 from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.scheduler import GenerationScheduler, StepPlan
 from bytetx.generate.outputs import AnswerPiece
-from bytetx.generate.sampler_output import Sampled
 from bytetx.generate.sampler import Sampler
-from bytetx.errors import InputError, StepError, TooLongError
+from bytetx.generate.sampler_output import Sampled
+from bytetx.generate.scheduler import GenerationScheduler, StepPlan
 from bytetx.sampling_params import SamplingParams
 
 VOCAB_SIZE = 97

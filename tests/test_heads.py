@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, save, tiny_model  # noqa: F401
 
-from bytetx.nn import heads
 from bytetx.checkpoint.files import read_json
 from bytetx.errors import CheckpointError
+from bytetx.nn import heads
 from bytetx.packed import pack
 
 

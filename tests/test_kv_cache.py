@@ -4,8 +4,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bytetx.generate.kv_cache import PageAllocator, page_keys
 from bytetx.errors import InputError
+from bytetx.generate.kv_cache import PageAllocator, page_keys
 
 
 def test_bad_sizes_are_refused() -> None:

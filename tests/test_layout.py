@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import FAMILIES, SIZES
 
+from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import InputError
 from bytetx.parallel.layout import deal, deal_features, has_even_shares, split_model
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
-from bytetx.checkpoint.spec import ModelSpec, build_spec
 
 SMALL, LARGE = range(1, 9), range(0, 70_000)
 

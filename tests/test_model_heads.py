@@ -18,8 +18,8 @@ from torch import nn
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError
-from bytetx.tasks.results import Entity
 from bytetx.tasks.classify import sigmoid
+from bytetx.tasks.results import Entity
 from bytetx.tasks.tag import AGGREGATIONS
 
 LABELS = {0: "O", 1: "B-PER", 2: "I-PER", 3: "B-LOC", 4: "I-LOC", 5: "MISC"}

@@ -17,8 +17,8 @@ from tiny import one_thread, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.runtime import forking
 from bytetx.errors import ForkError, InputError
+from bytetx.runtime import forking
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXTS = ["a text", "another text, which is longer", "x"]

@@ -11,16 +11,16 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.cli.commands import commands as cli
-from bytetx.runtime import faults
-from bytetx.runtime.block import block_layout
-from bytetx.runtime.buckets import Bucket
-from bytetx.encode.request import Requests
 from bytetx.encode.model_runner import Part
+from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.packed import pack
+from bytetx.runtime import faults
+from bytetx.runtime.block import block_layout
+from bytetx.runtime.buckets import Bucket
 
 CUDA = torch.device("cuda", 0)
 

@@ -13,8 +13,8 @@ from tiny import one_thread  # noqa: F401  (autouse)
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.errors import CheckpointError, InputError
 from bytetx.checkpoint.side_files import read_bytes, read_json, unique_keys
+from bytetx.errors import CheckpointError, InputError
 
 # What raised AttributeError, TypeError, OverflowError, PanicException and others, and what is told.
 TOKENIZER = [

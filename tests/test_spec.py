@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from bytetx.checkpoint import family
 from bytetx.checkpoint.config import ACTIVATIONS
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.family import families, known_model_types, read_family
 from bytetx.checkpoint.rope_spec import SCALINGS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.errors import CheckpointError
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}

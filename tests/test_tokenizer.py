@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.errors import CheckpointError, InputError, TooLongError
 from bytetx.checkpoint.tokenizer import load_tokenizer
+from bytetx.errors import CheckpointError, InputError, TooLongError
 
 KINDS = ["wordpiece", "bpe", "unigram"]
 

@@ -12,10 +12,10 @@ from tiny import FAMILIES, one_thread, random_ids, save, tiny_model  # noqa: F40
 from tiny_decoders import tiny_decoder
 
 import bytetx
+from bytetx.executor.control import Followers
 from bytetx.executor.leader import load_led, start_ranks
 from bytetx.model import Model
 from bytetx.packed import pack
-from bytetx.executor.control import Followers
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup
 from bytetx.sampling_params import SamplingParams

@@ -19,18 +19,18 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.checkpoint import weights as weights_module
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError, GroupError, InputError
-from bytetx.executor.leader import load_led, start_ranks
-from bytetx.nn.loading import load_share
-from bytetx.model import Model
-from bytetx.ops.comm_workspace import Workspace
 from bytetx.executor.channel import Channel
 from bytetx.executor.control import FAILED, Followers
+from bytetx.executor.leader import load_led, start_ranks
+from bytetx.model import Model
+from bytetx.nn.loading import load_share
+from bytetx.nn.sharded_blocks import ShardedBlocks
+from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
-from bytetx.checkpoint.spec import ModelSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 # Far above what a group needs to end (about a second), far below any timeout of a collective.

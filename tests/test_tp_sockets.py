@@ -22,12 +22,12 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.errors import GroupError, InputError
-from bytetx.model import Model
 from bytetx.executor import torchrun
 from bytetx.executor.channel import Channel
 from bytetx.executor.control import UNKNOWN_CODE, Followers
 from bytetx.executor.launch import new_meeting_folder
 from bytetx.executor.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
+from bytetx.model import Model
 
 SECONDS = 60.0
 LOOPBACK = ("127.", "::1")

@@ -18,11 +18,10 @@ from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fi
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.executor import leader as leading
 from bytetx.errors import GroupError, InputError
+from bytetx.executor import heartbeat, launch
+from bytetx.executor import leader as leading
 from bytetx.model import Model
-from bytetx.executor import heartbeat
-from bytetx.executor import launch
 
 LIMIT_S = 1.0
 # Far above the limits, far below the day that a collective may take.

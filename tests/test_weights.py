@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
-from bytetx.nn import heads
 from bytetx.checkpoint import weights as weights_module
 from bytetx.checkpoint.files import load_config
-from bytetx.errors import CheckpointError
-from bytetx.nn.loading import load_checkpoint
 from bytetx.checkpoint.spec import build_spec
-from bytetx.nn.tensors import TensorLoader
 from bytetx.checkpoint.weights import Part, Weights, read_header
+from bytetx.errors import CheckpointError
+from bytetx.nn import heads
+from bytetx.nn.loading import load_checkpoint
+from bytetx.nn.tensors import TensorLoader
 
 ROOT = Path(__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
 import bytetx
-from bytetx.runtime import device_memory
-from bytetx.nn import loading
 from bytetx.checkpoint import weights as weights_module
 from bytetx.checkpoint.files import load_config
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.spec import build_spec
 from bytetx.checkpoint.weights import Weights, read_header
+from bytetx.errors import CheckpointError
+from bytetx.nn import loading
+from bytetx.runtime import device_memory
 
 IDS = random_ids([9, 2])
 ONE = b'{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'

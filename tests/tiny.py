@@ -11,11 +11,11 @@ import transformers
 from torch import nn
 
 from bytetx.checkpoint.files import load_config
-from bytetx.packed import PackedBatch, pack, split
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.weights import Weights
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer
-from bytetx.checkpoint.weights import Weights
+from bytetx.packed import PackedBatch, pack, split
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()

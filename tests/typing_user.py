@@ -7,9 +7,9 @@ import numpy as np
 from torch import nn
 
 import bytetx
+from bytetx.errors import InputError
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.generate.outputs import AnswerPiece
-from bytetx.errors import InputError
 from bytetx.tasks.results import (
     Embeddings,
     Entity,

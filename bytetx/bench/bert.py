@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bytetx.bench.lengths import prefix_sums
 from bytetx.bench.rivals import quiet
 from bytetx.checkpoint.files import load_config
-from bytetx.packed import PackedBatch, pack
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch, pack
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 SIZES: dict[str, dict[str, int]] = {

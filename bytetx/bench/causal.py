@@ -12,8 +12,8 @@ import torch
 
 from bytetx.bench.gpu import Work
 from bytetx.bench.rivals import quiet
-from bytetx.nn.kv_cache import page_bytes
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.kv_cache import page_bytes
 
 # (transformers' stem, what its config does not have by default)
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

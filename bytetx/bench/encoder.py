@@ -23,8 +23,8 @@ from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, w
 from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
 from bytetx.bench.suite import Measurement, Suite
-from bytetx.errors import BytetxError
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import BytetxError
 from bytetx.nn.transformer import Transformer
 
 # Beyond this a rival did other work than ours: f16 rounds at 2^-11, through 24 layers.

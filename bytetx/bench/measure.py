@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bytetx.ops.linear import linear, prepare_linear
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.ops.linear import linear, prepare_linear
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
 _RATE_ROWS = (1024, 4096)

@@ -25,10 +25,10 @@ from bytetx.bench.tp_models import (
 )
 from bytetx.nn.blocks import WholeBlocks
 from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.packed import PackedBatch
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
 
 _CONTEXT = 128  # keys of a sequence that decodes

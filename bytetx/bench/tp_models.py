@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from bytetx.bench.gpu import Run
+from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, RowWeight
-from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.decoder import Decoder, DecoderLayer
+from bytetx.nn.kv_cache import KvCache, allocate_cache
+from bytetx.nn.rotary import rotary_tables
+from bytetx.nn.sharded_blocks import ShardedBlocks
+from bytetx.nn.transformer import EmbeddingWeights, LayerWeights, Transformer
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.packed import PackedBatch, Past, pack_columns
 from bytetx.parallel.layout import split_model
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.parallel.tp import TpGroup
-from bytetx.nn.rotary import rotary_tables
-from bytetx.checkpoint.spec import ModelSpec, build_spec
-from bytetx.nn.transformer import EmbeddingWeights, LayerWeights, Transformer
 
 _PAGE_SIZE = 16
 # Without a vocabulary: what is measured are layers.

@@ -17,8 +17,8 @@ from bytetx.bench.lengths import dense
 from bytetx.bench.ranks import Ranks, ranks_us
 from bytetx.bench.suite import select
 from bytetx.bench.tp_models import layers_run, prefill_batch, shared_layers, spec_of
-from bytetx.parallel.row_scheme import RowScheme
 from bytetx.nn.sharded_blocks import ShardedBlocks
+from bytetx.parallel.row_scheme import RowScheme
 
 _MODELS = ("gpt3", "llama-70b", "bert-large")
 _ROWS = (64, 128, 256, 512, 704, 1024, 2112, 4160)  # whole sequences

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, RendererProcess
-from bytetx.errors import CheckpointError, InputError
 from bytetx.checkpoint.side_files import read_text
 from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_config, special_token
+from bytetx.errors import CheckpointError, InputError
 
 Message = Mapping[str, Any]
 

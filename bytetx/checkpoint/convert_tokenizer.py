@@ -14,9 +14,9 @@ from types import ModuleType
 import tokenizers
 
 from bytetx.checkpoint.files import load_config
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
 from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_config
+from bytetx.errors import CheckpointError
 
 # Each says that a checkpoint has a tokenizer, though not in the form that is read without help.
 _VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")

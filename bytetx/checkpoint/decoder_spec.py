@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bytetx.checkpoint.config import Values
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
+from bytetx.errors import CheckpointError
 
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
 ATTENTION_LINEARS = ("q", "k", "v", "qkv", "attn_out")

@@ -13,7 +13,6 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.side_files import (
     FLAG,
     PATH,
@@ -27,6 +26,7 @@ from bytetx.checkpoint.side_files import (
     read_json,
     read_json_objects,
 )
+from bytetx.errors import CheckpointError
 
 # Everything a load may read, in any subfolder; weights in other formats are never fetched.
 _HUB_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")

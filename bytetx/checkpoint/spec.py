@@ -6,9 +6,9 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.decoder_spec import DecoderSpec, read_decoder
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.family import families, known_model_types
 from bytetx.checkpoint.rope_spec import rotary_positions
+from bytetx.errors import CheckpointError
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 

@@ -10,10 +10,10 @@ import tokenizers
 from tokenizers import normalizers
 
 from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabulary
-from bytetx.errors import CheckpointError
-from bytetx.ops.int_lists import flatten_int_lists
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
+from bytetx.errors import CheckpointError
+from bytetx.ops.int_lists import flatten_int_lists
 
 Text = str | tuple[str, str]
 

@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bytetx.checkpoint.side_files import FLAG, TEXT, Field, either, list_of, number, one_of, read_fields
+from bytetx.checkpoint.side_files import (
+    FLAG,
+    TEXT,
+    Field,
+    either,
+    list_of,
+    number,
+    one_of,
+    read_fields,
+)
 
 SPECIAL_TOKENS = tuple(
     f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")

@@ -12,9 +12,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.side_files import PATH, TABLE, read_json
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import CheckpointError
 
 _DTYPES = {
     "F64": torch.float64,

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
-from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
 from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
+from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
 
 # What click calls UsageError and ClickException; typer names only their child.
 _, UsageError, CommandError = typer.BadParameter.__mro__[:3]
@@ -270,8 +270,8 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
     """What runs each operation on this machine, and what a checkpoint is."""
-    from bytetx.nn.loading import check_placement
     from bytetx.cli.report import checkpoint_report, machine_report, print_report
+    from bytetx.nn.loading import check_placement
 
     check_placement(device, dtype)
     report = machine_report()

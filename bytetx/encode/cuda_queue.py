@@ -20,12 +20,12 @@ from functools import partial
 
 import torch
 
+from bytetx.encode.step import Capture, Step, Task
+from bytetx.nn.transformer import Transformer
 from bytetx.runtime.block import BlockLayout, PinnedRing, block_layout
 from bytetx.runtime.buckets import Bucket, bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
-from bytetx.encode.step import Capture, Step, Task
-from bytetx.nn.transformer import Transformer
 
 # Outputs from this size on leave on their own stream: 20 us over PCIe, more than its two events.
 _OVERLAPPED_BYTES = 1 << 20

@@ -7,12 +7,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from bytetx.runtime import faults
 from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Step, Task
-from bytetx.packed import pack_columns
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import pack_columns
+from bytetx.runtime import faults
 
 logger = logging.getLogger("bytetx")
 

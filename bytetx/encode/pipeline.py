@@ -9,13 +9,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from bytetx.runtime.forking import OwnProcess, computing
-from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.model_runner import Launched, Runner
+from bytetx.encode.request import Failure, RunCounter, Window
 from bytetx.encode.scheduler import plan_steps
 from bytetx.encode.step import Task
 from bytetx.errors import InputError
 from bytetx.ops.heap import release_heap
+from bytetx.runtime.forking import OwnProcess, computing
 
 T = TypeVar("T")
 R = TypeVar("R")

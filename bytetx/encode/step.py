@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from bytetx.encode.request import Requests
-from bytetx.packed import PackedBatch
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch
 
 R_co = TypeVar("R_co", covariant=True)
 

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bytetx.nn.kv_cache import KvCache
-from bytetx.runtime.decode_block import DecodeLayout, decode_layout
-from bytetx.runtime.cuda_graphs import GraphCache
 from bytetx.nn.heads import LmHead
+from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
+from bytetx.runtime.cuda_graphs import GraphCache
+from bytetx.runtime.decode_block import DecodeLayout, decode_layout
 
 
 class DecodeShare:

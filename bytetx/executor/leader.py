@@ -12,18 +12,13 @@ from threading import Thread
 
 import torch
 
-from bytetx.nn.kv_cache import KvCache
 from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import BytetxError, GroupError, InputError
-from bytetx.nn.heads import LmHead, MaskedLMHead
-from bytetx.nn.loading import Heads, LoadedCheckpoint, load_checkpoint, resolve_device, resolve_dtype
-from bytetx.ops.comm_workspace import workspace_bytes
-from bytetx.ops.linear import DTYPE_NAMES
-from bytetx.packed import PackedBatch
 from bytetx.executor.control import Followers
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.launch import spawn
-from bytetx.parallel.layout import split_model
 from bytetx.executor.messages import (
     Decode,
     DropCache,
@@ -36,14 +31,25 @@ from bytetx.executor.messages import (
     flat_batch,
     forward_message,
 )
-from bytetx.parallel.row_scheme import RowScheme, row_scheme
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.executor.torchrun import TorchrunLead
-from bytetx.parallel.tp import TpGroup, end_meeting, join_group
+from bytetx.nn.heads import LmHead, MaskedLMHead
+from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.loading import (
+    Heads,
+    LoadedCheckpoint,
+    load_checkpoint,
+    resolve_device,
+    resolve_dtype,
+)
 from bytetx.nn.sentence_modules import load_sentence_spec
-from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
-from bytetx.checkpoint.weights import Weights
+from bytetx.ops.comm_workspace import workspace_bytes
+from bytetx.ops.linear import DTYPE_NAMES
+from bytetx.packed import PackedBatch
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.row_scheme import RowScheme, row_scheme
+from bytetx.parallel.tp import TpGroup, end_meeting, join_group
 
 # Between looks at the other ranks while this one joins them.
 _LOOK_SECONDS = 0.1
@@ -141,7 +147,9 @@ def start_ranks(
     """The other ranks, and the group that this one has joined with them; they close together."""
     if isinstance(ranks, int):
         size, options = ranks, {"num_threads": max(1, torch.get_num_threads() // ranks)}
-        followers, store = spawn(size, module="bytetx.executor.worker", limit_s=group_timeout, **options)
+        followers, store = spawn(
+            size, module="bytetx.executor.worker", limit_s=group_timeout, **options
+        )
     else:
         size = ranks.size
         followers, store = ranks.followers(group_timeout)

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import torch
 
-from bytetx.nn.kv_cache import KvCache, allocate_cache
-from bytetx.executor.decode_worker import DecodeShare
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import GroupError
-from bytetx.nn.loading import Heads, load_share
 from bytetx.executor.control import Follower
+from bytetx.executor.decode_worker import DecodeShare
 from bytetx.executor.launch import follower_of, meeting_store
-from bytetx.parallel.layout import split_model
 from bytetx.executor.messages import (
     Decode,
     DropCache,
@@ -30,11 +28,13 @@ from bytetx.executor.messages import (
     decode,
     flat_size,
 )
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.executor.torchrun import TorchrunRank
-from bytetx.parallel.tp import Store, TpGroup, end_meeting, gpu_of, join_group
-from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.kv_cache import KvCache, allocate_cache
+from bytetx.nn.loading import Heads, load_share
+from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
+from bytetx.parallel.layout import split_model
+from bytetx.parallel.tp import Store, TpGroup, end_meeting, gpu_of, join_group
 
 # Between questions to the device.
 _MARK_SECONDS = 0.2

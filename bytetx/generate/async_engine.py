@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Thread
 
+from bytetx.errors import ForkError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import AnswerPiece
-from bytetx.errors import ForkError
 from bytetx.sampling_params import SamplingParams
 
 

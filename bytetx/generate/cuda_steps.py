@@ -17,18 +17,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bytetx.nn.kv_cache import KvCache
-from bytetx.runtime.block import PinnedRing
-from bytetx.runtime.decode_block import DecodeLayout, decode_layout, round_rows
-from bytetx.runtime.cuda_graphs import GraphCache
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.last_tokens import LastTokens
 from bytetx.generate.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
 from bytetx.generate.sampler import SamplingRows
-from bytetx.runtime.input_batch import StepColumns
 from bytetx.nn.heads import LmHead
-from bytetx.ops.paged_plan import takes_paged_plan
-from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.paged_plan import takes_paged_plan
+from bytetx.runtime.block import PinnedRing
+from bytetx.runtime.cuda_graphs import GraphCache
+from bytetx.runtime.decode_block import DecodeLayout, decode_layout, round_rows
+from bytetx.runtime.input_batch import StepColumns
 
 
 class CudaSteps:

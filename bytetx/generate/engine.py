@@ -10,12 +10,12 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
+from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.generate.output_processor import Answer, OpenText
-from bytetx.generate.scheduler import GenerationScheduler, StepPlan
 from bytetx.generate.outputs import AnswerPiece, RowResult
+from bytetx.generate.scheduler import GenerationScheduler, StepPlan
 from bytetx.generate.sequence import SequenceState
 from bytetx.generate.stopping import stop_token_ids
-from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.sampling_params import SamplingParams
 
 _MASK = 2**64 - 1

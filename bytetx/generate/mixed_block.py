@@ -15,10 +15,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.block import aligned
 from bytetx.runtime.decode_block import round_pages
 from bytetx.runtime.input_batch import StepColumns
-from bytetx.packed import PackedBatch, Past
 
 # Above, the GPU is the slower one for any model that has 20 layers or more (H200).
 MAX_MIXED_TOKENS = 2048

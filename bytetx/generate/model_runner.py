@@ -7,21 +7,21 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from bytetx.nn.kv_cache import KvCache
+from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.generate.cuda_steps import CudaSteps
+from bytetx.generate.last_tokens import LastTokens
+from bytetx.generate.sampler import Sampler, SamplingRows
+from bytetx.generate.sampler_output import Sampled
+from bytetx.generate.scheduler import StepPlan, StepRow
+from bytetx.nn.heads import LmHead, LogitRows
+from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.faults import blame, is_of_device, is_out_of_memory
 from bytetx.runtime.forking import computing
-from bytetx.generate.scheduler import StepPlan, StepRow
-from bytetx.generate.last_tokens import LastTokens
-from bytetx.runtime.on_stream import OnStream
-from bytetx.generate.sampler_output import Sampled
-from bytetx.generate.sampler import Sampler, SamplingRows
 from bytetx.runtime.input_batch import ColumnWriter, StepColumns
+from bytetx.runtime.on_stream import OnStream
 from bytetx.runtime.upload import Uploader
-from bytetx.errors import DeviceMemoryError, StepError
-from bytetx.nn.heads import LmHead, LogitRows
-from bytetx.packed import PackedBatch, Past
-from bytetx.nn.transformer import Transformer
 
 
 class GenerationRunner:

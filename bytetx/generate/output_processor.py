@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from bytetx.errors import InputError
 from bytetx.generate.detokenizer import TextStream
 from bytetx.generate.outputs import AnswerPiece, FinishReason, RowResult, TokenLogprob
 from bytetx.generate.sequence import SequenceState
 from bytetx.generate.stopping import StopStrings, finish_reason
-from bytetx.errors import InputError
 
 # Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
 # partial(DecodedStream, decode, pieces=pieces).

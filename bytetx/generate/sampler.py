@@ -6,13 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytetx.generate.scheduler import StepPlan, StepRow
-from bytetx.generate.sampler_output import Logprobs, Sampled
-from bytetx.generate.sequence import SequenceState
-from bytetx.runtime.input_batch import StepColumns
-from bytetx.generate.stopping import forbidden_tokens
-from bytetx.runtime.upload import Upload, Uploader
 from bytetx.errors import InputError
+from bytetx.generate.sampler_output import Logprobs, Sampled
+from bytetx.generate.scheduler import StepPlan, StepRow
+from bytetx.generate.sequence import SequenceState
+from bytetx.generate.stopping import forbidden_tokens
 from bytetx.nn.heads import LogitRows, logits_block
 from bytetx.ops.choice import choose_tokens
 from bytetx.ops.most_likely import most_likely
@@ -23,6 +21,8 @@ from bytetx.ops.sampling import (
     adjust_logits,
     top_logprobs,
 )
+from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.upload import Upload, Uploader
 
 
 @dataclass(frozen=True, slots=True)

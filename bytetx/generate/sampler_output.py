@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bytetx.generate.scheduler import StepRow
-from bytetx.generate.outputs import RowResult, TokenLogprob
 from bytetx.errors import InputError, StepError
+from bytetx.generate.outputs import RowResult, TokenLogprob
+from bytetx.generate.scheduler import StepRow
 from bytetx.ops.sampling import TopLogprobs
 
 _DEVICE_LOST = (

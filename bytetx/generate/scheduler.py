@@ -7,10 +7,10 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from bytetx.generate.kv_cache import PageAllocator
 from bytetx.encode.scheduler import check_token_budget
-from bytetx.generate.sequence import SequenceState, Status
 from bytetx.errors import InputError, TooLongError
+from bytetx.generate.kv_cache import PageAllocator
+from bytetx.generate.sequence import SequenceState, Status
 
 _RANK = attrgetter("rank")
 

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 
 from bytetx.arguments import check_positive
-from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
-from bytetx.runtime.faults import is_out_of_memory
-from bytetx.generate.mixed_block import MAX_MIXED_TOKENS
 from bytetx.errors import DeviceMemoryError
+from bytetx.generate.mixed_block import MAX_MIXED_TOKENS
+from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.linear import LinearWeight, primitives_bytes
 from bytetx.ops.rows import tile_rows
+from bytetx.runtime.faults import is_out_of_memory
 
 T = TypeVar("T")
 

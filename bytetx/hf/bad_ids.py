@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from bytetx.errors import InputError
-from bytetx.packed import PackedBatch
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch
 
 NAMES = ("input_ids", "position_ids", "token_type_ids")  # the order of an op's bad_ids
 

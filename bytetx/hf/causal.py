@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
 from bytetx.hf.forward import (
@@ -21,9 +22,8 @@ from bytetx.hf.forward import (
 from bytetx.hf.kept_engine import EngineKeeper
 from bytetx.hf.padding import Layout, as_callers_tensor
 from bytetx.hf.pads import is_token_of, keeps_all, keeps_pads, kept_columns, loss_reads_pads
-from bytetx.ops.linear import linear, prepare_linear
-from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.linear import linear, prepare_linear
 
 # Causal base classes that can be wrapped, with the transformers output class that each returns.
 CAUSAL_OUTPUTS = {

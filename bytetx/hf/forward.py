@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bytetx.runtime.forking import computing
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -27,8 +26,9 @@ from bytetx.hf.padding import (
 )
 from bytetx.hf.pads import keeps_pads, loss_reads_pads
 from bytetx.hf.plan import Plan, build_plan
-from bytetx.packed import PackedBatch
 from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch
+from bytetx.runtime.forking import computing
 
 # Base classes that can be wrapped, with the transformers output class that each returns.
 OUTPUTS = {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError
 from bytetx.generate.sizes import PAGE_SIZE
-from bytetx.nn.heads import LmHead
 from bytetx.hf import arguments
 from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
@@ -18,11 +18,11 @@ from bytetx.hf.forward import StandIn
 from bytetx.hf.kept_engine import EngineKeeper, EngineNeeds
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
+from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import Heads, LoadedCheckpoint
+from bytetx.nn.sentence_modules import SentenceSpec
 from bytetx.ops.linear import prepare_linear
 from bytetx.sampling_params import SamplingParams
-from bytetx.nn.sentence_modules import SentenceSpec
-from bytetx.checkpoint.spec import ModelSpec
 
 # Arguments of generate that say what goes on from where; any other one is transformers' own.
 _INPUTS = ("inputs", "input_ids", "attention_mask")

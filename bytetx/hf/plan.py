@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from bytetx.checkpoint.decoder_spec import LINEARS
-from bytetx.runtime.forking import computing
-from bytetx.errors import CheckpointError
 from bytetx.checkpoint.family import families
-from bytetx.hf.saving import hook_state_dict, unhook_state_dict
-from bytetx.ops.check import addresses
-from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.errors import CheckpointError
+from bytetx.hf.saving import hook_state_dict, unhook_state_dict
+from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.check import addresses
+from bytetx.runtime.forking import computing
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.linear_norm import linear_norm
 from bytetx.ops.norm import layer_norm, rms_norm
 from bytetx.parallel.layout import ModelSplit
-from bytetx.checkpoint.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, Rows
 from bytetx.nn.kv_cache import KvCache, LayerCache
+from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.gated import GatedWeight
@@ -16,8 +18,6 @@ from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
 from bytetx.ops.rotary import rotary
 from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
 from bytetx.packed import PackedBatch
-from bytetx.nn.rotary import RotaryTables
-from bytetx.checkpoint.spec import ModelSpec
 
 OnLayer = Callable[[torch.Tensor], None]
 OnKv = Callable[[torch.Tensor, torch.Tensor], None]

@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import torch
 
+from bytetx.checkpoint.decoder_spec import LINEARS
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.weights import Part
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, WholeBlocks
 from bytetx.nn.decoder import Decoder, DecoderLayer
-from bytetx.checkpoint.decoder_spec import LINEARS
+from bytetx.nn.rotary import rotary_tables
+from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
 from bytetx.parallel.layout import features
-from bytetx.nn.rotary import rotary_tables
-from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.tensors import TensorLoader
-from bytetx.checkpoint.weights import Part
 
 
 def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None) -> Decoder:

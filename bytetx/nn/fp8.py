@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from bytetx.nn.tensors import NormWeight
 from bytetx.ops.fp8_linear import Fp8LinearWeight, fp8_linear, prepare_fp8_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
-from bytetx.nn.tensors import NormWeight
 
 FP8_MAX = 448.0
 # Between the bound in exact arithmetic and what rounded weights and rows may give.

@@ -4,15 +4,15 @@ from dataclasses import dataclass
 
 import torch
 
-from bytetx.nn.blocks import Blocks, NormWeight
+from bytetx.checkpoint.spec import HeadSpec, ModelSpec
+from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
+from bytetx.nn.blocks import Blocks, NormWeight
+from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
-from bytetx.checkpoint.spec import HeadSpec, ModelSpec
-from bytetx.nn.tensors import TensorLoader
-from bytetx.checkpoint.weights import Part
 
 # Logits of one block of rows: 128 MiB are 110 rows of a vocabulary of 151 936, twice in f32.
 _MAX_LOGITS_BYTES = 128 << 20

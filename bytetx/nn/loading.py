@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bytetx.arguments import check_group_timeout, check_positive
-from bytetx.nn.blocks import Blocks
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
-from bytetx.runtime.device_memory import check_fits
-from bytetx.runtime.faults import is_out_of_memory
-from bytetx.runtime.forking import check_device_after_fork
+from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.nn.blocks import Blocks
 from bytetx.nn.heads import (
     ClassificationHead,
     LmHead,
@@ -27,14 +28,13 @@ from bytetx.nn.heads import (
     load_sequence_classification,
     load_token_classification,
 )
-from bytetx.ops import native
 from bytetx.nn.sentence_modules import Module, SentenceSpec, load_modules, load_sentence_spec
-from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
-from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.tensors import TensorLoader
-from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.nn.transformer import Transformer
-from bytetx.checkpoint.weights import Weights
+from bytetx.ops import native
+from bytetx.runtime.device_memory import check_fits
+from bytetx.runtime.faults import is_out_of_memory
+from bytetx.runtime.forking import check_device_after_fork
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLead

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bytetx.packed import PackedBatch
 from bytetx.checkpoint.rope_spec import RotarySpec
+from bytetx.packed import PackedBatch
 
 
 @dataclass(frozen=True, slots=True)

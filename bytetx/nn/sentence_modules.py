@@ -9,10 +9,6 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.checkpoint.files import MODULES, module_folder, transformer_folder
-from bytetx.errors import CheckpointError, OptionError
-from bytetx.ops.linear import LinearWeight, linear, prepare_linear
-from bytetx.ops.norm import layer_norm
-from bytetx.ops.pooling import POOLING_MODES
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
@@ -25,6 +21,10 @@ from bytetx.checkpoint.side_files import (
     table_of,
 )
 from bytetx.checkpoint.weights import read_header
+from bytetx.errors import CheckpointError, OptionError
+from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.norm import layer_norm
+from bytetx.ops.pooling import POOLING_MODES
 
 # torch.nn activations that a config may name. A name is looked up here and never imported.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

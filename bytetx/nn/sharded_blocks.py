@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import NormWeight, RowWeight, WholeBlocks
 from bytetx.ops.comm_gemm import (
     RowNorm,
@@ -20,7 +21,6 @@ from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
 from bytetx.parallel.tp import TpGroup
-from bytetx.checkpoint.spec import ModelSpec
 
 
 class SplitLayer(Protocol):

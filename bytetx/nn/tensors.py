@@ -5,11 +5,11 @@ from itertools import islice
 
 import torch
 
-from bytetx.nn.blocks import NormWeight, OutWeight, RowWeight
+from bytetx.checkpoint.weights import Part, Weights, take_part
 from bytetx.errors import CheckpointError
+from bytetx.nn.blocks import NormWeight, OutWeight, RowWeight
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.checkpoint.weights import Part, Weights, take_part
 
 # Missing tensors that are looked for before the search ends.
 _MAX_MISSING = 1000

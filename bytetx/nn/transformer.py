@@ -9,22 +9,22 @@ from itertools import chain
 
 import torch
 
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.weights import Part
+from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, Rows, WholeBlocks
-from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.decoder import Decoder
 from bytetx.nn.decoder_weights import load_decoder
 from bytetx.nn.decoder_weights import tensor_names as decoder_tensor_names
-from bytetx.errors import CheckpointError
 from bytetx.nn.fp8 import Fp8Layer, quantize_layer, run_layers
+from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, is_planned, plan_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import ModelSplit, features
-from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.tensors import TensorLoader
-from bytetx.checkpoint.weights import Part
 
 
 @dataclass(frozen=True, slots=True)

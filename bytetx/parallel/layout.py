@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bytetx.errors import InputError
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import InputError
 
 # Steps that shares of features are cut in, best first: those that whole GEMM tiles take.
 _FEATURE_STEPS = (64, 32, 16, 8, 1)

@@ -7,11 +7,11 @@ from itertools import chain
 import numpy as np
 import tokenizers
 
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.tokenizer import Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
-from bytetx.checkpoint.spec import ModelSpec
 from bytetx.requests.token_ids import Errors, check_range, flatten_ids, no_tokens
-from bytetx.checkpoint.tokenizer import Tokenizer, Tokens
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
 Input = str | tuple[str, str] | Sequence[int] | np.ndarray

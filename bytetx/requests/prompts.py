@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from bytetx.checkpoint.chat_template import ChatTemplate, Message
-from bytetx.runtime.forking import computing
-from bytetx.errors import InputError, TooLongError
-from bytetx.requests.inputs import InputReader
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.errors import InputError, TooLongError
+from bytetx.requests.inputs import InputReader
+from bytetx.runtime.forking import computing
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 

@@ -7,9 +7,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from bytetx.runtime.buckets import FILLER_TOKENS, Bucket
 from bytetx.encode.step import Step
 from bytetx.packed import PackedBatch
+from bytetx.runtime.buckets import FILLER_TOKENS, Bucket
 
 _ALIGNMENT = 4  # int32s: every part starts at a multiple of 16 bytes
 # Blocks before one is used again; above the steps that a run keeps in flight, so nobody waits.

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.block import aligned
 from bytetx.runtime.input_batch import StepColumns
-from bytetx.packed import PackedBatch, Past
 
 # Rows share tiles of 64 in the GEMMs and cost attention nothing, so that few buckets lose little;
 # below, a step is the read of the weights whatever its rows.

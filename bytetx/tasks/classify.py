@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.encode.step import Capture, Step
 from bytetx.nn.heads import ClassificationHead, first_tokens
-from bytetx.tasks.results import Label
-from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.results import Label
 
 
 def score_function(spec: ModelSpec) -> Callable[[np.ndarray], np.ndarray]:

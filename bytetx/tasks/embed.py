@@ -9,9 +9,9 @@ import torch
 from bytetx.encode.pipeline import Finished
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
-from bytetx.ops.pooling import pool
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.pooling import pool
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Step
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
-from bytetx.tasks.results import Fill
-from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.results import Fill
 
 logger = logging.getLogger("bytetx")
 

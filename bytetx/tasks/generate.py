@@ -7,20 +7,20 @@ from itertools import islice
 from time import perf_counter
 
 from bytetx.checkpoint.byte_level import token_bytes, token_pieces
-from bytetx.generate.output_processor import OpenText
-from bytetx.generate.detokenizer import ByteStream, DecodedStream
-from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.scheduler import GenerationScheduler
-from bytetx.generate.model_runner import GenerationRunner
-from bytetx.generate.outputs import AnswerPiece
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
+from bytetx.generate.detokenizer import ByteStream, DecodedStream
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.model_runner import GenerationRunner
+from bytetx.generate.output_processor import OpenText
+from bytetx.generate.outputs import AnswerPiece
+from bytetx.generate.scheduler import GenerationScheduler
 from bytetx.generate.sizes import GenerationSizes, allocate
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
-from bytetx.tasks.results import GeneratedText, Generation
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.results import GeneratedText, Generation
 
 
 def build_engine(

@@ -7,9 +7,9 @@ from typing import Generic, SupportsIndex, TypeVar
 
 import numpy as np
 
-from bytetx.generate.outputs import FinishReason, TokenLogprob
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
+from bytetx.generate.outputs import FinishReason, TokenLogprob
 
 T = TypeVar("T")
 

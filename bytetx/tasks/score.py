@@ -7,8 +7,8 @@ import torch
 
 from bytetx.encode.step import Step
 from bytetx.nn.heads import LmHead
-from bytetx.tasks.results import Likelihood
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.results import Likelihood
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
 from bytetx.nn.heads import ClassificationHead
-from bytetx.tasks.results import Entity
-from bytetx.tasks.classify import softmax
-from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.classify import softmax
+from bytetx.tasks.results import Entity
 
 # none: every token; simple: runs of tokens with one tag; the others first give all tokens of a word
 # one tag: that of its first token, of its mean scores, or of its surest token.

@@ -9,7 +9,6 @@ import typer
 from rich.console import Console
 
 from bytetx import __version__
-from bytetx.errors import BytetxError, InputError, OptionError, StepError
 from bytetx.cli.files.job import run_job
 from bytetx.cli.files.lock import OutputLock, OutputPaths, check_output
 from bytetx.cli.files.options import JobOptions
@@ -28,6 +27,7 @@ from bytetx.cli.files.writer import (
     find_unfinished,
     is_whole,
 )
+from bytetx.errors import BytetxError, InputError, OptionError, StepError
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +250,8 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
-    from bytetx.checkpoint.files import resolve_checkpoint
     from bytetx.checkpoint.demo import demo_checkpoint
+    from bytetx.checkpoint.files import resolve_checkpoint
 
     if options.model == "":
         raise typer.BadParameter("--model is empty; give a checkpoint's folder or hub id")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
-from bytetx.encode.request import RunStats
-from bytetx.errors import InputError
 from bytetx.cli.files.encoders import Encoder
 from bytetx.cli.files.records import RankRequest, Record, Value
 from bytetx.cli.files.resume import Counts, Progress, digest_record
 from bytetx.cli.files.writer import Output
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError
 
 COMMIT_SECONDS = 0.5  # between commits; one takes about a millisecond on an SSD
 COMMIT_ROWS = 4096  # that wait at most, so that memory does not grow

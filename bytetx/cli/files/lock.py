@@ -7,9 +7,9 @@ import stat
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from bytetx.errors import BytetxError, OptionError
 from bytetx.cli.files.parquet_reader import import_parquet
 from bytetx.cli.files.resume import temporary_of
+from bytetx.errors import BytetxError, OptionError
 
 OUTPUT_SUFFIXES = (".npy", ".jsonl", ".parquet")
 

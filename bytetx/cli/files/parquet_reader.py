@@ -4,7 +4,6 @@ import base64
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from bytetx.errors import InputError
 from bytetx.cli.files.records import (
     BadLine,
     Record,
@@ -14,6 +13,7 @@ from bytetx.cli.files.records import (
     check_columns,
     take_value,
 )
+from bytetx.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa

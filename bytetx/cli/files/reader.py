@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bytetx.errors import InputError, OptionError
 from bytetx.cli.files.records import (
     BadLine,
     RankRequest,
@@ -24,6 +23,7 @@ from bytetx.cli.files.records import (
     refuse_undecodable,
     take_value,
 )
+from bytetx.errors import InputError, OptionError
 
 FORMATS = ("text", "jsonl", "csv", "parquet")
 _SUFFIXES = {

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bytetx.errors import InputError
 from bytetx.cli.files.records import RankRequest, Record, RecordError
+from bytetx.errors import InputError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from bytetx.encode.request import RunStats
-from bytetx.errors import InputError, OptionError
 from bytetx.cli.files.encoders import Encoder, LineEncoder, VectorEncoder
 from bytetx.cli.files.job import Stream
 from bytetx.cli.files.parquet import ColumnType
 from bytetx.cli.files.records import RankRequest
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError, OptionError
 from bytetx.sampling_params import SamplingParams
 
 Run = Callable[[Iterator[Any]], Stream]

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bytetx.errors import InputError
 from bytetx.cli.files.encoders import Encoder, VectorEncoder
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
 from bytetx.cli.files.parquet import ParquetForm, lines_to_parquet, vectors_to_parquet
@@ -21,6 +20,7 @@ from bytetx.cli.files.resume import (
     save_progress,
     temporary_of,
 )
+from bytetx.errors import InputError
 
 
 class Output(Protocol):
