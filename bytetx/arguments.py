@@ -32,6 +32,12 @@ def check_positive(name: str, given: object) -> None:
         raise OptionError(f"{name} must be a positive integer, got {given!r}")
 
 
+def check_token_budget(token_budget: int) -> int:
+    """The budget itself, in tokens; OptionError unless it is a positive integer."""
+    check_positive("token_budget", token_budget)
+    return token_budget
+
+
 def check_group_timeout(given: object) -> None:
     """InputError unless `given` is a number of seconds, at least 1 (inf is one)."""
     if isinstance(given, bool) or not isinstance(given, Real) or not given >= 1:

@@ -15,6 +15,7 @@ from bytetx.arguments import (
     check_iterable,
     check_names,
     check_text,
+    check_token_budget,
     check_top_k,
     chosen_layers,
     chosen_modes,
@@ -23,13 +24,14 @@ from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.encode.model_runner import Runner
 from bytetx.encode.pipeline import Finished, in_order, run
 from bytetx.encode.request import RunCounter
-from bytetx.encode.scheduler import check_token_budget, windows
+from bytetx.encode.scheduler import windows
 from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
+from bytetx.executor.load import load_ranks
 from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_ranks
+from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
 from bytetx.nn.sentence_modules import Normalize, activation_by_name
 from bytetx.ops.pooling import POOLING_MODES
 from bytetx.progress import num_texts, with_progress

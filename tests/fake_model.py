@@ -4,8 +4,9 @@ from zlib import crc32
 
 import numpy as np
 
+from bytetx.generate.input_batch_builder import ColumnWriter
 from bytetx.generate.scheduler import StepPlan
-from bytetx.runtime.input_batch import ColumnWriter, StepColumns
+from bytetx.runtime.input_batch import StepColumns
 
 EMPTY = -1  # what a slot holds that nobody wrote
 _MAX_NUM_SEQS = 256

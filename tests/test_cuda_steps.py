@@ -16,12 +16,16 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.generate.cuda_steps import CudaSteps
-from bytetx.generate.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
 from bytetx.generate.model_runner import GenerationRunner
 from bytetx.generate.sampler_output import Sampled
 from bytetx.model import Model
 from bytetx.runtime import cuda_graphs as graphs
-from bytetx.runtime.decode_block import decode_layout, round_rows
+from bytetx.runtime.paged_layout import (
+    MAX_MIXED_TOKENS,
+    decode_layout,
+    mixed_layout,
+    round_rows,
+)
 from bytetx.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -177,19 +181,22 @@ def test_layouts_hold_their_steps(num_rows: int, num_pages: int) -> None:
     layout = decode_layout(num_rows, num_pages)
     assert num_rows <= layout.num_rows == round_rows(num_rows) <= max(1.5 * num_rows, num_rows + 32)
     assert num_pages <= layout.num_pages <= max(64, 2 * num_pages)
-    starts = [0, layout.kv_seqlens, layout.seats, layout.positions, layout.slots, layout.pages]
-    ends = [*starts[1:], layout.num_ints]
-    room = [end - start for start, end in zip(starts, ends, strict=True)]
-    assert room[0] > layout.num_rows and min(room[1:5]) >= layout.num_rows
-    assert room[5] == layout.num_rows * layout.num_pages
-    assert all(start % 4 == 0 for start in starts)
+    block = torch.arange(layout.num_ints, dtype=torch.int32)
+    views = layout.block.views(block)
+    assert views["cu_seqlens"].shape == (layout.num_rows + 1,)
+    assert views["page_table"].shape == (layout.num_rows, layout.num_pages)
+    for name in ("kv_seqlens", "seats", "positions", "slot_mapping"):
+        assert views[name].shape == (layout.num_rows,)
+    taken = torch.cat([view.flatten() for view in views.values()])
+    assert len(taken.unique()) == len(taken)  # no two fields overlap
+    assert all(int(view.flatten()[0]) % 4 == 0 for view in views.values())
 
 
 @given(st.integers(1, MAX_MIXED_TOKENS), st.integers(1, 600), st.integers(1, 4096))
 def test_mixed_layouts_hold_their_steps(num_tokens: int, num_sequences: int, pages: int) -> None:
     layout = mixed_layout(num_tokens, num_sequences, pages)
     assert num_tokens <= layout.num_rows <= max(1.25 * num_tokens, num_tokens + 31)
-    assert num_sequences <= layout.num_sequences <= max(4 * num_sequences, num_sequences + 63)
+    assert num_sequences <= layout.num_seqs <= max(4 * num_sequences, num_sequences + 63)
     filler = layout.num_rows - num_tokens
     assert filler <= layout.num_pages * 16 and layout.num_pages >= pages
     assert len({mixed_layout(n, 8, 1) for n in range(1, MAX_MIXED_TOKENS + 1)}) <= 24
@@ -201,4 +208,4 @@ def test_small_steps_of_prompts_are_captured(folder: Path, like_a_gpu: None) -> 
         tokens_of(model, GREEDY, max_num_seqs=3)
         model._idle_engines[0][1]._scheduler.pages.forget_kept()  # the same steps again
     graphs = model._idle_engines[0][1]._runner._steps._graphs._graphs
-    assert {MixedLayout} < {type(layout) for layout, _ in graphs}
+    assert {layout.is_decode for layout, _ in graphs} == {True, False}

@@ -10,16 +10,17 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
-from bytetx.cli.commands import commands as cli
+from bytetx.cli import commands as cli
+from bytetx.encode.faults import step_error
 from bytetx.encode.model_runner import Part
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
+from bytetx.encode.step_layout import encode_layout
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.packed import pack
 from bytetx.runtime import faults
-from bytetx.runtime.block import block_layout
 from bytetx.runtime.buckets import Bucket
 
 CUDA = torch.device("cuda", 0)
@@ -123,7 +124,7 @@ def test_a_failed_kernel_is_named_with_its_shapes() -> None:
     error = failed_linear()
     where = faults.blame(error)
     assert where == "in linear(x float32 [3, 8] on cpu, w [4, 8])"
-    failure = faults.step_error(error, requests(), CUDA, where=where)
+    failure = step_error(error, requests(), CUDA, where=where)
     assert isinstance(failure, StepError) and isinstance(failure, InputError)
     for part in ("cuda:0", "3 texts with 6 tokens", where, "invalid configuration", "cuda_graphs"):
         assert part in str(failure)
@@ -176,7 +177,7 @@ def test_a_block_holds_a_padded_step(has_types: bool) -> None:
     )
     step = Step(columns, batch, None)
     bucket = Bucket(96, num_texts=4, num_fillers=2)
-    layout = block_layout(bucket, has_token_types=has_types)
+    layout = encode_layout(bucket, has_token_types=has_types)
     block = np.full(layout.num_ints, -1, dtype=np.int32)
     layout.write(block, step)
     padded = layout.read(torch.from_numpy(block), step, max_seqlen=96)

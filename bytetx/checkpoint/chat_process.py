@@ -27,7 +27,7 @@ _RUN = (
 
 
 class RendererProcess:
-    """bytetx.checkpoint.chat_renderer in a process, which ends with this object or with this process.
+    """bytetx.checkpoint.chat_renderer in a process that ends with this object or with this process.
 
     It runs with nothing of the caller's: no stdin, no terminal, no search path of modules but that
     of jinja2 and bytetx.  One thread at a time may call `ask`.

@@ -1,7 +1,7 @@
 """The process that renders one chat template: Jinja in a sandbox, within limits of memory and size.
 
-bytetx.checkpoint.chat_process starts it, and kills it where an answer takes too long. The first request is the
-template with its variables, each one after it a chat.
+bytetx.checkpoint.chat_process starts it, and kills it where an answer takes too long. The first
+request is the template with its variables, each one after it a chat.
 """
 
 import json

@@ -162,7 +162,7 @@ def read_family(path: Path) -> dict[str, Any]:
 
 
 def _models_folder() -> Path:
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     installed = package / "models"
     return installed if installed.is_dir() else package.parent / "models"
 

@@ -21,11 +21,12 @@ from functools import partial
 import torch
 
 from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step_layout import EncodeLayout, encode_layout
 from bytetx.nn.transformer import Transformer
-from bytetx.runtime.block import BlockLayout, PinnedRing, block_layout
 from bytetx.runtime.buckets import Bucket, bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
+from bytetx.runtime.pinned_buffers import PinnedRing
 
 # Outputs from this size on leave on their own stream: 20 us over PCIe, more than its two events.
 _OVERLAPPED_BYTES = 1 << 20
@@ -61,7 +62,7 @@ class CudaQueue:
         bucket, capture = self._sizes(step, task)
         has_types = step.batch.token_type_ids is not None
         exact = Bucket(step.batch.total_tokens, step.batch.batch_size, num_fillers=0)
-        layout = block_layout(bucket or exact, has_token_types=has_types)
+        layout = encode_layout(bucket or exact, has_token_types=has_types)
         with self._lock, OnStream(self._stream):
             pinned = self._ring.take(layout.num_ints)
             layout.write(pinned.array, step)
@@ -113,7 +114,7 @@ class CudaQueue:
         return min(bucket.total_tokens, self._transformer.spec.max_positions)
 
     def _find_graph(
-        self, layout: BlockLayout, capture: Capture, step: Step, task: Task
+        self, layout: EncodeLayout, capture: Capture, step: Step, task: Task
     ) -> CapturedStep | None:
         key = (layout, capture.key)
         captured = self._graphs.find(key)
@@ -149,7 +150,7 @@ class CudaQueue:
 
 def _compute(
     transformer: Transformer,
-    layout: BlockLayout,
+    layout: EncodeLayout,
     step: Step,
     task: Task,
     max_seqlen: int,

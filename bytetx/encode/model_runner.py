@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.encode.cuda_queue import CudaQueue
+from bytetx.encode.faults import memory_error, step_error
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Step, Task
 from bytetx.nn.transformer import Transformer
@@ -153,7 +154,7 @@ class Runner:
         is_short = faults.is_out_of_memory(error)
         if is_short and len(requests) > 1:
             return requests.cut([0, len(requests) // 2, len(requests)])[::-1]
-        describe = faults.memory_error if is_short else faults.step_error
+        describe = memory_error if is_short else step_error
         failure = describe(error, requests, self.device, where=where)
         logger.debug("%s", failure, exc_info=error)
         # Its traceback holds frames, and these the step, its outputs and, in a ring, the failure.

@@ -6,7 +6,6 @@ from typing import TypeVar
 import numpy as np
 
 from bytetx.encode.request import Requests
-from bytetx.errors import InputError
 
 T = TypeVar("T")
 
@@ -77,11 +76,3 @@ def _step_bounds(seqlens: np.ndarray, token_budget: int) -> list[int]:
         tokens_done = int(ends[bound - 1])
         bounds.append(bound)
     return bounds
-
-
-def check_token_budget(token_budget: object) -> int:
-    """The budget itself; InputError where it is no positive integer."""
-    is_integer = isinstance(token_budget, int) and not isinstance(token_budget, bool)
-    if not is_integer or token_budget < 1:
-        raise InputError(f"token_budget must be a positive integer, got {token_budget!r}")
-    return token_budget

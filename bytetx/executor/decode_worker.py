@@ -15,7 +15,7 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
 from bytetx.runtime.cuda_graphs import GraphCache
-from bytetx.runtime.decode_block import DecodeLayout, decode_layout
+from bytetx.runtime.paged_layout import PagedLayout, decode_layout
 
 
 class DecodeShare:
@@ -57,10 +57,10 @@ class DecodeShare:
         """Lets go of the graphs, when they have run."""
         self._graphs.clear()
 
-    def _compute(self, layout: DecodeLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
+    def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         self._receive(block)
-        batch, seats = layout.read(block, page_size=self._cache.page_size)
-        batch = replace(batch, input_ids=self._receive(torch.empty_like(seats)))
+        step = layout.read(block, page_size=self._cache.page_size)
+        batch = replace(step.batch, input_ids=self._receive(torch.empty_like(step.seats)))
         output = self._transformer.forward(batch, cache=self._cache)
         return (self._head.forward(output) if is_greedy else output,)
 

@@ -19,16 +19,21 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.last_tokens import LastTokens
-from bytetx.generate.mixed_block import MAX_MIXED_TOKENS, MixedLayout, mixed_layout
 from bytetx.generate.sampler import SamplingRows
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.paged_plan import takes_paged_plan
-from bytetx.runtime.block import PinnedRing
 from bytetx.runtime.cuda_graphs import GraphCache
-from bytetx.runtime.decode_block import DecodeLayout, decode_layout, round_rows
 from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.paged_layout import (
+    MAX_MIXED_TOKENS,
+    PagedLayout,
+    decode_layout,
+    mixed_layout,
+    round_rows,
+)
+from bytetx.runtime.pinned_buffers import PinnedRing
 
 
 class CudaSteps:
@@ -99,19 +104,15 @@ class CudaSteps:
         pinned.is_free.record()
         return output[: int(columns.samples.sum())]
 
-    def _shared(
-        self, layout: DecodeLayout | MixedLayout, is_greedy: bool
-    ) -> AbstractContextManager[None]:
+    def _shared(self, layout: PagedLayout, is_greedy: bool) -> AbstractContextManager[None]:
         """Around a step that other ranks run, too."""
-        if isinstance(layout, MixedLayout):
+        if not layout.is_decode:
             return nullcontext()
         sizes = {"num_rows": layout.num_rows, "num_pages": layout.num_pages}
         options = {"is_greedy": is_greedy, "is_captured": self._graphs is not None}
         return self._transformer.decode_step(self._cache, **sizes, **options)
 
-    def _replay(
-        self, layout: DecodeLayout | MixedLayout, is_greedy: bool, source: Tensor
-    ) -> Tensor:
+    def _replay(self, layout: PagedLayout, is_greedy: bool, source: Tensor) -> Tensor:
         """source: the step's block, in pinned memory."""
         compute = partial(self._compute, layout, is_greedy)
         captured = None
@@ -127,23 +128,20 @@ class CudaSteps:
         captured.graph.replay()
         return captured.outputs[0]
 
-    def _compute(
-        self, layout: DecodeLayout | MixedLayout, is_greedy: bool, block: Tensor
-    ) -> tuple[Tensor]:
-        page_size, rows = self._cache.page_size, None
-        if isinstance(layout, MixedLayout):
-            batch, seats, rows = layout.read(block, page_size=page_size)
-            ids = self._last_tokens.fill_in(batch.input_ids)
-        else:
-            batch, seats = layout.read(block, page_size=page_size)
-            ids = self._last_tokens.of(seats)
+    def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
+        step = layout.read(block, page_size=self._cache.page_size)
+        if layout.is_decode:
+            ids = self._last_tokens.of(step.seats)
             self._transformer.share(block, ids)
-        hidden_states = self._transformer.forward(replace(batch, input_ids=ids), cache=self._cache)
-        if rows is not None:
-            hidden_states = hidden_states.index_select(0, rows)
+        else:
+            ids = self._last_tokens.fill_in(step.batch.input_ids)
+        batch = replace(step.batch, input_ids=ids)
+        hidden_states = self._transformer.forward(batch, cache=self._cache)
+        if step.logits_rows is not None:
+            hidden_states = hidden_states.index_select(0, step.logits_rows)
         if not is_greedy:
             return (hidden_states,)
-        return (self._last_tokens.choose(self._head.forward(hidden_states), seats),)
+        return (self._last_tokens.choose(self._head.forward(hidden_states), step.seats),)
 
     @property
     def is_capturable(self) -> bool:
@@ -160,7 +158,7 @@ class CudaSteps:
                 self._graphs.clear()
 
 
-def _layout_of(columns: StepColumns) -> DecodeLayout | MixedLayout:
+def _layout_of(columns: StepColumns) -> PagedLayout:
     num_sequences, num_pages = columns.page_table.shape
     if columns.is_decode:
         return decode_layout(num_sequences, num_pages)

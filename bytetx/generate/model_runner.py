@@ -9,6 +9,7 @@ import torch
 
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.generate.cuda_steps import CudaSteps
+from bytetx.generate.input_batch_builder import ColumnWriter
 from bytetx.generate.last_tokens import LastTokens
 from bytetx.generate.sampler import Sampler, SamplingRows
 from bytetx.generate.sampler_output import Sampled
@@ -19,7 +20,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, Past
 from bytetx.runtime.faults import blame, is_of_device, is_out_of_memory
 from bytetx.runtime.forking import computing
-from bytetx.runtime.input_batch import ColumnWriter, StepColumns
+from bytetx.runtime.input_batch import StepColumns
 from bytetx.runtime.on_stream import OnStream
 from bytetx.runtime.upload import Uploader
 

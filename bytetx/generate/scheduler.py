@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
-from bytetx.encode.scheduler import check_token_budget
+from bytetx.arguments import check_token_budget
 from bytetx.errors import InputError, TooLongError
 from bytetx.generate.kv_cache import PageAllocator
 from bytetx.generate.sequence import SequenceState, Status

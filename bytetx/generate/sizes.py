@@ -9,12 +9,12 @@ import torch
 
 from bytetx.arguments import check_positive
 from bytetx.errors import DeviceMemoryError
-from bytetx.generate.mixed_block import MAX_MIXED_TOKENS
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.linear import LinearWeight, primitives_bytes
 from bytetx.ops.rows import tile_rows
 from bytetx.runtime.faults import is_out_of_memory
+from bytetx.runtime.paged_layout import MAX_MIXED_TOKENS
 
 T = TypeVar("T")
 

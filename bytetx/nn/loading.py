@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
@@ -35,9 +34,6 @@ from bytetx.ops import native
 from bytetx.runtime.device_memory import check_fits
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.forking import check_device_after_fork
-
-if TYPE_CHECKING:
-    from bytetx.executor.torchrun import TorchrunLead
 
 logger = logging.getLogger("bytetx")
 
@@ -134,40 +130,6 @@ def load_checkpoint(
         dtype=dtype,
         is_fp8=is_fp8,
         num_parameters=weights.num_parameters,
-    )
-
-
-def load_ranks(
-    folder: Path,
-    tp: "int | TorchrunLead",
-    *,
-    device: str | torch.device,
-    dtype: str | torch.dtype,
-    token_budget: int | None,
-    group_timeout: float,
-) -> LoadedCheckpoint:
-    """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
-    check_group_timeout(group_timeout)
-    if tp == 1:
-        return load_checkpoint(folder, device=device, dtype=dtype)
-    # Imported here: torch.distributed takes a while, and few models are shared.
-    from bytetx.executor.leader import load_shared
-
-    if isinstance(tp, int):
-        check_positive("tp", tp)
-    if dtype == FP8:
-        raise OptionError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
-
-    def budget_of(spec: ModelSpec, device: torch.device) -> int:
-        return default_token_budget(spec, device) if token_budget is None else token_budget
-
-    return load_shared(
-        folder,
-        ranks=tp,
-        device=device,
-        dtype=dtype,
-        token_budget=budget_of,
-        group_timeout=float(group_timeout),
     )
 
 

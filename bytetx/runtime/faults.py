@@ -5,8 +5,7 @@ from types import FrameType, TracebackType
 
 import torch
 
-from bytetx.encode.request import Requests
-from bytetx.errors import DeviceLostError, DeviceMemoryError, StepError
+from bytetx.errors import DeviceLostError
 from bytetx.ops.check import describe
 from bytetx.ops.linear import LinearWeight
 
@@ -46,30 +45,10 @@ def blame(error: BaseException) -> str:
     return blamed
 
 
-def memory_error(
-    error: Exception, requests: Requests, device: torch.device, *, where: str
-) -> DeviceMemoryError:
-    return DeviceMemoryError(
-        f"{_describe_step(requests)} does not fit the memory of {device}, not even in a step of "
-        f"its own ({where}: {_first_line(error)}); free memory there, cut the text "
-        "(truncate=True), or load the model in float16 or on another device"
-    )
-
-
-def step_error(
-    error: Exception, requests: Requests, device: torch.device, *, where: str
-) -> StepError:
-    return StepError(
-        f"a kernel failed on {device} in a step of {_describe_step(requests)}, {where}: "
-        f"{_first_line(error)}; the other steps go on. `bytetx info` says what backs each op; "
-        "cuda_graphs=False and a smaller token_budget rule out two causes"
-    )
-
-
 def lost_error(error: Exception, num_texts: int, device: torch.device) -> DeviceLostError:
     return DeviceLostError(
         f"{device} failed for good by the time of a step of {num_texts} texts "
-        f"({_first_line(error)}); nothing more can run on it in this process: restart the process. "
+        f"({first_line(error)}); nothing more can run on it in this process: restart the process. "
         "With CUDA_LAUNCH_BLOCKING=1 in its environment the error names the kernel"
     )
 
@@ -97,10 +76,6 @@ def _shape(value: object) -> str | None:
     return f"[{value.n}, {value.k}]" if isinstance(value, LinearWeight) else None
 
 
-def _describe_step(requests: Requests) -> str:
-    texts = f"text {requests.indices[0]}" if len(requests) == 1 else f"{len(requests)} texts"
-    return f"{texts} with {requests.total_tokens} tokens"
-
-
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's text; kernels and torch add long traces behind it."""
     return str(error).strip().partition("\n")[0]

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bytetx.runtime.block import PinnedRing, aligned
+from bytetx.runtime.pinned_buffers import PinnedRing
+from bytetx.runtime.step_layout import aligned
 
 _TORCH = {
     np.dtype(np.int32): torch.int32,

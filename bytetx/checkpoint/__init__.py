@@ -1,0 +1,1 @@
+"""A checkpoint as data: its family, sizes, tensors, tokenizer and chat template."""

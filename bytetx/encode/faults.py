@@ -1,0 +1,32 @@
+"""What a step that failed says to the texts that were in it."""
+
+import torch
+
+from bytetx.encode.request import Requests
+from bytetx.errors import DeviceMemoryError, StepError
+from bytetx.runtime.faults import first_line
+
+
+def memory_error(
+    error: Exception, requests: Requests, device: torch.device, *, where: str
+) -> DeviceMemoryError:
+    return DeviceMemoryError(
+        f"{_describe_step(requests)} does not fit the memory of {device}, not even in a step of "
+        f"its own ({where}: {first_line(error)}); free memory there, cut the text "
+        "(truncate=True), or load the model in float16 or on another device"
+    )
+
+
+def step_error(
+    error: Exception, requests: Requests, device: torch.device, *, where: str
+) -> StepError:
+    return StepError(
+        f"a kernel failed on {device} in a step of {_describe_step(requests)}, {where}: "
+        f"{first_line(error)}; the other steps go on. `bytetx info` says what backs each op; "
+        "cuda_graphs=False and a smaller token_budget rule out two causes"
+    )
+
+
+def _describe_step(requests: Requests) -> str:
+    texts = f"text {requests.indices[0]}" if len(requests) == 1 else f"{len(requests)} texts"
+    return f"{texts} with {requests.total_tokens} tokens"

@@ -1,1 +1,0 @@
-"""Who runs when: requests, the token-budget scheduler, and the runner that drives a Transformer."""

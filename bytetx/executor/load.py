@@ -1,0 +1,48 @@
+"""A checkpoint on as many ranks as share it: one process, some that it starts, or torchrun's."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from bytetx.arguments import check_group_timeout, check_positive
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import OptionError
+from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_checkpoint
+
+if TYPE_CHECKING:
+    from bytetx.executor.torchrun import TorchrunLead
+
+
+def load_ranks(
+    folder: Path,
+    tp: "int | TorchrunLead",
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    token_budget: int | None,
+    group_timeout: float,
+) -> LoadedCheckpoint:
+    """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
+    check_group_timeout(group_timeout)
+    if tp == 1:
+        return load_checkpoint(folder, device=device, dtype=dtype)
+    # Imported here: torch.distributed takes a while, and few models are shared.
+    from bytetx.executor.leader import load_shared
+
+    if isinstance(tp, int):
+        check_positive("tp", tp)
+    if dtype == FP8:
+        raise OptionError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
+
+    def budget_of(spec: ModelSpec, device: torch.device) -> int:
+        return default_token_budget(spec, device) if token_budget is None else token_budget
+
+    return load_shared(
+        folder,
+        ranks=tp,
+        device=device,
+        dtype=dtype,
+        token_budget=budget_of,
+        group_timeout=float(group_timeout),
+    )

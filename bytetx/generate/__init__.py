@@ -1,0 +1,1 @@
+"""The engine of generation: scheduler, KV pages, model runner, sampler, output processor."""

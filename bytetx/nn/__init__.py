@@ -1,0 +1,1 @@
+"""The forward pass: embeddings, layers, heads, the KV cache, and how weights are loaded."""

@@ -1,0 +1,60 @@
+"""StepLayout: where a step's arrays lie in one int32 block, so that one copy moves them all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 4  # int32s: every array starts at a multiple of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One int32 array of a step. shape: what the block has room for, one or two dimensions."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class StepLayout:
+    """The places of declared fields in a block of `num_ints` int32s, in the order given."""
+
+    def __init__(self, fields: Sequence[Field]):
+        self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        end = 0
+        for field in fields:
+            start = aligned(end)
+            end = start + int(np.prod(field.shape))
+            self._fields[field.name] = (slice(start, end), field.shape)
+        self.num_ints = end
+
+    def write(
+        self,
+        block: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        fillers: Mapping[str, int] | None = None,
+    ) -> None:
+        """Copies arrays into a host block; rows of a field that an array leaves get its filler.
+
+        arrays: int32, one a field, of at most the field's shape.  fillers: 0 where none is given.
+        Columns of a two-dimensional field that an array does not have keep what they hold.
+        """
+        for name, (place, shape) in self._fields.items():
+            array, target = arrays[name], block[place].reshape(shape)
+            num_rows = len(array)
+            if array.ndim == 2:
+                target[:num_rows, : array.shape[1]] = array
+            else:
+                target[:num_rows] = array
+            target[num_rows:] = 0 if fillers is None else fillers.get(name, 0)
+
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Each field of a device block, as a view of its shape."""
+        return {name: block[place].view(shape) for name, (place, shape) in self._fields.items()}
+
+
+def aligned(num_ints: int) -> int:
+    """The next offset, in int32s, at which an array of a block may start."""
+    return -(-num_ints // _ALIGNMENT) * _ALIGNMENT
