@@ -172,7 +172,7 @@ def run_kernel(
 def _rows_for_onednn(x: Tensor) -> Tensor:
     """x [m, k] and rows behind it, as many as oneDNN has a primitive for: [tile_rows(m), k]."""
     if torch.compiler.is_compiling():
-        # A compiled graph has one row count, or symbols for it; see _FEW_ROWS of rows.py for two.
+        # A compiled graph has one row count, or symbols for it; see rows.py for two.
         return x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
     if x.dtype == torch.bfloat16 and x.shape[1] % _AMX_FEATURES:
         rows = tile_rows(x.shape[0])

@@ -15,7 +15,7 @@
 // of k while the values are added.  A run of keys ends in (maximum, sum, unnormalised output); runs
 // are merged in their order, so the result depends on nothing but the row's own keys.
 //
-// Bound by: memory, where k and v do not lie in a cache.  Numbers: csrc/README.md.
+// Bound by: memory, where k and v do not lie in a cache.  Numbers: docs/kernels/cpu.md.
 // Source: FlashDecoding (pytorch.org, 2023), the split along keys; lanes along d are standard.
 #pragma once
 

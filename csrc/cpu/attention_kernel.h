@@ -27,7 +27,7 @@
 // whatever other rows are in its tile: a prompt in pieces has the bits of the prompt at once.
 //
 // Bound by: the two products' multiply-add pipes, then exp2 (6 to 8 vector operations for 16
-// scores, against head_dim / 16 multiply-adds with bf16 pairs).  Numbers: csrc/README.md.
+// scores, against head_dim / 16 multiply-adds with bf16 pairs).  Numbers: docs/kernels/cpu.md.
 // Source: FlashAttention (arXiv 2205.14135), section 3.1, with lanes along queries; zero padding as
 // in ByteTransformer (arXiv 2210.03052).
 //

@@ -17,7 +17,7 @@
 // Bytes: q, k, v, out once each from DRAM, which bounds short sequences; keys and values from L2
 // once a tile that sees them. Longer ones are bound by the latency of a step, by issue slots, MUFU
 // (one exponential a score, 16 a clock and SM) and wgmma in nearly equal parts. Fractions:
-// csrc/README.md.
+// docs/kernels/attention.md.
 //
 // A row's result depends on its batch in two ways, both in the last bits: where in a tile its
 // sequence starts decides in which groups of 16 the matrix unit adds products, and the mean length

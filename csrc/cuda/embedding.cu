@@ -16,7 +16,8 @@
 //
 // Bytes: one row of each table read and one row written a token. Positions and what repeats of the
 // words come from L2, token types from L1, so HBM carries at most 2 * total_tokens * hidden_size *
-// sizeof(T), and L2 half as much again, which bounds narrow rows. Fraction reached: csrc/README.md.
+// sizeof(T), and L2 half as much again, which bounds narrow rows. Fraction reached:
+// docs/kernels/norm-embedding-pooling.md.
 // Source: standard.
 
 #include <math_constants.h>

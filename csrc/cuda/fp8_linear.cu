@@ -6,7 +6,8 @@
 // The kernel is fp8_linear_kernel.cuh's: persistent, two warpgroups in turn on tiles of their own,
 // one's end of a tile under the other's products. Sums grow in the matrix unit from the first
 // feature to the last: it keeps about 14 bits of each addition, which is far below what rounding
-// operands to E4M3 has cost (csrc/README.md has both). Bound by the matrix unit and its power.
+// operands to E4M3 has cost (docs/kernels/fp8-linear.md has both). Bound by the matrix unit and its
+// power.
 #include <cstdint>
 #include <stdexcept>
 #include <string>

@@ -13,7 +13,7 @@
 //
 // Bytes: (m * k + 2 * m * n) * 2 and the weight. Bound by the matrix unit, at k = 384 by HBM. On an
 // H200 0.65 to 0.90 of the time of GEMM and norm in two kernels at n = 384 (2026-11-21); more in
-// csrc/README.md. Source: moments are joined as by Chan, Golub and LeVeque (1979).
+// docs/kernels/linear.md. Source: moments are joined as by Chan, Golub and LeVeque (1979).
 #include <stdexcept>
 #include <string>
 

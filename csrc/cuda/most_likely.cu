@@ -10,7 +10,8 @@
 // join keys of 64 bits, the value's ordered bits above the inverted place, so that of equal values
 // the first wins; the cluster's first CTA joins the others' through their shared memory.
 //
-// Bytes: num_rows * vocab_size * sizeof(T). Bound by HBM; fraction reached: csrc/README.md.
+// Bytes: num_rows * vocab_size * sizeof(T). Bound by HBM; fraction reached:
+// docs/kernels/sampling.md.
 // Source: standard.
 
 #include <cooperative_groups.h>

@@ -22,7 +22,7 @@
 // CTAs for long sequences exist only where max_seqlen allows any.
 //
 // Bytes: every kept row once, batch_size * hidden_size * 4 written. Bound by HBM; fraction reached:
-// csrc/README.md. Source: standard.
+// docs/kernels/norm-embedding-pooling.md. Source: standard.
 
 #include <algorithm>
 #include <cstdint>

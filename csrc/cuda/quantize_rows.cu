@@ -7,7 +7,7 @@
 // nearest even; 448 is the largest of E4M3, and the floor of amax keeps its inverse finite.
 //
 // Bytes: total_tokens * hidden_size * (sizeof(T) + 1). Bound by HBM; fraction reached:
-// csrc/README.md. Source: standard.
+// docs/kernels/norm-embedding-pooling.md. Source: standard.
 
 #include "cuda/norm_rows.cuh"
 

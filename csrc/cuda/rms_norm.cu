@@ -6,7 +6,8 @@
 // The kernels are norm_rows.cuh's, without the mean: who does what, and why, stands there.
 //
 // Bytes: (2 to 4) * total_tokens * hidden_size * sizeof(T). Bound by HBM; fraction reached:
-// csrc/README.md. Source: root mean square layer normalization (arXiv 1910.07467).
+// docs/kernels/norm-embedding-pooling.md. Source: root mean square layer normalization (arXiv
+// 1910.07467).
 
 #include "cuda/norm_rows.cuh"
 
