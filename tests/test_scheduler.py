@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bytetx.arguments import check_token_budget
 from bytetx.encode.request import Alignment, Failure, Requests, RunCounter, Window
-from bytetx.encode.scheduler import MAX_WINDOW_STEPS, check_token_budget, plan_steps, windows
+from bytetx.encode.scheduler import MAX_WINDOW_STEPS, plan_steps, windows
 from bytetx.errors import InputError
 
 seqlens_lists = st.lists(st.integers(0, 300), max_size=120)
