@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
+import bytetx.checkpoint.tokenizer
 from bytetx.checkpoint.byte_level import token_bytes, token_pieces
 from bytetx.generate.detokenizer import ByteStream, DecodedStream, TextStream
 from bytetx.tasks.generate import text_opener
@@ -134,9 +135,8 @@ def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
 
 @pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level([b" a", b"b"])])
 def test_an_engines_streams_take_ids_beyond_the_tokenizers(tokenizer: Tokenizer) -> None:
-    checkpoint = SimpleNamespace(
-        tokenizer=SimpleNamespace(backend=tokenizer), spec=SimpleNamespace(vocab_size=300)
-    )
+    own = bytetx.tokenizer.Tokenizer(tokenizer, max_tokens=300, config={})
+    checkpoint = SimpleNamespace(tokenizer=own, spec=SimpleNamespace(vocab_size=300))
     last = tokenizer.get_vocab_size() - 1
     stream = text_opener(checkpoint)([last - 1])
     pieces = [stream.feed([token]) for token in (last, 299, last)]

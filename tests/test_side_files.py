@@ -209,3 +209,17 @@ def test_a_causal_model_with_one_eos_of_minus_one(tmp_path: Path) -> None:
     edit_json(tmp_path / "generation_config.json", eos_token_id=-1)
     answer = bytetx.load(tmp_path).generate([[5, 6]], bytetx.SamplingParams(max_tokens=3))[0]
     assert len(answer.token_ids) == 3
+
+
+def test_a_token_id_of_billions(tmp_path: Path) -> None:
+    """The table of all ids below it took tens of GiB."""
+    tokenizer = make_tokenizer("bpe")
+    tiny_decoder("llama", vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["an unheard word"] = 4_000_000_000
+    path.write_text(json.dumps(content))
+    model = bytetx.load(tmp_path)
+    with pytest.raises(CheckpointError, match="numbers a token 4000000000; ids are below"):
+        model.generate(["the"], bytetx.SamplingParams(max_tokens=2))

@@ -1,5 +1,6 @@
 """Tokenizer and InputReader against transformers' own tokenizers; bad input is named."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -89,8 +90,19 @@ def test_vocabulary_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
 
 def test_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
-    with pytest.raises(CheckpointError, match="tokenizer.json cannot be read as a tokenizer"):
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be used as a tokenizer"):
         load_tokenizer(tmp_path, max_positions=20)
+
+
+def test_a_post_processor_that_names_unknown_tokens(tmp_path: Path) -> None:
+    """It made tokenizers panic at the first text, with an exception that is no Exception."""
+    folder = save_checkpoint(tmp_path)
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    del content["post_processor"]["special_tokens"]["[SEP]"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="tokenizer.json cannot be used as a tokenizer"):
+        bytetx.load(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,11 @@
 """What tokens add to a text, so that it can be put together without their tokenizer."""
 
 import json
+from collections.abc import Mapping
 
 import tokenizers
+
+from bytetx.errors import CheckpointError
 
 
 def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
@@ -16,7 +19,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    found = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    found = [b""] * _num_ids(vocabulary)
     byte_of = _byte_of()
     for token, token_id in vocabulary.items():
         if token_id in special:
@@ -40,12 +43,25 @@ def token_pieces(backend: tokenizers.Tokenizer) -> list[str | None] | None:
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    found: list[str | None] = [""] * (max(vocabulary.values(), default=-1) + 1)
+    found: list[str | None] = [""] * _num_ids(vocabulary)
     for token, token_id in vocabulary.items():
         if token_id not in special:
             is_byte = len(token) == 6 and token.startswith("<0x") and token.endswith(">")
             found[token_id] = None if is_byte else token.replace(_SPACE, " ")
     return found
+
+
+# Vocabularies have some 2 ** 18 tokens; a damaged id would take gigabytes for a table of all.
+_MAX_IDS = 1 << 24
+
+
+def _num_ids(vocabulary: Mapping[str, int]) -> int:
+    last = max(vocabulary.values(), default=-1)
+    if last >= _MAX_IDS:
+        raise CheckpointError(
+            f"tokenizer.json numbers a token {last}; ids are below {_MAX_IDS}, the file is damaged"
+        )
+    return last + 1
 
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"

@@ -43,7 +43,10 @@ class Tokenizer:
         max_tokens: int,
         config: Mapping[str, Any],
         do_lower_case: bool = False,
+        name: str = "the tokenizer",
     ):
+        """config: of read_tokenizer_config.  name: of its file, for errors."""
+        self.name = name
         backend.no_padding()
         # What is cut off comes back as `overflowing`: that is how a text that is too long is found.
         backend.enable_truncation(
@@ -61,6 +64,7 @@ class Tokenizer:
         self.frame_ids = {self._special_id(config, name) for name in frame} - {None}
         self.has_token_types = _has_token_types(config)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
+        self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
 
     def encode(
         self, texts: Sequence[Text], *, with_offsets: bool = False
@@ -70,7 +74,14 @@ class Tokenizer:
         with_offsets: also character offsets, which cost about a third more time.
         """
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
-        return encode(list(texts))
+        return _checked(self.name, lambda: encode(list(texts)))
+
+    def encode_plain(self, text: str) -> tokenizers.Encoding:
+        """A text that has its special tokens; `overflowing` holds what is beyond max_tokens.
+
+        Raises UnicodeEncodeError where it holds half a surrogate pair.
+        """
+        return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
 
     def encode_ids(self, texts: Sequence[Text]) -> Tokens:
         """Token ids alone, cut to max_tokens."""
@@ -82,7 +93,7 @@ class Tokenizer:
         rows = [encoding.ids for encoding in encodings]
         token_ids = flatten_int_lists(rows, total=int(seqlens.sum()))
         if token_ids is None:
-            raise CheckpointError("tokenizer.json gives token ids that need more than 32 bits")
+            raise CheckpointError(f"{self.name} gives token ids that need more than 32 bits")
         is_truncated = np.zeros(len(encodings), dtype=bool)
         for row in np.flatnonzero(seqlens >= self.max_tokens):
             is_truncated[row] = bool(encodings[row].overflowing)
@@ -90,7 +101,7 @@ class Tokenizer:
 
     def count_tokens(self, text: str) -> int:
         """Tokens of a text with its special tokens, cut to max_tokens."""
-        return len(self.backend.encode(text).ids)
+        return len(_checked(self.name, lambda: self.backend.encode(text)).ids)
 
     def token(self, token_id: int) -> str:
         return self.backend.id_to_token(token_id) or ""
@@ -98,15 +109,22 @@ class Tokenizer:
     def join(self, tokens: Sequence[str]) -> str:
         """Text of tokens given as strings, by the tokenizer's decoder."""
         decoder = self.backend.decoder
-        return " ".join(tokens) if decoder is None else decoder.decode(list(tokens))
+        if decoder is None:
+            return " ".join(tokens)
+        return _checked(self.name, lambda: decoder.decode(list(tokens)))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, with the clean-up of spaces that the checkpoint asks for."""
-        text = self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text = self.decode_plain(token_ids, skip_special_tokens=skip_special_tokens)
         if self._cleans_spaces and not isinstance(self.backend.model, tokenizers.models.BPE):
             for spaced, joined in _SPACE_RULES:
                 text = text.replace(spaced, joined)
         return text
+
+    def decode_plain(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """Text of token ids as the tokenizer's own decoder gives it."""
+        options = {"skip_special_tokens": skip_special_tokens}
+        return _checked(self.name, lambda: self.backend.decode(list(token_ids), **options))
 
     @property
     def is_word_aware(self) -> bool:
@@ -134,30 +152,29 @@ def load_tokenizer(
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
     if path.is_file():
         raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
-        backend = _checked(path, lambda: tokenizers.Tokenizer.from_buffer(raw))
+        backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
     elif has_vocabulary(folder):
         backend = convert_vocabulary(folder)
     else:
         return None
     limit = max_seq_length or config.get("model_max_length") or max_positions
-    options = {"config": config, "do_lower_case": do_lower_case}
-    return _checked(
-        path, lambda: Tokenizer(backend, max_tokens=min(int(limit), max_positions), **options)
-    )
+    max_tokens = min(int(limit), max_positions)
+    options = {"config": config, "do_lower_case": do_lower_case, "name": str(path)}
+    return _checked(str(path), lambda: Tokenizer(backend, max_tokens=max_tokens, **options))
 
 
 T = TypeVar("T")
 
 
-def _checked(path: Path, make: Callable[[], T]) -> T:
+def _checked(name: str, make: Callable[[], T]) -> T:
     """What `make` gives. CheckpointError for whatever tokenizers raises: it has no error class of
     its own, and a damaged file can also make its Rust code panic, which is no Exception."""
     try:
         return make()
-    except (KeyboardInterrupt, SystemExit):
+    except (CheckpointError, UnicodeEncodeError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        raise CheckpointError(f"{path} cannot be read as a tokenizer: {error}") from error
+        raise CheckpointError(f"{name} cannot be used as a tokenizer: {error}") from error
 
 
 def _has_token_types(config: Mapping[str, Any]) -> bool:

@@ -80,7 +80,7 @@ class PromptReader:
                 "the chat holds half a surrogate pair, which is no text; decode its source with "
                 "errors='replace'"
             ) from error
-        encoding = self._tokenizer.backend.encode(text, add_special_tokens=False)
+        encoding = self._tokenizer.encode_plain(text)
         if encoding.overflowing:
             raise TooLongError(
                 f"the chat has more than the {self._tokenizer.max_tokens} tokens this model takes"

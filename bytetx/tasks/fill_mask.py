@@ -88,7 +88,7 @@ def find_targets(tokenizer: Tokenizer, targets: Sequence[str]) -> torch.Tensor:
     for target in targets:
         token_id = tokenizer.backend.token_to_id(target)
         if token_id is None:
-            pieces = tokenizer.backend.encode(target, add_special_tokens=False).ids
+            pieces = tokenizer.encode_plain(target).ids
             if not pieces:
                 raise InputError(f"target {target!r} has no token in this vocabulary")
             token_id = pieces[0]

@@ -65,14 +65,14 @@ def text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
     """Text without special tokens; ids that the model has beyond the tokenizer's add nothing."""
     if checkpoint.tokenizer is None:
         return None
-    backend = checkpoint.tokenizer.backend
+    tokenizer, backend = checkpoint.tokenizer, checkpoint.tokenizer.backend
     known = token_bytes(backend)
     if known is not None:
         known += [b""] * (checkpoint.spec.vocab_size - len(known))
         return partial(ByteStream, known)
 
     def decode(token_ids: Sequence[int]) -> str:
-        return backend.decode(list(token_ids), skip_special_tokens=True)
+        return tokenizer.decode_plain(token_ids, skip_special_tokens=True)
 
     pieces = token_pieces(backend)
     if pieces is not None:
