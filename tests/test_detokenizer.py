@@ -135,7 +135,7 @@ def test_the_first_word_keeps_its_space_behind_a_prompt() -> None:
 
 @pytest.mark.parametrize("tokenizer", [byte_fallback(), byte_level([b" a", b"b"])])
 def test_an_engines_streams_take_ids_beyond_the_tokenizers(tokenizer: Tokenizer) -> None:
-    own = bytetx.tokenizer.Tokenizer(tokenizer, max_tokens=300, config={})
+    own = bytetx.checkpoint.tokenizer.Tokenizer(tokenizer, max_tokens=300, config={})
     checkpoint = SimpleNamespace(tokenizer=own, spec=SimpleNamespace(vocab_size=300))
     last = tokenizer.get_vocab_size() - 1
     stream = text_opener(checkpoint)([last - 1])
