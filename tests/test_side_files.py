@@ -223,3 +223,13 @@ def test_a_token_id_of_billions(tmp_path: Path) -> None:
     model = bytetx.load(tmp_path)
     with pytest.raises(CheckpointError, match="numbers a token 4000000000; ids are below"):
         model.generate(["the"], bytetx.SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**63, 2**70])
+@pytest.mark.parametrize("key", ["head_dim", "num_attention_heads", "intermediate_size"])
+def test_a_size_beyond_all_models(key: str, size: int, tmp_path: Path) -> None:
+    """A head of 2**63 features overflowed the size of the rotary tables."""
+    tiny_decoder("llama").save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **{key: size})
+    with pytest.raises(CheckpointError):
+        bytetx.load(tmp_path)

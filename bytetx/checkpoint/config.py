@@ -21,6 +21,9 @@ ACTIVATIONS = {
     "tanh": "tanh",
 }
 
+# Products of two sizes fit 64 bits; beyond it a config is damaged, not large.
+_MAX_SIZE = (1 << 31) - 1
+
 
 class Values:
     """One config.json; names are bytetx's own, as the family's [config] section lists them."""
@@ -44,8 +47,10 @@ class Values:
     def common_size(self, key: str) -> int:
         """A size by its key in config.json."""
         value = self.read(key)
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise CheckpointError(
+                f"config.json: {key} must be a positive integer, got {value!r:.120}"
+            )
         return value
 
     def switch(self, name: str, default: bool) -> bool:

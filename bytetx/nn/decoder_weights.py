@@ -27,11 +27,11 @@ def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None =
     rotary_spec, final_norm = spec.decoder.rotary, None
     if spec.decoder.norm_placement != "post":
         final_norm = reader.norm(spec.decoder.final["norm"], spec.hidden_size)
-    tables = None
+    layers = [reader.layer(i) for i in range(spec.num_layers)]
+    tables = None  # made last: by now the tensors have shown that the sizes are true
     if rotary_spec is not None:
         options = {"max_positions": spec.max_positions, "device": load.device}
         tables = rotary_tables(rotary_spec, **options)
-    layers = [reader.layer(i) for i in range(spec.num_layers)]
     return Decoder(
         spec,
         layers,
