@@ -200,8 +200,17 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, residual: Tensor | None
 ) -> Tensor:
     """act(x @ weight.T + bias) (+ residual); x [m, k], weight [n, k], bias [n], residual [m, n]."""
-    d = activate(F.linear(x, weight, bias), activation)
+    d = _activate_in_place(F.linear(x, weight, bias), activation)
     return d if residual is None else d + residual
+
+
+def _activate_in_place(x: Tensor, activation: str) -> Tensor:
+    """activate, whose result takes the place of x: rows of an inner layer are not held twice."""
+    if activation == "none":
+        return x
+    if activation in ("gelu", "gelu_tanh"):
+        return torch.ops.aten.gelu_(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return {"relu": torch.relu_, "silu": torch.ops.aten.silu_, "tanh": torch.tanh_}[activation](x)
 
 
 def layer_norm(
