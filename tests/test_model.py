@@ -27,3 +27,15 @@ def test_hidden_states_equal_transformers(family: str, tmp_path: Path) -> None:
         assert ours.shape == (2, encoded.input_ids.shape[1], 48)
         np.testing.assert_allclose(ours[0], states[0][0], atol=1e-5)
         np.testing.assert_allclose(ours[1], states[-1][0], atol=1e-4)
+
+
+def test_two_threads_do_not_wait_for_each_other_in_short_steps(tmp_path: Path) -> None:
+    """An encoder's steps of 1024 tokens took two contended threads twice the time of 2048."""
+    folder = save_checkpoint(tmp_path)
+    before = torch.get_num_threads()
+    try:
+        for num_threads, budget in ((1, 1024), (2, 2048), (16, 8192)):
+            torch.set_num_threads(num_threads)
+            assert bytetx.load(folder, device="cpu").token_budget == budget
+    finally:
+        torch.set_num_threads(before)
