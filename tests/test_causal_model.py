@@ -142,7 +142,7 @@ REFUSED = [
     ("llama", {"num_hidden_layers": 2}, "more layers than the 2 of config.json"),
     ("llama", {"num_hidden_layers": 10**9}, "lacks 1000 or more tensors"),
     ("llama", {"vocab_size": 61}, "embed_tokens.weight' has shape"),
-    ("llama", {"max_position_embeddings": 10**12}, "positions are asked for, at most"),
+    ("llama", {"max_position_embeddings": 10**12}, "must be a positive integer, got 1000000000000"),
     ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not suppo"),
     (
         "llama",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from checkpoints import (
@@ -103,6 +104,27 @@ def test_a_post_processor_that_names_unknown_tokens(tmp_path: Path) -> None:
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be used as a tokenizer"):
         bytetx.load(folder)
+
+
+@pytest.mark.parametrize("prefix", ["x" * 9, "é" * 3])
+def test_a_prefix_that_merges_lack_aborts_the_process(prefix: str, tmp_path: Path) -> None:
+    make_tokenizer("bpe").save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["continuing_subword_prefix"] = prefix
+    path.write_text(json.dumps(content, ensure_ascii=False))
+    with pytest.raises(CheckpointError, match="lacks the continuing_subword_prefix"):
+        load_tokenizer(tmp_path, max_positions=20)
+
+
+def test_a_prefix_that_merges_have(tmp_path: Path) -> None:
+    """The vocabulary of a BPE model whose continued pieces are marked."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(continuing_subword_prefix="##"))
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, continuing_subword_prefix="##")
+    backend.train_from_iterator(["dogs", "dog", "foxes", "fox"] * 5, trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path, max_positions=20)
+    assert ours.encode(["dogs"])[0].ids == backend.encode("dogs").ids
 
 
 @pytest.fixture(scope="module")

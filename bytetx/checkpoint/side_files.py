@@ -32,12 +32,17 @@ class Field:
     accepts: Callable[[Any], bool]
 
 
-def read_json(path: Path, fields: Mapping[str, Field] | None = None) -> dict[str, Any]:
+def read_json(
+    path: Path,
+    fields: Mapping[str, Field] | None = None,
+    *,
+    max_bytes: int = _MAX_JSON_BYTES,
+) -> dict[str, Any]:
     """The JSON object in a file, with the keys in `fields` checked; other keys are not looked at.
 
     Raises CheckpointError that names the file, and the key or the place where it breaks.
     """
-    content = _parse(path)
+    content = _parse(path, max_bytes)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     check_fields(path, content, fields or {})
@@ -61,7 +66,7 @@ def read_json_objects(
     path: Path, fields: Mapping[str, Field] | None = None
 ) -> list[dict[str, Any]]:
     """The JSON list of objects in a file; checks and errors as of read_json."""
-    content = _parse(path)
+    content = _parse(path, _MAX_JSON_BYTES)
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
         raise CheckpointError(f"{path} must hold a JSON list of objects")
     for number, entry in enumerate(content):
@@ -169,8 +174,8 @@ TOKEN_IDS = either(
 )
 
 
-def _parse(path: Path) -> Any:
-    raw = read_bytes(path, max_bytes=_MAX_JSON_BYTES)
+def _parse(path: Path, max_bytes: int) -> Any:
+    raw = read_bytes(path, max_bytes=max_bytes)
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

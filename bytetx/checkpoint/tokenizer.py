@@ -1,5 +1,6 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabulary
-from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes
+from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
@@ -152,6 +153,7 @@ def load_tokenizer(
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
     if path.is_file():
         raw = read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES)
+        _check_merges(path, raw)
         backend = _checked(str(path), lambda: tokenizers.Tokenizer.from_buffer(raw))
     elif has_vocabulary(folder):
         backend = convert_vocabulary(folder)
@@ -161,6 +163,32 @@ def load_tokenizer(
     max_tokens = min(int(limit), max_positions)
     options = {"config": config, "do_lower_case": do_lower_case, "name": str(path)}
     return _checked(str(path), lambda: Tokenizer(backend, max_tokens=max_tokens, **options))
+
+
+def _check_merges(path: Path, raw: bytes) -> None:
+    """Raises CheckpointError for merges that make tokenizers abort the whole process.
+
+    Where a BPE model has a prefix of continued words, it cuts so many bytes off the second part of
+    each merge. Hardly any model has one, and the file is read here for those alone.
+    """
+    if b'"merges"' not in raw or not re.search(rb'"continuing_subword_prefix"\s*:\s*"[^"]', raw):
+        return
+    content = read_json(path, max_bytes=MAX_TOKENIZER_BYTES).get("model")
+    model = content if isinstance(content, Mapping) else {}
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[1] if isinstance(parts, list) and len(parts) == 2 else None
+        if not isinstance(second, str):
+            continue  # tokenizers says what is wrong
+        cut = second.encode("utf-8", "surrogatepass")[: len(prefix)]
+        if len(cut) < len(prefix) or not cut.isascii():
+            raise CheckpointError(
+                f"{path} cannot be used as a tokenizer: the merge {merge!r:.120} lacks the "
+                f"continuing_subword_prefix {prefix!r:.120}"
+            )
 
 
 T = TypeVar("T")
