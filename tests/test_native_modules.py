@@ -115,5 +115,10 @@ def python_in(checkout: Path, site: Path) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(site)}
     environment.pop("PYTHONSAFEPATH", None)
     return subprocess.run(
-        [sys.executable, "-c", SHOW], cwd=checkout, env=environment, capture_output=True, text=True
+        # -S: the hook of an editable install may hand out a core of the same sources, too.
+        [sys.executable, "-S", "-c", SHOW],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
