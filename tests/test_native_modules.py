@@ -13,6 +13,8 @@ import bytetx
 from bytetx.ops.native_modules import load_installed, source_hash
 
 ROOT = Path(__file__).resolve().parent.parent
+# The import hook of an editable install may hand out a core of the same sources, too.
+NO_HOOK = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in repr(f)]; "
 SHOW = "from bytetx.ops import native; print(getattr(native._modules['cpu'], '__file__', None))"
 
 
@@ -115,8 +117,7 @@ def python_in(checkout: Path, site: Path) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONPATH": str(site)}
     environment.pop("PYTHONSAFEPATH", None)
     return subprocess.run(
-        # -S: the hook of an editable install may hand out a core of the same sources, too.
-        [sys.executable, "-S", "-c", SHOW],
+        [sys.executable, "-c", NO_HOOK + SHOW],
         cwd=checkout,
         env=environment,
         capture_output=True,
