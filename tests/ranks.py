@@ -1,7 +1,7 @@
 """Ranks for tests: threads of this process that meet as a group of processes does."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TypeVar
 
 import torch
@@ -14,13 +14,24 @@ R = TypeVar("R")
 
 
 def on_ranks(size: int, do: Callable[[TpGroup], R], *, rows: RowScheme | None = None) -> list[R]:
-    """do(group) on every rank at the same time; results in the order of ranks."""
+    """do(group) on every rank at the same time; results in the order of ranks.
+
+    Where one rank fails, the others do not wait for it: its error is the one that is raised.
+    """
     store, device = dist.HashStore(), torch.device("cpu")
 
     def run(rank: int) -> R:
         torch.set_num_threads(1)
         with torch.inference_mode():
-            return do(join_group(store, rank=rank, size=size, device=device, rows=rows))
+            group = join_group(store, rank=rank, size=size, device=device, rows=rows)
+            try:
+                return do(group)
+            except BaseException:
+                group.abort()
+                raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, range(size)))
+        ranks = [pool.submit(run, rank) for rank in range(size)]
+        for ended in as_completed(ranks):
+            ended.result()  # the first error
+        return [rank.result() for rank in ranks]

@@ -67,6 +67,20 @@ def test_what_lies_behind_the_rows_of_a_linear_layer_never_shows(
         torch.testing.assert_close(linear(x, w), linear(x.clone(), w))
 
 
+@both_dtypes
+@pytest.mark.parametrize("prepack", [True, False])
+def test_a_linear_layer_takes_one_row_of_a_slice_of_columns(
+    dtype: torch.dtype, prepack: bool
+) -> None:
+    """It is contiguous with a stride of its own, and as_strided raised for the last columns."""
+    w = prepare_linear(torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), prepack=prepack)
+    storage = torch.full((2, 192), torch.nan, dtype=dtype)
+    for rows in (storage, storage[:1], storage[1:]):
+        for first in (0, 64, 128):
+            x = rows[:1, first : first + 64].copy_(torch.randn(1, 64))
+            torch.testing.assert_close(linear(x, w), linear(x.clone(), w))
+
+
 def test_bf16_rows_that_end_within_32_features_run_without_what_lies_behind_them() -> None:
     """Where the CPU of the test has no AMX, and shows nothing."""
     x = torch.full((tile_rows(70), 48), torch.nan, dtype=BF16)[:70].zero_()

@@ -59,8 +59,9 @@ def whole_tiles(x: Tensor) -> Tensor:
     rows = tile_rows(x.shape[0])
     if rows == x.shape[0]:
         return x
-    end = (x.storage_offset() + rows * x.shape[1]) * x.element_size()
-    if end > x.untyped_storage().nbytes():
+    # One row of a slice of columns counts as contiguous, with the stride of the whole rows.
+    end = x.storage_offset() + (rows - 1) * x.stride(0) + x.shape[1]
+    if end * x.element_size() > x.untyped_storage().nbytes():
         return padded(x, rows)
     return x.as_strided((rows, x.shape[1]), x.stride())
 
