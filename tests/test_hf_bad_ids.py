@@ -222,8 +222,8 @@ def test_two_models_hear_of_their_own_ids_alone(path):
 def test_a_replayed_graph_notes_bad_ids(name, path):
     # Heads and a dtype that attention has kernels for, which is what can be captured.
     sizes = {"hidden_size": 128, "num_attention_heads": 2}
-    wrapped = gpu_pair(name, **sizes if name == "bert" else {"n_embd": 128, "n_head": 2})[1]
-    wrapped.to(torch.bfloat16)
+    sizes = sizes if name == "bert" else {"n_embd": 128, "n_head": 2}
+    stock, wrapped = (model.to(torch.bfloat16) for model in gpu_pair(name, **sizes))
     ids = on_gpu({"input_ids": inputs_of(name)["input_ids"]})["input_ids"]
     good = ids.clone()
     with torch.inference_mode():
@@ -236,8 +236,8 @@ def test_a_replayed_graph_notes_bad_ids(name, path):
         ids[2, 5] = BAD
         graph.replay()
         torch.cuda.synchronize()
-        # A NaN in its tile makes attention take another path for the rows beside it.
-        torch.testing.assert_close(out[:2], replayed[:2], rtol=2**-6, atol=2**-6)
+        # Rows that share a tile with a NaN are computed again one by one, and round otherwise.
+        assert_right(out[:2], stock, input_ids=good[:2], **no_cache(name))
         assert out[2, 5].isnan().all()
         with pytest.raises(InputError, match=f"input_ids with {BAD}"):
             wrapped(input_ids=good, **no_cache(name))
@@ -246,6 +246,13 @@ def test_a_replayed_graph_notes_bad_ids(name, path):
         torch.cuda.synchronize()
         assert torch.equal(out, replayed)
         assert torch.equal(wrapped(input_ids=good, **no_cache(name))[0], want)
+
+
+def assert_right(found, stock, **inputs):
+    """Within twice the error of the stock model in its dtype, against it in f64."""
+    exact, plain = copy.deepcopy(stock).double()(**inputs)[0], stock(**inputs)[0]
+    noise = 2 * torch.finfo(found.dtype).eps * exact.abs().max()
+    assert (found - exact).abs().max() <= 2 * (plain - exact).abs().max() + noise
 
 
 def no_cache(name):
