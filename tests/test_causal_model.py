@@ -142,7 +142,11 @@ REFUSED = [
     ("llama", {"num_hidden_layers": 2}, "more layers than the 2 of config.json"),
     ("llama", {"num_hidden_layers": 10**9}, "lacks 1000 or more tensors"),
     ("llama", {"vocab_size": 61}, "embed_tokens.weight' has shape"),
-    ("llama", {"max_position_embeddings": 10**12}, "must be a positive integer, got 1000000000000"),
+    (
+        "llama",
+        {"max_position_embeddings": 10**12},
+        "must be an integer from 1 to 2147483647, got 1000000000000",
+    ),
     ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not suppo"),
     (
         "llama",
@@ -156,7 +160,11 @@ REFUSED = [
     ("qwen2", {"layer_types": ["full_attention"]}, "must name 3 layers' attention, each one of"),
     ("qwen2", {"layer_types": ["a", "b", "c"]}, "must name 3 layers' attention, each one of"),
     ("qwen2", {"use_sliding_window": "no"}, "use_sliding_window must be true or false"),
-    ("mistral", {"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
+    (
+        "mistral",
+        {"sliding_window": 0},
+        "sliding_window must be an integer from 1 to 2147483647, got 0",
+    ),
     ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "must name 3 layers' attention"),
     ("gpt2", {"add_cross_attention": True}, "runs as a decoder without an encoder only"),
     ("gpt2", {"n_positions": 95}, r"wpe.weight' has shape \(96, 48\), config.json implies \(95,"),

@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.ops import linear as linear_ops
-from bytetx.ops import native
+from bytetx.ops import native, reference
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import ACTIVATIONS, linear, prepare_linear
@@ -116,6 +118,21 @@ def test_rows_of_a_tile_cost_little() -> None:
     for m in range(64, 40_000, 7):
         assert m <= tile_rows(m) < m * (1.125 if m <= 1024 else 1.0625)
         assert tile_rows(tile_rows(m)) == tile_rows(m)
+
+
+@both_dtypes
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "tanh"])
+def test_an_activation_rounds_the_same_at_every_place(dtype: torch.dtype, activation: str) -> None:
+    """torch's gelu and silu do not: scalar code runs at the end of each thread's share."""
+    x = torch.randn(7000, 7).to(dtype)
+    batch = reference.activate(x, activation)
+    in_place = reference._activate_in_place(x.clone(), activation)
+    for row, expected, placed in zip(x, batch, in_place, strict=True):
+        assert torch.equal(reference.activate(row, activation), expected)
+        assert torch.equal(placed, expected)
+    stock = {"gelu_tanh": partial(F.gelu, approximate="tanh"), "tanh": torch.tanh}
+    exact = stock.get(activation, getattr(F, activation, None))(x.double())
+    torch.testing.assert_close(batch.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @both_dtypes

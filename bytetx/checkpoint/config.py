@@ -49,7 +49,7 @@ class Values:
         value = self.read(key)
         if type(value) is not int or not 1 <= value <= _MAX_SIZE:
             raise CheckpointError(
-                f"config.json: {key} must be a positive integer, got {value!r:.120}"
+                f"config.json: {key} must be an integer from 1 to {_MAX_SIZE}, got {value!r:.120}"
             )
         return value
 

@@ -1,5 +1,6 @@
 """Every op in plain torch, fp32 inside: the definition, the oracle, the path without kernels."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -189,11 +190,40 @@ def activate(x: Tensor, activation: str) -> Tensor:
     """The activation by its name in bytetx: none, gelu (erf), gelu_tanh, relu, silu or tanh."""
     if activation == "none":
         return x
+    if activation in _ON_CPU and _rounds_by_place(x):
+        return _ON_CPU[activation](x.float()).to(x.dtype)
     if activation == "gelu":
         return F.gelu(x)
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     return {"relu": torch.relu, "silu": F.silu, "tanh": torch.tanh}[activation](x)
+
+
+def _rounds_by_place(x: Tensor) -> bool:
+    """Whether torch's own gelu and silu would make a row's result depend on the rows beside it.
+
+    On CPUs scalar code runs on the last elements of each thread's share, and rounds otherwise than
+    the vector code before it. erf, exp and tanh in f32 do not.
+    """
+    return x.device.type == "cpu" and x.dtype != torch.float64 and not torch.compiler.is_compiling()
+
+
+def _gelu_cpu(x: Tensor) -> Tensor:
+    return torch.erf(x * math.sqrt(0.5)).add_(1).mul_(x).mul_(0.5)
+
+
+def _gelu_tanh_cpu(x: Tensor) -> Tensor:
+    inner = (x * x).mul_(0.044715).add_(1).mul_(x).mul_(math.sqrt(2 / math.pi))
+    return inner.tanh_().add_(1).mul_(x).mul_(0.5)
+
+
+def _silu_cpu(x: Tensor) -> Tensor:
+    divisor = torch.exp(-x).add_(1)
+    return torch.div(x, divisor, out=divisor)
+
+
+_ON_CPU = {"gelu": _gelu_cpu, "gelu_tanh": _gelu_tanh_cpu, "silu": _silu_cpu}
+_ROWS_IN_F32 = 256  # whose f32 copies are small beside what a layer holds
 
 
 def linear(
@@ -208,9 +238,15 @@ def _activate_in_place(x: Tensor, activation: str) -> Tensor:
     """activate, whose result takes the place of x: rows of an inner layer are not held twice."""
     if activation == "none":
         return x
-    if activation in ("gelu", "gelu_tanh"):
-        return torch.ops.aten.gelu_(x, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return {"relu": torch.relu_, "silu": torch.ops.aten.silu_, "tanh": torch.tanh_}[activation](x)
+    if activation in ("relu", "tanh"):
+        return {"relu": torch.relu_, "tanh": torch.tanh_}[activation](x)
+    if _rounds_by_place(x):
+        for rows in x.split(_ROWS_IN_F32):
+            rows.copy_(activate(rows, activation))
+        return x
+    if activation == "silu":
+        return torch.ops.aten.silu_(x)
+    return torch.ops.aten.gelu_(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def layer_norm(
