@@ -164,3 +164,11 @@ CHATS = {
     ],
     "parts": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " hi "}]}],
 }
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] not in ('user', 'assistant') %}"
+    "{{ raise_exception('unknown role') }}{% endif %}\n"
+    "{% generation %}<{{ m['role'] }}> {{ m['content'] }}{{ sep_token }}{% endgeneration %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)

@@ -9,6 +9,7 @@ import tokenizers
 import torch
 import transformers
 from tiny import randomize, tiny_model
+from tiny_decoders import tiny_decoder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
 
@@ -158,3 +159,18 @@ def cosine_distance(a: np.ndarray, b: np.ndarray) -> float:
 def edit_json(path: Path, **changes: object) -> None:
     """Changes keys of a JSON object in place."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def save_causal(
+    folder: Path, name: str = "qwen3", head: str = "ForCausalLM", **config: object
+) -> Path:
+    """A random causal model with a byte-level tokenizer that ends every text by its last token."""
+    tokenizer = make_tokenizer("bpe", max_tokens=96)
+    end = tokenizer.eos_token or tokenizer.sep_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["$A", end], special_tokens=[(end, tokenizer.convert_tokens_to_ids(end))]
+    )
+    model = tiny_decoder(name, head, vocab_size=len(tokenizer), **config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

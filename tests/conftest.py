@@ -10,6 +10,8 @@ from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+pytest_plugins = ["cli_runs"]  # fixtures of the command line
+
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("ci")
 

@@ -143,8 +143,8 @@ def run_logits() -> None:
 
 def run_comm() -> None:
     """The ops of several GPUs in a group of one."""
+    from comm_group import make_group
     from comm_layers import gather_layer, sum_layer
-    from test_cuda_comm import make_group
 
     from bytetx.ops.comm_plan import ADDING, LINEAR_PUSH, LINEAR_TWO_SHOT, CommPlan
 

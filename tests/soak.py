@@ -17,8 +17,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from checkpoints import SENTENCES, save_checkpoint
-from test_causal_model import save_causal
+from checkpoints import SENTENCES, save_causal, save_checkpoint
 
 import bytetx
 from bytetx.model import Model

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_record import RECORD
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -20,28 +21,12 @@ from bytetx.bench.cpu_generate import measure_generate
 from bytetx.bench.measure import alternate, encoder_flop
 from bytetx.bench.memory import measure_memory
 from bytetx.bench.plot import draw
-from bytetx.bench.records import Record, read_records, source_sha256, write_record
+from bytetx.bench.records import read_records, source_sha256, write_record
 from bytetx.bench.rivals import load_rivals
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, run_suite
 from bytetx.bench.table import records_table, summary_line
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
-
-RECORD = Record(
-    suite="cpu",
-    case="minilm-fp32-arrival",
-    unit="us/token",
-    ours=50.0,
-    rivals={"transformers": 200.0, "sentence-transformers": 125.0},
-    floor=40.0,
-    device="a processor",
-    dtype="fp32",
-    shape={"sequences": 256, "tokens": 23040},
-    source="0" * 64,
-    date="2026-01-31T12:00:00Z",
-    command="bytetx bench cpu",
-    versions={"torch": "2.13.0"},
-)
 
 
 def test_passages_are_deterministic_english_of_the_profile() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_bench import RECORD
+from bench_record import RECORD
 from typer.testing import CliRunner
 
 from bytetx.bench.cli import app

@@ -8,32 +8,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from checkpoints import SENTENCES, edit_json, make_tokenizer, save_checkpoint
-from test_cli import Bytetx, bytetx  # noqa: F401  (a fixture)
+from checkpoints import SENTENCES, edit_json, save_causal, save_checkpoint
+from cli_runs import Bytetx
 from tiny import one_thread, random_ids  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import expected, tiny_decoder
-from tokenizers import processors
 from torch.nn import functional as F
 
 import bytetx as api
 from bytetx.errors import CheckpointError, InputError, TooLongError
 
 TEXTS = [text for text in SENTENCES if text]
-
-
-def save_causal(
-    folder: Path, name: str = "qwen3", head: str = "ForCausalLM", **config: object
-) -> Path:
-    """A random causal model with a byte-level tokenizer that ends every text by its last token."""
-    tokenizer = make_tokenizer("bpe", max_tokens=96)
-    end = tokenizer.eos_token or tokenizer.sep_token
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=["$A", end], special_tokens=[(end, tokenizer.convert_tokens_to_ids(end))]
-    )
-    model = tiny_decoder(name, head, vocab_size=len(tokenizer), **config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def wanted_scores(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:

@@ -4,81 +4,19 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint, save_sentence_model
+from cli_runs import TEXTS, Bytetx
 from tiny import save
 from tiny_decoders import tiny_decoder
 
 from bytetx.checkpoint.demo import demo_checkpoint
-from bytetx.cli.commands import main
 from bytetx.errors import CheckpointError
-
-TEXTS = ["one short text", "", "another text that is rather longer than the first", "x"]
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What one command printed and how it exited."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict]:
-        return [json.loads(line) for line in self.out.splitlines()]
-
-
-Bytetx = Callable[..., Ran]
-
-
-@pytest.fixture
-def bytetx(
-    capfdbinary: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[Bytetx]:
-    """Runs the command line in tmp_path, as the installed script does."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("MODEL", "DEVICE", "DTYPE", "TOKEN_BUDGET"):
-        monkeypatch.delenv(f"BYTETX_{name}", raising=False)
-    # These models are so small that threads only wait for each other.
-    monkeypatch.setenv("BYTETX_THREADS", "1")
-
-    def run(*arguments: object) -> Ran:
-        capfdbinary.readouterr()  # what the test's own preparations printed
-        with pytest.raises(SystemExit) as exited:
-            main([str(argument) for argument in arguments])
-        out, err = capfdbinary.readouterr()
-        return Ran(int(exited.value.code or 0), out.decode(), err.decode())
-
-    num_threads = torch.get_num_threads()
-    yield run
-    torch.set_num_threads(num_threads)
-
-
-@pytest.fixture(scope="session")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("encoder"))
-
-
-@pytest.fixture(scope="session")
-def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    labels = {0: "bad", 1: "fine", 2: "good"}
-    return save_checkpoint(
-        tmp_path_factory.mktemp("classifier"), head="ForSequenceClassification", id2label=labels
-    )
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> Path:
-    path = tmp_path / "texts.txt"
-    path.write_text("".join(f"{text}\n" for text in TEXTS))
-    return path
 
 
 def vectors_of(folder: Path, texts: Sequence[str]) -> np.ndarray:

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import save_checkpoint
-from test_cli import Bytetx, bytetx, encoder, texts  # noqa: F401
-from test_cli_process import command, environment
+from cli_runs import Bytetx, command, environment
 
 from bytetx.cli.files.encoders import LineEncoder
 from bytetx.cli.files.options import MAX_THREADS

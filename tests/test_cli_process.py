@@ -1,7 +1,6 @@
 """cli as a process: killed and interrupted at random moments, fed by pipes, quick to start."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import save_checkpoint
+from cli_runs import command, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_TEXTS = 1500
@@ -36,16 +36,8 @@ main()
 """
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "bytetx", *map(str, arguments)]
-
-
 def command_that_commits_often(*arguments: object) -> list[str]:
     return [sys.executable, "-c", COMMITS_OFTEN, *map(str, arguments)]
-
-
-def environment(**more: str) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "BYTETX_THREADS": "1"} | more
 
 
 def run(*arguments: object, text: str | None = None) -> subprocess.CompletedProcess:

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_causal_model import save_causal
-from test_generate_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
+from checkpoints import save_causal
+from generation_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
 from tiny_decoders import DECODERS, tiny_decoder
 
 import bytetx

@@ -2,15 +2,15 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import save_checkpoint
+from fake_cuda import FakeEvent, FakeStream, fake_capture
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
@@ -19,45 +19,7 @@ from bytetx.encode.cuda_queue import CudaQueue, _copy
 from bytetx.model import Model
 from bytetx.nn.transformer import Transformer
 from bytetx.runtime import cuda_graphs as graphs
-from bytetx.runtime.cuda_graphs import CapturedStep
 from bytetx.runtime.on_stream import OnStream
-
-
-class FakeStream:
-    def __init__(self, device: torch.device | None = None):
-        self.stream_id, self.device_index, self.device_type = id(self), 0, 1
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class FakeEvent(FakeStream):
-    def record(self, stream: object = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class FakeGraph:
-    """What a captured graph does: the same work again, into the same outputs."""
-
-    def __init__(self, compute: Callable[[], tuple[torch.Tensor, ...]]):
-        self.compute, self.outputs, self.num_replays = compute, [], 0
-
-    def replay(self) -> None:
-        self.num_replays += 1
-        computed = self.compute()
-        self.outputs += computed[len(self.outputs) :]  # all of them at the first time
-        for output, value in zip(self.outputs, computed, strict=True):
-            output.copy_(value)
-
-
-def fake_capture(
-    cache: graphs.GraphCache, block: torch.Tensor, compute: graphs.Compute, keep: object
-) -> CapturedStep:
-    graph = FakeGraph(partial(compute, block))
-    return CapturedStep(graph, block, graph.outputs, keep)
 
 
 @pytest.fixture(autouse=True)

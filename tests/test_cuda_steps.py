@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import save_causal
+from fake_cuda import FakeEvent, fake_capture
+from generation_soak import num_free_pages, random_requests
 from hypothesis import given
 from hypothesis import strategies as st
-from test_causal_model import save_causal
-from test_cuda_queue import FakeEvent, fake_capture
-from test_generate_soak import num_free_pages, random_requests
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx

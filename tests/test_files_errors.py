@@ -12,11 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import save_checkpoint
-from test_causal_model import save_causal
-from test_cli import Bytetx, bytetx, encoder  # noqa: F401
-from test_cli_process import command, environment
-from test_generate import TEMPLATE
+from chat_templates import TEMPLATE
+from checkpoints import save_causal, save_checkpoint
+from cli_runs import Bytetx, command, environment
 
 import bytetx as api
 from bytetx.cli.files import job

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import save_checkpoint
-from test_cli import Bytetx, bytetx, classifier, encoder  # noqa: F401
+from cli_runs import Bytetx
 
 ROWS = [
     {"id": 1, "text": "one fox", "more": {"a": [1.5, None]}},

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cli_process import command, encoder, environment  # noqa: F401  (encoder is a fixture)
+from cli_runs import command, environment
 
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
 from bytetx.errors import BytetxError

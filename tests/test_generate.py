@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from chat_templates import TEMPLATE
 from checkpoints import SENTENCES, edit_json
 from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import DECODERS, tiny_decoder
@@ -78,12 +79,6 @@ def test_dynamic_scaling_in_pieces_beyond_the_trained_positions(tmp_path: Path) 
         assert bool(scheduler.num_preempted) == (cache is not None)
 
 
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] not in ('user', 'assistant') %}"
-    "{{ raise_exception('unknown role') }}{% endif %}\n"
-    "{% generation %}<{{ m['role'] }}> {{ m['content'] }}{{ sep_token }}{% endgeneration %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
-)
 CHAT = [
     {"role": "user", "content": "a packed batch"},
     {"role": "assistant", "content": "has no pad token"},
@@ -93,7 +88,7 @@ CHAT = [
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from test_causal_model import save_causal
+    from checkpoints import save_causal
 
     return save_causal(tmp_path_factory.mktemp("text"), "llama3")
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from test_causal_model import save_causal
-from test_cli import Bytetx, bytetx  # noqa: F401  (a fixture)
-from test_generate import TEMPLATE
+from chat_templates import TEMPLATE
+from checkpoints import save_causal
+from cli_runs import Bytetx
 
 import bytetx as api
 from bytetx.sampling_params import SamplingParams

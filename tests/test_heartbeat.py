@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_processes import Bomb
 
 from bytetx.executor import heartbeat
 from bytetx.executor.channel import Channel
@@ -138,16 +139,6 @@ def test_messages_come_as_they_were_sent(message: Message) -> None:
         for damaged in (data[:-1], data + b"\0"):
             with pytest.raises(ValueError, match="no message"):
                 decode(damaged)
-
-
-class Bomb:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return Path.touch, (self.path,)
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_a_half_model_moves_with_its_layout():
 
 
 def test_text_generation_pipeline(tmp_path):
-    from test_causal_model import save_causal
+    from checkpoints import save_causal
 
     folder = save_causal(tmp_path, "gpt2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

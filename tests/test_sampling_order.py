@@ -9,10 +9,10 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from generation_engines import VOCAB_SIZE, engine_of, run, whole
 from hypothesis import given
 from hypothesis import strategies as st
 from sampled_rows import splitmix
-from test_generation_engine import VOCAB_SIZE, engine_of, run, whole
 
 from bytetx.sampling_params import SamplingParams
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
+from other_processes import is_running
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
@@ -134,15 +135,6 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not is_running(pid)
     own.stdout.close()
-
-
-def is_running(pid: int) -> bool:
-    """A zombie that nobody waits for has ended, too."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_load_close_and_what_cannot_be_split(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
-from test_heartbeat import Bomb
-from test_tp_faults import ROOT
+from other_processes import Bomb
+from paths import ROOT
 from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 

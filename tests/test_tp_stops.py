@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import SENTENCES, save_checkpoint
-from test_tp_faults import ROOT, is_running
+from other_processes import is_running
+from paths import ROOT
 from tiny import one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
