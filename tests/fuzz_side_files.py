@@ -4,7 +4,7 @@ Only CheckpointError and InputError may come out of bytetx.load and a first embe
 
     python tests/fuzz_side_files.py --mutations 2000 --seed 0
 
-runs that many for every file; tests/test_side_files.py runs a few of each.
+runs that many for every file; tests/checkpoint/test_side_files.py runs a few of each.
 """
 
 import argparse

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from checkpoints import save_checkpoint
 from cli_runs import command, environment
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 NUM_TEXTS = 1500
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
 from other_processes import is_running
+from paths import ROOT
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
@@ -33,7 +34,6 @@ from bytetx.parallel.layout import split_model
 from bytetx.parallel.row_scheme import row_scheme
 from bytetx.parallel.tp import TpGroup
 
-ROOT = Path(__file__).resolve().parent.parent
 # Far above what a group needs to end (about a second), far below any timeout of a collective.
 SECONDS = 20.0
 WIDER = {"num_attention_heads": 4}

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import edit_json, save_checkpoint, save_sentence_model
+from paths import ROOT
 from sentence_transformers.sentence_transformer.modules import Pooling
 
-ROOT = Path(__file__).resolve().parent.parent
 # Answers that transformers takes as consent, then ordinary lines.
 LINES = ["1", "y", "yes", "a dog"]
 AUTO_MAP = {

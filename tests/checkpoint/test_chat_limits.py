@@ -12,6 +12,7 @@ import pytest
 import transformers
 from chat_templates import CHATS, REAL
 from checkpoints import make_tokenizer, save_checkpoint
+from paths import ROOT
 from tiny_decoders import tiny_decoder
 
 import bytetx
@@ -20,7 +21,6 @@ from bytetx.checkpoint.chat_process import RendererProcess
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.errors import CheckpointError, InputError
 
-ROOT = Path(__file__).resolve().parent.parent
 CHAT = [
     {"role": "system", "content": "be short"},
     {"role": "user", "content": "why?"},

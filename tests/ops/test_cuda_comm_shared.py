@@ -6,17 +6,16 @@ Ranks are processes; those of one GPU take turns on it.
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from paths import TESTS
 
 from bytetx.ops import native
 
 pytestmark = pytest.mark.gpu
 
-TESTS = Path(__file__).parent
 SECONDS = 120.0
 
 

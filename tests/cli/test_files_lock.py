@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import command, environment
+from paths import TESTS
 
 from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths
 from bytetx.errors import BytetxError
@@ -33,7 +34,7 @@ def test_jobs_that_meet_or_die_at_any_step_left_zeros_or_strays(
 ) -> None:
     if suffix == ".parquet":
         pytest.importorskip("pyarrow")
-    script = Path(__file__).with_name("job_steps.py")
+    script = TESTS / "job_steps.py"
     ran = subprocess.run(
         [sys.executable, script, scenario, task, suffix, tmp_path, str(every)],
         env=environment(),

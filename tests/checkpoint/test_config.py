@@ -11,13 +11,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 from bytetx.checkpoint import files as config_module
 from bytetx.checkpoint.files import load_config, resolve_checkpoint, transformer_folder
 from bytetx.checkpoint.side_files import read_json
 from bytetx.errors import CheckpointError
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def write(path: Path, content: object) -> Path:

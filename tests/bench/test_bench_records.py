@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from bench_record import RECORD
+from paths import ROOT
 from typer.testing import CliRunner
 
 from bytetx.bench.cli import app
@@ -93,7 +94,7 @@ def test_a_gpu_s_table_quotes_the_strongest_rival() -> None:
 
 
 def test_every_line_of_the_readme_s_gpu_table_is_a_case_of_its_suite() -> None:
-    records = Path(__file__).parent.parent / "benchmarks" / "h200.jsonl"
+    records = ROOT / "benchmarks" / "h200.jsonl"
     known = {(record.suite, record.case) for record in read_records(records)}
     assert {(row.suite, row.case) for row in GPU_ROWS} <= known
 

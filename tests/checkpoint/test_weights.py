@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from safetensors.torch import load_file, save_file
 from tiny import load, one_thread, random_ids, same_rows, save, tiny_model  # noqa: F401
 
@@ -22,7 +23,6 @@ from bytetx.nn import heads
 from bytetx.nn.loading import load_checkpoint
 from bytetx.nn.tensors import TensorLoader
 
-ROOT = Path(__file__).resolve().parent.parent
 INDEX = "model.safetensors.index.json"
 Tensors = dict[str, torch.Tensor]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
 import bytetx
 from bytetx.ops.native_modules import load_installed, source_hash
 
-ROOT = Path(__file__).resolve().parent.parent
 # The import hook of an editable install may hand out a core of the same sources, too.
 NO_HOOK = "import sys; sys.meta_path = [f for f in sys.meta_path if 'ditable' not in repr(f)]; "
 SHOW = "from bytetx.ops import native; print(getattr(native._modules['cpu'], '__file__', None))"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paths import ROOT, TESTS
 
 from bytetx.cli.files import job
 from bytetx.cli.files.encoders import NPY_HEADER_BYTES, LineEncoder, VectorEncoder
@@ -305,9 +306,9 @@ def test_kill_at_random_moments_loses_nothing(tmp_path: Path, suffix: str) -> No
     source.write_text("\n".join(rows))
     whole, out = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
     run(source, whole)
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).parent
     command = [sys.executable, "-c", ENDLESS_COMMITS, str(source), str(out)]
-    paths = os.pathsep.join((str(here), str(here.parent)))
+    paths = os.pathsep.join((str(here), str(TESTS), str(ROOT)))
     draw = random.Random()
     progress_path, num_kills = Path(f"{out}.progress.json"), 0
     while not out.exists():

@@ -5,12 +5,12 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 import torch
 from comm_group import make_group
 from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
+from paths import TESTS
 from torch import Tensor
 
 from bytetx.ops import native
@@ -237,7 +237,7 @@ os._exit(0)
 @pytest.mark.gpus(2)
 def test_a_wait_in_vain_says_for_whom() -> None:
     """In a process of its own: its device is lost."""
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
         [sys.executable, "-c", IN_VAIN],
         env=os.environ | {"PYTHONPATH": paths},

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from paths import ROOT
 
 from bytetx.checkpoint import family
 from bytetx.checkpoint.config import ACTIVATIONS
@@ -16,7 +17,7 @@ from bytetx.checkpoint.rope_spec import SCALINGS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import CheckpointError
 
-MODELS = Path(__file__).resolve().parent.parent / "models"
+MODELS = ROOT / "models"
 BERT = {"model_type": "bert", "hidden_size": 64, "num_attention_heads": 4}
 NUMBER = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
 ROPE = st.fixed_dictionaries(
