@@ -2,7 +2,8 @@
 
 Objects are kept in build/objects under a hash of compiler and flags, and are compiled again only
 when the content of their source or of a header they include has changed. All cores compile at once.
-Settings: CXX (host compiler), CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's include folder).
+Settings: CXX (host compiler), NVCC (empty: no CUDA half), CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's
+include folder).
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -93,8 +95,11 @@ def host_compiler() -> tuple[str, ...]:
         )
     command = tuple(shlex.split(found))
     probe = "#include <concepts>\nstatic_assert(std::same_as<int, int>);\n"
-    check = [*command, "-std=c++20", "-x", "c++", "-fsyntax-only", "-"]
-    checked = subprocess.run(check, input=probe, capture_output=True, text=True)
+    with tempfile.TemporaryDirectory() as folder:  # not every compiler reads stdin
+        source = Path(folder, "probe.cpp")
+        source.write_text(probe)
+        check = [*command, "-std=c++20", "-c", str(source), "-o", f"{folder}/probe.o"]
+        checked = subprocess.run(check, capture_output=True, text=True)
     if checked.returncode:
         raise BuildError(
             f"{found} ({version_of(command)}) cannot compile C++20:\n{checked.stderr}"
@@ -116,7 +121,9 @@ def version_of(command: Iterable[str]) -> str:
 
 
 def find_nvcc() -> str | None:
-    """nvcc on PATH, else in CUDA_HOME."""
+    """NVCC where it is set (empty: none), else nvcc on PATH, else in CUDA_HOME."""
+    if "NVCC" in os.environ:
+        return shutil.which(os.environ["NVCC"]) if os.environ["NVCC"] else None
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
 
@@ -141,7 +148,9 @@ def find_cuda() -> Cuda | str:
     """The CUDA tools, or the reason why _cuda is not built and what to do about it."""
     nvcc = find_nvcc()
     if nvcc is None:
-        return "no nvcc on PATH or in CUDA_HOME/bin"
+        return (
+            "no nvcc on PATH or in CUDA_HOME/bin" if "NVCC" not in os.environ else "NVCC names none"
+        )
     version = version_of([nvcc])
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
@@ -207,10 +216,14 @@ def host_step(source: str, flags: list[str]) -> Step:
 
 
 def cuda_step(source: str, cuda: Cuda) -> Step:
-    compiler = [cuda.nvcc, *(["-ccbin", host_compiler()[0]] if os.environ.get("CXX") else [])]
     cutlass = (cuda.cutlass / "cutlass" / "version.h").read_text()
     versions = [cuda.version, version_of(host_compiler()), cutlass]
-    return make_step(source, [*compiler, *CUDA_FLAGS, "-Icsrc"], [cuda.cutlass], versions)
+    command = [*nvcc_command(cuda), *CUDA_FLAGS, "-Icsrc"]
+    return make_step(source, command, [cuda.cutlass], versions)
+
+
+def nvcc_command(cuda: Cuda) -> list[str]:
+    return [cuda.nvcc, *(["-ccbin", host_compiler()[0]] if os.environ.get("CXX") else [])]
 
 
 def source_hash() -> str:
@@ -346,7 +359,8 @@ class BuildNative(build_ext):
     def linker(name: str, cuda: Cuda | str) -> list[str]:
         """nvcc knows where its static cudart is; its symbols stay inside the module."""
         if name == "bytetx._cuda":
-            return [cuda.nvcc, "-shared", "-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+            hidden = ["-cudart", "static", "-Xlinker", "--exclude-libs=ALL"]
+            return [*nvcc_command(cuda), "-shared", *hidden]
         is_mac = sys.platform == "darwin"
         kind = ["-bundle", "-undefined", "dynamic_lookup"] if is_mac else ["-shared"]
         return [*host_compiler(), *kind, "-pthread"]
