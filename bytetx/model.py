@@ -29,17 +29,16 @@ from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
-from bytetx.generating import GeneratesText
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
 from bytetx.nn.sentence_modules import Normalize, activation_by_name
 from bytetx.ops.pooling import POOLING_MODES
-from bytetx.progress import num_texts, with_progress
 from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
+from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
 from bytetx.tasks.options import (
     ClassifyOptions,
@@ -55,6 +54,7 @@ from bytetx.tasks.options import (
     Texts,
     Yes,
 )
+from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
@@ -106,7 +106,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GeneratesText):
+class Model(GenerationMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled by its folder and options: another process loads it anew.  A forked child

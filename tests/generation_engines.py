@@ -8,12 +8,12 @@ import torch
 from fake_model import FakeModel
 
 from bytetx.errors import StepError
-from bytetx.generate.detokenizer import DecodedStream
+from bytetx.generate.detokenizer import WindowDetokenizer
 from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.outputs import AnswerPiece
+from bytetx.generate.outputs import RequestOutput
 from bytetx.generate.sampler import Sampler
-from bytetx.generate.sampler_output import Sampled
-from bytetx.generate.scheduler import GenerationScheduler, StepPlan
+from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.scheduler import Scheduler, SchedulerOutput
 
 VOCAB_SIZE = 97
 
@@ -40,21 +40,21 @@ class FakeRunner:
         self.bad_token, self.breaks_at, self.num_steps = None, None, 0
         self.runs_ahead = runs_ahead
 
-    def start(self, plan: StepPlan) -> Sampled:
+    def start(self, plan: SchedulerOutput) -> SamplerOutput:
         self.num_steps += 1
         if self.num_steps == self.breaks_at:
             raise StepError("a kernel failed")
-        columns = self.model.compute(plan)
-        wanted = self.sampler.read(plan, columns)
-        owners = np.searchsorted(columns.cu_seqlens, columns.logits_rows, side="right") - 1
+        input_batch = self.model.compute(plan)
+        metadata = self.sampler.prepare(plan, input_batch)
+        owners = np.searchsorted(input_batch.cu_seqlens, input_batch.logits_rows, side="right") - 1
         prefixes = [
-            self.model.prefix(columns, owner, columns.positions[row] + 1)
-            for owner, row in zip(owners, columns.logits_rows, strict=True)
+            self.model.prefix(input_batch, owner, input_batch.positions[row] + 1)
+            for owner, row in zip(owners, input_batch.logits_rows, strict=True)
         ]
         logits = [torch.empty(0, VOCAB_SIZE), *(self.logits(p)[None] for p in prefixes)]
-        sampled = self.sampler.sample(wanted, torch.cat(logits).to(self.sampler.device))
+        sampled = self.sampler.sample(metadata, torch.cat(logits).to(self.sampler.device))
         if sampled.tokens is not None:
-            self.model.last_tokens[wanted.seat_ids] = sampled.tokens.cpu()
+            self.model.last_tokens[metadata.slot_indices] = sampled.tokens.cpu()
         return sampled
 
     def logits(self, prefix: list[int] | np.ndarray) -> torch.Tensor:
@@ -80,16 +80,16 @@ def engine_of(
     sizes = {"num_pages": num_pages, "page_size": 4}
     runner = FakeRunner(**sizes, max_num_seqs=8, runs_ahead=runs_ahead, device=device)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": max_positions}
-    scheduler = GenerationScheduler(**sizes, **limits)
+    scheduler = Scheduler(**sizes, **limits)
     settings = {
-        "open_text": partial(DecodedStream, decode),
+        "new_detokenizer": partial(WindowDetokenizer, decode),
         "eos_token_ids": eos_token_ids,
         "seed": 0,
     } | options
     return GenerationEngine(runner, scheduler, **settings), runner, scheduler
 
 
-def run(engine: GenerationEngine) -> dict[tuple[int, int], list[AnswerPiece]]:
+def run(engine: GenerationEngine) -> dict[tuple[int, int], list[RequestOutput]]:
     """All pieces, by request and answer."""
     pieces = defaultdict(list)
     while engine.has_work:
@@ -98,7 +98,7 @@ def run(engine: GenerationEngine) -> dict[tuple[int, int], list[AnswerPiece]]:
     return pieces
 
 
-def whole(pieces: list[AnswerPiece]) -> tuple:
+def whole(pieces: list[RequestOutput]) -> tuple:
     """(text, token ids, finish reason, stop) of an answer's pieces, the last of which ends it."""
     assert [piece.finish_reason is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
     token_ids = [token for piece in pieces for token in piece.token_ids]

@@ -65,5 +65,5 @@ def soak(engine: GenerationEngine, requests: list[tuple[list[int], SamplingParam
     assert num_free_pages(engine) == num_free
     assert found.reasons.keys() == set(range(len(requests)))
     assert set(found.reasons.values()) == {"stop", "length", "abort"}
-    assert engine._scheduler.num_preempted and engine._scheduler.num_found_tokens
+    assert engine._scheduler.num_preempted and engine._scheduler.num_cached_tokens
     return found

@@ -9,7 +9,7 @@ from torch import nn
 import bytetx
 from bytetx.errors import InputError
 from bytetx.generate.async_engine import AsyncEngine
-from bytetx.generate.outputs import AnswerPiece
+from bytetx.generate.outputs import RequestOutput
 from bytetx.tasks.results import (
     Embeddings,
     Entity,
@@ -57,14 +57,14 @@ def generates(model: bytetx.Model) -> None:
     assert_type(model.generate([[1], [2]], [params, params])[0].text, str)
     assert_type(model.generate([[{"role": "user", "content": "a"}]]), Results[Generation])
     assert_type(model.generate(["a"], stream=True), Stream[Generation])
-    assert_type(model.generate(["a"], stream="pieces", kv_cache_tokens=64), Stream[AnswerPiece])
+    assert_type(model.generate(["a"], stream="pieces", kv_cache_tokens=64), Stream[RequestOutput])
     assert_type(model.generate(["a"], on_error="return"), Results[Generation | InputError])
 
 
 async def asks(model: bytetx.Model) -> None:
     with AsyncEngine(model.engine()) as engine:
         async for piece in engine.generate([1, 2], bytetx.SamplingParams()):
-            assert_type(piece, AnswerPiece)
+            assert_type(piece, RequestOutput)
 
 
 def loads(module: nn.Linear) -> None:

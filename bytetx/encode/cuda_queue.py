@@ -91,7 +91,7 @@ class CudaQueue:
         """Waits until nothing runs. Raises RuntimeError where the device does not answer."""
         torch.cuda.synchronize(self._device)
 
-    def give_memory_back(self) -> bool:
+    def release_memory(self) -> bool:
         """Lets go of the graphs; False where there was nothing to let go of."""
         with self._lock:
             return self._graphs is not None and self._graphs.clear()

@@ -110,7 +110,7 @@ class Runner:
                 where = self._examine(error, piece)
                 if faults.is_out_of_memory(error) and may_give_back:
                     may_give_back = False  # graphs may come back at once: cut steps after that
-                    if self._queue is not None and self._queue.give_memory_back():
+                    if self._queue is not None and self._queue.release_memory():
                         waiting.append(piece)
                         continue
                 waiting += self._after(error, piece, failures, where=where)
@@ -139,7 +139,7 @@ class Runner:
         """Where a step failed. Raises what is not the device's doing, or a DeviceLostError."""
         if not faults.is_of_device(error, self.device):
             raise error
-        where = faults.blame(error)
+        where = faults.failed_op(error)
         if self._queue is not None:
             try:
                 self._queue.recover()

@@ -1,4 +1,4 @@
-"""Step and Task: what one forward pass is given, and what a room under tasks/ makes of it."""
+"""Step and Task: the input of one forward pass, and what a task computes from it."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -29,11 +29,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What a CUDA graph of a task's compute needs to know.
+    """How a task's compute can be captured as a CUDA graph.
 
-    key: equal for two tasks of one model that do the same work. It may hold ids of objects that
-    the task refers to, for a captured graph keeps its task alive.  rows: what a row of every
-    output stands for; a padded batch has more of them than the requests, and they are cut off.
+    key: equal for two tasks of one model that do the same work. It may contain ids of objects that
+    the task refers to, because a captured graph keeps its task alive.  rows: the unit of the rows
+    of all outputs; the rows of padding are cut off.
     """
 
     key: Hashable
@@ -41,21 +41,21 @@ class Capture:
 
 
 class Task(Protocol[R_co]):
-    """What to compute for a step, and how to make each request's result of it."""
+    """What to compute for a step, and how it gives each request's result."""
 
     @property
     def capture(self) -> Capture | None:
-        """None: compute reads the requests or its outputs are large; it runs without a graph.
+        """None where compute reads the requests or has large outputs; it runs without a graph.
 
-        Otherwise compute must be the same kernels for every batch of the same padded sizes: it
-        reads the step's device tensors and nothing that is known on the host, `requests` included.
+        Otherwise compute must launch the same kernels for every batch of the same padded sizes: it
+        reads only the step's device tensors, and nothing on the host, such as `requests`.
         """
         ...
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        """The forward pass and the head; tensors stay on the device, nothing waits for it."""
+        """The forward pass and the head; tensors stay on the device, and nothing waits for it."""
         ...
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[R_co]:
-        """One result a request of the step, from compute's tensors on the host."""
+        """One result for each request of the step, from compute's tensors on the host."""
         ...

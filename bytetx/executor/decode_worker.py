@@ -60,7 +60,7 @@ class DecodeShare:
     def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         self._receive(block)
         step = layout.read(block, page_size=self._cache.page_size)
-        batch = replace(step.batch, input_ids=self._receive(torch.empty_like(step.seats)))
+        batch = replace(step.batch, input_ids=self._receive(torch.empty_like(step.slot_indices)))
         output = self._transformer.forward(batch, cache=self._cache)
         return (self._head.forward(output) if is_greedy else output,)
 

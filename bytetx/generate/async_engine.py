@@ -1,4 +1,4 @@
-"""AsyncEngine: a GenerationEngine in a thread of its own, for callers in an event loop."""
+"""AsyncEngine: runs a GenerationEngine in its own thread, for callers in an event loop."""
 
 import asyncio
 import os
@@ -10,23 +10,23 @@ from threading import Condition, Thread
 
 from bytetx.errors import ForkError
 from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.outputs import AnswerPiece
+from bytetx.generate.outputs import RequestOutput
 from bytetx.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
 class _Listener:
-    """Who waits for a request, and how many of its answers have not ended."""
+    """The caller of a request, and how many of the request's outputs have not ended."""
 
-    put: Callable[[AnswerPiece | BaseException], None]
+    put: Callable[[RequestOutput | BaseException], None]
     num_open: int
 
 
 class AsyncEngine:
-    """Runs steps while there is work, sleeps while there is none; used as a context manager.
+    """Runs steps while there is work and sleeps otherwise; used as a context manager.
 
-    A caller that stops listening aborts its request. An error that is nobody's fault ends all
-    requests with it, and the engine takes no more.
+    A caller that stops listening aborts its request. An error that no request caused ends all
+    requests with that error and closes the engine.
     """
 
     def __init__(self, engine: GenerationEngine):
@@ -35,9 +35,9 @@ class AsyncEngine:
         self._calls: deque[Callable[[], None]] = deque()  # for the thread, in order
         self._is_closed = False
         self._error: BaseException | None = None
-        self._listeners: dict[int, _Listener] = {}  # touched by the thread alone
-        self._pid = os.getpid()  # a forked child has a copy of all this but the thread
-        self._thread = Thread(target=self._work, name="bytetx-generation", daemon=True)
+        self._listeners: dict[int, _Listener] = {}  # only the thread uses it
+        self._pid = os.getpid()  # a forked child has a copy of this object, but not the thread
+        self._thread = Thread(target=self._run, name="bytetx-generation", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> "AsyncEngine":
@@ -47,7 +47,7 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread after the step that runs; open requests end with an error."""
+        """Ends the thread after the current step; open requests end with an error."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -57,18 +57,18 @@ class AsyncEngine:
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, priority: int = 0
-    ) -> AsyncIterator[AnswerPiece]:
-        """Pieces of the request's answers as they come, until all have ended.
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the request's outputs as they are generated, until all of them have ended.
 
         Raises InputError where the request could never run. Closing the iterator, or cancelling
         the task that waits for it, aborts the request.
         """
         loop = asyncio.get_running_loop()
-        queue: asyncio.Queue[AnswerPiece | BaseException] = asyncio.Queue()
+        queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
         request_ids: list[int] = []  # written by the thread, once
 
-        def put(item: AnswerPiece | BaseException) -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits there any more
+        def put(item: RequestOutput | BaseException) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 loop.call_soon_threadsafe(queue.put_nowait, item)
 
         def add() -> None:
@@ -95,7 +95,10 @@ class AsyncEngine:
                 self._call(lambda: self._abort(request_ids), quietly=True)
 
     def _call(self, function: Callable[[], None], *, quietly: bool = False) -> None:
-        """Has the thread call a function before its next step."""
+        """Has the thread call a function before its next step.
+
+        quietly: does nothing where there is no thread any more, instead of raising.
+        """
         if os.getpid() != self._pid:
             if quietly:
                 return
@@ -114,18 +117,18 @@ class AsyncEngine:
             self._listeners.pop(request_id, None)
             self._engine.abort(request_id)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             while self._wait():
-                for piece in self._engine.step():
-                    self._post(piece)
+                for output in self._engine.step():
+                    self._post(output)
             error: BaseException = RuntimeError("the engine was closed")
         except BaseException as raised:
             error = self._error = raised
         with self._changed:
             self._is_closed = True
             calls, self._calls = self._calls, deque()
-        for call in calls:  # whoever came too late learns it like the others
+        for call in calls:  # requests that came too late get the same error
             call()
         for request_id, listener in self._listeners.items():
             self._engine.abort(request_id)
@@ -133,7 +136,7 @@ class AsyncEngine:
         self._listeners.clear()
 
     def _wait(self) -> bool:
-        """Until there is work, after all calls; False once the engine is closed."""
+        """Runs the calls and waits until there is work; False once the engine is closed."""
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -147,11 +150,11 @@ class AsyncEngine:
             if self._engine.has_work:
                 return True
 
-    def _post(self, piece: AnswerPiece) -> None:
-        listener = self._listeners.get(piece.request_id)
+    def _post(self, output: RequestOutput) -> None:
+        listener = self._listeners.get(output.request_id)
         if listener is None:
             return
-        listener.put(piece)
-        listener.num_open -= piece.finish_reason is not None
+        listener.put(output)
+        listener.num_open -= output.finish_reason is not None
         if not listener.num_open:
-            del self._listeners[piece.request_id]
+            del self._listeners[output.request_id]

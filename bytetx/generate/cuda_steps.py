@@ -1,11 +1,10 @@
-"""Small steps on one GPU: one copy in, one graph launch, and tokens that stay on the device.
+"""Small steps on one GPU: one copy in, one CUDA graph launch, and tokens that stay on the device.
 
-A step of decode rows, or of a few short prompts among them, is hundreds of kernels of a few
-microseconds: one by one they take the host longer than the GPU. Captured, and with each decode
-row's token read from where the last step left it, the host has all of a step's time to plan the
-next one.
+A step of decode rows, with or without a few short prompts, is hundreds of kernels of a few
+microseconds. Launched one by one they take the host longer than the GPU. With a captured graph, and
+with the last tokens read on the device, the host can plan the next step while this one runs.
 
-Steps are padded to buckets with or without graphs: the same kernels with the same tiles give the
+Steps are padded to buckets with and without graphs: the same kernels with the same tiles give the
 same bits.
 """
 
@@ -19,13 +18,13 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.last_tokens import LastTokens
-from bytetx.generate.sampler import SamplingRows
+from bytetx.generate.sampler import SamplingMetadata
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.paged_plan import takes_paged_plan
 from bytetx.runtime.cuda_graphs import GraphCache
-from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.paged_layout import (
     MAX_MIXED_TOKENS,
     PagedLayout,
@@ -37,7 +36,7 @@ from bytetx.runtime.pinned_buffers import PinnedRing
 
 
 class CudaSteps:
-    """Runs steps of few sizes on the current stream; `takes` says which."""
+    """Runs steps of bucketed sizes on the current stream; `can_run` says which."""
 
     def __init__(
         self,
@@ -54,74 +53,82 @@ class CudaSteps:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
-        # Steps that other ranks run with this one are of decode rows, or plain forward passes.
-        self._takes_mixed = self.is_capturable and not transformer.has_followers
+        # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
+        self._runs_mixed = self.is_capturable and not transformer.has_followers
         if has_graphs and self.is_capturable:
-            most = round_rows(last_tokens.idle_seat)
-            workspace_bytes = partial(_workspace_bytes, transformer.spec, head.decoder.dtype, most)
+            max_logits = round_rows(last_tokens.padding_slot_index)  # of all sequences
+            workspace_bytes = partial(
+                _workspace_bytes, transformer.spec, head.decoder.dtype, max_logits
+            )
             self._graphs = GraphCache(device=device, workspace_bytes=workspace_bytes)
 
     @property
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
 
-    def takes(self, columns: StepColumns, wanted: SamplingRows) -> bool:
-        """Whether `tokens` and `hidden_states` run this step.
+    def can_run(self, input_batch: InputBatch, metadata: SamplingMetadata) -> bool:
+        """Whether `sample_greedy` and `hidden_states` run this step.
 
-        Rotations that turn by the length of a prompt want it said, and scores of prompts more rows
-        of logits than a bucket has.
+        They do not where the rotary embedding depends on the length of the prompt, or where
+        prompt_logprobs needs more rows of logits than a bucket has.
         """
         if self._transformer.spec.max_plain_prompt is not None:
             return False
-        is_small = self._takes_mixed and len(columns.positions) <= MAX_MIXED_TOKENS
-        return columns.is_decode or (is_small and not wanted.scoring and bool(wanted.numbers))
+        is_small = self._runs_mixed and len(input_batch.positions) <= MAX_MIXED_TOKENS
+        samples_only = bool(metadata.sampling_rows) and not metadata.prompt_logits
+        return input_batch.is_decode or (is_small and samples_only)
 
-    def tokens(self, columns: StepColumns) -> Tensor:
-        """int32 [sampling rows]: the most likely next tokens, -1 for none; remembered."""
-        return self._run(columns, is_greedy=True)
+    def sample_greedy(self, input_batch: InputBatch) -> Tensor:
+        """int32 [sampling rows]: the most likely next tokens, -1 for none; also in last_tokens."""
+        return self._run(input_batch, is_greedy=True)
 
-    def hidden_states(self, columns: StepColumns) -> Tensor:
+    def hidden_states(self, input_batch: InputBatch) -> Tensor:
         """[sampling rows, hidden_size] after the last layer."""
-        return self._run(columns, is_greedy=False)
+        return self._run(input_batch, is_greedy=False)
 
-    def give_memory_back(self) -> bool:
-        """Lets go of the graphs; False where there was nothing to let go of."""
+    def release_memory(self) -> bool:
+        """Frees the graphs; False where there were none."""
         return self._graphs is not None and self._graphs.clear()
 
-    def _run(self, columns: StepColumns, *, is_greedy: bool) -> Tensor:
-        layout = _layout_of(columns)
+    def _run(self, input_batch: InputBatch, *, is_greedy: bool) -> Tensor:
+        layout = _layout_of(input_batch)
         pinned = self._ring.take(layout.num_ints)
         layout.write(
             pinned.array[: layout.num_ints],
-            columns,
+            input_batch,
             position_offset=self._transformer.spec.position_offset,
-            idle_seat=self._last_tokens.idle_seat,
+            padding_slot_index=self._last_tokens.padding_slot_index,
         )
         source = pinned.tensor[: layout.num_ints]
-        with self._shared(layout, is_greedy):
+        with self._on_all_ranks(layout, is_greedy):
             output = self._replay(layout, is_greedy, source)
         pinned.is_free = torch.cuda.Event()
         pinned.is_free.record()
-        return output[: int(columns.samples.sum())]
+        return output[: int(input_batch.samples.sum())]
 
-    def _shared(self, layout: PagedLayout, is_greedy: bool) -> AbstractContextManager[None]:
-        """Around a step that other ranks run, too."""
+    def _on_all_ranks(self, layout: PagedLayout, is_greedy: bool) -> AbstractContextManager[None]:
+        """Has the other ranks run the same decode step."""
         if not layout.is_decode:
             return nullcontext()
-        sizes = {"num_rows": layout.num_rows, "num_pages": layout.num_pages}
-        options = {"is_greedy": is_greedy, "is_captured": self._graphs is not None}
-        return self._transformer.decode_step(self._cache, **sizes, **options)
+        return self._transformer.decode_step(
+            self._cache,
+            num_rows=layout.num_rows,
+            num_pages=layout.num_pages,
+            is_greedy=is_greedy,
+            is_captured=self._graphs is not None,
+        )
 
     def _replay(self, layout: PagedLayout, is_greedy: bool, source: Tensor) -> Tensor:
-        """source: the step's block, in pinned memory."""
+        """The step's output.  source: its block, in pinned memory."""
         compute = partial(self._compute, layout, is_greedy)
         captured = None
         if self._graphs is not None:
             key = (layout, is_greedy)
             captured = self._graphs.find(key)
             if captured is None and self._graphs.is_due(key):
-                sizes = {"num_ints": layout.num_ints, "total_tokens": layout.num_rows}
-                captured = self._graphs.capture(key, compute, **sizes)
+                captured = self._graphs.capture(
+                    key, compute, num_ints=layout.num_ints, total_tokens=layout.num_rows
+                )
         if captured is None:
             return compute(source.to(self._device, non_blocking=True))[0]
         captured.block.copy_(source, non_blocking=True)
@@ -131,38 +138,41 @@ class CudaSteps:
     def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:
         step = layout.read(block, page_size=self._cache.page_size)
         if layout.is_decode:
-            ids = self._last_tokens.of(step.seats)
+            ids = self._last_tokens.gather(step.slot_indices)
             self._transformer.share(block, ids)
         else:
-            ids = self._last_tokens.fill_in(step.batch.input_ids)
+            ids = self._last_tokens.resolve(step.batch.input_ids)
         batch = replace(step.batch, input_ids=ids)
         hidden_states = self._transformer.forward(batch, cache=self._cache)
         if step.logits_rows is not None:
             hidden_states = hidden_states.index_select(0, step.logits_rows)
         if not is_greedy:
             return (hidden_states,)
-        return (self._last_tokens.choose(self._head.forward(hidden_states), step.seats),)
+        return (
+            self._last_tokens.store_argmax(self._head.forward(hidden_states), step.slot_indices),
+        )
 
     @property
     def is_capturable(self) -> bool:
-        """The reference of the paged ops reads lengths on the host, which no graph can."""
+        """Whether the paged ops have a kernel; the reference reads lengths on the host."""
         decoder, layer = self._transformer.decoder, self._cache.layers[0]
         rows = layer.k_cache.flatten(0, 1)
         has_kernel = takes_paged_plan(rows, layer.k_cache, layer.v_cache, 1.0)
         return decoder is not None and decoder.is_capturable and has_kernel
 
     def __del__(self) -> None:
-        # A graph is not destroyed under its own run.
-        if not sys.is_finalizing() and getattr(self, "_graphs", None) is not None:
+        # A graph must not be destroyed while it runs; clear() waits for it.
+        graphs: GraphCache | None = getattr(self, "_graphs", None)
+        if not sys.is_finalizing() and graphs is not None:
             with suppress(RuntimeError):
-                self._graphs.clear()
+                graphs.clear()
 
 
-def _layout_of(columns: StepColumns) -> PagedLayout:
-    num_sequences, num_pages = columns.page_table.shape
-    if columns.is_decode:
+def _layout_of(input_batch: InputBatch) -> PagedLayout:
+    num_sequences, num_pages = input_batch.page_table.shape
+    if input_batch.is_decode:
         return decode_layout(num_sequences, num_pages)
-    return mixed_layout(len(columns.positions), num_sequences, num_pages)
+    return mixed_layout(len(input_batch.positions), num_sequences, num_pages)
 
 
 def _workspace_bytes(

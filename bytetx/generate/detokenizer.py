@@ -1,4 +1,4 @@
-"""Token ids -> text as they come: what was shown once never changes."""
+"""Detokenizers: token ids to text, incrementally; text that was returned never changes."""
 
 import codecs
 from collections.abc import Callable, Sequence
@@ -8,18 +8,18 @@ Decode = Callable[[Sequence[int]], str]
 Pieces = Sequence[str | None]
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-# A character has at most 4 bytes, so that more tokens than this which end in a broken character
-# are not about to become one: the bytes are no text.
+# A character has at most 4 bytes. More tokens than this that end in a broken character will not
+# become a character: the bytes are not valid text.
 _MAX_HELD_TOKENS = 8
-_MAX_BROKEN = 3  # what the start of one character decodes to, at most
-_MAX_WINDOW_TOKENS = 16  # decoded again with every token, before the first of them are let go of
+_MAX_BROKEN = 3  # the most replacement characters that the start of one character decodes to
+_MAX_WINDOW_TOKENS = 16  # decoded again with every token; older tokens are dropped
 
 
-class TextStream(Protocol):
-    """Text of a growing list of token ids, without half a character."""
+class Detokenizer(Protocol):
+    """The text of a growing list of token ids; a character is returned once it is complete."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add, without a character that the next ones may complete."""
+        """The text that these tokens add, without a character that later tokens may complete."""
         ...
 
     def flush(self) -> str:
@@ -27,12 +27,14 @@ class TextStream(Protocol):
         ...
 
 
-class ByteStream:
-    """For tokenizers whose tokens are bytes; a token costs less than a microsecond."""
+class ByteDetokenizer:
+    """For tokenizers whose tokens are bytes; takes less than a microsecond for a token."""
 
     def __init__(self, token_bytes: Sequence[bytes], context: Sequence[int] = ()):
-        """token_bytes: of every token id.  context: the prompt's last tokens, which may end in the
-        middle of a character."""
+        """token_bytes: the bytes of each token id.
+
+        context: the prompt's last tokens, which may end in the middle of a character.
+        """
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_open = False  # whether the decoder holds the start of a character
@@ -55,86 +57,91 @@ class ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class DecodedStream:
-    """For any tokenizer, by its own decoder, but for tokens whose text is known beforehand.
+class WindowDetokenizer:
+    """For any tokenizer: decodes a window of the last tokens with the tokenizer's own decoder.
 
-    Decoding only the last few tokens costs the same at every length. They are decoded together
-    with some that were shown before, for a decoder treats the start of a text differently (it
-    drops the space in front of a word).
+    The cost of a token does not depend on the length of the text.  The window begins with tokens
+    whose text was returned before, because decoders treat the start of a text differently (they
+    drop the space before a word).  Tokens with a known text (`pieces`) are not decoded.
     """
 
     def __init__(self, decode: Decode, context: Sequence[int] = (), pieces: Pieces | None = None):
-        """decode: a tokenizer's.  context: the prompt's last tokens, for the first word's space.
+        """decode: the tokenizer's decoder.  context: the prompt's last tokens, for the space before
+        the first word.
 
-        pieces: what each token adds behind other text, None where its neighbours say that.
+        pieces: the text that each token id adds after other text, None where its neighbours decide.
         """
         self._decode, self._pieces = decode, pieces
-        self._is_behind = False  # whether tokens were shown that `_shown` does not have
-        self._tokens = list(context)  # from the start of what is decoded again
-        self._num_shown = len(self._tokens)  # tokens whose text was shown
-        self._shown = decode(self._tokens) if self._tokens else ""  # text of `_tokens`, as shown
+        self._is_behind = False  # whether `_returned` lacks tokens that were returned from `pieces`
+        self._tokens = list(context)  # the window
+        self._num_returned = len(self._tokens)  # tokens of the window whose text was returned
+        self._returned = (
+            decode(self._tokens) if self._tokens else ""
+        )  # the returned text of `_tokens`
 
     def feed(self, token_ids: Sequence[int]) -> str:
         if self._pieces is not None and len(token_ids) == 1:
             piece = self._pieces[token_ids[0]]
-            is_settled = self._num_shown == len(self._tokens) and (self._shown or self._is_behind)
-            if piece is not None and is_settled:
-                return self._join(token_ids[0], piece)
+            has_context = self._num_returned == len(self._tokens) and (
+                self._returned or self._is_behind
+            )
+            if piece is not None and has_context:
+                self._add_known(token_ids[0], self._pieces)
+                return piece
         self._catch_up()
         self._tokens += token_ids
         text = self._decode(self._tokens)
         if text.endswith(_BROKEN):
-            is_hopeful = len(self._tokens) - self._num_shown <= _MAX_HELD_TOKENS
-            if is_hopeful or not text.startswith(self._shown):
+            is_incomplete = len(self._tokens) - self._num_returned <= _MAX_HELD_TOKENS
+            if is_incomplete or not text.startswith(self._returned):
                 return ""
-            return self._show(_without_last_broken(text))
-        added = self._show(text)
+            return self._new_text(_without_last_broken(text))
+        added = self._new_text(text)
         if len(self._tokens) > _MAX_WINDOW_TOKENS:
-            self._shift()
-        self._num_shown = len(self._tokens)
+            self._shrink_window()
+        self._num_returned = len(self._tokens)
         return added
 
     def flush(self) -> str:
         self._catch_up()
-        return self._show(self._decode(self._tokens))
+        return self._new_text(self._decode(self._tokens))
 
-    def _join(self, token: int, piece: str) -> str:
-        """Shows a token without a decoder."""
+    def _add_known(self, token: int, pieces: Pieces) -> None:
+        """Adds a token whose text is known, without decoding."""
         self._tokens.append(token)
         self._is_behind = True
         if len(self._tokens) > _MAX_WINDOW_TOKENS:
-            kept = self._tokens[-_MAX_WINDOW_TOKENS // 2 :]
-            pieces = [self._pieces[token] for token in kept]
-            if None not in pieces and "".join(pieces).strip(" "):
-                self._tokens = kept
-        self._num_shown = len(self._tokens)
-        return piece
+            window = self._tokens[-_MAX_WINDOW_TOKENS // 2 :]
+            texts = [pieces[token] for token in window]
+            if None not in texts and any(text and text.strip(" ") for text in texts):
+                self._tokens = window
+        self._num_returned = len(self._tokens)
 
     def _catch_up(self) -> None:
         if self._is_behind:
-            self._shown, self._is_behind = self._decode(self._tokens), False
+            self._returned, self._is_behind = self._decode(self._tokens), False
 
-    def _show(self, text: str) -> str:
-        """What `text` adds to what was shown."""
-        if not text.startswith(self._shown):
-            # Some decoders give up a whole run of byte tokens for one that is no text, those that
-            # were shown included: the rest goes on without them.
-            del self._tokens[: self._num_shown]
-            self._num_shown, self._shown = 0, ""
+    def _new_text(self, text: str) -> str:
+        """The text that `text`, the decoded window, adds to the returned text."""
+        if not text.startswith(self._returned):
+            # Some decoders replace a whole run of byte tokens for one invalid byte, including bytes
+            # whose text was returned. The window continues without those.
+            del self._tokens[: self._num_returned]
+            self._num_returned, self._returned = 0, ""
             text = self._decode(self._tokens)
-        added = text[len(self._shown) :]
-        self._shown = text
+        added = text[len(self._returned) :]
+        self._returned = text
         return added
 
-    def _shift(self) -> None:
-        """Lets go of the tokens in front of those just shown, where these are context enough."""
-        text = self._decode(self._tokens[self._num_shown :])
+    def _shrink_window(self) -> None:
+        """Drops the tokens before the newest ones, where these are enough context."""
+        text = self._decode(self._tokens[self._num_returned :])
         if text and not text.startswith(_BROKEN):
-            del self._tokens[: self._num_shown]
-            self._shown = text
+            del self._tokens[: self._num_returned]
+            self._returned = text
 
 
 def _without_last_broken(text: str) -> str:
-    """The text but for the broken characters at its end, at most as many as one may be."""
+    """The text without the replacement characters at its end, at most _MAX_BROKEN."""
     num_broken = len(text) - len(text.rstrip(_BROKEN))
     return text[: len(text) - min(num_broken, _MAX_BROKEN)]

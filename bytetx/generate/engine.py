@@ -1,4 +1,4 @@
-"""GenerationEngine: requests in, pieces of answers out, one step at a time."""
+"""GenerationEngine: takes requests and returns their outputs, one step at a time."""
 
 import random
 from array import array
@@ -11,10 +11,9 @@ from typing import NoReturn, Protocol
 import numpy as np
 
 from bytetx.errors import InputError, StepError, TooLongError
-from bytetx.generate.output_processor import Answer, OpenText
-from bytetx.generate.outputs import AnswerPiece, RowResult
-from bytetx.generate.scheduler import GenerationScheduler, StepPlan
-from bytetx.generate.sequence import SequenceState
+from bytetx.generate.output_processor import DetokenizerFactory, OutputState
+from bytetx.generate.outputs import RequestOutput, RowResult
+from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
 from bytetx.generate.stopping import stop_token_ids
 from bytetx.sampling_params import SamplingParams
 
@@ -25,66 +24,71 @@ class StartedStep(Protocol):
     """A step that may still run."""
 
     def results(self) -> Sequence[int | RowResult]:
-        """One a row, in the plan's order: its token, or what there is besides; waits for them.
+        """One result for each row, in the plan's order; waits for the step.
 
-        A StepError ends these rows alone.
+        Tokens alone where no row has more than that.  A StepError ends only these rows.
         """
         ...
 
 
 class StepRunner(Protocol):
-    """What runs a planned step: the forward pass over the paged cache, and the sampling.
-
-    runs_ahead: steps take no time of the caller's, so that the next one should be started before
-    the last one's results are asked for.
-    """
+    """Runs planned steps: the forward pass over the paged cache, and sampling."""
 
     vocab_size: int
-    runs_ahead: bool
-    num_graphs: int  # that small steps are replayed from
 
-    def start(self, plan: StepPlan) -> StartedStep:
-        """Runs the step, or lets it run behind those before it. A StepError ends its rows alone.
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `start` returns before the step has run (async scheduling)."""
+        ...
 
-        What it needs of the plan's sequences is read before it returns.
+    @property
+    def num_graphs(self) -> int:
+        """CUDA graphs of small steps."""
+        ...
+
+    def start(self, plan: SchedulerOutput) -> StartedStep:
+        """Runs the step, or queues it after the earlier ones. A StepError ends only its rows.
+
+        It does not read the plan's sequences after it returns.
         """
         ...
 
-    def follow_caller(self) -> None:
-        """Steps from now on see what the caller's device was given to do before."""
+    def wait_for_current_stream(self) -> None:
+        """Steps from now on wait for the work that is on the caller's stream."""
         ...
 
 
 class GenerationEngine:
     """Continuous batching over a runner; not thread-safe (AsyncEngine is the way from threads).
 
-    Where the runner runs ahead, each step is planned and started while the one before it runs, and
-    reads the tokens that this one samples on the device.  The host learns them one step late: an
-    answer that a token ends has a row in one more step, whose result nobody looks at.  Whatever
-    happens to a request, its pages are free once its last piece is out.
+    With async scheduling (StepRunner.runs_ahead) each step is planned and started while the one
+    before it runs, and reads that one's tokens on the device.  The host gets the tokens one step
+    late: an output that ends with a stop token has a row in one more step, whose result is dropped.
+    However a request ends, its pages are free once its last RequestOutput is returned.
     """
 
     def __init__(
         self,
         runner: StepRunner,
-        scheduler: GenerationScheduler,
+        scheduler: Scheduler,
         *,
-        open_text: OpenText | None = None,
+        new_detokenizer: DetokenizerFactory | None = None,
         eos_token_ids: Iterable[int] = (),
         seed: int | None = None,
     ):
-        """open_text: starts the text of an answer (see detokenizer.py); None gives token ids alone.
+        """new_detokenizer: makes the detokenizer of an output; None: outputs have no text.
 
-        seed: of the seeds of requests that bring none.
+        seed: of the generator of seeds, for requests without a seed.
         """
-        self._runner, self._scheduler, self._open_text = runner, scheduler, open_text
+        self._runner, self._scheduler, self._new_detokenizer = runner, scheduler, new_detokenizer
         self._eos_token_ids = frozenset(eos_token_ids)
         self._random = random.Random(seed)
-        self._answers: dict[int, list[Answer]] = {}  # the unfinished ones, by request
-        self._answer_of: dict[SequenceState, Answer] = {}
-        self._ended: list[AnswerPiece] = []
-        self._in_flight: deque[tuple[StepPlan, StartedStep]] = deque()
-        self._num_requests = self._num_processed = 0
+        self._unfinished: dict[int, list[OutputState]] = {}  # by request id
+        self._states: dict[SequenceState, OutputState] = {}  # of unfinished outputs
+        self._aborted: list[RequestOutput] = []  # for the next step to return
+        self._in_flight: deque[tuple[SchedulerOutput, StartedStep]] = deque()
+        self._num_requests = 0
+        self._num_with_processors = 0  # unfinished outputs with logits processors
 
     def __reduce__(self) -> NoReturn:
         raise PicklingError(
@@ -93,11 +97,11 @@ class GenerationEngine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended or self._answers or self._in_flight)
+        return bool(self._aborted or self._unfinished or self._in_flight)
 
     @property
     def num_graphs(self) -> int:
-        """CUDA graphs that small steps are replayed from."""
+        """CUDA graphs of small steps."""
         return self._runner.num_graphs
 
     def add_request(
@@ -110,58 +114,65 @@ class GenerationEngine:
     ) -> int:
         """Queues a request and returns its id; InputError where it could never run.
 
-        priority: lower ones run first.  streams: False gives one piece an answer, at its end.
+        priority: lower numbers run first.  streams: False gives one RequestOutput for each output,
+        when it ends.
         """
         tokens = _integers(prompt_ids)
         max_tokens = self._check(tokens, params)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
-        request_id, answers = self._num_requests, []
+        request_id = self._num_requests
+        states: list[OutputState] = []
         for index in range(params.n):
             sequence = SequenceState(
                 tokens.tolist(),
                 max_tokens,
                 priority,
                 params,
-                _seed_of(seed, index),
-                stop_token_ids(params, self._eos_token_ids),
-                self._eos_token_ids,
+                seed=_output_seed(seed, index),
+                stop_token_ids=stop_token_ids(params, self._eos_token_ids),
+                eos_token_ids=self._eos_token_ids,
             )
             self._scheduler.add(sequence)  # refuses all n or none: they are equally long
-            answers.append(Answer(request_id, index, sequence, streams, self._open_text))
+            states.append(OutputState(request_id, index, sequence, streams, self._new_detokenizer))
         self._num_requests += 1
-        self._num_processed += bool(params.logits_processors) * len(answers)
-        self._answers[request_id] = answers
-        self._answer_of |= {answer.sequence: answer for answer in answers}
+        self._num_with_processors += bool(params.logits_processors) * len(states)
+        self._unfinished[request_id] = states
+        self._states |= {state.sequence: state for state in states}
         return request_id
 
     def abort(self, request_id: int) -> None:
-        """Ends a request; its answers' last pieces come with the next step. Ended ones stay."""
-        for answer in list(self._answers.get(request_id, ())):
-            answer.end("abort")
-            self._give(answer, self._ended)
+        """Ends a request; the next step returns its last RequestOutputs.
 
-    def start_afresh(self) -> None:
-        """For weights that may have changed, where there is no work: forgets prefixes computed with
-        them, and runs behind whatever the caller's stream was given to do."""
+        Outputs that have ended already do not change.
+        """
+        for state in list(self._unfinished.get(request_id, ())):
+            state.end("abort")
+            self._emit(state, self._aborted)
+
+    def on_weights_changed(self) -> None:
+        """Drops the prefix cache, and has later steps wait for the work on the caller's stream.
+
+        Call it without work in the engine, after the model's weights may have changed.
+        """
         assert not self.has_work
-        self._scheduler.pages.forget_kept()
-        self._runner.follow_caller()
+        self._scheduler.pages.reset_prefix_cache()
+        self._runner.wait_for_current_stream()
 
-    def step(self) -> list[AnswerPiece]:
-        """Starts a forward pass, and returns what one before it, or this one, added to answers."""
-        pieces, self._ended = self._ended, []
+    def step(self) -> list[RequestOutput]:
+        """Starts a forward pass, and returns the outputs of those that have ended."""
+        outputs, self._aborted = self._aborted, []
         try:
-            plan = self._scheduler.step()
+            plan = self._scheduler.schedule()
             runs_ahead = plan.rows and self._start(plan)
             while len(self._in_flight) > bool(runs_ahead):
-                self._collect(pieces)
+                self._collect(outputs)
         except BaseException:
-            self._give_up()
+            self._discard_in_flight()
             raise
-        return pieces
+        return outputs
 
-    def _start(self, plan: StepPlan) -> bool:
-        """Whether the step may go on while the next one is planned."""
+    def _start(self, plan: SchedulerOutput) -> bool:
+        """Starts a step. Returns whether it may run while the next one is planned."""
         self._in_flight.append((plan, _FailedStep(len(plan.rows), None)))
         try:
             started = self._runner.start(plan)
@@ -169,90 +180,92 @@ class GenerationEngine:
             self._in_flight[-1] = (plan, _FailedStep(len(plan.rows), error))
             return False
         self._in_flight[-1] = (plan, started)
-        # Processors want to see every token before the next one is chosen.
-        return self._runner.runs_ahead and not self._num_processed
+        # A logits processor needs all tokens before the next one is sampled.
+        return self._runner.runs_ahead and not self._num_with_processors
 
-    def _collect(self, pieces: list[AnswerPiece]) -> None:
-        """Waits for the oldest step in flight and hands out what it gave."""
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        """Waits for the oldest step in flight and appends its outputs."""
         plan, started = self._in_flight[0]
         try:
             results = started.results()
         except StepError as error:
             results = _FailedStep(len(plan.rows), error).results()
         self._in_flight.popleft()
-        failed, answer_of, append = [], self._answer_of.get, self._scheduler.append
+        failed, find_state, append = [], self._states.get, self._scheduler.append
         for row, result in zip(plan.rows, results, strict=True):
             sequence = row.sequence
-            answer = answer_of(sequence)
-            if answer is None:  # it ended after this step was planned
+            state = find_state(sequence)
+            if state is None:  # it ended after this step was planned
                 continue
-            if type(result) is int:
+            if isinstance(result, int):
                 if row.is_stale:
                     continue
-                if not append(sequence, result):  # most tokens of long answers
-                    if answer.is_quiet:
+                if not append(sequence, result):  # most tokens of long outputs
+                    if not state.needs_every_token:
                         continue
-                    if answer.is_plain:
-                        pieces.append(answer.next_piece(result))
-                        self._close(answer)
+                    if state.is_plain:
+                        outputs.append(state.next_output(result))
+                        self._close(state)
                         continue
-                result = RowResult(result)
+                row_result = RowResult(result)
             elif row.is_stale:
-                result = RowResult(prompt_logprobs=result.prompt_logprobs)
-            elif result.token_id is not None:
-                append(sequence, result.token_id)
-            answer.add(result)
-            if result.error is not None:
+                row_result = RowResult(prompt_logprobs=result.prompt_logprobs)
+            else:
+                row_result = result
+                if result.token_id is not None:
+                    append(sequence, result.token_id)
+            state.add(row_result)
+            if row_result.error is not None:
                 failed.append(sequence)
-            self._give(answer, pieces)
-        if failed:  # last, for it may send other rows of this step back to start again
+            self._emit(state, outputs)
+        if failed:  # after all rows, because it may preempt other sequences of this step
             self._scheduler.discard(failed)
 
-    def _give_up(self) -> None:
-        """No sequence of a step in flight keeps a page, after an error that is nobody's fault."""
+    def _discard_in_flight(self) -> None:
+        """Ends all sequences of the steps in flight, after an error that no request caused."""
         sequences = {row.sequence for plan, _ in self._in_flight for row in plan.rows}
         self._in_flight.clear()
         self._scheduler.discard(sequences)
-        for sequence in sequences & self._answer_of.keys():
-            self._forget(self._answer_of[sequence])
+        for sequence in sequences & self._states.keys():
+            self._remove(self._states[sequence])
 
-    def _give(self, answer: Answer, pieces: list[AnswerPiece]) -> None:
-        """Appends the answer's next piece, and lets go of an answer that has ended."""
-        piece = answer.take_piece()
-        if piece is not None:
-            pieces.append(piece)
-        self._close(answer)
+    def _emit(self, state: OutputState, outputs: list[RequestOutput]) -> None:
+        """Appends the next RequestOutput, and removes an output that has ended."""
+        output = state.take_output()
+        if output is not None:
+            outputs.append(output)
+        self._close(state)
 
-    def _close(self, answer: Answer) -> None:
-        """Lets go of an answer that has ended."""
-        if answer.reason is None:
+    def _close(self, state: OutputState) -> None:
+        """Removes an output that has ended, and frees its pages."""
+        if state.finish_reason is None:
             return
-        if answer.reason != "error":
-            self._scheduler.finish(answer.sequence)
-        self._forget(answer)
+        if state.finish_reason != "error":
+            self._scheduler.finish(state.sequence)
+        self._remove(state)
 
-    def _forget(self, answer: Answer) -> None:
-        del self._answer_of[answer.sequence]
-        self._num_processed -= bool(answer.sequence.params.logits_processors)
-        answers = self._answers[answer.request_id]
-        answers.remove(answer)
-        if not answers:
-            del self._answers[answer.request_id]
+    def _remove(self, state: OutputState) -> None:
+        del self._states[state.sequence]
+        self._num_with_processors -= bool(state.sequence.params.logits_processors)
+        states = self._unfinished[state.request_id]
+        states.remove(state)
+        if not states:
+            del self._unfinished[state.request_id]
 
     def _check(self, tokens: "array[int]", params: SamplingParams) -> int:
-        """The most tokens that an answer gets: max_tokens, or what is left of the positions."""
+        """The most tokens of an output: max_tokens, or fewer where the positions end before."""
         vocab_size = self._runner.vocab_size
         params.check_vocab(vocab_size)
-        if params.stop and self._open_text is None:
+        if params.stop and self._new_detokenizer is None:
             raise InputError(
                 f"stop strings {list(params.stop)} need text, and the model has no tokenizer: "
                 "use stop_token_ids"
             )
         ids = np.asarray(tokens)
-        strange = ids[(ids < 0) | (ids >= vocab_size)]
-        if len(strange):
+        unknown = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(unknown):
             raise InputError(
-                f"the prompt's tokens must be below vocab_size ({vocab_size}), got {strange[0]}"
+                f"the prompt's tokens must be below vocab_size ({vocab_size}), got {unknown[0]}"
             )
         room, wanted = self._scheduler.max_tokens - len(tokens), max(1, params.min_tokens)
         if tokens and room < wanted:
@@ -267,7 +280,7 @@ class GenerationEngine:
 
 @dataclass(frozen=True, slots=True)
 class _FailedStep:
-    """A step none of whose rows has a result; error: None while it is being started."""
+    """A step whose rows all failed; error: None while it is being started."""
 
     num_rows: int
     error: StepError | None
@@ -283,6 +296,6 @@ def _integers(prompt_ids: Sequence[int]) -> "array[int]":
         raise InputError(f"the prompt must be token ids that fit int32: {error}") from None
 
 
-def _seed_of(seed: int, index: int) -> int:
-    """The seed of a request's answer number `index`: the first one's is the request's own."""
+def _output_seed(seed: int, index: int) -> int:
+    """The seed of a request's output number `index`; output 0 has the request's own seed."""
     return (seed + index * 0xD1342543DE82EF95) & _MASK

@@ -1,80 +1,84 @@
-"""From the scheduler's plan of a step to its InputBatch."""
+"""InputBatchBuilder: from the scheduler's plan of a step to its InputBatch and page table."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from bytetx.generate.scheduler import StepPlan, StepRow
-from bytetx.generate.sequence import SequenceState
-from bytetx.runtime.input_batch import StepColumns
+from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
+from bytetx.runtime.input_batch import InputBatch
 
-_FIRST_PAGES = 64  # columns that a table of pages starts with
+_INITIAL_PAGES = 64  # columns of the page table at the start
 
 
-class ColumnWriter:
-    """Plans -> columns, in the order of the plans.
+class InputBatchBuilder:
+    """Builds the InputBatch of each plan, in the order of the plans.
 
-    Keeps by their seats what it knows of running sequences, so that a step of decode rows is a few
-    operations on arrays: to write down the pages of 256 sequences alone takes a millisecond.
+    The page lists of running sequences stay here by slot index, so that a step of decode rows is a
+    few operations on arrays: copying the page lists of 256 sequences takes a millisecond.
     """
 
     def __init__(self, *, page_size: int, max_num_seqs: int):
         self._page_size = page_size
-        self._table = np.zeros((max_num_seqs, _FIRST_PAGES), dtype=np.int32)
+        self._page_table = np.zeros((max_num_seqs, _INITIAL_PAGES), dtype=np.int32)
         self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
-        self._next = np.full(max_num_seqs, -1)  # places of the tokens that were sampled last
+        # By slot: the position of the token that was sampled last, -1 where there is none.
+        self._next_positions = np.full(max_num_seqs, -1)
 
-    def columns_of(self, plan: StepPlan) -> StepColumns:
-        """The columns of a plan, read before its sequences change."""
-        seated = [sequence.seat for sequence in plan.seated]
-        self._num_pages[seated], self._next[seated] = 0, -1
-        for sequence in plan.grown:
-            self._write(sequence)
-        rows = plan.rows
+    def build(self, plan: SchedulerOutput) -> InputBatch:
+        """The arrays of a plan; call it before the plan's sequences change."""
+        admitted = [sequence.slot_index for sequence in plan.admitted]
+        self._num_pages[admitted], self._next_positions[admitted] = 0, -1
+        for sequence in plan.with_new_pages:
+            self._add_pages(sequence)
+        rows, page_size = plan.rows, self._page_size
         sequences, *columns, _ = zip(*rows, strict=True)
         starts, seqlens, num_logits = map(_int32, columns[:3])
         samples = np.array(columns[3])
-        seats = _int32([sequence.seat for sequence in sequences])
+        slot_indices = _int32([sequence.slot_index for sequence in sequences])
         kv_seqlens = starts + seqlens
-        is_next = self._next[seats] == starts
-        self._next[seats] = np.where(samples, kv_seqlens, -1)
+        is_next = self._next_positions[slot_indices] == starts
+        self._next_positions[slot_indices] = np.where(samples, kv_seqlens, -1)
         cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(seqlens, out=cu_seqlens[1:])
-        owners = np.repeat(np.arange(len(rows), dtype=np.int32), seqlens)
-        positions = (starts - cu_seqlens[:-1])[owners]
+        sequence_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), seqlens)
+        positions = (starts - cu_seqlens[:-1])[sequence_of_token]
         positions += np.arange(plan.total_tokens, dtype=np.int32)
-        page_table, size = self._table[seats, : self._num_pages[seats].max()], self._page_size
-        return StepColumns(
-            _input_ids(rows, ~seats, is_next, cu_seqlens),
-            positions,
-            page_table[owners, positions // size] * size + positions % size,
-            cu_seqlens,
-            seqlens,
-            kv_seqlens,
-            seats,
-            page_table,
-            num_logits,
-            _last_of_each(cu_seqlens, num_logits),
-            samples,
-            size,
-            bool(is_next.all()),
+        page_table = self._page_table[slot_indices, : self._num_pages[slot_indices].max()]
+        pages = page_table[sequence_of_token, positions // page_size]
+        return InputBatch(
+            input_ids=_input_ids(rows, ~slot_indices, is_next, cu_seqlens),
+            positions=positions,
+            slot_mapping=pages * page_size + positions % page_size,
+            cu_seqlens=cu_seqlens,
+            seqlens=seqlens,
+            kv_seqlens=kv_seqlens,
+            slot_indices=slot_indices,
+            page_table=page_table,
+            num_logits=num_logits,
+            logits_rows=_last_of_each(cu_seqlens, num_logits),
+            samples=samples,
+            page_size=page_size,
+            is_decode=bool(is_next.all()),
         )
 
-    def _write(self, sequence: SequenceState) -> None:
-        seat, pages = sequence.seat, sequence.pages
-        first = self._num_pages[seat]
-        if len(pages) > self._table.shape[1]:
-            grown = np.zeros((len(self._table), 2 * len(pages)), dtype=np.int32)
-            grown[:, : self._table.shape[1]] = self._table
-            self._table = grown
-        self._table[seat, first : len(pages)] = pages[first:]
-        self._num_pages[seat] = len(pages)
+    def _add_pages(self, sequence: SequenceState) -> None:
+        slot_index, pages = sequence.slot_index, sequence.pages
+        first = self._num_pages[slot_index]
+        if len(pages) > self._page_table.shape[1]:
+            larger = np.zeros((len(self._page_table), 2 * len(pages)), dtype=np.int32)
+            larger[:, : self._page_table.shape[1]] = self._page_table
+            self._page_table = larger
+        self._page_table[slot_index, first : len(pages)] = pages[first:]
+        self._num_pages[slot_index] = len(pages)
 
 
 def _input_ids(
-    rows: Sequence[StepRow], last_tokens: np.ndarray, is_next: np.ndarray, cu_seqlens: np.ndarray
+    rows: Sequence[ScheduledRow],
+    last_tokens: np.ndarray,
+    is_next: np.ndarray,
+    cu_seqlens: np.ndarray,
 ) -> np.ndarray:
-    """last_tokens: [batch_size], what stands for the tokens that sequences sampled last."""
+    """last_tokens: [batch_size], the ids that stand for the tokens sampled last."""
     if is_next.all():
         return last_tokens
     input_ids = np.empty(cu_seqlens[-1], dtype=np.int32)

@@ -1,4 +1,4 @@
-"""The pages of the key-value cache: who holds which, and which hold a prefix worth keeping."""
+"""The pages of the key-value cache: which sequences use them, and which hold a cached prefix."""
 
 from array import array
 from collections import OrderedDict
@@ -7,16 +7,15 @@ from hashlib import blake2b
 
 from bytetx.errors import InputError
 
-_KEY_BYTES = 16  # of a cryptographic hash: nobody finds a prompt that reads another one's pages
+_HASH_BYTES = 16  # of a cryptographic hash: nobody finds a prompt that reads another one's pages
 
 
 class PageAllocator:
     """Hands out pages by number; every operation on a page takes constant time.
 
-    A page is in one of three states: free (nothing in it is wanted), held (by one or more
-    sequences, counted), or kept (held by nobody, but its content is published under a key, and
-    may be asked for again).  Kept pages are given away when no free one is left, least recently
-    held first.
+    A page is in one of three states: free (its content is not needed), in use (by one or more
+    sequences, counted by references), or cached (used by no sequence, but found by its hash).
+    Cached pages are evicted when no free page is left, the least recently used first.
     """
 
     def __init__(self, num_pages: int, *, page_size: int):
@@ -26,103 +25,109 @@ class PageAllocator:
         if page_size < 1 or page_size & (page_size - 1):
             raise InputError(f"page_size must be a power of two, got {page_size}")
         self.num_pages, self.page_size = num_pages, page_size
-        self._num_holders = [0] * num_pages
-        self._keys: list[bytes | None] = [None] * num_pages
-        self._page_of: dict[bytes, int] = {}
+        self._ref_counts = [0] * num_pages
+        self._hashes: list[bytes | None] = [None] * num_pages
+        self._page_by_hash: dict[bytes, int] = {}
         self._free = list(range(num_pages - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()  # least recently held first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_available(self) -> int:
-        """Pages that `take` can give."""
-        return len(self._free) + len(self._kept)
+        """Pages that `allocate` can give."""
+        return len(self._free) + len(self._cached)
 
     @property
-    def num_kept(self) -> int:
-        """Pages that nobody holds and that `find` may still give."""
-        return len(self._kept)
+    def num_cached(self) -> int:
+        """Pages that no sequence uses and that `find_cached` can still give."""
+        return len(self._cached)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold this many tokens."""
+        """The number of pages that hold this many tokens."""
         return -(-num_tokens // self.page_size)
 
-    def take(self, count: int) -> list[int]:
-        """`count` pages, each held once by the caller; at most num_available."""
+    def allocate(self, count: int) -> list[int]:
+        """`count` pages with one reference each; at most num_available."""
         assert count <= self.num_available, f"{count} pages of {self.num_available}"
-        return [self._take_one() for _ in range(count)]
+        return [self._allocate_one() for _ in range(count)]
 
-    def find(self, keys: Iterable[bytes]) -> list[int]:
-        """Published pages of the longest run of keys from the first on, each held once more."""
+    def find_cached(self, hashes: Iterable[bytes]) -> list[int]:
+        """The pages of the longest run of known hashes from the first on.
+
+        Each page gets one more reference.
+        """
         pages = []
-        for key in keys:
-            page = self._page_of.get(key)
+        for page_hash in hashes:
+            page = self._page_by_hash.get(page_hash)
             if page is None:
                 break
-            if self._num_holders[page] == 0:
-                del self._kept[page]
-            self._num_holders[page] += 1
+            if self._ref_counts[page] == 0:
+                del self._cached[page]
+            self._ref_counts[page] += 1
             pages.append(page)
         return pages
 
-    def publish(self, page: int, key: bytes) -> None:
-        """Lets `find` give this held page for its key, unless another page has that content."""
-        assert self._num_holders[page], f"page {page} is published and not held"
-        if key not in self._page_of and self._keys[page] is None:
-            self._page_of[key] = page
-            self._keys[page] = key
+    def insert(self, page: int, page_hash: bytes) -> None:
+        """Lets `find_cached` find a page in use by its hash, unless another page has this hash."""
+        assert self._ref_counts[page], f"page {page} is inserted and not in use"
+        if page_hash not in self._page_by_hash and self._hashes[page] is None:
+            self._page_by_hash[page_hash] = page
+            self._hashes[page] = page_hash
 
-    def withdraw(self, pages: Iterable[int]) -> None:
-        """Takes back what was published of these held pages: their content is not to be trusted."""
+    def invalidate(self, pages: Iterable[int]) -> None:
+        """Removes the hashes of pages in use, because their content may be wrong."""
         for page in pages:
-            self._forget(page)
+            self._remove_hash(page)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Gives up one hold on each page; the pages are one sequence's, in its order.
+    def free(self, pages: Sequence[int]) -> None:
+        """Drops one reference of each page; the pages are one sequence's, in its order.
 
-        The last ones count as the least recently held: without its first page, no later page of a
+        The last pages count as the least recently used: without its first page, no later page of a
         prefix can be found.
         """
         for page in reversed(pages):
-            self._num_holders[page] -= 1
-            assert self._num_holders[page] >= 0, f"page {page} is released and not held"
-            if self._num_holders[page]:
+            self._ref_counts[page] -= 1
+            assert self._ref_counts[page] >= 0, f"page {page} is freed and not in use"
+            if self._ref_counts[page]:
                 continue
-            if self._keys[page] is None:
+            if self._hashes[page] is None:
                 self._free.append(page)
             else:
-                self._kept[page] = None
+                self._cached[page] = None
 
-    def forget_kept(self) -> None:
-        """Makes free what nobody holds: its content is no longer wanted."""
-        for page in self._kept:
-            self._forget(page)
-        self._free += reversed(self._kept)
-        self._kept.clear()
+    def reset_prefix_cache(self) -> None:
+        """Frees all cached pages: their content is no longer valid."""
+        for page in self._cached:
+            self._remove_hash(page)
+        self._free += reversed(self._cached)
+        self._cached.clear()
 
-    def _take_one(self) -> int:
+    def _allocate_one(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
-        self._num_holders[page] = 1
+            page, _ = self._cached.popitem(last=False)
+            self._remove_hash(page)
+        self._ref_counts[page] = 1
         return page
 
-    def _forget(self, page: int) -> None:
-        key = self._keys[page]
-        if key is not None:
-            del self._page_of[key]
-            self._keys[page] = None
+    def _remove_hash(self, page: int) -> None:
+        page_hash = self._hashes[page]
+        if page_hash is not None:
+            del self._page_by_hash[page_hash]
+            self._hashes[page] = None
 
 
-def page_keys(token_ids: Sequence[int], *, page_size: int, before: bytes = b"") -> Iterator[bytes]:
-    """The keys of full pages, one behind the other.
+def page_hashes(
+    token_ids: Sequence[int], *, page_size: int, parent: bytes = b""
+) -> Iterator[bytes]:
+    """The hashes of full pages, in order.
 
-    What a page holds depends on its tokens and on all those before it.  before: the key of the page
-    in front of the first, empty where there is none.
+    The content of a page depends on its tokens and on all tokens before it, so that each hash
+    covers the hash of the page before.  parent: the hash of the page before the first one, empty
+    where there is none.
     """
     tokens = array("i", token_ids)
     for first in range(0, len(tokens), page_size):
         page = tokens[first : first + page_size].tobytes()
-        before = blake2b(before + page, digest_size=_KEY_BYTES).digest()
-        yield before
+        parent = blake2b(parent + page, digest_size=_HASH_BYTES).digest()
+        yield parent

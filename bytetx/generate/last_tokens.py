@@ -1,4 +1,4 @@
-"""LastTokens: what sequences sampled last, where the next step can read it without the host."""
+"""LastTokens: the token that each sequence sampled last, kept on the device for the next step."""
 
 import torch
 from torch import Tensor
@@ -7,32 +7,32 @@ from bytetx.ops.most_likely import most_likely
 
 
 class LastTokens:
-    """The token that each seat's sequence sampled last, on the device: int32 [seats + 1].
+    """The last sampled token of each slot, on the device: int32 [max_num_seqs + 1].
 
-    The seat beyond the last is of rows that stand for no sequence.
+    The additional slot at the end belongs to padding rows.
     """
 
     def __init__(self, max_num_seqs: int, *, device: torch.device):
         self._tokens = torch.zeros(max_num_seqs + 1, dtype=torch.int32, device=device)
 
     @property
-    def idle_seat(self) -> int:
+    def padding_slot_index(self) -> int:
         return len(self._tokens) - 1
 
-    def of(self, seats: Tensor) -> Tensor:
-        """int32 [n]: the tokens of these seats."""
-        return self._tokens.index_select(0, seats)
+    def gather(self, slot_indices: Tensor) -> Tensor:
+        """int32 [n]: the tokens of these slots."""
+        return self._tokens.index_select(0, slot_indices)
 
-    def fill_in(self, input_ids: Tensor) -> Tensor:
-        """The ids; those below 0, which are ~seat, become the seats' tokens."""
-        is_seat = input_ids < 0
-        seats = torch.where(is_seat, ~input_ids, 0)
-        return torch.where(is_seat, self.of(seats), input_ids)
+    def resolve(self, input_ids: Tensor) -> Tensor:
+        """The ids, where each id below 0 (~slot_index) is replaced by its slot's token."""
+        is_slot = input_ids < 0
+        slot_indices = torch.where(is_slot, ~input_ids, 0)
+        return torch.where(is_slot, self.gather(slot_indices), input_ids)
 
-    def remember(self, seats: Tensor, tokens: Tensor) -> None:
-        """tokens: int32 [n]; -1, where none could be chosen, leaves a token that is never used."""
-        self._tokens.index_copy_(0, seats.long(), tokens.clamp(min=0))
+    def store(self, slot_indices: Tensor, tokens: Tensor) -> None:
+        """tokens: int32 [n]; -1, where no token could be sampled, is stored as 0 and never used."""
+        self._tokens.index_copy_(0, slot_indices.long(), tokens.clamp(min=0))
 
-    def choose(self, logits: Tensor, seats: Tensor) -> Tensor:
-        """int32 [n]: the most likely tokens, which are remembered; -1 where there is none."""
-        return most_likely(logits, seats=seats, last_tokens=self._tokens)
+    def store_argmax(self, logits: Tensor, slot_indices: Tensor) -> Tensor:
+        """int32 [n]: the most likely token of each row, also stored; -1 where there is none."""
+        return most_likely(logits, seats=slot_indices, last_tokens=self._tokens)

@@ -1,36 +1,35 @@
-"""GenerationRunner: planned steps through the real model, from host columns to chosen tokens."""
+"""ModelRunner: runs planned steps on the model, from the plan to the sampled tokens."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
 
 from bytetx.errors import DeviceMemoryError, StepError
 from bytetx.generate.cuda_steps import CudaSteps
-from bytetx.generate.input_batch_builder import ColumnWriter
+from bytetx.generate.input_batch_builder import InputBatchBuilder
 from bytetx.generate.last_tokens import LastTokens
-from bytetx.generate.sampler import Sampler, SamplingRows
-from bytetx.generate.sampler_output import Sampled
-from bytetx.generate.scheduler import StepPlan, StepRow
+from bytetx.generate.sampler import Sampler, SamplingMetadata
+from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, Past
-from bytetx.runtime.faults import blame, is_of_device, is_out_of_memory
+from bytetx.runtime.faults import failed_op, first_line, is_of_device, is_out_of_memory
 from bytetx.runtime.forking import computing
-from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.on_stream import OnStream
 from bytetx.runtime.upload import Uploader
 
 
-class GenerationRunner:
+class ModelRunner:
     """A causal model with its LM head, a paged cache and a sampler; see engine.StepRunner.
 
-    Steps run one at a time, in the order of their plans, for each reads what the last ones wrote.
-    On a GPU they queue up behind one another on a stream of their own, and decode rows read the
-    tokens they stand for from the device.
+    Steps run one at a time, in the order of their plans, because each reads the keys and values
+    that earlier steps wrote.  On a GPU they are queued on one stream, and decode rows read the last
+    tokens on the device.
     """
 
     def __init__(
@@ -50,7 +49,9 @@ class GenerationRunner:
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
         self.cache = cache
         self._transformer, self._head = transformer, head
-        self._columns = ColumnWriter(page_size=cache.page_size, max_num_seqs=max_num_seqs)
+        self._input_batches = InputBatchBuilder(
+            page_size=cache.page_size, max_num_seqs=max_num_seqs
+        )
         self._sampler = Sampler(
             max_num_seqs=max_num_seqs, vocab_size=self.vocab_size, device=self.device
         )
@@ -60,7 +61,7 @@ class GenerationRunner:
         self._steps: CudaSteps | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device)
-            self.follow_caller()
+            self.wait_for_current_stream()
             self._steps = CudaSteps(
                 transformer,
                 head,
@@ -70,8 +71,8 @@ class GenerationRunner:
                 has_graphs=cuda_graphs,
             )
 
-    def follow_caller(self) -> None:
-        """Steps from now on run behind what the current stream was given."""
+    def wait_for_current_stream(self) -> None:
+        """Steps from now on wait for the work that is on the current stream."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -81,7 +82,7 @@ class GenerationRunner:
 
     @property
     def is_capturable(self) -> bool:
-        """Whether this device's kernels let small steps be captured."""
+        """Whether small steps can be captured on this device."""
         return self._steps is not None and self._steps.is_capturable
 
     @property
@@ -89,101 +90,105 @@ class GenerationRunner:
         return 0 if self._steps is None else self._steps.num_graphs
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> Sampled:
+    def start(self, plan: SchedulerOutput) -> SamplerOutput:
         """Runs the step, or queues it; StepError where the device could not run it."""
         try:
             with computing(self.device), self._on_stream():
-                columns = self._columns.columns_of(plan)
-                sampled = self._run_twice(columns, self._sampler.read(plan, columns)).to_host()
-                sampled.check = self._transformer.check
-                return sampled
+                input_batch = self._input_batches.build(plan)
+                metadata = self._sampler.prepare(plan, input_batch)
+                output = self._run_or_retry(input_batch, metadata).to_host()
+                output.check = self._transformer.check
+                return output
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
             raise self._step_error(error, plan) from error
 
-    def _give_memory_back(self) -> bool:
-        """Lets go of what steps can do without; False where there was nothing."""
-        return self._steps is not None and self._steps.give_memory_back()
-
-    def _run_twice(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
-        """The second time without the memory of graphs, where that was missing."""
+    def _run_or_retry(self, input_batch: InputBatch, metadata: SamplingMetadata) -> SamplerOutput:
+        """Runs the step; where memory is short, once more after the graphs are freed."""
         try:
-            return self._run(columns, wanted)
+            return self._run(input_batch, metadata)
         except RuntimeError as error:
-            if not (is_out_of_memory(error) and self._give_memory_back()):
+            if not is_out_of_memory(error) or self._steps is None:
                 raise
-        return self._run(columns, wanted)
+            if not self._steps.release_memory():
+                raise
+        return self._run(input_batch, metadata)
 
     def _on_stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._stream is None else OnStream(self._stream)
 
-    def _run(self, columns: StepColumns, wanted: SamplingRows) -> Sampled:
-        if self._steps is None or not self._steps.takes(columns, wanted):
-            sampled = self._sampler.sample(wanted, self._logits(columns, wanted.rows))
-        elif wanted.is_greedy:
-            return Sampled(wanted.rows, wanted.numbers, self._steps.tokens(columns))
+    def _run(self, input_batch: InputBatch, metadata: SamplingMetadata) -> SamplerOutput:
+        if self._steps is None or not self._steps.can_run(input_batch, metadata):
+            output = self._sampler.sample(metadata, self._logits(input_batch, metadata.rows))
+        elif metadata.is_greedy:
+            tokens = self._steps.sample_greedy(input_batch)
+            return SamplerOutput(metadata.rows, metadata.sampling_rows, tokens)
         else:
-            hidden_states = self._steps.hidden_states(columns)
-            sampled = self._sampler.sample(wanted, self._head.forward(hidden_states))
-        if sampled.tokens is not None:
-            (seats,) = self._upload(wanted.seat_ids)
-            self._last_tokens.remember(seats, sampled.tokens)
-        return sampled
+            hidden_states = self._steps.hidden_states(input_batch)
+            output = self._sampler.sample(metadata, self._head.forward(hidden_states))
+        if output.tokens is not None:
+            (slot_indices,) = self._upload(metadata.slot_indices)
+            self._last_tokens.store(slot_indices, output.tokens)
+        return output
 
-    def _logits(self, columns: StepColumns, rows: Sequence[StepRow]) -> LogitRows:
-        """Of the rows that the plan wants them of."""
-        offset = self._transformer.spec.position_offset
-        batch, wanted = self._batch_of(columns, position_offset=offset)
-        hidden_states = self._transformer.forward(self._with_prompts(batch, rows), cache=self.cache)
-        if len(wanted) < batch.total_tokens:
-            hidden_states = hidden_states[wanted]
+    def _logits(self, input_batch: InputBatch, rows: Sequence[ScheduledRow]) -> LogitRows:
+        """The logits that the plan needs, one row each."""
+        batch, logits_rows = self._packed_batch(input_batch, rows)
+        hidden_states = self._transformer.forward(batch, cache=self.cache)
+        if len(logits_rows) < batch.total_tokens:
+            hidden_states = hidden_states[logits_rows]
         return LogitRows(self._head, hidden_states)
 
-    def _with_prompts(self, batch: PackedBatch, rows: Sequence[StepRow]) -> PackedBatch:
-        """The batch, with the prompts' lengths where they turn its tokens."""
-        limit = self._transformer.spec.max_plain_prompt
-        if limit is None:
-            return batch
-        lengths = [row.sequence.num_prompt_tokens for row in rows]
-        if max(*lengths, batch.past.max_kv_seqlen) <= limit:
-            return batch
-        prompts = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        return replace(batch, past=replace(batch.past, prompt_seqlens=prompts))
-
-    def _batch_of(
-        self, columns: StepColumns, *, position_offset: int
+    def _packed_batch(
+        self, input_batch: InputBatch, rows: Sequence[ScheduledRow]
     ) -> tuple[PackedBatch, torch.Tensor]:
-        """(the batch with its past, int32 rows whose logits are wanted), in one copy.
-
-        position_offset: position id of a sequence's first token.
-        """
-        ids, positions, slots, cu_seqlens, kv_seqlens, table, rows = self._upload(
-            columns.input_ids,
-            columns.positions + np.int32(position_offset),
-            columns.slot_mapping,
-            columns.cu_seqlens,
-            columns.kv_seqlens,
-            columns.page_table,
-            columns.logits_rows,
+        """(the batch with its past, int32 rows whose logits are needed), uploaded in one copy."""
+        offset = np.int32(self._transformer.spec.position_offset)
+        ids, positions, slots, cu_seqlens, kv_seqlens, table, logits_rows = self._upload(
+            input_batch.input_ids,
+            input_batch.positions + offset,
+            input_batch.slot_mapping,
+            input_batch.cu_seqlens,
+            input_batch.kv_seqlens,
+            input_batch.page_table,
+            input_batch.logits_rows,
         )
-        ids = self._last_tokens.fill_in(ids)
-        max_kv_seqlen = int(columns.kv_seqlens.max())
+        max_kv_seqlen = int(input_batch.kv_seqlens.max())
+        past = Past(
+            page_table=table,
+            kv_seqlens=kv_seqlens,
+            slot_mapping=slots,
+            page_size=input_batch.page_size,
+            max_kv_seqlen=max_kv_seqlen,
+            prompt_seqlens=self._prompt_seqlens(rows, max_kv_seqlen),
+        )
         batch = PackedBatch(
-            input_ids=ids,
+            input_ids=self._last_tokens.resolve(ids),
             position_ids=positions,
             token_type_ids=None,
             cu_seqlens=cu_seqlens,
-            seqlens=torch.from_numpy(columns.seqlens),
-            max_seqlen=int(columns.seqlens.max()),
-            past=Past(table, kv_seqlens, slots, columns.page_size, max_kv_seqlen),
+            seqlens=torch.from_numpy(input_batch.seqlens),
+            max_seqlen=int(input_batch.seqlens.max()),
+            past=past,
         )
-        return batch, rows
+        return batch, logits_rows
 
-    def _step_error(self, error: Exception, plan: StepPlan) -> StepError:
+    def _prompt_seqlens(
+        self, rows: Sequence[ScheduledRow], max_kv_seqlen: int
+    ) -> torch.Tensor | None:
+        """The lengths of the prompts, where the rotary embedding depends on them."""
+        limit = self._transformer.spec.max_plain_prompt
+        if limit is None:
+            return None
+        lengths = [row.sequence.num_prompt_tokens for row in rows]
+        if max(*lengths, max_kv_seqlen) <= limit:
+            return None
+        return torch.tensor(lengths, dtype=torch.int32, device=self.device)
+
+    def _step_error(self, error: Exception, plan: SchedulerOutput) -> StepError:
         is_memory = is_out_of_memory(error)
-        where = blame(error)
-        reason = str(error).strip().partition("\n")[0]
+        where, reason = failed_op(error), first_line(error)
         step = f"a step of {plan.total_tokens} tokens of {len(plan.rows)} texts"
         if is_memory:
             return DeviceMemoryError(

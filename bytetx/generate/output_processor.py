@@ -1,62 +1,63 @@
-"""Answer: one text being generated, from tokens to what its caller sees of it."""
+"""OutputState: one output of a request, from sampled tokens to RequestOutputs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bytetx.errors import InputError
-from bytetx.generate.detokenizer import TextStream
-from bytetx.generate.outputs import AnswerPiece, FinishReason, RowResult, TokenLogprob
-from bytetx.generate.sequence import SequenceState
+from bytetx.generate.detokenizer import Detokenizer
+from bytetx.generate.outputs import FinishReason, RequestOutput, RowResult, TokenLogprob
+from bytetx.generate.scheduler import SequenceState
 from bytetx.generate.stopping import StopStrings, finish_reason
 
-# Starts the text of one answer, given the last tokens of the prompt: partial(ByteStream, table) or
-# partial(DecodedStream, decode, pieces=pieces).
-OpenText = Callable[[Sequence[int]], TextStream]
+# Makes the detokenizer of one output from the last tokens of its prompt: partial(ByteDetokenizer,
+# token_bytes) or partial(WindowDetokenizer, decode, pieces=pieces).
+DetokenizerFactory = Callable[[Sequence[int]], Detokenizer]
 
-_CONTEXT_TOKENS = 6  # a character's bytes or a word's space are not looked for further back
+_CONTEXT_TOKENS = 6  # of the prompt: enough for a character's bytes or a word's leading space
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """A sequence and what of it was given out.
+class OutputState:
+    """A sequence with its text, and how much of both has been returned.
 
-    streams: pieces are given as they come; else there is one, at the end.  is_quiet: nothing has to
-    be done for a token that does not end it.  is_plain: `next_piece` is all that has to be.
-    open_text: None where only token ids are wanted.
+    streams: whether each step returns its new part; else there is one RequestOutput, at the end.
+    needs_every_token: False where a token that does not end the output needs no `add`.
+    is_plain: whether `next_output` can replace `add` and `take_output`.
+    new_detokenizer: None where the outputs have no text.
     """
 
     request_id: int
     index: int
     sequence: SequenceState
     streams: bool
-    open_text: OpenText | None
-    reason: FinishReason | None = None
+    new_detokenizer: DetokenizerFactory | None
+    finish_reason: FinishReason | None = None
     stop: str | int | None = None
     error: InputError | None = None
-    _stream: TextStream | None = None
+    _detokenizer: Detokenizer | None = None
     _stops: StopStrings = field(init=False)
-    is_quiet: bool = field(init=False)
+    needs_every_token: bool = field(init=False)
     is_plain: bool = field(init=False)
     _text: str = ""
-    _num_given: int = 0  # tokens of the answer
-    _num_decoded: int = 0
+    _num_returned: int = 0  # tokens
+    _num_decoded: int = 0  # tokens
     _logprobs: list[TokenLogprob] = field(default_factory=list)
     _prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    _has_given: bool = False
+    _has_returned: bool = False
 
     def __post_init__(self) -> None:
         params = self.sequence.params
-        self._stops = StopStrings(params.stop)
-        self.is_quiet = not (self.streams or self._stops.stops)
+        self._stops = StopStrings(params.stop or ())
+        self.needs_every_token = self.streams or bool(params.stop)
         self.is_plain = self.streams and params.logprobs is None and params.prompt_logprobs is None
-        if self.open_text is not None:
-            self._stream = self.open_text(self.sequence.token_ids[-_CONTEXT_TOKENS:])
+        if self.new_detokenizer is not None:
+            self._detokenizer = self.new_detokenizer(self.sequence.token_ids[-_CONTEXT_TOKENS:])
 
     def add(self, result: RowResult) -> None:
-        """What a step gave; `reason` says whether the answer has ended.
+        """Adds the result of a step; `finish_reason` says whether the output has ended.
 
-        The token is the sequence's last one by now; those before it may have been left out here,
-        where the answer is quiet and they brought nothing else.
+        The sequence has the token already.  Earlier tokens without an `add` of their own are
+        included, where needs_every_token is False.
         """
         self._prompt_logprobs += result.prompt_logprobs
         if result.error is not None:
@@ -68,65 +69,65 @@ class Answer:
         reason = finish_reason(self.sequence)
         if reason == "stop":
             self.stop = result.token_id
-        if not self.is_quiet:
+        if self.needs_every_token:
             self._decode_pending()
         if self._stops.matched is not None:
-            self.reason, self.stop = "stop", self._stops.matched
+            self.finish_reason, self.stop = "stop", self._stops.matched
         elif reason is not None:
             self.end(reason)
 
-    def next_piece(self, token_id: int) -> AnswerPiece:
-        """`add` and `take_piece` in one, of a plain answer's token that by itself does not end it.
+    def next_output(self, token_id: int) -> RequestOutput:
+        """`add` and `take_output` in one, for a plain output and a token that does not end it.
 
-        All tokens before it were given out.
+        All earlier tokens must have been returned.
         """
-        self._num_given += 1
+        self._num_returned += 1
         self._num_decoded += 1
-        text = "" if self._stream is None else self._stream.feed((token_id,))
+        text = "" if self._detokenizer is None else self._detokenizer.feed((token_id,))
         if self._stops.stops:
             self._show(text)
             text, self._text = self._text, ""
             if self._stops.matched is not None:
-                self.reason, self.stop = "stop", self._stops.matched
-        piece = (self.request_id, self.index, text, [token_id], None, None)
-        return _new_piece(AnswerPiece, (*piece, self.reason, self.stop, None))
+                self.finish_reason, self.stop = "stop", self._stops.matched
+        start = (self.request_id, self.index, text, [token_id], None, None)
+        return _new_output(RequestOutput, (*start, self.finish_reason, self.stop, None))
 
     def end(self, reason: FinishReason, *, error: InputError | None = None) -> None:
-        """The last of the text, which may still complete a stop string."""
-        self.reason, self.error = reason, error
-        if self._stream is None:
+        """Ends the output; the rest of its text may still complete a stop string."""
+        self.finish_reason, self.error = reason, error
+        if self._detokenizer is None:
             return
         self._decode_pending()
-        self._show(self._stream.flush())
+        self._show(self._detokenizer.flush())
         if self._stops.matched is not None and reason in ("stop", "length"):
-            self.reason, self.stop = "stop", self._stops.matched
+            self.finish_reason, self.stop = "stop", self._stops.matched
         self._text += self._stops.flush()
 
-    def take_piece(self) -> AnswerPiece | None:
-        """What was not given out yet; None where that is nothing, or has to wait for the end."""
-        first = self.sequence.num_prompt_tokens + self._num_given
+    def take_output(self) -> RequestOutput | None:
+        """What was not returned yet; None where there is nothing, or not before the end."""
+        first = self.sequence.num_prompt_tokens + self._num_returned
         token_ids = self.sequence.token_ids[first:]
-        if self.reason is None and not (self.streams and token_ids):
+        if self.finish_reason is None and not (self.streams and token_ids):
             return None
-        params, is_first = self.sequence.params, not self._has_given
-        piece = AnswerPiece(
+        params, is_first = self.sequence.params, not self._has_returned
+        output = RequestOutput(
             self.request_id,
             self.index,
             self._text,
             token_ids,
             None if params.logprobs is None else self._logprobs,
             self._prompt_logprobs if params.prompt_logprobs is not None and is_first else None,
-            self.reason,
+            self.finish_reason,
             self.stop,
             self.error,
         )
-        self._num_given += len(token_ids)
-        self._text, self._logprobs, self._has_given = "", [], True
-        return piece
+        self._num_returned += len(token_ids)
+        self._text, self._logprobs, self._has_returned = "", [], True
+        return output
 
     def _decode_pending(self) -> None:
-        """The text of the tokens since the last time, without a stop token."""
-        if self._stream is None:
+        """Decodes the tokens since the last call, without a stop token."""
+        if self._detokenizer is None:
             return
         first = self.sequence.num_prompt_tokens + self._num_decoded
         tokens = self.sequence.token_ids[first:]
@@ -134,11 +135,11 @@ class Answer:
             tokens.pop()
         if tokens:
             self._num_decoded += len(tokens)
-            self._show(self._stream.feed(tokens))
+            self._show(self._detokenizer.feed(tokens))
 
     def _show(self, text: str) -> None:
         is_early = self.sequence.num_output_tokens <= self.sequence.params.min_tokens
         self._text += self._stops.feed(text, is_early=is_early)
 
 
-_new_piece = tuple.__new__  # AnswerPiece's own takes three times as long
+_new_output = tuple.__new__  # RequestOutput(...) takes three times as long

@@ -1,4 +1,4 @@
-"""What generation gives: a row's token from a step, and an answer's next piece from the engine."""
+"""Outputs of generation: of a step for each row, and of the engine for each request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, by its own logits: before penalties, temperature, limits.
+    """A token's log-probability by the model's own logits: before penalties, temperature, limits.
 
     rank: 1 for the most likely token.  top: the most likely tokens and their log-probabilities.
     """
@@ -23,11 +23,11 @@ class TokenLogprob:
 
 
 class RowResult(NamedTuple):
-    """What a step gave one of its rows.
+    """The result of a step for one of its rows.
 
     token_id: the next token, None where the row sampled none or failed.  logprob: of that token,
-    where it was asked for.  prompt_logprobs: of the prompt's tokens behind those that this step
-    computed.  error: why this row has no token; its sequence ends.
+    where it was requested.  prompt_logprobs: of the prompt tokens that follow those of this step.
+    error: why this row has no token; its sequence ends.
     """
 
     token_id: int | None = None
@@ -36,19 +36,19 @@ class RowResult(NamedTuple):
     error: InputError | None = None
 
 
-class AnswerPiece(NamedTuple):
-    """What a step added to one answer of a request; a step of 256 streams makes 256 of them.
+class RequestOutput(NamedTuple):
+    """The new part of one output of a request (the delta since the last RequestOutput).
 
-    index: which of the request's n answers.  text: goes on from the last piece's; stop strings and
-    tokens are not in it.  token_ids: all that were chosen, a stop token too.  logprobs: one a
-    token where they were asked for.  prompt_logprobs: of the prompt's second to last tokens, with
-    an answer's first piece.
-    finish_reason: None while the answer goes on.  stop: the stop string or token that ended it.
+    index: the number of the output, below the request's n.  text: continues the text of the last
+    RequestOutput, without stop strings and stop tokens.  token_ids: all new tokens, including a
+    stop token.  logprobs: one for each token, where requested.  prompt_logprobs: of the prompt's
+    tokens from the second to the last one, with the first RequestOutput of an output.
+    finish_reason: None until the output ends.  stop: the stop string or token that ended it.
     error: where finish_reason is "error".
     """
 
     request_id: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody calls here
     text: str
     token_ids: Sequence[int]
     logprobs: Sequence[TokenLogprob] | None = None

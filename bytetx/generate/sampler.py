@@ -1,15 +1,15 @@
-"""Sampler: a step's logits -> its rows' tokens, with each sequence's own parameters."""
+"""Sampler: from a step's logits to tokens, with the sampling parameters of each sequence."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bytetx.errors import InputError
-from bytetx.generate.sampler_output import Logprobs, Sampled
-from bytetx.generate.scheduler import StepPlan, StepRow
-from bytetx.generate.sequence import SequenceState
+from bytetx.generate.sampler_output import Logprobs, SamplerOutput
+from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
 from bytetx.generate.stopping import forbidden_tokens
 from bytetx.nn.heads import LogitRows, logits_block
 from bytetx.ops.choice import choose_tokens
@@ -21,110 +21,122 @@ from bytetx.ops.sampling import (
     adjust_logits,
     top_logprobs,
 )
-from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.upload import Upload, Uploader
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
-    """What a step has to sample, read from its plan.
+class SamplingMetadata:
+    """What a step samples, and how; read from its plan.
 
-    rows: all of the plan.  numbers: of those of them that sample.  seat_ids, seats: whose, and
-    their parameters.  positions: int64, which token of the answer.  sampling: int64, their rows of
-    the step's logits.  scoring: (number of a row of the plan, its first row of prompt logits, how
-    many).  is_greedy: the most likely token of each row is all that is wanted of the logits.
+    rows: all rows of the plan.  sampling_rows: indices of those that sample, n of them.
+    slot_indices: int64 [n].  params: their sampling parameters, structured [n].
+    positions: int64 [n], the index of the sampled token in the output.
+    logits_rows: int64 [n], their rows of the step's logits.
+    prompt_logits: the rows of the step's logits that prompt_logprobs needs.
+    is_greedy: only the most likely token of each row is needed.
     """
 
-    rows: tuple[StepRow, ...]
-    numbers: list[int]
-    seat_ids: np.ndarray
-    seats: np.ndarray
+    rows: tuple[ScheduledRow, ...]
+    sampling_rows: list[int]
+    slot_indices: np.ndarray
+    params: np.ndarray
     positions: np.ndarray
-    sampling: np.ndarray
-    scoring: list[tuple[int, int, int]]
+    logits_rows: np.ndarray
+    prompt_logits: list["PromptLogits"]
     is_greedy: bool
 
     def sequence(self, number: int) -> SequenceState:
-        """Of the sampling row with this number among those that sample."""
-        return self.rows[self.numbers[number]].sequence
+        """The sequence of sampling row `number`, below n."""
+        return self.rows[self.sampling_rows[number]].sequence
+
+
+class PromptLogits(NamedTuple):
+    """Logits of a prompt: row `row` of the plan has num_logits of the step's, from `first` on."""
+
+    row: int
+    first: int
+    num_logits: int
 
 
 class Sampler:
-    """Keeps the parameters of running sequences by their seats, so that a step only looks them up.
+    """Samples the next tokens of a step, each with the parameters of its sequence.
 
-    The tokens that a sequence has had are counted on the device, [max_num_seqs, vocab_size] of
-    5 bytes, from the first sequence on that pays for them.  Nothing here waits for a GPU.
+    The parameters of running sequences stay here by slot index, so that a step only looks them up.
+    Token counts for penalties are on the device, [max_num_seqs, vocab_size] of 5 bytes, allocated
+    for the first sequence with penalties.  Nothing here waits for a GPU.
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device | str = "cpu"):
         self.vocab_size, self.device = vocab_size, torch.device(device)
-        self._seats = np.zeros(max_num_seqs, dtype=_SEAT)
+        self._params = np.zeros(max_num_seqs, dtype=_PARAMS)
         self._counts: _TokenCounts | None = None
         self._upload = Uploader(self.device).upload
 
-    def read(self, plan: StepPlan, columns: StepColumns) -> SamplingRows:
-        """What the step of this plan has to sample; call it once a plan, in their order."""
-        for sequence in plan.seated:
-            self._seat(sequence)
-        ends, is_sampling = np.cumsum(columns.num_logits, dtype=np.int64), columns.samples
-        numbers = np.flatnonzero(is_sampling)
-        num_scored = columns.num_logits - is_sampling
-        scoring = [
-            (number, int(ends[number]) - plan.rows[number].num_logits, int(num_scored[number]))
-            for number in np.flatnonzero(num_scored).tolist()
+    def prepare(self, plan: SchedulerOutput, input_batch: InputBatch) -> SamplingMetadata:
+        """What the step of this plan samples; call it once for each plan, in their order."""
+        for sequence in plan.admitted:
+            self._add_sequence(sequence)
+        ends = np.cumsum(input_batch.num_logits, dtype=np.int64)
+        samples = input_batch.samples
+        sampling_rows = np.flatnonzero(samples)
+        num_scored = input_batch.num_logits - samples
+        prompt_logits = [
+            PromptLogits(row, int(ends[row]) - plan.rows[row].num_logits, int(num_scored[row]))
+            for row in np.flatnonzero(num_scored).tolist()
         ]
-        seat_ids = columns.seats[numbers].astype(np.int64)
-        seats = self._seats[seat_ids]
-        return SamplingRows(
-            plan.rows,
-            numbers.tolist(),
-            seat_ids,
-            seats,
-            columns.kv_seqlens[numbers] - seats["num_prompt_tokens"],
-            ends[numbers] - 1,
-            scoring,
-            is_greedy=not scoring and bool(seats["is_plain"].all()),
+        slot_indices = input_batch.slot_indices[sampling_rows].astype(np.int64)
+        params = self._params[slot_indices]
+        return SamplingMetadata(
+            rows=plan.rows,
+            sampling_rows=sampling_rows.tolist(),
+            slot_indices=slot_indices,
+            params=params,
+            positions=input_batch.kv_seqlens[sampling_rows] - params["num_prompt_tokens"],
+            logits_rows=ends[sampling_rows] - 1,
+            prompt_logits=prompt_logits,
+            is_greedy=not prompt_logits and bool(params["is_plain_greedy"].all()),
         )
 
-    def sample(self, wanted: SamplingRows, logits: Tensor | LogitRows) -> Sampled:
-        """logits: [num_logits, vocab_size], the rows that the plan wants (StepColumns).
+    def sample(self, metadata: SamplingMetadata, logits: Tensor | LogitRows) -> SamplerOutput:
+        """logits: [num_logits, vocab_size], of the rows that InputBatch.logits_rows names.
 
-        Those of prompts are read a block after the other.
+        The logits of prompts are read in blocks.
         """
-        sampled = Sampled(wanted.rows, wanted.numbers, None)
-        if wanted.numbers:
-            is_all = len(wanted.sampling) == len(logits)
-            own = logits[:] if is_all else logits[self._upload(wanted.sampling)[0]]
-            self._sample(wanted, own, sampled)
-        sampled.scored = self._score_prompts(wanted, logits)
-        return sampled
+        output = SamplerOutput(metadata.rows, metadata.sampling_rows, None)
+        if metadata.sampling_rows:
+            is_all = len(metadata.logits_rows) == len(logits)
+            rows = logits[:] if is_all else logits[self._upload(metadata.logits_rows)[0]]
+            self._sample(metadata, rows, output)
+        output.prompt_logprobs = self._prompt_logprobs(metadata, logits)
+        return output
 
-    def _sample(self, wanted: SamplingRows, logits: Tensor, sampled: Sampled) -> None:
-        seats = wanted.seats
-        if wanted.is_greedy:
-            sampled.tokens = most_likely(logits)
+    def _sample(self, metadata: SamplingMetadata, logits: Tensor, output: SamplerOutput) -> None:
+        params = metadata.params
+        if metadata.is_greedy:
+            output.tokens = most_likely(logits)
             return
-        adjusted, errors = self._process(wanted, self._adjust(wanted, logits))
-        tokens = self._choose(wanted, adjusted)
+        processed, errors = self._apply_processors(metadata, self._adjust(metadata, logits))
+        tokens = self._choose(metadata, processed)
         if self._counts is not None:
-            self._counts.add(self._upload(wanted.seat_ids)[0], tokens.clamp(min=0))
-        numbers = np.flatnonzero(seats["logprobs"] >= 0)
+            self._counts.add(self._upload(metadata.slot_indices)[0], tokens.clamp(min=0))
+        numbers = np.flatnonzero(params["logprobs"] >= 0)
         if len(numbers):
-            (where,), counts = self._upload(numbers), seats["logprobs"][numbers]
-            chosen = tokens[where].clamp_(min=0)
-            top = top_logprobs(logits[where], chosen, k=int(counts.max()))
-            rows = [wanted.numbers[number] for number in numbers]
-            sampled.logprobs = Logprobs(rows, counts.tolist(), chosen, top)
-        sampled.errors = {wanted.numbers[number]: error for number, error in errors.items()}
-        sampled.tokens = tokens
+            (where,), counts = self._upload(numbers), params["logprobs"][numbers]
+            sampled = tokens[where].clamp_(min=0)
+            top = top_logprobs(logits[where], sampled, k=int(counts.max()))
+            rows = [metadata.sampling_rows[number] for number in numbers]
+            output.logprobs = Logprobs(rows, counts.tolist(), sampled, top)
+        output.errors = {metadata.sampling_rows[number]: error for number, error in errors.items()}
+        output.tokens = tokens
 
-    def _seat(self, sequence: SequenceState) -> None:
-        """Writes down the parameters of a sequence that has this seat from now on."""
+    def _add_sequence(self, sequence: SequenceState) -> None:
+        """Stores the parameters of a sequence that has just got its slot."""
         params = sequence.params
         has_biases = bool(params.logit_bias) or params.min_tokens > 0
         has_processors = bool(params.logits_processors)
-        changes = params.has_penalties or has_biases or has_processors
-        self._seats[sequence.seat] = (
+        changes_logits = params.has_penalties or has_biases or has_processors
+        self._params[sequence.slot_index] = (
             params.temperature,
             params.top_p,
             params.min_p,
@@ -138,46 +150,49 @@ class Sampler:
             params.has_penalties,
             has_biases,
             has_processors,
-            params.is_greedy and params.logprobs is None and not changes,
+            params.is_greedy and params.logprobs is None and not changes_logits,
         )
-        if params.has_penalties and self._counts is None:
-            self._counts = _TokenCounts.empty(len(self._seats), self.vocab_size, self.device)
         if params.has_penalties:
+            if self._counts is None:
+                num_slots = len(self._params)
+                self._counts = _TokenCounts.empty(num_slots, self.vocab_size, self.device)
             self._counts.reset(sequence, self._upload)
 
-    def _adjust(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
+    def _adjust(self, metadata: SamplingMetadata, logits: Tensor) -> Tensor:
         """Logits after biases, then penalties, of the rows that have them."""
-        seats = wanted.seats
+        params = metadata.params
         pairs = [
             (number, token, bias)
-            for number in np.flatnonzero(seats["has_biases"]).tolist()
-            for token, bias in _biases(wanted.sequence(number), wanted.positions[number])
+            for number in np.flatnonzero(params["has_biases"]).tolist()
+            for token, bias in _biases(metadata.sequence(number), metadata.positions[number])
         ]
         if pairs:
-            numbers, tokens, values = zip(*pairs, strict=True)
-            columns = (np.array(numbers), np.array(tokens), np.array(values, dtype=np.float32))
-            logits = adjust_logits(logits, biases=Biases(*self._upload(*columns)))
-        paying = np.flatnonzero(seats["has_penalties"])
-        if len(paying):
-            columns = (seats[name][paying] for name in _PENALTY_NAMES)
-            where, seat_ids, *amounts = self._upload(paying, wanted.seat_ids[paying], *columns)
-            penalties = self._counts.penalties(seat_ids, *amounts)
+            numbers, tokens, values = map(np.array, zip(*pairs, strict=True))
+            biases = Biases(*self._upload(numbers, tokens, values.astype(np.float32)))
+            logits = adjust_logits(logits, biases=biases)
+        penalized = np.flatnonzero(params["has_penalties"])
+        if self._counts is not None and len(penalized):
+            amounts = (params[name][penalized] for name in _PENALTY_NAMES)
+            where, slot_indices, *uploaded = self._upload(
+                penalized, metadata.slot_indices[penalized], *amounts
+            )
+            penalties = self._counts.penalties(slot_indices, *uploaded)
             adjusted = adjust_logits(logits[where], penalties=penalties)
             logits = logits.float().index_copy(0, where, adjusted)
         return logits
 
-    def _process(
-        self, wanted: SamplingRows, logits: Tensor
+    def _apply_processors(
+        self, metadata: SamplingMetadata, logits: Tensor
     ) -> tuple[Tensor, dict[int, InputError]]:
-        """Logits after the requests' own functions; one that raises ends its request alone."""
+        """Logits after the logits processors; one that raises ends only its own request."""
         errors: dict[int, InputError] = {}
-        numbers = np.flatnonzero(wanted.seats["has_processors"]).tolist()
+        numbers = np.flatnonzero(metadata.params["has_processors"]).tolist()
         if not numbers:
             return logits, errors
         processed = logits.float().clone()
         for number in numbers:
-            sequence, row = wanted.sequence(number), processed[number].clone()
-            for processor in sequence.params.logits_processors:
+            sequence, row = metadata.sequence(number), processed[number].clone()
+            for processor in sequence.params.logits_processors or ():
                 try:
                     row = _checked(
                         processor(tuple(sequence.token_ids), row), like=processed[number]
@@ -189,20 +204,22 @@ class Sampler:
                 processed[number] = row
         return processed, errors
 
-    def _choose(self, wanted: SamplingRows, logits: Tensor) -> Tensor:
-        """int32: a token of each row, -1 where nothing can be chosen."""
-        seats = wanted.seats
-        is_greedy = seats["temperature"] == 0
+    def _choose(self, metadata: SamplingMetadata, logits: Tensor) -> Tensor:
+        """int32: the sampled token of each row, -1 where no token can be sampled."""
+        params = metadata.params
+        is_greedy = params["temperature"] == 0
         if is_greedy.all():
             return most_likely(logits)
-        top_k, top_p, min_p = (seats[name] for name in ("top_k", "top_p", "min_p"))
-        columns = (seats["temperature"], seats["seed"], wanted.positions, top_k, top_p, min_p)
-        temperature, seeds, positions, *limits = self._upload(*columns)
-        has_limit = (top_k.any(), (top_p < 1).any(), min_p.any())
+        top_ks, top_ps, min_ps = (params[name] for name in ("top_k", "top_p", "min_p"))
+        temperature, seeds, positions, top_k, top_p, min_p = self._upload(
+            params["temperature"], params["seed"], metadata.positions, top_ks, top_ps, min_ps
+        )
         filters = Filters(
-            *(limit if has else None for limit, has in zip(limits, has_limit, strict=True)),
-            max_top_k=int(top_k.max()),
-            has_open_nucleus=bool(((top_p < 1) & (top_k == 0)).any()),
+            top_k=top_k if top_ks.any() else None,
+            top_p=top_p if (top_ps < 1).any() else None,
+            min_p=min_p if min_ps.any() else None,
+            max_top_k=int(top_ks.max()),
+            has_open_nucleus=bool(((top_ps < 1) & (top_ks == 0)).any()),
         )
         return choose_tokens(
             logits,
@@ -213,25 +230,27 @@ class Sampler:
             has_greedy=bool(is_greedy.any()),
         )
 
-    def _score_prompts(self, wanted: SamplingRows, logits: Tensor | LogitRows) -> list[Logprobs]:
-        """Of the rows that have any, their prompts' tokens behind those of this step, in blocks."""
+    def _prompt_logprobs(
+        self, metadata: SamplingMetadata, logits: Tensor | LogitRows
+    ) -> list[Logprobs]:
+        """Of the prompt tokens that follow those of this step, in blocks."""
         scored, block = [], logits_block(self.vocab_size)
-        for number, first, count in wanted.scoring:
-            row = wanted.rows[number]
+        for index, first, count in metadata.prompt_logits:
+            row = metadata.rows[index]
             start = row.start + row.num_tokens - row.num_logits + 1
             token_ids = np.array(row.sequence.token_ids[start : start + count], dtype=np.int32)
             k = row.sequence.params.prompt_logprobs
+            assert k is not None  # else the plan has no logits of the prompt
             for done in range(0, count, block):
-                (chosen,) = self._upload(token_ids[done : done + block])
-                rows = logits[first + done : first + done + len(chosen)]
-                scored.append(
-                    Logprobs([number], [k] * len(chosen), chosen, top_logprobs(rows, chosen, k=k))
-                )
+                (uploaded,) = self._upload(token_ids[done : done + block])
+                rows = logits[first + done : first + done + len(uploaded)]
+                top = top_logprobs(rows, uploaded, k=k)
+                scored.append(Logprobs([index], [k] * len(uploaded), uploaded, top))
         return scored
 
 
 _PENALTY_NAMES = ("repetition", "presence", "frequency")
-_SEAT = np.dtype(
+_PARAMS = np.dtype(
     [
         ("temperature", np.float32),
         ("top_p", np.float32),
@@ -244,14 +263,14 @@ _SEAT = np.dtype(
         ("has_penalties", np.bool_),
         ("has_biases", np.bool_),
         ("has_processors", np.bool_),
-        ("is_plain", np.bool_),
+        ("is_plain_greedy", np.bool_),
     ]
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenCounts:
-    """Tokens that sequences have had, by seat: int32 and bool [max_num_seqs, vocab_size]."""
+    """Counts of past tokens, by slot index: int32 and bool [max_num_seqs, vocab_size]."""
 
     in_output: Tensor
     in_prompt: Tensor
@@ -265,28 +284,32 @@ class _TokenCounts:
         )
 
     def reset(self, sequence: SequenceState, upload: Upload) -> None:
-        """Counts what the sequence has had before it got its seat."""
+        """Counts the tokens that the sequence has when it gets its slot."""
         vocab_size, num_prompt = self.in_prompt.shape[1], sequence.num_prompt_tokens
         token_ids = np.array(sequence.token_ids)
         counts = np.bincount(token_ids[num_prompt:], minlength=vocab_size).astype(np.int32)
         in_output, prompt = upload(counts, token_ids[:num_prompt])
-        self.in_output[sequence.seat].copy_(in_output)
-        self.in_prompt[sequence.seat].zero_().index_fill_(0, prompt, True)
+        self.in_output[sequence.slot_index].copy_(in_output)
+        self.in_prompt[sequence.slot_index].zero_().index_fill_(0, prompt, True)
 
-    def add(self, seats: Tensor, tokens: Tensor) -> None:
+    def add(self, slot_indices: Tensor, tokens: Tensor) -> None:
         one = torch.ones((), dtype=torch.int32, device=tokens.device)
-        self.in_output.index_put_((seats, tokens.long()), one, accumulate=True)
+        self.in_output.index_put_((slot_indices, tokens.long()), one, accumulate=True)
 
     def penalties(
-        self, seats: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+        self, slot_indices: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
     ) -> Penalties:
         return Penalties(
-            self.in_output[seats], self.in_prompt[seats], repetition, presence, frequency
+            self.in_output[slot_indices],
+            self.in_prompt[slot_indices],
+            repetition,
+            presence,
+            frequency,
         )
 
 
 def _biases(sequence: SequenceState, position: int) -> list[tuple[int, float]]:
-    """(token, what is added to its logit), tokens that would end the answer too early included."""
+    """(token, what is added to its logit); -inf for tokens that would end the output too early."""
     bias = sequence.params.logit_bias or {}
     forbidden = forbidden_tokens(sequence, position)
     return [*bias.items(), *((token, -np.inf) for token in forbidden)]

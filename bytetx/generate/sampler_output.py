@@ -1,4 +1,4 @@
-"""Sampled: what a step's rows got, on its way from the device to the host."""
+"""SamplerOutput: the sampled tokens of a step, on their way from the device to the host."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bytetx.errors import InputError, StepError
 from bytetx.generate.outputs import RowResult, TokenLogprob
-from bytetx.generate.scheduler import StepRow
+from bytetx.generate.scheduler import ScheduledRow
 from bytetx.ops.sampling import TopLogprobs
 
 _DEVICE_LOST = (
@@ -19,27 +19,27 @@ _DEVICE_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of one row's tokens, or of one token of each of several rows.
+    """Log-probabilities of the tokens of one row, or of one token of each of several rows.
 
-    numbers: rows of the plan.  counts: how many of the most likely tokens each gets.  chosen: the
-    tokens, int32 [n].
+    rows: indices of the plan's rows.  counts: for each token the number of most likely tokens to
+    report.  token_ids: the tokens, int32 [n].
     """
 
-    numbers: Sequence[int]
+    rows: Sequence[int]
     counts: Sequence[int]
-    chosen: Tensor
+    token_ids: Tensor
     top: TopLogprobs
 
     def to_host(self) -> "Logprobs":
         top = self.top
         columns = (top.chosen, top.ranks, top.values, top.token_ids)
         host = TopLogprobs(*map(_to_host, columns))
-        return Logprobs(self.numbers, self.counts, _to_host(self.chosen), host)
+        return Logprobs(self.rows, self.counts, _to_host(self.token_ids), host)
 
     def entries(self) -> list[TokenLogprob]:
-        """One a token, from tensors that are on the host."""
+        """One entry for each token; the tensors must be on the host."""
         columns = (self.top.chosen, self.top.ranks, self.top.values, self.top.token_ids)
-        tokens = self.chosen.tolist()
+        tokens = self.token_ids.tolist()
         rows = zip(tokens, *(column.tolist() for column in columns), self.counts, strict=True)
         return [
             TokenLogprob(token, logprob, rank, dict(zip(ids[:count], values[:count], strict=True)))
@@ -48,40 +48,40 @@ class Logprobs:
 
 
 @dataclass(slots=True)
-class Sampled:
+class SamplerOutput:
     """A step's results on the device; `results` waits for the copies that `to_host` started.
 
-    rows: of the plan.  numbers: of those that sample.  tokens: int32 [len(numbers)], -1 where
-    nothing can be chosen.  errors: of rows by number.  logprobs: of chosen tokens.  scored: of the
-    prompts' tokens, in their order.  check: raises where the results are not to be
-    trusted after all.
+    rows: the plan's rows.  sampling_rows: indices of the rows that sample.  tokens: int32
+    [len(sampling_rows)], -1 where no token could be sampled.  errors: by row index.  logprobs: of
+    the sampled tokens.  prompt_logprobs: of the prompts' tokens, in their order.  check: raises
+    where the results are invalid because another rank failed.
     """
 
-    rows: Sequence[StepRow]
-    numbers: Sequence[int]
+    rows: Sequence[ScheduledRow]
+    sampling_rows: Sequence[int]
     tokens: Tensor | None
     errors: Mapping[int, InputError] = field(default_factory=dict)
     logprobs: Logprobs | None = None
-    scored: Sequence[Logprobs] = ()
+    prompt_logprobs: Sequence[Logprobs] = ()
     check: Callable[[], None] | None = None
     _is_done: torch.cuda.Event | None = None
 
-    def to_host(self) -> "Sampled":
+    def to_host(self) -> "SamplerOutput":
         """Starts the copies on the current stream, where the tensors are on a GPU."""
         if self.tokens is not None:
             is_cuda = self.tokens.is_cuda
         else:
-            is_cuda = any(part.chosen.is_cuda for part in self.scored)
+            is_cuda = any(part.token_ids.is_cuda for part in self.prompt_logprobs)
         if is_cuda:
             self.tokens = None if self.tokens is None else _to_host(self.tokens)
             self.logprobs = None if self.logprobs is None else self.logprobs.to_host()
-            self.scored = [part.to_host() for part in self.scored]
+            self.prompt_logprobs = [part.to_host() for part in self.prompt_logprobs]
             self._is_done = torch.cuda.Event()
             self._is_done.record()
         return self
 
     def results(self) -> Sequence[int | RowResult]:
-        """One a row of the plan; a StepError where the device failed meanwhile."""
+        """One result for each row of the plan; a StepError where the device failed meanwhile."""
         if self._is_done is not None:
             try:
                 self._is_done.synchronize()
@@ -93,27 +93,26 @@ class Sampled:
         tokens = [] if self.tokens is None else self.tokens.tolist()
         if self.check is not None:
             self.check()
-        is_plain = self.logprobs is None and not self.scored and not self.errors
-        if is_plain and len(tokens) == len(self.rows) and min(tokens) >= 0:
+        has_only_tokens = not (self.logprobs or self.prompt_logprobs or self.errors)
+        if has_only_tokens and len(tokens) == len(self.rows) and min(tokens) >= 0:
             return tokens
-        return self._with_extras(tokens)
+        return self._row_results(tokens)
 
-    def _with_extras(self, tokens: list[int]) -> list[RowResult]:
-        errors, logprobs = dict(self.errors), {}
-        for number, token in zip(self.numbers, tokens, strict=True):
-            if token < 0:
-                errors.setdefault(number, _bad_row_error(self.rows[number]))
+    def _row_results(self, tokens: list[int]) -> list[RowResult]:
+        logprobs: dict[int, TokenLogprob] = {}
         if self.logprobs is not None:
-            logprobs = dict(zip(self.logprobs.numbers, self.logprobs.entries(), strict=True))
+            logprobs = dict(zip(self.logprobs.rows, self.logprobs.entries(), strict=True))
         results = [RowResult()] * len(self.rows)
-        for number, token in zip(self.numbers, tokens, strict=True):
-            error = errors.get(number)
+        for row, token in zip(self.sampling_rows, tokens, strict=True):
+            error = self.errors.get(row)
+            if error is None and token < 0:
+                error = _no_token_error(self.rows[row])
             failed = RowResult(error=error)
-            results[number] = failed if error else RowResult(token, logprobs.get(number))
-        for part in self.scored:
-            number = part.numbers[0]
-            entries = (*results[number].prompt_logprobs, *part.entries())
-            results[number] = results[number]._replace(prompt_logprobs=entries)
+            results[row] = RowResult(token, logprobs.get(row)) if error is None else failed
+        for part in self.prompt_logprobs:
+            row = part.rows[0]
+            entries = (*results[row].prompt_logprobs, *part.entries())
+            results[row] = results[row]._replace(prompt_logprobs=entries)
         return results
 
 
@@ -122,7 +121,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _bad_row_error(row: StepRow) -> InputError:
+def _no_token_error(row: ScheduledRow) -> InputError:
     position = row.start + row.num_tokens - row.sequence.num_prompt_tokens
     return StepError(
         f"no token can be chosen after {position} tokens: the logits are NaN or infinite, or "

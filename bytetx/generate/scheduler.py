@@ -1,26 +1,132 @@
-"""GenerationScheduler: which tokens of which sequences the next forward pass computes."""
+"""Scheduler: which tokens of which sequences the next forward pass computes."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
 from bytetx.arguments import check_token_budget
 from bytetx.errors import InputError, TooLongError
-from bytetx.generate.kv_cache import PageAllocator
-from bytetx.generate.sequence import SequenceState, Status
+from bytetx.generate.kv_cache import PageAllocator, page_hashes
+from bytetx.sampling_params import SamplingParams
 
-_RANK = attrgetter("rank")
+_SORT_KEY = attrgetter("sort_key")
 
 
-class StepRow(NamedTuple):
+class Status(Enum):
+    """The state of a sequence; preemption moves it from RUNNING back to WAITING.
+
+    ENDING: its last token is being computed, and its pages are freed already.
+    """
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDING = "ending"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """Tokens, pages and progress of one sequence; only the scheduler changes it.
+
+    token_ids: the prompt, then what was generated; it only grows.
+    num_tokens: token_ids, and the tokens that planned steps will sample but that the host does not
+    know yet.  max_tokens: the most tokens that are generated; max_num_tokens counts the prompt too.
+    priority: lower numbers run first.
+    num_computed: tokens whose keys and values are in the pages once the planned steps have run.
+    num_scored: prompt tokens whose logits were requested for prompt_logprobs.
+    stop_token_ids: these end the output.  eos_token_ids: the checkpoint's; min_tokens forbids both.
+    written_pages: the pages that this sequence wrote itself, without those found in the cache.
+    slot_index: a number below max_num_seqs that belongs to this sequence while it is running.  A
+    model runner keeps per-sequence state there (the last token, the sampling parameters).
+    """
+
+    token_ids: list[int]
+    max_tokens: int
+    priority: int = 0
+    params: SamplingParams = SamplingParams()
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    eos_token_ids: frozenset[int] = frozenset()
+    arrival: int = -1
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    max_num_tokens: int = field(init=False)
+    num_computed: int = 0
+    num_scored: int = 0
+    num_preemptions: int = 0
+    pages: list[int] = field(default_factory=list)
+    written_pages: list[int] = field(default_factory=list)
+    slot_index: int = -1
+    status: Status = Status.WAITING
+    _page_hashes: list[bytes] = field(default_factory=list)
+    _num_inserted: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_tokens = len(self.token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + self.max_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logits of the prompt's tokens are needed, too."""
+        return self.params.prompt_logprobs is not None
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """The order of scheduling: the lower priority number first, then the earlier arrival."""
+        return self.priority, self.arrival
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are not computed yet: 1 in decode."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def page_hashes(self, start: int, stop: int, *, page_size: int) -> list[bytes]:
+        """Hashes of the full pages start ... stop - 1; each is computed once."""
+        hashes = self._page_hashes
+        if len(hashes) < stop:
+            tokens = self.token_ids[len(hashes) * page_size : stop * page_size]
+            parent = hashes[-1] if hashes else b""
+            hashes += page_hashes(tokens, page_size=page_size, parent=parent)
+        return hashes[start:stop]
+
+    def take_uncached(self, num_full_pages: int) -> range:
+        """The full pages that no earlier call returned: they are not in the prefix cache yet."""
+        uncached = range(self._num_inserted, num_full_pages)
+        self._num_inserted = max(self._num_inserted, num_full_pages)
+        return uncached
+
+    def skip_cached(self, num_pages: int, *, page_size: int) -> None:
+        """Counts the first pages as computed, because they were found in the prefix cache."""
+        self.num_computed = num_pages * page_size
+        self._num_inserted = num_pages
+
+    def reset_progress(self) -> None:
+        """Forgets the pages and what was computed; the tokens and their page hashes stay."""
+        self.pages, self.written_pages = [], []
+        self.num_computed = self._num_inserted = 0
+        self.num_tokens = len(self.token_ids)
+        self.slot_index = -1
+
+
+class ScheduledRow(NamedTuple):
     """One sequence's part of a step: its tokens start ... start + num_tokens - 1.
 
-    num_logits: how many of these tokens, at the end, need logits.  samples: the last of them is
-    the sequence's last one, and the step gives the next.  epoch: the preemptions of the sequence
-    before this step; after one more, the token that the step gives counts no longer.
+    num_logits: how many of these tokens, at the end, need logits.  samples: whether the last of
+    them is the sequence's last token, so that the step samples the next one.
+    epoch: how often the sequence was preempted before this step.  After another preemption the
+    token that this step samples is dropped.
     """
 
     sequence: SequenceState
@@ -32,40 +138,43 @@ class StepRow(NamedTuple):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the sequence was sent back to start again since."""
+        """Whether the sequence was preempted since this step was planned."""
         return self.epoch != self.sequence.num_preemptions
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One forward pass: pieces of prompts and decode rows, behind one another.
+class SchedulerOutput:
+    """One forward pass: prefill chunks and decode rows, one after another.
 
-    num_preempted: sequences that lost their pages for this step, and start again later.
-    seated: those that got their seat for this step.  grown: those that may have got pages.
+    num_preempted: sequences that lost their pages for this step; they are recomputed later.
+    admitted: sequences that started to run in this step, each with a new slot index.
+    with_new_pages: sequences that may have got pages in this step.
     """
 
-    rows: tuple[StepRow, ...]
+    rows: tuple[ScheduledRow, ...]
     total_tokens: int
     num_preempted: int
-    seated: tuple[SequenceState, ...]
-    grown: tuple[SequenceState, ...]
+    admitted: tuple[SequenceState, ...]
+    with_new_pages: tuple[SequenceState, ...]
 
 
-class GenerationScheduler:
+class Scheduler:
     """Continuous batching over a paged cache, under one token budget.
 
-    Decode rows come first in the budget, prompts fill up what is left, cut where they must be.
-    Sequences are admitted by priority, then in order of arrival, and none overtakes another one of
-    its priority.  Where pages run out, the last in that order gives its own up and starts again
-    later (preemption by recompute); the first is never preempted, so every sequence ends.
+    Decode rows come first; prompts fill the rest of the budget and are cut into prefill chunks
+    where they do not fit.  Sequences are admitted by priority, then in order of arrival, and never
+    overtake another one of the same priority.  When pages run out, the last sequence in that order
+    is preempted: it loses its pages and is recomputed later.  The first one is never preempted, so
+    every sequence ends.
 
-    A step is taken for run once it is planned: its full pages can be found by other sequences,
-    in the same step even, for every layer writes the keys and values of all rows before any row
-    reads them, and steps run in order.  `discard` takes that back where a step failed.
+    The pages that a step fills are in the prefix cache as soon as the step is planned.  Other
+    sequences may use them even in the same step, because every layer writes the keys and values of
+    all rows before any row reads them, and steps run in order.  `discard` removes them where a step
+    failed.
 
-    The next step may be planned before `append` has said what the last one sampled: a decode row
-    then stands for a token that only the device knows.  Steps run in order, so that pages may be
-    given away while a planned step still uses them.
+    The next step may be planned before `append` has delivered the tokens of the last one (async
+    scheduling): a decode row then stands for a token that only the device knows.  Because steps
+    run in order, pages may be reused while a planned step still reads them.
     """
 
     def __init__(
@@ -79,13 +188,12 @@ class GenerationScheduler:
         caches_prefixes: bool = True,
         max_shared_prompt: int | None = None,
     ):
-        """token_budget: tokens a step.  max_positions: tokens that the model takes of a sequence.
+        """token_budget: tokens a step.  max_positions: the most tokens of a sequence.
 
-        max_shared_prompt: longer prompts (tokens) have keys that depend on their length, and share
-        no pages with others.
-
-        max_num_seqs: sequences that hold pages at a time, at most token_budget, so that each can
-        decode in every step.
+        max_num_seqs: the most sequences that run at a time; at most token_budget, so that each can
+        decode in every step.  caches_prefixes: whether sequences share the pages of equal prefixes.
+        max_shared_prompt: prompts with more tokens share no pages, because their keys depend on
+        their length.
         """
         self.pages = PageAllocator(num_pages, page_size=page_size)
         self.token_budget = check_token_budget(token_budget)
@@ -95,13 +203,14 @@ class GenerationScheduler:
             )
         self.max_num_seqs, self.max_positions = max_num_seqs, max_positions
         self._caches_prefixes, self._max_shared_prompt = caches_prefixes, max_shared_prompt
-        self._waiting: list[tuple[int, int, SequenceState]] = []  # a heap; finished ones may linger
+        # A heap; finished sequences stay in it until they are popped.
+        self._waiting: list[tuple[int, int, SequenceState]] = []
         self._num_waiting = 0
-        self._running: list[SequenceState] = []  # by rank
-        self._seats = list(range(max_num_seqs - 1, -1, -1))
+        self._running: list[SequenceState] = []  # by sort_key
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._num_arrived = 0
         self.num_preempted = 0  # since the start
-        self.num_found_tokens = 0  # that were not computed, for pages held them already
+        self.num_cached_tokens = 0  # found in the prefix cache instead of computed
 
     @property
     def num_waiting(self) -> int:
@@ -117,52 +226,55 @@ class GenerationScheduler:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens of one sequence, prompt and output: positions and pages hold them.
+        """The most tokens of one sequence, prompt and output, that positions and pages allow.
 
-        A page more than the cache has would be needed beyond; the last token needs no place.
+        The last token needs no place in a page, because nothing attends to it.
         """
         return min(self.max_positions, self.pages.num_pages * self.pages.page_size + 1)
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence; InputError where it could not run to its end even alone."""
-        prompt, cached = sequence.num_prompt_tokens, self.max_tokens
+        prompt = sequence.num_prompt_tokens
         if not prompt:
             raise InputError(
                 "the prompt has no tokens; a sequence needs at least one to start from"
             )
         if sequence.max_tokens < 1:
             raise InputError(f"max_tokens must be at least 1, got {sequence.max_tokens}")
-        if prompt + sequence.max_tokens > cached:
+        if prompt + sequence.max_tokens > self.max_tokens:
             raise TooLongError(self._too_long(prompt, sequence.max_tokens))
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
-        self._wait(sequence)
+        self._enqueue(sequence)
 
-    def step(self) -> StepPlan:
-        """Plans the next forward pass; without rows where there is no work."""
-        step = self._open_step()
+    def schedule(self) -> SchedulerOutput:
+        """Plans the next forward pass; it has no rows where there is no work."""
+        step = self._begin_step()
         rows, last = step.rows, self.pages.page_size - 1
-        for sequence in self._running:  # only the last ones may yield to others meanwhile
+        for sequence in self._running:  # only those at the end are preempted meanwhile
             start, num_tokens = sequence.num_computed, sequence.num_tokens
             offset = start & last
             is_within_page = offset and (offset != last or num_tokens > len(sequence.token_ids))
             if not is_within_page or num_tokens - start != 1:
-                self._continue(sequence, step)
+                self._schedule_running(sequence, step)
                 continue
-            # A decode row without a new page, and none to publish: most rows of most steps.
-            rows.append(_new_row(StepRow, (sequence, start, 1, 1, True, sequence.num_preemptions)))
+            # A decode row that neither needs a page nor fills one: most rows of most steps.
+            fields = (sequence, start, 1, 1, True, sequence.num_preemptions)
+            rows.append(_new_row(ScheduledRow, fields))
             sequence.num_computed = num_tokens
             sequence.num_tokens = num_tokens + 1
             step.num_decodes -= 1
-            step.left -= 1
+            step.budget_left -= 1
         if self._num_waiting:
-            self._admit(step)
-        num_tokens = self.token_budget - step.left
-        seated, grown = tuple(step.seated), tuple(step.grown)
-        return StepPlan(tuple(rows), num_tokens, step.num_preempted, seated, grown)
+            self._schedule_waiting(step)
+        num_tokens = self.token_budget - step.budget_left
+        admitted, with_new_pages = tuple(step.admitted), tuple(step.with_new_pages)
+        return SchedulerOutput(
+            tuple(rows), num_tokens, step.num_preempted, admitted, with_new_pages
+        )
 
-    def _open_step(self) -> "_OpenStep":
-        """Lets go of sequences whose last token is on its way."""
+    def _begin_step(self) -> "_StepBuilder":
+        """Frees the pages of sequences whose last token is being computed."""
         ending, num_decodes = [], 0
         for sequence in self._running:
             if sequence.num_tokens >= sequence.max_num_tokens:
@@ -171,13 +283,13 @@ class GenerationScheduler:
             elif sequence.num_tokens - sequence.num_computed == 1:
                 num_decodes += 1
         for sequence in ending:
-            self._let_end(sequence)
-        return _OpenStep(self.token_budget, num_decodes)
+            self._free_before_end(sequence)
+        return _StepBuilder(self.token_budget, num_decodes)
 
     def append(self, sequence: SequenceState, token_id: int) -> bool:
-        """The token that a step gave a sequence; the step's row must not be stale.
+        """Appends the token that a step sampled; the step's row must not be stale.
 
-        Returns whether it may be the last of all.
+        Returns whether it may be the sequence's last token.
         """
         token_ids = sequence.token_ids
         assert len(token_ids) < sequence.num_tokens
@@ -185,7 +297,7 @@ class GenerationScheduler:
         return len(token_ids) >= sequence.max_num_tokens or token_id in sequence.stop_token_ids
 
     def finish(self, sequence: SequenceState) -> None:
-        """Ends a sequence wherever it is and gives its pages back; a second call does nothing."""
+        """Ends a sequence in any state and frees its pages; a second call does nothing."""
         if sequence.status is Status.WAITING:
             self._num_waiting -= 1
             sequence.status = Status.FINISHED
@@ -194,101 +306,102 @@ class GenerationScheduler:
                 heapify(self._waiting)
         else:
             if sequence.status is Status.RUNNING:
-                self._stop_running(sequence)
+                self._remove_running(sequence)
             sequence.status = Status.FINISHED
 
     def discard(self, sequences: Iterable[SequenceState]) -> None:
-        """Ends sequences whose step failed: what they wrote is not to be trusted, nor found.
+        """Ends sequences whose step failed and removes the pages they wrote from the prefix cache.
 
-        Others that found it already start again.
+        Running sequences that share such a page are preempted.
         """
         failed = list(sequences)
-        written = {page for sequence in failed for page in sequence.own_pages}
-        self.pages.withdraw(written)
+        written = {page for sequence in failed for page in sequence.written_pages}
+        self.pages.invalidate(written)
         for sequence in failed:
             self.finish(sequence)
         for sequence in [s for s in self._running if not written.isdisjoint(s.pages)]:
-            self._start_again(sequence)
+            self._preempt(sequence)
 
-    def _continue(self, sequence: SequenceState, step: "_OpenStep") -> None:
-        """The next piece of a running sequence, its one token in decode."""
-        if sequence.num_left == 1:
+    def _schedule_running(self, sequence: SequenceState, step: "_StepBuilder") -> None:
+        """Adds the next chunk of a running sequence: one token in decode."""
+        if sequence.num_uncomputed == 1:
             step.num_decodes -= 1
             wanted = 1
         else:
-            self._find_pages(sequence)
-            wanted = min(sequence.num_left, step.left - step.num_decodes)
+            self._reuse_cached_pages(sequence)
+            wanted = min(sequence.num_uncomputed, step.budget_left - step.num_decodes)
         num_tokens = min(wanted, self._make_room(sequence, wanted, step))
         if num_tokens > 0:
-            self._schedule(sequence, num_tokens, step)
+            self._add_row(sequence, num_tokens, step)
 
-    def _make_room(self, sequence: SequenceState, num_tokens: int, step: "_OpenStep") -> int:
-        """How many more tokens there are pages for, after all behind the sequence had to yield.
+    def _make_room(self, sequence: SequenceState, num_tokens: int, step: "_StepBuilder") -> int:
+        """How many more tokens there are pages for, after preempting sequences behind this one.
 
-        A sequence without room keeps its pages and waits: the ones before it will end.
+        A sequence without room keeps its pages and waits until a sequence before it ends.
         """
         pages = self.pages
         needed = pages.pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
         while needed > pages.num_available and self._running[-1] is not sequence:
-            self._start_again(self._running[-1])
+            self._preempt(self._running[-1])
             step.num_preempted += 1
         held = len(sequence.pages) + pages.num_available
         return held * pages.page_size - sequence.num_computed
 
-    def _admit(self, step: "_OpenStep") -> None:
-        """Starts waiting sequences, the first in order until one does not fit.
+    def _schedule_waiting(self, step: "_StepBuilder") -> None:
+        """Admits waiting sequences in order until one does not fit.
 
-        One fits when there are pages for all its tokens beside those that running prompts still
-        need, and one page more a running sequence: else the next steps would preempt it again.
+        A sequence fits when there are pages for all its tokens, beside those that running prompts
+        still need and one page for each running sequence. With fewer pages the next steps would
+        preempt it again.
         """
         pages = self.pages
-        promised = sum(self._pages_missing(s) for s in self._running)
-        while step.left and self._seats:
-            sequence = self._first_waiting()
+        reserved = sum(self._num_pages_missing(s) for s in self._running)
+        while step.budget_left and self._free_slots:
+            sequence = self._peek_waiting()
             if sequence is None:
                 return
-            self._find_pages(sequence)
-            needed = self._pages_missing(sequence)
-            if needed + promised + len(self._running) > pages.num_available:
-                self.num_found_tokens -= sequence.num_computed
-                pages.release(sequence.pages)
-                sequence.forget_pages()
+            self._reuse_cached_pages(sequence)
+            needed = self._num_pages_missing(sequence)
+            if needed + reserved + len(self._running) > pages.num_available:
+                self.num_cached_tokens -= sequence.num_computed
+                pages.free(sequence.pages)
+                sequence.reset_progress()
                 return
             heappop(self._waiting)
             self._num_waiting -= 1
             sequence.status = Status.RUNNING
-            sequence.seat = self._seats.pop()
-            step.seated.append(sequence)
-            insort(self._running, sequence, key=_RANK)
-            self._schedule(sequence, min(sequence.num_left, step.left), step)
-            promised += self._pages_missing(sequence)
+            sequence.slot_index = self._free_slots.pop()
+            step.admitted.append(sequence)
+            insort(self._running, sequence, key=_SORT_KEY)
+            self._add_row(sequence, min(sequence.num_uncomputed, step.budget_left), step)
+            reserved += self._num_pages_missing(sequence)
 
-    def _find_pages(self, sequence: SequenceState) -> None:
-        """Takes over pages that hold the sequence's next tokens already, all but its last token."""
+    def _reuse_cached_pages(self, sequence: SequenceState) -> None:
+        """Adds cached pages that hold the next tokens; the last token is always computed."""
         page_size, first = self.pages.page_size, len(sequence.pages)
         is_at_page = sequence.num_computed == first * page_size
-        if not (self._shares(sequence) and is_at_page) or sequence.num_left == 1:
+        if not (self._uses_prefix_cache(sequence) and is_at_page) or sequence.num_uncomputed == 1:
             return
         if sequence.scores_prompt and sequence.num_scored < sequence.num_prompt_tokens - 1:
             return
         last = (len(sequence.token_ids) - 1) // page_size
-        found = self.pages.find(sequence.page_keys(first, last, page_size=page_size))
+        found = self.pages.find_cached(sequence.page_hashes(first, last, page_size=page_size))
         if found:
             sequence.pages += found
-            sequence.skip_to(first + len(found), page_size=page_size)
-            self.num_found_tokens += len(found) * page_size
+            sequence.skip_cached(first + len(found), page_size=page_size)
+            self.num_cached_tokens += len(found) * page_size
 
-    def _schedule(self, sequence: SequenceState, num_tokens: int, step: "_OpenStep") -> None:
+    def _add_row(self, sequence: SequenceState, num_tokens: int, step: "_StepBuilder") -> None:
         start, pages = sequence.num_computed, self.pages
         end = sequence.num_computed = start + num_tokens
         missing = pages.pages_for(end) - len(sequence.pages)
         if missing > 0:
-            taken = pages.take(missing)
+            taken = pages.allocate(missing)
             sequence.pages += taken
-            sequence.own_pages += taken
-        step.grown.append(sequence)
-        if self._shares(sequence):
-            self._publish(sequence)
+            sequence.written_pages += taken
+        step.with_new_pages.append(sequence)
+        if self._uses_prefix_cache(sequence):
+            self._insert_full_pages(sequence)
         samples = end == sequence.num_tokens
         num_logits = int(samples)
         last_scored = min(end, sequence.num_prompt_tokens - 1)
@@ -296,56 +409,57 @@ class GenerationScheduler:
             num_logits += last_scored - max(start, sequence.num_scored)
             sequence.num_scored = last_scored
         epoch = sequence.num_preemptions
-        step.rows.append(StepRow(sequence, start, num_tokens, num_logits, samples, epoch))
+        step.rows.append(ScheduledRow(sequence, start, num_tokens, num_logits, samples, epoch))
         sequence.num_tokens += samples
-        step.left -= num_tokens
+        step.budget_left -= num_tokens
 
-    def _shares(self, sequence: SequenceState) -> bool:
+    def _uses_prefix_cache(self, sequence: SequenceState) -> bool:
         limit = self._max_shared_prompt
         return self._caches_prefixes and (limit is None or sequence.num_prompt_tokens <= limit)
 
-    def _publish(self, sequence: SequenceState) -> None:
+    def _insert_full_pages(self, sequence: SequenceState) -> None:
         page_size = self.pages.page_size
         num_full = min(sequence.num_computed, len(sequence.token_ids)) // page_size
-        fresh = sequence.take_unpublished(num_full)
-        if fresh:
-            keys = sequence.page_keys(fresh.start, fresh.stop, page_size=page_size)
-            for page, key in zip(sequence.pages[fresh.start : fresh.stop], keys, strict=True):
-                self.pages.publish(page, key)
+        uncached = sequence.take_uncached(num_full)
+        if uncached:
+            start, stop = uncached.start, uncached.stop
+            hashes = sequence.page_hashes(start, stop, page_size=page_size)
+            for page, page_hash in zip(sequence.pages[start:stop], hashes, strict=True):
+                self.pages.insert(page, page_hash)
 
-    def _pages_missing(self, sequence: SequenceState) -> int:
+    def _num_pages_missing(self, sequence: SequenceState) -> int:
         num_tokens = max(len(sequence.token_ids), sequence.num_computed)
         return self.pages.pages_for(num_tokens) - len(sequence.pages)
 
-    def _wait(self, sequence: SequenceState) -> None:
+    def _enqueue(self, sequence: SequenceState) -> None:
         sequence.status = Status.WAITING
-        heappush(self._waiting, (*sequence.rank, sequence))
+        heappush(self._waiting, (*sequence.sort_key, sequence))
         self._num_waiting += 1
 
-    def _first_waiting(self) -> SequenceState | None:
+    def _peek_waiting(self) -> SequenceState | None:
         while self._waiting and self._waiting[0][2].status is not Status.WAITING:
             heappop(self._waiting)
         return self._waiting[0][2] if self._waiting else None
 
-    def _start_again(self, sequence: SequenceState) -> None:
+    def _preempt(self, sequence: SequenceState) -> None:
         sequence.num_preemptions += 1
         self.num_preempted += 1
-        self._stop_running(sequence)
-        self._wait(sequence)
+        self._remove_running(sequence)
+        self._enqueue(sequence)
 
-    def _stop_running(self, sequence: SequenceState) -> None:
-        self._leave(sequence)
-        sequence.forget_pages()
+    def _remove_running(self, sequence: SequenceState) -> None:
+        self._free_resources(sequence)
+        sequence.reset_progress()
 
-    def _let_end(self, sequence: SequenceState) -> None:
-        """Its pages are for the steps after those that are planned; `discard` may yet want them."""
-        self._leave(sequence)
-        sequence.pages, sequence.seat, sequence.status = [], -1, Status.ENDING
+    def _free_before_end(self, sequence: SequenceState) -> None:
+        """Frees the pages for later steps; written_pages stays, because `discard` may need it."""
+        self._free_resources(sequence)
+        sequence.pages, sequence.slot_index, sequence.status = [], -1, Status.ENDING
 
-    def _leave(self, sequence: SequenceState) -> None:
-        del self._running[bisect_left(self._running, sequence.rank, key=_RANK)]
-        self._seats.append(sequence.seat)
-        self.pages.release(sequence.pages)
+    def _free_resources(self, sequence: SequenceState) -> None:
+        del self._running[bisect_left(self._running, sequence.sort_key, key=_SORT_KEY)]
+        self._free_slots.append(sequence.slot_index)
+        self.pages.free(sequence.pages)
 
     def _too_long(self, num_prompt_tokens: int, max_tokens: int) -> str:
         pages = self.pages
@@ -359,18 +473,19 @@ class GenerationScheduler:
 
 
 @dataclass(slots=True)
-class _OpenStep:
+class _StepBuilder:
     """A step while it is planned.
 
-    num_decodes: decode rows ahead, which the budget is kept for; a preempted one still counts.
+    num_decodes: decode rows that are not planned yet; prefill chunks leave this much of the budget
+    to them.  A preempted decode row still counts.
     """
 
-    left: int
+    budget_left: int
     num_decodes: int
     num_preempted: int = 0
-    rows: list[StepRow] = field(default_factory=list)
-    seated: list[SequenceState] = field(default_factory=list)
-    grown: list[SequenceState] = field(default_factory=list)
+    rows: list[ScheduledRow] = field(default_factory=list)
+    admitted: list[SequenceState] = field(default_factory=list)
+    with_new_pages: list[SequenceState] = field(default_factory=list)
 
 
-_new_row = tuple.__new__  # StepRow's own takes three times as long
+_new_row = tuple.__new__  # ScheduledRow(...) takes three times as long

@@ -10,7 +10,7 @@ from torch import nn
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError
-from bytetx.generate.sizes import PAGE_SIZE
+from bytetx.generate.build import PAGE_SIZE
 from bytetx.hf import arguments
 from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head

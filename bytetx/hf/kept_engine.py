@@ -3,12 +3,11 @@
 from contextlib import suppress
 from dataclasses import dataclass
 
+from bytetx.generate.build import build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.sizes import generation_sizes
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
 from bytetx.ops.check import addresses
-from bytetx.tasks.generate import build_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class EngineKeeper:
         if idle is not None and _is_same(idle.checkpoint, checkpoint):
             needs = _both(needs, idle.needs)
             if needs == idle.needs:
-                idle.engine.start_afresh()
+                idle.engine.on_weights_changed()
                 return idle
         del idle  # its memory is the new one's
         return _Idle(_build(checkpoint, needs), checkpoint, needs)

@@ -1,21 +1,21 @@
-"""CUDA graphs of whole steps, from the block of integers to the outputs, captured by need.
+"""CUDA graphs of whole steps, from the block of integers to the outputs, captured on demand.
 
-A step of some sizes and some work runs eagerly the first time, which also loads kernels and fills
-what libraries set up on first use; the second time it is captured; from then on it is one launch.
-What differs between two such steps are the integers in their block: kernels read the true lengths
-from there, on the device. Nothing else may differ: the caller's key says what makes two the same.
+A step runs eagerly the first time, which also loads kernels and initialises libraries. The second
+step with the same key is captured, and later ones are one graph launch. Two steps with the same key
+may only differ in the integers of their block: kernels read the actual lengths from there, on the
+device.
 
-All graphs of a cache share one pool of memory for what lies between input and output: they run one
-behind the other on one stream, so that each may use all of it. The pool is laid out for a power of
-two of tokens at a time; else every new bucket, a little larger than the last, would leave blocks
-behind that are a little too small. Each graph owns its input block and its outputs.
+All graphs of a cache share one memory pool for intermediate tensors: they run one after another on
+one stream, so that each can use all of it. The pool is reserved for a power of two of tokens at a
+time; otherwise every new, slightly larger bucket would leave blocks that are slightly too small.
+Each graph owns its input block and its outputs.
 
-Graphs are captured on a stream that nothing else uses. On the one that they run on, other threads
-let go of pinned memory meanwhile: torch then records events there, which would become part of the
-capture, and whoever asks for them next would fail.
+Graphs are captured on a stream that nothing else uses. On the stream that they run on, other
+threads free pinned memory meanwhile: torch then records events there, which would become part of
+the capture, and later queries of these events would fail.
 
-The least recently used graph goes where there are too many. A capture that fails is not tried
-again, and its steps run eagerly.
+Where there are too many graphs, the least recently used one is evicted. A capture that fails is not
+tried again, and its steps run eagerly.
 """
 
 import logging
@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -39,13 +40,13 @@ _MAX_SEEN = 4096
 # torch allows one capture at a time in a process; models in several threads take turns.
 _CAPTURING = threading.Lock()
 
-# Block of integers on the device -> outputs; reads nothing else that a later step may change.
+# From the block of integers on the device to the outputs; reads nothing else that changes.
 Compute = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """A graph with the memory that it reads and writes; keep: keeps the ids in its key valid."""
+    """A graph with its input and outputs.  keep: an object that must live as long as the graph."""
 
     graph: torch.cuda.CUDAGraph
     block: torch.Tensor
@@ -58,15 +59,15 @@ class CapturedStep:
 
 
 class GraphCache:
-    """The graphs of one device and stream. Not thread-safe: its owner has a lock."""
+    """The graphs of one device and stream. Not thread-safe: the owner has a lock."""
 
     def __init__(self, *, device: torch.device, workspace_bytes: Callable[[int], int]):
-        """workspace_bytes: what a step of so many tokens holds between input and output."""
+        """workspace_bytes: the bytes of intermediate tensors, from the number of tokens."""
         self._device, self._workspace_bytes = device, workspace_bytes
         self._graphs: OrderedDict[Hashable, CapturedStep] = OrderedDict()
         self._seen: set[Hashable] = set()
         self._refused: set[Hashable] = set()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch.cuda.graph_pool_handle()
         self._reserved: list[torch.cuda.CUDAGraph] = []
         self._reserved_tokens = 0
 
@@ -74,14 +75,14 @@ class GraphCache:
         return len(self._graphs)
 
     def find(self, key: Hashable) -> CapturedStep | None:
-        """The graph to replay, if it was captured."""
+        """The graph to replay, where it was captured."""
         captured = self._graphs.get(key)
         if captured is not None:
             self._graphs.move_to_end(key)
         return captured
 
     def is_due(self, key: Hashable) -> bool:
-        """Whether this is the second time that a graph was looked for in vain."""
+        """Whether to capture this step now: `find` has failed for its key twice."""
         if key in self._seen:
             return key not in self._refused
         if len(self._seen) >= _MAX_SEEN:
@@ -98,7 +99,7 @@ class GraphCache:
         total_tokens: int,
         keep: object = None,
     ) -> CapturedStep | None:
-        """A new graph, or None where it cannot be made. The current stream is the cache's.
+        """Captures a new graph; None where that fails. The current stream must be the cache's.
 
         num_ints: int32s of the block.  total_tokens: rows of the step.
         """
@@ -117,19 +118,19 @@ class GraphCache:
         return captured
 
     def clear(self) -> bool:
-        """Lets go of all graphs and their memory; False where there was none. Waits for them."""
+        """Waits for all graphs and frees them with their memory; False where there was none."""
         if not self._graphs and not self._reserved:
             return False
         torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._reserved.clear()
-        self._seen.clear()  # what is needed now runs eagerly first
+        self._seen.clear()  # each step runs eagerly once before it is captured again
         self._pool, self._reserved_tokens = None, 0
         return True
 
     def _capture(self, block: torch.Tensor, compute: Compute, keep: object) -> CapturedStep:
         graph = torch.cuda.CUDAGraph()
-        # cuBLAS workspaces of the process: a graph must not hold one that others may free.
+        # The cuBLAS workspaces belong to the process: a graph must not use one that can be freed.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with self._captured_by(graph):
@@ -139,7 +140,7 @@ class GraphCache:
         return CapturedStep(graph, block, outputs, keep)
 
     def _reserve(self, total_tokens: int) -> None:
-        """Puts memory for steps of this size into the pool, by a graph that frees it at its end."""
+        """Adds memory for steps of this size to the pool, with a graph that frees it at its end."""
         if total_tokens <= self._reserved_tokens:
             return
         if self._pool is None:
@@ -158,7 +159,7 @@ class GraphCache:
 
     @contextmanager
     def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Inside, the graph takes what is launched; other threads may allocate and wait."""
+        """Captures what is launched inside; other threads may allocate and wait meanwhile."""
         with OnStream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -173,5 +174,5 @@ class GraphCache:
         ):
             torch.cuda.current_stream(self._device).synchronize()  # it may still run
             key, oldest = self._graphs.popitem(last=False)
-            self._seen.discard(key)  # not at once again, where sizes keep changing
+            self._seen.discard(key)  # so that it is not captured again at once
             output_bytes -= oldest.output_bytes

@@ -33,7 +33,7 @@ def is_of_device(error: Exception, device: torch.device) -> bool:
     return is_runtime and device.type == "cuda"
 
 
-def blame(error: BaseException) -> str:
+def failed_op(error: BaseException) -> str:
     """The op that raised and the tensors it was given, read from the traceback's frames.
 
     So the hot path carries no context for errors. Lets go of the frames, which hold the step's

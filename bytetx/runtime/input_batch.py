@@ -6,18 +6,19 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
-class StepColumns:
+class InputBatch:
     """The arrays of a PackedBatch and its Past, on the host.
 
-    input_ids, positions, slot_mapping: int32 [total_tokens]; an id below 0 is ~seat, the token that
-    the sequence on this seat sampled last, which the host may not know yet; a position is the
-    token's index in its sequence, a slot page * page_size + offset.
-    cu_seqlens: int32 [batch_size + 1]; seqlens, kv_seqlens, seats: int32 [batch_size], tokens of
-    this step, keys with them, and whose seat.  page_table: int32 [batch_size, max_pages]; places
-    behind a sequence's last page hold any number.
-    num_logits: int32 [batch_size]; logits_rows: int32 [num_logits.sum()], rows whose logits are
-    wanted, in order.  samples: bool [batch_size], whose last row samples.
-    is_decode: each row is the token that its sequence sampled last.
+    input_ids, positions, slot_mapping: int32 [total_tokens].  An id below 0 is ~slot_index: it
+    stands for the token that the sequence in this slot sampled last, which the host may not know
+    yet.  A position is the token's index in its sequence.  slot_mapping: page * page_size + offset.
+    cu_seqlens: int32 [batch_size + 1].
+    seqlens, kv_seqlens, slot_indices: int32 [batch_size]; tokens of this step, keys with those of
+    this step, and the slot of each sequence.
+    page_table: int32 [batch_size, max_pages]; entries after a sequence's last page are arbitrary.
+    num_logits: int32 [batch_size]; logits_rows: int32 [num_logits.sum()], the rows whose logits are
+    needed, in order.  samples: bool [batch_size], whether the sequence's last row samples.
+    is_decode: whether each row is the token that its sequence sampled last.
     """
 
     input_ids: np.ndarray
@@ -26,7 +27,7 @@ class StepColumns:
     cu_seqlens: np.ndarray
     seqlens: np.ndarray
     kv_seqlens: np.ndarray
-    seats: np.ndarray
+    slot_indices: np.ndarray
     page_table: np.ndarray
     num_logits: np.ndarray
     logits_rows: np.ndarray

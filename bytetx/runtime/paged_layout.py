@@ -1,17 +1,17 @@
 """A step of generation as one int32 block of few sizes, so that a CUDA graph serves many steps.
 
-Sizes are rounded up to buckets. What a step leaves free is filled so that no row keeps what earlier
-work left in memory, and kernels take the same tiles whatever is in the step:
+Sizes are rounded up to buckets. The padding rows of a bucket are initialised, so that no row reads
+memory that an earlier step left, and kernels use the same tiles for every step of a bucket:
 
-- A *decode* step has one row a sequence, the token that the sequence sampled last. The device knows
-  that token by the sequence's seat, so that the host may write a block before it does. A free row
-  is a sequence of one key, whatever page 0 holds; its own key is written nowhere, and its token
-  goes to a seat that nobody reads.
-- A *mixed* step has pieces of prompts as well. Behind its own sequences stands one more, which has
-  all the free rows; it reads whatever page 0 holds and writes nowhere. Launched one by one, the
-  kernels of such a step take the host longer than the GPU: 250 of them for 28 layers, whatever its
-  tokens. As one graph they give a prompt of 50 to 500 tokens its first token after 2.4 ms instead
-  of 9.0 (Qwen3-0.6B's shape, H200, 2026-11-21).
+- A *decode* step has one row a sequence: the token that the sequence sampled last. The device finds
+  that token by the sequence's slot index, so that the host can write a block before it knows the
+  token. A padding row is a sequence with one key, the first of page 0. Its own key is not written,
+  and its token goes to a slot that nobody reads.
+- A *mixed* step has prefill chunks, too. After its sequences comes one padding sequence with all
+  padding rows; it reads page 0 and writes nowhere. Launched one by one, the kernels of such a step
+  take the host longer than the GPU: 250 kernels for 28 layers, for any number of tokens. As one
+  graph they give a prompt of 50 to 500 tokens its first token after 2.4 ms instead of 9.0
+  (Qwen3-0.6B's shape, H200, 2026-11-21).
 """
 
 from dataclasses import dataclass, field
@@ -21,34 +21,36 @@ import numpy as np
 import torch
 
 from bytetx.packed import PackedBatch, Past
-from bytetx.runtime.input_batch import StepColumns
+from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.step_layout import Field, StepLayout
 
-# Above, the GPU is slower than the host for any model that has 20 layers or more (H200).
+# With more tokens the GPU takes longer than the host for any model of 20 or more layers (H200).
 MAX_MIXED_TOKENS = 2048
-# Decode rows share tiles of 64 in the GEMMs and cost attention nothing, so that few buckets lose
-# little; below, a step is the read of the weights whatever its rows.
+# Decode rows share GEMM tiles of 64 rows and padding rows cost attention nothing, so that few
+# buckets lose little. Below 64 rows the time of a step is the time to read the weights.
 _FEW_ROWS = (1, 2, 4, 8, 16, 32)
 _ROW_STEPS = ((256, 32), (1024, 64))
 _MANY_ROWS_STEP = 256
 _MIN_PAGES = 64
-# Of mixed steps a quarter of an octave: a prompt costs what its rows cost, and graphs stay few.
+# Buckets of mixed steps are a quarter of an octave apart: time follows the rows, graphs stay few.
 _MIN_TOKENS = 32
 _FEW_SEQUENCES = (8, 32)
 _SEQUENCE_STEP = 64
+
+_DECODE_COLUMNS = ("kv_seqlens", "slot_indices", "positions", "slot_mapping")
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
     """A step's arrays on the device, views of its block.
 
-    batch: its ids below 0 are ~seat; a decode step's are its seats.
-    seats: int32 [rows that sample], whose tokens they are.
-    logits_rows: int32 [rows that sample], where they stand; None: all rows sample.
+    batch: ids below 0 are ~slot_index; all ids of a decode step are slot indices.
+    slot_indices: int32 [sampling rows], the slots that get the sampled tokens.
+    logits_rows: int32 [sampling rows], their rows of the batch; None: all rows sample.
     """
 
     batch: PackedBatch
-    seats: torch.Tensor
+    slot_indices: torch.Tensor
     logits_rows: torch.Tensor | None
 
 
@@ -56,7 +58,7 @@ class PagedStep:
 class PagedLayout:
     """The block of a decode or mixed step.
 
-    num_rows: tokens.  num_seqs: sequences, without the one that fills a mixed step.
+    num_rows: tokens.  num_seqs: sequences, without the padding sequence of a mixed step.
     num_pages: columns of the page table.
     """
 
@@ -71,27 +73,36 @@ class PagedLayout:
         return self.block.num_ints
 
     def write(
-        self, block: np.ndarray, columns: StepColumns, *, position_offset: int, idle_seat: int
+        self,
+        block: np.ndarray,
+        input_batch: InputBatch,
+        *,
+        position_offset: int,
+        padding_slot_index: int,
     ) -> None:
         """Fills a host block.  position_offset: position id of a sequence's first token."""
         arrays = {
-            "kv_seqlens": columns.kv_seqlens,
-            "positions": columns.positions + position_offset,
-            "slot_mapping": columns.slot_mapping,
-            "page_table": columns.page_table,
+            "kv_seqlens": input_batch.kv_seqlens,
+            "positions": input_batch.positions + position_offset,
+            "slot_mapping": input_batch.slot_mapping,
+            "page_table": input_batch.page_table,
         }
-        fillers = {"positions": position_offset, "slot_mapping": -1, "seats": idle_seat}
+        fillers = {
+            "positions": position_offset,
+            "slot_mapping": -1,
+            "slot_indices": padding_slot_index,
+        }
         if self.is_decode:
             arrays["cu_seqlens"] = np.arange(self.num_rows + 1, dtype=np.int32)
-            arrays["seats"] = columns.seats
+            arrays["slot_indices"] = input_batch.slot_indices
             self.block.write(block, arrays, fillers=fillers | {"kv_seqlens": 1})
             return
-        free_rows = np.int32(self.num_rows - len(columns.positions))
-        arrays["cu_seqlens"] = columns.cu_seqlens
-        arrays["kv_seqlens"] = np.append(columns.kv_seqlens, free_rows)
-        arrays["input_ids"] = columns.input_ids
-        arrays["logits_rows"] = columns.logits_rows
-        arrays["seats"] = columns.seats[columns.samples]
+        padding_rows = np.int32(self.num_rows - len(input_batch.positions))
+        arrays["cu_seqlens"] = input_batch.cu_seqlens
+        arrays["kv_seqlens"] = np.append(input_batch.kv_seqlens, padding_rows)
+        arrays["input_ids"] = input_batch.input_ids
+        arrays["logits_rows"] = input_batch.logits_rows
+        arrays["slot_indices"] = input_batch.slot_indices[input_batch.samples]
         fillers |= {"cu_seqlens": self.num_rows, "logits_rows": self.num_rows - 1}
         self.block.write(block, arrays, fillers=fillers)
 
@@ -105,20 +116,20 @@ class PagedLayout:
             views["slot_mapping"],
             page_size,
             self.num_pages * page_size,
-            # Each row is the token that its sequence sampled last: no page was found this step.
+            # In decode, earlier steps wrote all keys but those of this step.
             is_settled=self.is_decode,
         )
         batch = PackedBatch(
-            input_ids=views["seats"] if self.is_decode else views["input_ids"],
+            input_ids=views["slot_indices"] if self.is_decode else views["input_ids"],
             position_ids=views["positions"],
             token_type_ids=None,
             cu_seqlens=views["cu_seqlens"],
-            # Of a mixed step the device alone knows the lengths.
+            # Only the device knows the lengths of a mixed step.
             seqlens=torch.full((len(table),), int(self.is_decode), dtype=torch.int32),
             max_seqlen=1 if self.is_decode else self.num_rows,
             past=past,
         )
-        return PagedStep(batch, views["seats"], views.get("logits_rows"))
+        return PagedStep(batch, views["slot_indices"], views.get("logits_rows"))
 
 
 @lru_cache(maxsize=256)
@@ -127,7 +138,10 @@ def decode_layout(num_rows: int, num_pages: int) -> PagedLayout:
     rows, pages = round_rows(num_rows), _round_pages(num_pages)
     fields = (
         Field("cu_seqlens", (rows + 1,)),
-        *(Field(name, (rows,)) for name in ("kv_seqlens", "seats", "positions", "slot_mapping")),
+        *(
+            Field(name, (rows,))
+            for name in ("kv_seqlens", "slot_indices", "positions", "slot_mapping")
+        ),
         Field("page_table", (rows, pages)),
     )
     return PagedLayout(rows, rows, pages, is_decode=True, block=StepLayout(fields))
@@ -142,7 +156,7 @@ def mixed_layout(total_tokens: int, num_seqs: int, num_pages: int) -> PagedLayou
         Field("cu_seqlens", (seqs + 2,)),
         Field("kv_seqlens", (seqs + 1,)),
         *(Field(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
-        *(Field(name, (seqs,)) for name in ("logits_rows", "seats")),
+        *(Field(name, (seqs,)) for name in ("logits_rows", "slot_indices")),
         Field("page_table", (seqs + 1, pages)),
     )
     return PagedLayout(rows, seqs, pages, is_decode=False, block=StepLayout(fields))

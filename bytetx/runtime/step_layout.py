@@ -1,4 +1,4 @@
-"""StepLayout: where a step's arrays lie in one int32 block, so that one copy moves them all."""
+"""StepLayout: a step's arrays in one int32 block, so that one copy moves all of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ _ALIGNMENT = 4  # int32s: every array starts at a multiple of 16 bytes
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One int32 array of a step. shape: what the block has room for, one or two dimensions."""
+    """One int32 array of a step. shape: its room in the block, one or two dimensions."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,10 +36,10 @@ class StepLayout:
         *,
         fillers: Mapping[str, int] | None = None,
     ) -> None:
-        """Copies arrays into a host block; rows of a field that an array leaves get its filler.
+        """Copies arrays into a host block; the rows after an array's own get the field's filler.
 
-        arrays: int32, one a field, of at most the field's shape.  fillers: 0 where none is given.
-        Columns of a two-dimensional field that an array does not have keep what they hold.
+        arrays: int32, one for each field, at most as large as the field.  fillers: by field name, 0
+        by default.  Columns of a two-dimensional field beyond those of its array are not written.
         """
         for name, (place, shape) in self._fields.items():
             array, target = arrays[name], block[place].reshape(shape)

@@ -1,1 +1,1 @@
-"""What is made of the hidden states, one room a task; each meets engine.step.Task."""
+"""What the engines compute from hidden states, one file a task; see encode.step.Task."""

@@ -28,12 +28,14 @@ def raw(logits: np.ndarray) -> np.ndarray:
 
 def sigmoid(logits: np.ndarray) -> np.ndarray:
     small = np.exp(-np.abs(logits))  # never overflows
-    return np.where(logits >= 0, 1.0, small) / (1.0 + small)
+    scores: np.ndarray = np.where(logits >= 0, 1.0, small) / (1.0 + small)
+    return scores
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
     exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return exponentials / exponentials.sum(axis=-1, keepdims=True)
+    scores: np.ndarray = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class ScoreTask:
         return (self.activation(_logits(self.head, transformer, step)),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
-        return outputs[0][:, 0].tolist()
+        scores: list[float] = outputs[0][:, 0].tolist()
+        return scores
 
 
 def _logits(head: ClassificationHead, transformer: Transformer, step: Step) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Embeddings: pooled rows through what modules.json says follows."""
+"""Embeddings: pooled rows, then the checkpoint's sentence-transformers modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from bytetx.ops.pooling import pool
 
 @dataclass(frozen=True, slots=True)
 class EmbedTask:
-    """One f32 vector a text.
+    """One f32 vector for each text.
 
-    pooling: modes whose vectors are joined.  modules: applied in order after pooling.
-    dimensions: keep the first ones of each vector.  skips_prompt: prompt tokens are not pooled.
-    normalize: l2-normalise at the end (after the cut).
+    pooling: modes whose vectors are concatenated.  modules: applied in order after pooling.
+    dimensions: keeps the first ones of each vector.  skips_prompt: prompt tokens are not pooled.
+    normalize: l2-normalises at the end, after dimensions.
     """
 
     pooling: tuple[str, ...]
@@ -38,41 +38,43 @@ class EmbedTask:
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         hidden_states = transformer.forward(step.batch)
-        following = self._following()
-        # The pooling kernel normalises on its way; torch would read the rows three times again.
-        is_normed = len(self.pooling) == 1 and isinstance(next(iter(following), None), Normalize)
+        modules = self._all_modules()
+        # The pooling kernel also normalises; torch would read the rows three more times.
+        is_normalized = (
+            len(self.pooling) == 1 and bool(modules) and isinstance(modules[0], Normalize)
+        )
         pooled = [
             pool(
                 hidden_states,
                 step.batch.cu_seqlens,
                 mode=mode,
                 first_tokens=step.prompt_tokens if self.skips_prompt else None,
-                normalize=is_normed,
+                normalize=is_normalized,
                 max_seqlen=step.batch.max_seqlen,
             )
             for mode in self.pooling
         ]
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
-        for module in following[is_normed:]:
+        for module in modules[is_normalized:]:
             x = module(x)
         return (x,)
 
-    def _following(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
-        """What becomes of the pooled rows, in order."""
-        following: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
+    def _all_modules(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
+        """All that is applied to the pooled rows, in order."""
+        modules: list[Callable[[torch.Tensor], torch.Tensor]] = [*self.modules]
         if self.dimensions is not None:
-            following.append(lambda x: x[:, : self.dimensions].contiguous())
+            modules.append(lambda x: x[:, : self.dimensions].contiguous())
         if self.normalize:
-            following.append(Normalize())
-        return tuple(following)
+            modules.append(Normalize())
+        return tuple(modules)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
-        """f32 [num_texts, dimensions]: a row a text."""
+        """f32 [num_texts, dimensions]: a row for each text."""
         return outputs[0]
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:
-    """Numbers in a vector before any cut. Raises OptionError where a module does not fit."""
+    """The length of a vector before `dimensions`; OptionError where a module does not fit."""
     size = hidden_size * len(pooling)
     for module in modules:
         needed = getattr(module, "in_features", size)
@@ -86,7 +88,7 @@ def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Modul
 
 
 class VectorBuffer:
-    """Rows in the caller's order in one array, allocated at once where their number is known."""
+    """Rows of all texts in one array, allocated at once where their number is known."""
 
     def __init__(self, size: int, *, num_texts: int | None):
         self._rows = np.empty((1024 if num_texts is None else num_texts, size), dtype=np.float32)
@@ -94,7 +96,7 @@ class VectorBuffer:
         self.errors: dict[int, InputError] = {}
 
     def put(self, step: Finished[np.ndarray]) -> None:
-        """Rows of one step, at their places; with a window's last step come its failures."""
+        """Writes the rows of one step; the last step of a window writes its failures, too."""
         end = step.window.start + step.window.num_texts
         if end > len(self._rows):
             self._resize(max(end, 2 * len(self._rows)))

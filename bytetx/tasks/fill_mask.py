@@ -1,4 +1,4 @@
-"""Masked tokens: logits at the mask rows only, the best fillings of each."""
+"""Masked tokens: the most likely tokens of each mask, from logits of the mask rows only."""
 
 import logging
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from bytetx.tasks.results import Fill
 
 logger = logging.getLogger("bytetx")
 
-# Masks whose logits exist at once: 256 rows of a vocabulary of 250 000 are 256 MB in f32.
+# Masks whose logits are in memory at once: 256 rows of a vocabulary of 250 000 are 256 MB in f32.
 _MAX_MASK_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class FillMaskTask:
     """target_ids: the only tokens to score, by their probability in the whole vocabulary; on the
-    model's device."""
+    model's device.
+    """
 
     head: MaskedLMHead
     tokenizer: Tokenizer
@@ -32,7 +33,7 @@ class FillMaskTask:
 
     @property
     def capture(self) -> None:
-        """Where the masks are is known on the host alone, and so is their number."""
+        """None: only the host knows the positions and the number of the masks."""
         return None
 
     @torch.inference_mode()
@@ -50,7 +51,8 @@ class FillMaskTask:
         """Scores and token ids [n, top_k] of mask rows [n, hidden_size]."""
         scores = self.head.forward(rows).float().softmax(dim=-1)  # [n, vocab_size]
         if self.target_ids is None:
-            return tuple(scores.topk(min(self.top_k, scores.shape[1])))
+            best, token_ids = scores.topk(min(self.top_k, scores.shape[1]))
+            return best, token_ids
         best, places = scores[:, self.target_ids].topk(min(self.top_k, len(self.target_ids)))
         return best, self.target_ids[places]
 
@@ -60,7 +62,7 @@ class FillMaskTask:
         for token_ids in step.requests.split():
             masks = np.flatnonzero(token_ids == self.tokenizer.mask_token_id)
             fills = []
-            for mask_index, place in enumerate(masks):
+            for mask_index, place in enumerate(masks.tolist()):
                 for score, token in zip(scores[row], tokens[row], strict=True):
                     sequence = self._sequence(token_ids, place, token, is_single=len(masks) == 1)
                     token_str = self.tokenizer.decode([token])
@@ -70,7 +72,7 @@ class FillMaskTask:
         return results
 
     def _sequence(self, token_ids: np.ndarray, place: int, token: int, *, is_single: bool) -> str:
-        """The text with one mask filled; other masks are special tokens and must stay readable."""
+        """The text with one mask filled; other masks, which are special tokens, stay in it."""
         filled = token_ids.copy()
         filled[place] = token
         filled = filled[filled != self.tokenizer.pad_token_id]

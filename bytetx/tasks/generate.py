@@ -1,98 +1,256 @@
-"""Prompts through a generation engine: pieces as they come, or whole answers in order."""
+"""Generation: Model's methods for prompts, and one call's prompts through an engine."""
 
 from collections import defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
+from contextlib import closing, suppress
 from itertools import islice
 from time import perf_counter
+from typing import Any, Literal, Unpack, overload
 
-from bytetx.checkpoint.byte_level import token_bytes, token_pieces
+from bytetx.arguments import check_iterable
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
-from bytetx.generate.detokenizer import ByteStream, DecodedStream
+from bytetx.generate.build import GenerationSizes, build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
-from bytetx.generate.model_runner import GenerationRunner
-from bytetx.generate.output_processor import OpenText
-from bytetx.generate.outputs import AnswerPiece
-from bytetx.generate.scheduler import GenerationScheduler
-from bytetx.generate.sizes import GenerationSizes, allocate
+from bytetx.generate.outputs import RequestOutput
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
 from bytetx.sampling_params import SamplingParams
-from bytetx.tasks.results import GeneratedText, Generation
+from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
+from bytetx.tasks.progress import num_texts, with_progress
+from bytetx.tasks.results import GeneratedText, Generation, Results, Stream
+
+_Params = SamplingParams | Sequence[SamplingParams] | None
 
 
-def build_engine(
-    checkpoint: LoadedCheckpoint,
-    head: LmHead,
-    sizes: GenerationSizes,
-    *,
-    seed: int | None = None,
-    cuda_graphs: bool = True,
-) -> GenerationEngine:
-    """An engine with a cache of its own.
+class GenerationMixin:
+    """Model's methods for generation; InputError where it has no language model head."""
 
-    seed: of the seeds of requests that bring none.  cuda_graphs: as `load` knows it.
-    """
-    cache = allocate(sizes, checkpoint)
-    scheduler = GenerationScheduler(
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        token_budget=sizes.token_budget,
-        max_num_seqs=sizes.max_num_seqs,
-        max_positions=checkpoint.spec.max_positions,
-        max_shared_prompt=checkpoint.spec.max_plain_prompt,
-    )
-    runner = GenerationRunner(
-        checkpoint.transformer,
-        head,
-        cache=cache,
-        max_num_seqs=sizes.max_num_seqs,
-        device=checkpoint.device,
-        cuda_graphs=cuda_graphs,
-    )
-    return GenerationEngine(
-        runner,
-        scheduler,
-        open_text=text_opener(checkpoint),
-        eos_token_ids=checkpoint.eos_token_ids,
-        seed=seed,
-    )
+    checkpoint: LoadedCheckpoint
+    token_budget: int
+    cuda_graphs: bool
 
+    def __init__(self) -> None:
+        # At most one engine is kept for the next call with the same sizes, with its prefix cache.
+        self._idle_engines: list[tuple[GenerationSizes, GenerationEngine]] = []
 
-def text_opener(checkpoint: LoadedCheckpoint) -> OpenText | None:
-    """Text without special tokens; ids that the model has beyond the tokenizer's add nothing."""
-    if checkpoint.tokenizer is None:
-        return None
-    tokenizer, backend = checkpoint.tokenizer, checkpoint.tokenizer.backend
-    known = token_bytes(backend)
-    if known is not None:
-        known += [b""] * (checkpoint.spec.vocab_size - len(known))
-        return partial(ByteStream, known)
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = ...,
+        *,
+        stream: No = ...,
+        on_error: Raise = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Results[Generation]: ...
 
-    def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode_plain(token_ids, skip_special_tokens=True)
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = ...,
+        *,
+        stream: Yes,
+        on_error: Raise = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[Generation]: ...
 
-    pieces = token_pieces(backend)
-    if pieces is not None:
-        pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))
-    return partial(DecodedStream, decode, pieces=pieces)
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = ...,
+        *,
+        stream: No = ...,
+        on_error: Return,
+        **options: Unpack[GenerateOptions],
+    ) -> Results[Generation | InputError]: ...
 
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = ...,
+        *,
+        stream: Yes,
+        on_error: Return,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[Generation | InputError]: ...
 
-def count_error(num_params: int, num_prompts: int | str) -> InputError:
-    """What is wrong with a list of params that does not go with the prompts."""
-    return InputError(
-        f"params must be one SamplingParams, or a list with one a prompt: got {num_params} of them "
-        f"for {num_prompts} prompts"
-    )
+    @overload
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = ...,
+        *,
+        stream: Literal["pieces"],
+        on_error: OnError = ...,
+        **options: Unpack[GenerateOptions],
+    ) -> Stream[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: _Params = None,
+        *,
+        stream: bool | Literal["pieces"] = False,
+        on_error: OnError = "raise",
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
+        """Continues prompts, with as many at a time as their keys and values fit the cache.
+
+        prompts: each a str, a sequence of token ids, or a chat (a list of {"role", "content"}).
+        params: for all prompts, or a list with one for each; None is SamplingParams().
+        stream: True yields Generations in the order of the prompts, as they are done; "pieces"
+        yields RequestOutputs of all prompts as they are generated, where request_id is the index of
+        the prompt.
+        kv_cache_tokens, max_num_seqs: as for `engine`; the cache is kept for the next call.
+        show_progress: a bar on stderr that counts prompts.
+        """
+        params = SamplingParams() if params is None else params
+        self._check_params(prompts, params)
+        if stream not in (False, True, "pieces"):
+            raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
+        if on_error not in ("raise", "return"):
+            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        check_iterable("prompts", prompts)
+        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        engine = self._take_engine(sizes)
+        run = GenerationRun(
+            engine,
+            self._prompt_reader(),
+            params,
+            read_ahead=sizes.max_num_seqs,
+            streams=stream == "pieces",
+            keeps_errors=on_error == "return",
+        )
+        blocks = self._run_blocks(run, engine, sizes, prompts)
+        if show_progress:
+            total = num_texts(prompts)
+            blocks = with_progress(blocks, run.num_done, title="generate", total=total)
+        if stream:
+            return Stream(blocks, run.stats)
+        items = [item for block in blocks for item in block]
+        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
+        return Results(items, run.stats(), errors)
+
+    def engine(
+        self,
+        *,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        seed: int | None = None,
+    ) -> GenerationEngine:
+        """A new engine with add_request, abort and step; AsyncEngine(engine) is for servers.
+
+        kv_cache_tokens: the size of its cache; None is what max_num_seqs sequences of 1024 tokens
+        need, at most a quarter of a CPU's memory or four fifths of a GPU's free memory.
+        max_num_seqs: sequences at a time; None is 64 on a CPU and 256 on a GPU, at most the token
+        budget.  seed: of the generator of seeds, for requests without a seed.
+        """
+        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        return self._build_engine(sizes, seed=seed)
+
+    def generation_sizes(
+        self, *, kv_cache_tokens: int | None = None, max_num_seqs: int | None = None
+    ) -> GenerationSizes:
+        """The sizes of an engine with these options, in sequences, tokens and bytes."""
+        self._lm_head()
+        return generation_sizes(
+            self.checkpoint,
+            token_budget=self.token_budget,
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+        )
+
+    def encode_prompts(self, prompts: Iterable[Prompt]) -> list[list[int]]:
+        """Prompts as the token ids that `engine` takes; raises the first bad one's InputError."""
+        encoded = []
+        for token_ids in self._prompt_reader().read(list(check_iterable("prompts", prompts))):
+            if isinstance(token_ids, InputError):
+                raise token_ids
+            encoded.append(token_ids)
+        return encoded
+
+    def _prompt_reader(self) -> PromptReader:
+        checkpoint = self.checkpoint
+        template = checkpoint.chat_template
+        return PromptReader(checkpoint.spec, checkpoint.tokenizer, chat_template=template)
+
+    def _check_params(
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams]
+    ) -> None:
+        if not isinstance(params, list | tuple):
+            self._check(params)
+            return
+        if isinstance(prompts, Sized) and len(prompts) != len(params):
+            raise _count_error(len(params), len(prompts))
+        for index, each in enumerate(params):
+            try:
+                self._check(each)
+            except InputError as error:
+                raise InputError(f"params[{index}]: {error}") from None
+
+    def _check(self, params: object) -> None:
+        """Raises InputError for wrong parameters, before any prompt is read."""
+        if not isinstance(params, SamplingParams):
+            raise InputError(f"params must be SamplingParams, got {type(params).__name__}")
+        params.check_vocab(self.checkpoint.spec.vocab_size)
+        if params.stop and self.checkpoint.tokenizer is None:
+            raise InputError(
+                "stop strings need a tokenizer, and the checkpoint has none; use stop_token_ids"
+            )
+
+    def _lm_head(self) -> LmHead:
+        head = self.checkpoint.heads.lm
+        if head is None:
+            named = ", ".join(self.checkpoint.spec.architectures) or "no architecture"
+            raise InputError(
+                f"this checkpoint ({named}) has no language model head; load a causal one"
+            )
+        return head
+
+    def _take_engine(self, sizes: GenerationSizes) -> GenerationEngine:
+        """The idle engine where it has these sizes; else a new one, after the old one is freed."""
+        if self._idle_engines:
+            with suppress(IndexError):  # another thread took it
+                idle_sizes, engine = self._idle_engines.pop()
+                if idle_sizes == sizes:
+                    return engine
+                del engine
+        return self._build_engine(sizes)
+
+    def _build_engine(self, sizes: GenerationSizes, *, seed: int | None = None) -> GenerationEngine:
+        return build_engine(
+            self.checkpoint, self._lm_head(), sizes, seed=seed, cuda_graphs=self.cuda_graphs
+        )
+
+    def _run_blocks(
+        self,
+        run: "GenerationRun",
+        engine: GenerationEngine,
+        sizes: GenerationSizes,
+        prompts: Iterable[Prompt],
+    ) -> Generator[list[Any], None, None]:
+        """The run's results; keeps the engine for the next call."""
+        blocks = _one_by_one(run.outputs(prompts)) if run.streams else run.in_order(prompts)
+        try:
+            with closing(blocks):
+                yield from blocks
+        finally:
+            if not engine.has_work:
+                self._idle_engines[:] = [(sizes, engine)]
 
 
 class GenerationRun:
-    """Prompts of one caller through an engine that is the caller's alone meanwhile.
+    """Runs the prompts of one call through an engine that nobody else uses meanwhile.
 
-    Prompts are read as sequences end, so that the engine is never short of them, and are never
-    more than a few steps' worth ahead.
+    Prompts are read as sequences end, so that the engine always has enough of them, but only a few
+    steps ahead.
     """
 
     def __init__(
@@ -105,26 +263,26 @@ class GenerationRun:
         streams: bool,
         keeps_errors: bool,
     ):
-        """params: of all prompts, or one a prompt.  read_ahead: prompts read at a time.
+        """params: for all prompts, or one for each.  read_ahead: prompts read at a time.
 
-        streams: pieces come token by token.
-        keeps_errors: a bad prompt becomes a piece with its error, instead of raising it.
+        streams: whether each token gives a RequestOutput.
+        keeps_errors: a bad prompt gives a RequestOutput with its error, instead of raising it.
         """
         self._engine, self._reader, self._params = engine, reader, params
         self._read_ahead, self.streams = read_ahead, streams
         self._keeps_errors = keeps_errors
-        self._places: dict[int, int] = {}  # of the open requests' prompts, by request
-        self._num_open: dict[int, int] = {}  # answers that go on, by request
-        self._num_prompt_tokens: dict[int, int] = {}  # by the place of a prompt that runs
+        self._prompt_indices: dict[int, int] = {}  # of unfinished requests, by request id
+        self._num_unfinished: dict[int, int] = {}  # outputs, by request id
+        self._num_prompt_tokens: dict[int, int] = {}  # of unfinished prompts, by prompt index
         self._num_read = self._num_tokens = self._num_errors = 0
         self._start = perf_counter()
 
     def num_done(self) -> int:
-        """Prompts whose answers have ended, or that were refused."""
-        return self._num_read - len(self._places)
+        """Prompts whose outputs have ended, or that were refused."""
+        return self._num_read - len(self._prompt_indices)
 
     def stats(self) -> RunStats:
-        """What has been computed so far; tokens of prompts and answers."""
+        """Counts so far; tokens of prompts and outputs."""
         return RunStats(
             num_texts=self._num_read,
             num_tokens=self._num_tokens,
@@ -132,116 +290,142 @@ class GenerationRun:
             seconds=perf_counter() - self._start,
         )
 
-    def pieces(self, prompts: Iterable[Prompt]) -> Generator[AnswerPiece, None, None]:
-        """Pieces as they come; request_id is the prompt's place in the caller's order."""
+    def outputs(self, prompts: Iterable[Prompt]) -> Generator[RequestOutput, None, None]:
+        """RequestOutputs as they are generated; request_id is the index of the prompt."""
         waiting, may_have_more = iter(prompts), True
         try:
-            while may_have_more or self._places:
-                if may_have_more and len(self._places) <= self._read_ahead:
-                    some = list(islice(waiting, self._read_ahead))
-                    may_have_more = bool(some)
-                    self._check_count(len(some))
-                    yield from self._add(some)
-                for piece in self._engine.step():
-                    yield self._placed(piece)
+            while may_have_more or self._prompt_indices:
+                if may_have_more and len(self._prompt_indices) <= self._read_ahead:
+                    batch = list(islice(waiting, self._read_ahead))
+                    may_have_more = bool(batch)
+                    self._check_count(len(batch))
+                    yield from self._add(batch)
+                for output in self._engine.step():
+                    yield self._with_prompt_index(output)
         finally:
             self._abort()
 
     def in_order(
         self, prompts: Iterable[Prompt]
     ) -> Generator[list[Generation | InputError], None, None]:
-        """Whole answers, each as soon as it and those before it are done."""
-        pieces_of: dict[int, list[AnswerPiece]] = defaultdict(list)
+        """Generations in the order of the prompts, each as soon as those before it are done."""
+        outputs_of: dict[int, list[RequestOutput]] = defaultdict(list)  # by prompt index
         done: dict[int, Generation | InputError] = {}
-        pieces, place = self.pieces(prompts), 0
+        outputs, next_index = self.outputs(prompts), 0
         try:
-            for piece in pieces:
-                own = pieces_of[piece.request_id]
-                own.append(piece)  # one an answer, or one alone where the prompt was refused
-                was_added = piece.request_id in self._num_prompt_tokens
-                if len(own) < (self._params_of(piece.request_id).n if was_added else 1):
+            for output in outputs:
+                index = output.request_id
+                outputs_of[index].append(output)
+                # A refused prompt has one RequestOutput; any other has one for each of its n.
+                was_added = index in self._num_prompt_tokens
+                if len(outputs_of[index]) < (self._params_of(index).n if was_added else 1):
                     continue
-                del pieces_of[piece.request_id]
-                done[piece.request_id] = self._whole(piece.request_id, own)
-                while place in done:
-                    yield [done.pop(place)]
-                    place += 1
+                done[index] = self._generation(index, outputs_of.pop(index))
+                while next_index in done:
+                    yield [done.pop(next_index)]
+                    next_index += 1
         finally:
-            pieces.close()
+            outputs.close()
 
-    def _add(self, prompts: list[Prompt]) -> Iterator[AnswerPiece]:
-        """Queues prompts; gives the pieces of those that are refused."""
+    def _add(self, prompts: list[Prompt]) -> Iterator[RequestOutput]:
+        """Queues prompts; yields the RequestOutputs of those that are refused."""
         for token_ids in self._reader.read(prompts):
-            place = self._num_read
+            index = self._num_read
             self._num_read += 1
             try:
-                self._add_one(place, token_ids)
+                self._add_one(index, token_ids)
             except InputError as error:
-                yield self._failed(place, error)
+                yield self._failed(index, error)
 
-    def _params_of(self, place: int) -> SamplingParams:
-        shared = isinstance(self._params, SamplingParams)
-        return self._params if shared else self._params[place]
+    def _params_of(self, index: int) -> SamplingParams:
+        params = self._params
+        return params if isinstance(params, SamplingParams) else params[index]
 
     def _check_count(self, num_more: int) -> None:
-        """Raises InputError where there are more prompts than params, or no more, and fewer."""
+        """Raises InputError where the number of params differs from the number of prompts.
+
+        num_more: prompts that were just read; 0 at the end of the prompts.
+        """
         if isinstance(self._params, SamplingParams):
             return
         num_prompts, num_params = self._num_read + num_more, len(self._params)
         if num_prompts > num_params or (not num_more and num_prompts < num_params):
-            raise count_error(num_params, f"{num_prompts}{' or more' if num_more else ''}")
+            raise _count_error(num_params, f"{num_prompts}{' or more' if num_more else ''}")
 
-    def _add_one(self, place: int, token_ids: list[int] | InputError) -> None:
+    def _add_one(self, index: int, token_ids: list[int] | InputError) -> None:
         if isinstance(token_ids, InputError):
             raise token_ids
-        params = self._params_of(place)
+        params = self._params_of(index)
         try:
             request_id = self._engine.add_request(token_ids, params, streams=self.streams)
         except InputError as error:
-            raise type(error)(f"prompts[{place}]: {error}") from None
-        self._places[request_id], self._num_open[request_id] = place, params.n
+            raise type(error)(f"prompts[{index}]: {error}") from None
+        self._prompt_indices[request_id], self._num_unfinished[request_id] = index, params.n
         if not self.streams:
-            self._num_prompt_tokens[place] = len(token_ids)
+            self._num_prompt_tokens[index] = len(token_ids)
         self._num_tokens += len(token_ids)
 
-    def _placed(self, piece: AnswerPiece) -> AnswerPiece:
-        """The piece with the prompt's place instead of the engine's number."""
-        place = self._places[piece.request_id]
-        self._num_tokens += len(piece.token_ids)
-        if piece.finish_reason is not None:
-            self._num_open[piece.request_id] -= 1
-            if not self._num_open[piece.request_id]:
-                del self._num_open[piece.request_id], self._places[piece.request_id]
-        if piece.error is not None:
-            return self._failed(place, type(piece.error)(f"prompts[{place}]: {piece.error}"), piece)
-        return AnswerPiece(place, *piece[1:])
+    def _with_prompt_index(self, output: RequestOutput) -> RequestOutput:
+        """The output with the index of its prompt instead of the engine's request id."""
+        request_id = output.request_id
+        index = self._prompt_indices[request_id]
+        self._num_tokens += len(output.token_ids)
+        if output.finish_reason is not None:
+            self._num_unfinished[request_id] -= 1
+            if not self._num_unfinished[request_id]:
+                del self._num_unfinished[request_id], self._prompt_indices[request_id]
+        if output.error is not None:
+            error = type(output.error)(f"prompts[{index}]: {output.error}")
+            return self._failed(index, error, output)
+        return RequestOutput(index, *output[1:])
 
     def _failed(
-        self, place: int, error: InputError, piece: AnswerPiece | None = None
-    ) -> AnswerPiece:
+        self, index: int, error: InputError, output: RequestOutput | None = None
+    ) -> RequestOutput:
         if not self._keeps_errors:
             raise error
         self._num_errors += 1
-        if piece is None:
-            return AnswerPiece(place, 0, "", (), finish_reason="error", error=error)
-        return piece._replace(request_id=place, error=error)
+        if output is None:
+            return RequestOutput(index, 0, "", (), finish_reason="error", error=error)
+        return output._replace(request_id=index, error=error)
 
-    def _whole(self, place: int, pieces: list[AnswerPiece]) -> Generation | InputError:
-        num_prompt_tokens = self._num_prompt_tokens.pop(place, 0)
-        for piece in pieces:
-            if piece.error is not None:
-                return piece.error
-        pieces = sorted(pieces, key=lambda piece: piece.index)
-        answers = tuple(
-            GeneratedText(p.text, p.token_ids, p.finish_reason, p.stop, p.logprobs) for p in pieces
-        )
-        return Generation(num_prompt_tokens, answers, pieces[0].prompt_logprobs)
+    def _generation(self, index: int, outputs: list[RequestOutput]) -> Generation | InputError:
+        """The result of a prompt from its whole outputs, one for each of its n."""
+        num_prompt_tokens = self._num_prompt_tokens.pop(index, 0)
+        for output in outputs:
+            if output.error is not None:
+                return output.error
+        outputs = sorted(outputs, key=lambda output: output.index)
+        texts = tuple(map(_generated_text, outputs))
+        return Generation(num_prompt_tokens, texts, outputs[0].prompt_logprobs)
 
     def _abort(self) -> None:
-        """Ends what is open, so that the engine has no work and all its pages."""
-        for request_id in list(self._places):
+        """Aborts unfinished requests, so that the engine is idle and all its pages are free."""
+        for request_id in list(self._prompt_indices):
             self._engine.abort(request_id)
-        self._places.clear()
-        self._num_open.clear()
+        self._prompt_indices.clear()
+        self._num_unfinished.clear()
         while self._engine.has_work:
             self._engine.step()
+
+
+def _generated_text(output: RequestOutput) -> GeneratedText:
+    reason = output.finish_reason
+    assert reason is not None  # whole outputs have ended
+    return GeneratedText(output.text, output.token_ids, reason, output.stop, output.logprobs)
+
+
+def _count_error(num_params: int, num_prompts: int | str) -> InputError:
+    return InputError(
+        f"params must be one SamplingParams, or a list with one a prompt: got {num_params} of them "
+        f"for {num_prompts} prompts"
+    )
+
+
+def _one_by_one(
+    outputs: Generator[RequestOutput, None, None],
+) -> Generator[list[RequestOutput], None, None]:
+    """Lists of one.  Closes `outputs` with itself, which a generator expression does not do."""
+    with closing(outputs):
+        for output in outputs:
+            yield [output]

@@ -17,22 +17,22 @@ class HiddenStatesTask:
 
     @property
     def capture(self) -> None:
-        """A graph would own its outputs, and these are as large as everything else together."""
+        """None: a graph owns its outputs, and these are as large as all other memory together."""
         return None
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        kept: dict[int, torch.Tensor] = {}
+        selected: dict[int, torch.Tensor] = {}
         num_seen = 0
 
-        def keep(x: torch.Tensor) -> None:
+        def select(x: torch.Tensor) -> None:
             nonlocal num_seen
             if num_seen in self.layers:
-                kept[num_seen] = x.float()
+                selected[num_seen] = x.float()
             num_seen += 1
 
-        transformer.forward(step.batch, on_layer=keep)
-        return tuple(kept[layer] for layer in self.layers)
+        transformer.forward(step.batch, on_layer=select)
+        return tuple(selected[layer] for layer in self.layers)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         """f32 [len(layers), num_tokens, hidden_size] a text."""

@@ -1,4 +1,4 @@
-"""What the tasks return: one entry a text in the caller's order, with the run's counts."""
+"""Results of the tasks: one for each text in the caller's order, with the run's counts."""
 
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -13,13 +13,13 @@ from bytetx.generate.outputs import FinishReason, TokenLogprob
 
 T = TypeVar("T")
 
-# exp of more is beyond a double.
+# exp of a larger number overflows a double.
 _MAX_EXPONENT = 709.0
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """One class of a text and its score (a probability, unless raw scores were asked for)."""
+    """One class of a text and its score (a probability, or a logit with raw_scores)."""
 
     label: str
     score: float
@@ -27,7 +27,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One document of a reranking: its place in the input, its score, and the document."""
+    """One document of a reranking: its index in the input, its score, and the document."""
 
     index: int
     score: float
@@ -40,8 +40,8 @@ class Entity:
 
     entity: the tag; without its B-/I- prefix where tokens were grouped.
     start, end: characters of the text, None where token ids were given.
-    index: the token's place in the sequence, word_id: the word's place in the text; both are those
-    of the first token of a group.
+    index: of the token in the sequence.  word_id: of the word in the text.  Both are those of the
+    first token of a group.
     """
 
     entity: str
@@ -55,7 +55,7 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """One filling of one mask of a text.
+    """One token for one mask of a text.
 
     mask_index: which mask of the text, from 0.  sequence: the text with this mask filled.
     """
@@ -72,7 +72,7 @@ class Likelihood:
     """How likely a causal model finds a text; natural logarithms.
 
     log_likelihood: the sum over tokens.  token_log_likelihoods: f32, of each token given those
-    before it; the first token has none before it and is not among them.
+    before it, without the first token.
     """
 
     log_likelihood: float
@@ -85,7 +85,7 @@ class Likelihood:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean surprise of a token; NaN where no token was scored."""
+        """exp of the mean negative log-likelihood of a token; NaN where no token was scored."""
         if not self.num_tokens:
             return math.nan
         mean = -self.log_likelihood / self.num_tokens
@@ -94,11 +94,11 @@ class Likelihood:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """One answer to a prompt.
+    """One generated text.
 
-    text: without special tokens, and without what stopped it.  token_ids: all that were chosen, a
-    stop token too.  finish_reason: "stop" (stop: the string or token that did it), "length" or
-    "abort".  logprobs: one a token, where SamplingParams.logprobs asked for them.
+    text: without special tokens, and without the stop string.  token_ids: all sampled tokens,
+    including a stop token.  finish_reason: "stop" (stop: the string or token that ended it),
+    "length" or "abort".  logprobs: one for each token, where SamplingParams.logprobs is set.
     """
 
     text: str
@@ -110,34 +110,34 @@ class GeneratedText:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answers to one prompt: SamplingParams.n of them; the first one's fields are at hand.
+    """The outputs of one prompt, SamplingParams.n of them; the properties are the first one's.
 
-    prompt_logprobs: of the prompt's second to last tokens, where they were asked for.
+    prompt_logprobs: of the prompt's tokens from the second to the last one, where requested.
     """
 
     num_prompt_tokens: int
-    answers: tuple[GeneratedText, ...]
+    outputs: tuple[GeneratedText, ...]
     prompt_logprobs: Sequence[TokenLogprob] | None = None
 
     @property
     def text(self) -> str:
-        return self.answers[0].text
+        return self.outputs[0].text
 
     @property
     def token_ids(self) -> Sequence[int]:
-        return self.answers[0].token_ids
+        return self.outputs[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self.answers[0].finish_reason
+        return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> Sequence[TokenLogprob] | None:
-        return self.answers[0].logprobs
+        return self.outputs[0].logprobs
 
 
 class Results(list[T]):
-    """A list of results with the run's counts; a text that failed is its InputError."""
+    """A list of results with the run's counts; a failed text has its InputError as result."""
 
     def __init__(self, items: Iterable[T], stats: RunStats, errors: Mapping[int, InputError]):
         super().__init__(items)
@@ -174,7 +174,7 @@ class Embeddings:
 
 
 class Stream(Iterator[T], Generic[T]):
-    """Results one by one in the caller's order; `stats` counts what has been computed so far.
+    """Results one by one in the caller's order; `stats` has the counts so far.
 
     `close()` ends the run early; so does dropping the stream.
     """

@@ -1,4 +1,4 @@
-"""Log-likelihoods of whole texts under a causal model: one packed forward pass, no generation."""
+"""Log-likelihoods of texts under a causal model: one packed forward pass, no generation."""
 
 from dataclasses import dataclass
 
@@ -19,14 +19,14 @@ class LikelihoodTask:
 
     @property
     def capture(self) -> None:
-        """Where texts end, and so which rows are scored, is known on the host alone."""
+        """None: only the host knows where texts end, and so which rows are scored."""
         return None
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         batch = step.batch
         hidden_states = transformer.forward(batch)
-        rows = _rows_with_a_next(step.requests.seqlens)
+        rows = _rows_before_a_token(step.requests.seqlens)
         if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
         targets = batch.input_ids[rows + 1].long()
@@ -38,7 +38,7 @@ class LikelihoodTask:
         return [Likelihood(float(piece.sum(dtype=np.float64)), piece) for piece in pieces]
 
 
-def _rows_with_a_next(seqlens: np.ndarray) -> torch.Tensor:
+def _rows_before_a_token(seqlens: np.ndarray) -> torch.Tensor:
     """int64: the packed rows that are not the last of their sequence."""
     is_last = np.zeros(int(seqlens.sum()), dtype=bool)
     is_last[np.cumsum(seqlens)[seqlens > 0] - 1] = True

@@ -1,4 +1,4 @@
-"""Token classification: tags of tokens, of words, of runs of words, as Hugging Face groups them."""
+"""Token classification: tags of tokens and words, grouped as Hugging Face groups them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -14,14 +14,14 @@ from bytetx.nn.transformer import Transformer
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.results import Entity
 
-# none: every token; simple: runs of tokens with one tag; the others first give all tokens of a word
-# one tag: that of its first token, of its mean scores, or of its surest token.
+# none: every token.  simple: runs of tokens with the same tag.  first, average, max: all tokens of
+# a word first get one tag: that of its first token, of its mean scores, or of its highest score.
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token and its scores f32 [num_labels]; continues: it belongs to the word before it."""
+    """A token and its scores f32 [num_labels].  continues: it belongs to the word before it."""
 
     word: str
     scores: np.ndarray
@@ -53,7 +53,9 @@ class TagTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
         ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
         rows = np.split(softmax(outputs[0]), ends)
-        texts = zip(step.requests.alignments, step.requests.split(), rows, strict=True)
+        alignments = step.requests.alignments
+        assert alignments is not None  # InputReader.with_alignment is set
+        texts = zip(alignments, step.requests.split(), rows, strict=True)
         return [self._entities(alignment, ids, scores) for alignment, ids, scores in texts]
 
     def _entities(
@@ -75,6 +77,7 @@ class TagTask:
         word = self.tokenizer.token(token_id)
         if alignment.text is None:
             return _Token(word, scores, None, None, index, None, continues=False)
+        assert alignment.offsets is not None and alignment.word_ids is not None
         start, end = alignment.offsets[index]
         surface = alignment.text[start:end]
         if token_id == self.tokenizer.unk_token_id:

@@ -122,7 +122,7 @@ def requests(num_texts: int = 3) -> Requests:
 
 def test_a_failed_kernel_is_named_with_its_shapes() -> None:
     error = failed_linear()
-    where = faults.blame(error)
+    where = faults.failed_op(error)
     assert where == "in linear(x float32 [3, 8] on cpu, w [4, 8])"
     failure = step_error(error, requests(), CUDA, where=where)
     assert isinstance(failure, StepError) and isinstance(failure, InputError)
@@ -132,7 +132,7 @@ def test_a_failed_kernel_is_named_with_its_shapes() -> None:
 
 def test_blame_lets_go_of_the_activations() -> None:
     error = failed_linear()
-    faults.blame(error)
+    faults.failed_op(error)
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_name == "linear":

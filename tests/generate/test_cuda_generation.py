@@ -11,7 +11,7 @@ from generation_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
 from tiny_decoders import DECODERS, tiny_decoder
 
 import bytetx
-from bytetx.generate.model_runner import GenerationRunner
+from bytetx.generate.model_runner import ModelRunner
 from bytetx.hf import wrap
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
@@ -77,7 +77,7 @@ def test_logprobs_are_those_of_the_cpu(pair: tuple[Model, Model]) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2)
     for ours, theirs in zip(*(model.generate(prompts, params) for model in pair), strict=True):
         for one, other in (
-            (ours.answers[0].logprobs, theirs.answers[0].logprobs),
+            (ours.outputs[0].logprobs, theirs.outputs[0].logprobs),
             (ours.prompt_logprobs, theirs.prompt_logprobs),
         ):
             assert [e.token_id for e in one] == [e.token_id for e in other]
@@ -123,7 +123,7 @@ def test_steps_in_flight_change_no_bit(half: tuple[Path, str], monkeypatch) -> N
     params = [SamplingParams(seed=i, max_tokens=10 + i, ignore_eos=True) for i in range(30)]
     wanted = token_ids(model, prompts, params)
     model._idle_engines.clear()
-    monkeypatch.setattr(GenerationRunner, "runs_ahead", False)
+    monkeypatch.setattr(ModelRunner, "runs_ahead", False)
     assert token_ids(model, prompts, params) == wanted
 
 
@@ -133,7 +133,7 @@ def test_steps_in_flight_change_no_token(pair: tuple[Model, Model], monkeypatch)
     prompts = random_prompts(30, longest=60, seed=2)
     params = SamplingParams(seed=3, max_tokens=30, stop_token_ids=[7, 8, 9, 10])
     wanted = token_ids(model, prompts, params)
-    monkeypatch.setattr(GenerationRunner, "runs_ahead", False)
+    monkeypatch.setattr(ModelRunner, "runs_ahead", False)
     assert token_ids(model, prompts, params) == wanted
 
 

@@ -16,8 +16,8 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.generate.cuda_steps import CudaSteps
-from bytetx.generate.model_runner import GenerationRunner
-from bytetx.generate.sampler_output import Sampled
+from bytetx.generate.model_runner import ModelRunner
+from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.model import Model
 from bytetx.runtime import cuda_graphs as graphs
 from bytetx.runtime.paged_layout import (
@@ -40,9 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """New engines run ahead, pad decode steps and replay them, on the CPU."""
-    empty, init = torch.empty, GenerationRunner.__init__
+    empty, init = torch.empty, ModelRunner.__init__
 
-    def make(runner: GenerationRunner, *arguments: object, **options: object) -> None:
+    def make(runner: ModelRunner, *arguments: object, **options: object) -> None:
         init(runner, *arguments, **options)
         runner._steps = CudaSteps(
             runner._transformer,
@@ -53,11 +53,11 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             has_graphs=options["cuda_graphs"],
         )
 
-    def to_host(sampled: Sampled) -> Sampled:
+    def to_host(sampled: SamplerOutput) -> SamplerOutput:
         sampled.tokens = None if sampled.tokens is None else sampled.tokens.clone()
         return sampled
 
-    monkeypatch.setattr(Sampled, "to_host", to_host)
+    monkeypatch.setattr(SamplerOutput, "to_host", to_host)
     monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **o: empty(*a, **o))
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(graphs.GraphCache, "_capture", fake_capture)
@@ -65,7 +65,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeEvent())
     monkeypatch.setattr(CudaSteps, "is_capturable", True)
-    monkeypatch.setattr(GenerationRunner, "__init__", make)
+    monkeypatch.setattr(ModelRunner, "__init__", make)
     yield
     gc.collect()  # graphs go while the fakes are there
 
@@ -185,7 +185,7 @@ def test_layouts_hold_their_steps(num_rows: int, num_pages: int) -> None:
     views = layout.block.views(block)
     assert views["cu_seqlens"].shape == (layout.num_rows + 1,)
     assert views["page_table"].shape == (layout.num_rows, layout.num_pages)
-    for name in ("kv_seqlens", "seats", "positions", "slot_mapping"):
+    for name in ("kv_seqlens", "slot_indices", "positions", "slot_mapping"):
         assert views[name].shape == (layout.num_rows,)
     taken = torch.cat([view.flatten() for view in views.values()])
     assert len(taken.unique()) == len(taken)  # no two fields overlap
@@ -206,6 +206,6 @@ def test_small_steps_of_prompts_are_captured(folder: Path, like_a_gpu: None) -> 
     model = bytetx.load(folder, device="cpu")
     for _ in range(3):
         tokens_of(model, GREEDY, max_num_seqs=3)
-        model._idle_engines[0][1]._scheduler.pages.forget_kept()  # the same steps again
+        model._idle_engines[0][1]._scheduler.pages.reset_prefix_cache()  # the same steps again
     graphs = model._idle_engines[0][1]._runner._steps._graphs._graphs
     assert {layout.is_decode for layout, _ in graphs} == {True, False}

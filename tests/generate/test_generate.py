@@ -51,7 +51,7 @@ def test_greedy_as_transformers(name: str, tmp_path: Path) -> None:
     assert alone == wanted
     again = model.generate(prompts, GREEDY)  # now with the pages of the first time
     assert [answer.token_ids for answer in again] == wanted
-    assert model._idle_engines[0][1]._scheduler.num_found_tokens == 32
+    assert model._idle_engines[0][1]._scheduler.num_cached_tokens == 32
     pieces = Model(checkpoint, token_budget=5)  # prompts in pieces of up to 5 tokens
     assert [answer.token_ids for answer in pieces.generate(prompts, GREEDY)] == wanted
     tight = Model(checkpoint)  # five pages: sequences throw each other out
@@ -121,7 +121,7 @@ def test_an_end_of_text_token_ends_the_answer(text_folder: Path, text_model: Mod
     answer = model.generate(["packed"], params)[0]
     first = min(tokens.index(end) for end in ends)
     assert answer.token_ids == tokens[: first + 1] and answer.finish_reason == "stop"
-    assert answer.answers[0].stop == tokens[first]
+    assert answer.outputs[0].stop == tokens[first]
     assert model.generate(["packed"], GREEDY)[0].token_ids == tokens
 
 
@@ -133,8 +133,8 @@ def test_pieces_add_up_to_whole_answers(text_model: Model) -> None:
         texts[piece.request_id, piece.index] += piece.text
         tokens[piece.request_id, piece.index] += piece.token_ids
     for place, generation in enumerate(whole):
-        assert len(generation.answers) == 2
-        for index, answer in enumerate(generation.answers):
+        assert len(generation.outputs) == 2
+        for index, answer in enumerate(generation.outputs):
             assert texts[place, index] == answer.text
             assert tokens[place, index] == answer.token_ids
             assert [entry.token_id for entry in answer.logprobs] == answer.token_ids
@@ -187,10 +187,10 @@ def test_params_of_each_prompt(text_model: Model) -> None:
     ]
     prompts = TEXTS[:3]
     pairs = list(zip(prompts, params, strict=True))
-    wanted = [text_model.generate([prompt], own)[0].answers for prompt, own in pairs]
-    assert [answer.answers for answer in text_model.generate(prompts, params)] == wanted
+    wanted = [text_model.generate([prompt], own)[0].outputs for prompt, own in pairs]
+    assert [answer.outputs for answer in text_model.generate(prompts, params)] == wanted
     lazy = text_model.generate(iter(prompts), tuple(params), stream=True)
-    assert [answer.answers for answer in lazy] == wanted
+    assert [answer.outputs for answer in lazy] == wanted
     pieces: dict[tuple[int, int], list[int]] = {}
     for piece in text_model.generate(prompts, params, stream="pieces"):
         pieces.setdefault((piece.request_id, piece.index), []).extend(piece.token_ids)

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bytetx.errors import InputError, TooLongError
-from bytetx.generate.scheduler import GenerationScheduler, StepPlan
-from bytetx.generate.sequence import SequenceState, Status
+from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState, Status
 from bytetx.sampling_params import SamplingParams
 
 
@@ -22,18 +21,18 @@ class Run:
     runs_ahead: what a step gave is known once the next one is planned.
     """
 
-    scheduler: GenerationScheduler
+    scheduler: Scheduler
     model: FakeModel
     runs_ahead: bool = False
     num_steps: int = 0
     num_preempted: int = 0
     num_computed: int = 0
     started: dict[SequenceState, None] = field(default_factory=dict)  # in order
-    in_flight: list[tuple[StepPlan, list[int | None]]] = field(default_factory=list)
+    in_flight: list[tuple[SchedulerOutput, list[int | None]]] = field(default_factory=list)
 
-    def step(self) -> StepPlan:
+    def step(self) -> SchedulerOutput:
         """Plans, checks and runs a step; sequences that have their last token end."""
-        plan = self.scheduler.step()
+        plan = self.scheduler.schedule()
         check_plan(plan, self.scheduler)
         self.started |= dict.fromkeys(row.sequence for row in plan.rows)
         self.num_steps += 1
@@ -44,7 +43,7 @@ class Run:
             self.collect(*self.in_flight.pop(0))
         return plan
 
-    def collect(self, plan: StepPlan, tokens: list[int | None]) -> None:
+    def collect(self, plan: SchedulerOutput, tokens: list[int | None]) -> None:
         for row, token in zip(plan.rows, tokens, strict=True):
             sequence = row.sequence
             if token is None or row.is_stale or sequence.status is Status.FINISHED:
@@ -71,7 +70,7 @@ def run_of(
     caches_prefixes: bool = True,
     runs_ahead: bool = False,
 ) -> Run:
-    scheduler = GenerationScheduler(
+    scheduler = Scheduler(
         num_pages=num_pages,
         page_size=page_size,
         token_budget=token_budget,
@@ -82,13 +81,13 @@ def run_of(
     return Run(scheduler, FakeModel(num_pages=num_pages, page_size=page_size), runs_ahead)
 
 
-def check_plan(plan: StepPlan, scheduler: GenerationScheduler) -> None:
+def check_plan(plan: SchedulerOutput, scheduler: Scheduler) -> None:
     """What holds of every plan, whatever the load."""
     rows = plan.rows
     assert rows or not scheduler.has_work
     assert plan.total_tokens == sum(row.num_tokens for row in rows) <= scheduler.token_budget
     assert len(rows) <= scheduler.num_running <= scheduler.max_num_seqs
-    assert len({row.sequence.seat for row in rows}) == len(rows)
+    assert len({row.sequence.slot_index for row in rows}) == len(rows)
     writers: Counter[int] = Counter()
     page_size = scheduler.pages.page_size
     for row in rows:
@@ -96,7 +95,8 @@ def check_plan(plan: StepPlan, scheduler: GenerationScheduler) -> None:
         assert row.num_tokens > 0 and sequence.status is Status.RUNNING
         assert end == sequence.num_computed
         assert (
-            row.samples == (sequence.num_tokens > len(sequence.token_ids)) and sequence.num_left > 0
+            row.samples == (sequence.num_tokens > len(sequence.token_ids))
+            and sequence.num_uncomputed > 0
         )
         assert len(sequence.pages) == scheduler.pages.pages_for(end)
         assert len(set(sequence.pages)) == len(sequence.pages)
@@ -175,7 +175,7 @@ def test_prompts_are_cut_and_share_steps_with_decode_rows() -> None:
     run.scheduler.add(long)
     pieces = []
     for _ in range(5):
-        plan = run.scheduler.step()
+        plan = run.scheduler.schedule()
         pieces.append([row.num_tokens for row in plan.rows])
         for row, token in zip(plan.rows, run.model.next_tokens(plan), strict=True):
             if token is not None:
@@ -237,11 +237,11 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_gets_no_logit_twice() -> 
     assert scored.num_preemptions > 0 and logits == Counter(range(40))
 
 
-def test_pages_are_published_again_after_a_preemption() -> None:
+def test_pages_are_inserted_again_after_a_preemption() -> None:
     sequence = SequenceState([1] * 9, 1)
-    assert [*sequence.take_unpublished(2)] == [0, 1] and not sequence.take_unpublished(2)
-    sequence.forget_pages()
-    assert [*sequence.take_unpublished(2)] == [0, 1]
+    assert [*sequence.take_uncached(2)] == [0, 1] and not sequence.take_uncached(2)
+    sequence.reset_progress()
+    assert [*sequence.take_uncached(2)] == [0, 1]
 
 
 def test_pages_that_run_out_preempt_the_last_and_the_answers_stay() -> None:
@@ -270,7 +270,7 @@ def test_what_a_failed_step_wrote_is_not_found() -> None:
     bad, mate, other, late = (SequenceState([n] * 9, 4) for n in (5, 5, 6, 5))
     for sequence in (bad, mate, other):
         run.scheduler.add(sequence)
-    plan = run.scheduler.step()
+    plan = run.scheduler.schedule()
     assert [row.num_tokens for row in plan.rows] == [9, 1, 9]  # the mate found its pages
     run.model.next_tokens(replace(plan, rows=plan.rows[2:], total_tokens=9))
     run.scheduler.discard([bad])

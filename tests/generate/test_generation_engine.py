@@ -148,7 +148,7 @@ def test_nan_logits_end_their_request_alone(runs_ahead: bool) -> None:
     assert pieces[0, 0][-1].finish_reason == "error"
     assert "the logits are NaN" in str(pieces[0, 0][-1].error)
     assert whole(pieces[1, 0]) == alone([1, 2, 3], GREEDY)
-    assert (scheduler.pages.num_available, scheduler.pages.find([b"any"])) == (64, [])
+    assert (scheduler.pages.num_available, scheduler.pages.find_cached([b"any"])) == (64, [])
     runner.bad_token = None
     engine.add_request([96] * 9, GREEDY)  # and no page of the bad one is found
     assert whole(run(engine)[2, 0]) == alone([96] * 9, GREEDY)
@@ -233,9 +233,9 @@ def test_a_bad_request_is_refused_alone(
 
 
 def test_token_ids_alone_need_no_text() -> None:
-    assert alone([1, 2], GREEDY, open_text=None)[:2] == ("", alone([1, 2], GREEDY)[1])
+    assert alone([1, 2], GREEDY, new_detokenizer=None)[:2] == ("", alone([1, 2], GREEDY)[1])
     with pytest.raises(InputError, match="the model has no tokenizer: use stop_token_ids"):
-        alone([1, 2], SamplingParams(stop="x"), open_text=None)
+        alone([1, 2], SamplingParams(stop="x"), new_detokenizer=None)
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> tuple:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bytetx.errors import InputError
-from bytetx.generate.kv_cache import PageAllocator, page_keys
+from bytetx.generate.kv_cache import PageAllocator, page_hashes
 
 
 def test_bad_sizes_are_refused() -> None:
@@ -15,35 +15,35 @@ def test_bad_sizes_are_refused() -> None:
         PageAllocator(4, page_size=12)
 
 
-def test_a_key_depends_on_all_tokens_before() -> None:
-    first, second = page_keys([1, 2, 5, 6], page_size=2)
-    other, after_other = page_keys([1, 3, 5, 6], page_size=2)
-    assert [first] == list(page_keys([1, 2], page_size=2)) and first != other
-    assert [second] == list(page_keys([5, 6], page_size=2, before=first))
+def test_a_hash_depends_on_all_tokens_before() -> None:
+    first, second = page_hashes([1, 2, 5, 6], page_size=2)
+    other, after_other = page_hashes([1, 3, 5, 6], page_size=2)
+    assert [first] == list(page_hashes([1, 2], page_size=2)) and first != other
+    assert [second] == list(page_hashes([5, 6], page_size=2, parent=first))
     assert second != after_other
 
 
-def test_what_was_released_first_is_given_away_first() -> None:
+def test_what_was_freed_first_is_evicted_first() -> None:
     allocator = PageAllocator(4, page_size=2)
-    old, new = allocator.take(2), allocator.take(2)
+    old, new = allocator.allocate(2), allocator.allocate(2)
     for page in old + new:
-        allocator.publish(page, bytes([page]))
-    allocator.release(old)
-    allocator.release(new)
-    allocator.take(1)
-    assert allocator.find([bytes([old[0]])]) == [old[0]]  # the last page of `old` had to go
-    assert allocator.find([bytes([old[1]])]) == []
-    assert allocator.find([bytes([page]) for page in new]) == new
+        allocator.insert(page, bytes([page]))
+    allocator.free(old)
+    allocator.free(new)
+    allocator.allocate(1)
+    assert allocator.find_cached([bytes([old[0]])]) == [old[0]]  # the last page of `old` had to go
+    assert allocator.find_cached([bytes([old[1]])]) == []
+    assert allocator.find_cached([bytes([page]) for page in new]) == new
 
 
-def test_withdrawn_pages_are_found_by_nobody() -> None:
+def test_invalidated_pages_are_found_by_nobody() -> None:
     allocator = PageAllocator(2, page_size=2)
-    pages = allocator.take(1)
-    allocator.publish(pages[0], b"key")
-    allocator.withdraw(pages)
-    assert allocator.find([b"key"]) == []
-    allocator.release(pages)
-    assert (allocator.num_available, allocator.num_kept) == (2, 0)
+    pages = allocator.allocate(1)
+    allocator.insert(pages[0], b"key")
+    allocator.invalidate(pages)
+    assert allocator.find_cached([b"key"]) == []
+    allocator.free(pages)
+    assert (allocator.num_available, allocator.num_cached) == (2, 0)
 
 
 class Allocation(RuleBasedStateMachine):
@@ -53,11 +53,11 @@ class Allocation(RuleBasedStateMachine):
     def start(self, num_pages: int) -> None:
         self.allocator = PageAllocator(num_pages, page_size=4)
         self.holders: list[list[int]] = []
-        self.content: dict[int, bytes] = {}  # of published pages
+        self.content: dict[int, bytes] = {}  # of pages with a hash
 
     @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
-        pages = self.allocator.take(data.draw(st.integers(0, self.allocator.num_available)))
+    def allocate(self, data: st.DataObject) -> None:
+        pages = self.allocator.allocate(data.draw(st.integers(0, self.allocator.num_available)))
         held = {page for holder in self.holders for page in holder}
         assert len(set(pages)) == len(pages) and not held & set(pages)
         for page in pages:
@@ -66,33 +66,33 @@ class Allocation(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.holders))
     @rule(data=st.data(), key=st.integers(0, 5))
-    def publish(self, data: st.DataObject, key: int) -> None:
+    def insert(self, data: st.DataObject, key: int) -> None:
         page = data.draw(st.sampled_from([p for holder in self.holders for p in holder]))
-        self.allocator.publish(page, bytes([key]))
+        self.allocator.insert(page, bytes([key]))
         if page not in self.content and bytes([key]) not in self.content.values():
             self.content[page] = bytes([key])
 
     @rule(keys=st.lists(st.integers(0, 5), max_size=3, unique=True))
-    def find(self, keys: list[int]) -> None:
-        pages = self.allocator.find([bytes([key]) for key in keys])
+    def find_cached(self, keys: list[int]) -> None:
+        pages = self.allocator.find_cached([bytes([key]) for key in keys])
         assert [self.content[page] for page in pages] == [bytes([k]) for k in keys[: len(pages)]]
         if len(pages) < len(keys):
             assert bytes([keys[len(pages)]]) not in self.content.values()
         self.holders.append(pages)
 
     @precondition(lambda self: self.holders)
-    @rule(data=st.data(), withdraws=st.booleans())
-    def release(self, data: st.DataObject, withdraws: bool) -> None:
+    @rule(data=st.data(), invalidates=st.booleans())
+    def free(self, data: st.DataObject, invalidates: bool) -> None:
         pages = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
-        if withdraws:
-            self.allocator.withdraw(pages)
+        if invalidates:
+            self.allocator.invalidate(pages)
             for page in pages:
                 self.content.pop(page, None)
-        self.allocator.release(pages)
+        self.allocator.free(pages)
 
     @rule()
-    def forget_kept(self) -> None:
-        self.allocator.forget_kept()
+    def reset_prefix_cache(self) -> None:
+        self.allocator.reset_prefix_cache()
         held = {page for holder in self.holders for page in holder}
         self.content = {page: key for page, key in self.content.items() if page in held}
 
@@ -100,7 +100,7 @@ class Allocation(RuleBasedStateMachine):
     def no_page_is_lost(self) -> None:
         held = {page for holder in self.holders for page in holder}
         assert self.allocator.num_available == self.allocator.num_pages - len(held)
-        assert self.allocator.num_kept == len(set(self.content) - held)
+        assert self.allocator.num_cached == len(set(self.content) - held)
 
 
 TestAllocation = Allocation.TestCase

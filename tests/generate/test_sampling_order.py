@@ -109,7 +109,7 @@ prompts = st.lists(tokens, min_size=1, max_size=12)
 def test_every_draw_is_the_one_of_vllm_s_order(
     runs_ahead: bool, device: str, requests: list[tuple[list[int], SamplingParams]]
 ) -> None:
-    sizes = {"num_pages": NUM_PAGES, "eos_token_ids": EOS, "open_text": None}
+    sizes = {"num_pages": NUM_PAGES, "eos_token_ids": EOS, "new_detokenizer": None}
     engine, runner, _ = engine_of(**sizes, runs_ahead=runs_ahead, device=device)
     for prompt, params in requests:
         engine.add_request(prompt, params)
@@ -126,7 +126,7 @@ def test_every_draw_is_the_one_of_vllm_s_order(
 
 def token_of(logits: list[float], prompt: list[int], params: SamplingParams, device: str) -> int:
     """The first token of an answer to these logits."""
-    engine, runner, _ = engine_of(open_text=None, device=device)
+    engine, runner, _ = engine_of(new_detokenizer=None, device=device)
     row = torch.full((VOCAB_SIZE,), -50.0)
     row[: len(logits)] = torch.tensor(logits)
     runner.logits = lambda prefix: row

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.generate.sequence import SequenceState
+from bytetx.generate.scheduler import SequenceState
 from bytetx.generate.stopping import (
     StopStrings,
     finish_reason,

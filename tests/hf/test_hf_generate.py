@@ -244,7 +244,7 @@ def test_a_cache_smaller_than_the_batch_makes_rows_wait(monkeypatch):
     """The engine takes pages from the last rows, and they come out the same."""
     stock, wrapped = stock_and_wrapped("qwen3")
     inputs = padded_inputs([30, 20, 30, 25], side="left", pad_token_id=0)
-    monkeypatch.setattr("bytetx.generate.sizes._cache_limit_bytes", lambda device: 1)
+    monkeypatch.setattr("bytetx.generate.build._cache_limit_bytes", lambda device: 1)
     steps = []
     step = GenerationEngine.step
     monkeypatch.setattr(GenerationEngine, "step", lambda self: steps.append(1) or step(self))

@@ -1,14 +1,22 @@
-"""How large a generation engine is: sequences at a time, pages, and the memory that they take."""
+"""Builds a generation engine for a checkpoint: its sizes, its cache and its parts."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from bytetx.arguments import check_positive
+from bytetx.checkpoint.byte_level import token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError
+from bytetx.generate.detokenizer import ByteDetokenizer, WindowDetokenizer
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.model_runner import ModelRunner
+from bytetx.generate.output_processor import DetokenizerFactory
+from bytetx.generate.scheduler import Scheduler
+from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.ops.linear import LinearWeight, primitives_bytes
@@ -18,22 +26,22 @@ from bytetx.runtime.paged_layout import MAX_MIXED_TOKENS
 
 T = TypeVar("T")
 
-PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and shares whole pages only
-_TYPICAL_TOKENS = 1024  # of a sequence, prompt and answer
+PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and only full pages are shared
+_TYPICAL_TOKENS = 1024  # of a sequence, prompt and output
 _CPU_SEQS, _CUDA_SEQS = 64, 256
-_CUBLAS_BYTES = 32 << 20  # that torch gives cuBLAS on Hopper, once for graphs and once beside them
-# The rest of a CPU's memory is the caller's; on a GPU a step's activations need some of it.
+_CUBLAS_BYTES = 32 << 20  # torch's cuBLAS workspace on Hopper, once for graphs and once without
+# A CPU's other memory belongs to the caller; on a GPU the activations of a step need some.
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationSizes:
-    """What an engine takes.
+    """The sizes of an engine and the memory that they need.
 
-    max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages, of
-    page_size tokens each: the cache, of cache_bytes; weights_bytes: the model beside it.
-    workspace_bytes: the most that a step holds while it runs, on a GPU with what graphs hold.
-    primitives_bytes: what oneDNN comes to keep on a CPU, as steps of more sizes have run.
+    max_num_seqs: sequences that run at a time.  token_budget: tokens a step.  num_pages: pages of
+    the cache, of page_size tokens each.  cache_bytes: of all pages.  weights_bytes: of the model.
+    workspace_bytes: the most that a step needs while it runs; on a GPU with the memory of graphs.
+    primitives_bytes: the most that oneDNN keeps on a CPU, after steps of many sizes.
     """
 
     max_num_seqs: int
@@ -47,13 +55,13 @@ class GenerationSizes:
 
     @property
     def total_bytes(self) -> int:
-        """All of them: the most memory that generation takes of the device."""
+        """The most device memory that generation needs."""
         held = self.weights_bytes + self.cache_bytes
         return held + self.workspace_bytes + self.primitives_bytes
 
     @property
     def kv_cache_tokens(self) -> int:
-        """Tokens whose keys and values the cache holds."""
+        """Tokens whose keys and values fit the cache."""
         return self.num_pages * self.page_size
 
     def __str__(self) -> str:
@@ -73,11 +81,11 @@ def generation_sizes(
     kv_cache_tokens: int | None = None,
     max_num_seqs: int | None = None,
 ) -> GenerationSizes:
-    """The sizes that were asked for; None is what fits the device.
+    """The sizes of an engine with these options; None is a size that fits the device.
 
-    kv_cache_tokens: what max_num_seqs sequences of typical length need, at most a share of the
-    memory (on a GPU, of what is free).  max_num_seqs: at most token_budget.
-    Raises InputError where one is no positive integer.
+    kv_cache_tokens: by default what max_num_seqs sequences of typical length need, at most a share
+    of the memory (on a GPU, of the free memory).  max_num_seqs: at most token_budget.
+    Raises InputError where one is not a positive integer.
     """
     spec, device = checkpoint.spec, checkpoint.device
     is_cuda = device.type == "cuda"
@@ -109,8 +117,68 @@ def generation_sizes(
     )
 
 
-def allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
-    """The cache; DeviceMemoryError where the device has no room for it."""
+def build_engine(
+    checkpoint: LoadedCheckpoint,
+    head: LmHead,
+    sizes: GenerationSizes,
+    *,
+    seed: int | None = None,
+    cuda_graphs: bool = True,
+) -> GenerationEngine:
+    """An engine with its own cache.
+
+    seed: of the generator of seeds, for requests without a seed.  cuda_graphs: as for `load`.
+    """
+    cache = _allocate(sizes, checkpoint)
+    scheduler = Scheduler(
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        token_budget=sizes.token_budget,
+        max_num_seqs=sizes.max_num_seqs,
+        max_positions=checkpoint.spec.max_positions,
+        max_shared_prompt=checkpoint.spec.max_plain_prompt,
+    )
+    runner = ModelRunner(
+        checkpoint.transformer,
+        head,
+        cache=cache,
+        max_num_seqs=sizes.max_num_seqs,
+        device=checkpoint.device,
+        cuda_graphs=cuda_graphs,
+    )
+    return GenerationEngine(
+        runner,
+        scheduler,
+        new_detokenizer=detokenizer_factory(checkpoint),
+        eos_token_ids=checkpoint.eos_token_ids,
+        seed=seed,
+    )
+
+
+def detokenizer_factory(checkpoint: LoadedCheckpoint) -> DetokenizerFactory | None:
+    """Makes detokenizers that skip special tokens, and ids that the tokenizer does not have.
+
+    None where the checkpoint has no tokenizer.
+    """
+    if checkpoint.tokenizer is None:
+        return None
+    tokenizer, backend = checkpoint.tokenizer, checkpoint.tokenizer.backend
+    known = token_bytes(backend)
+    if known is not None:
+        known += [b""] * (checkpoint.spec.vocab_size - len(known))
+        return partial(ByteDetokenizer, known)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode_plain(token_ids, skip_special_tokens=True)
+
+    pieces = token_pieces(backend)
+    if pieces is not None:
+        pieces += [""] * (checkpoint.spec.vocab_size - len(pieces))
+    return partial(WindowDetokenizer, decode, pieces=pieces)
+
+
+def _allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
+    """The cache; DeviceMemoryError where it does not fit the device."""
     spec = checkpoint.spec
     try:
         return allocate_cache(
@@ -163,8 +231,8 @@ def _primitives_bytes(checkpoint: LoadedCheckpoint, token_budget: int) -> int:
 
 
 def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
-    """Of all tensors that the model and its heads hold, shared ones counted once."""
-    sizes = {}
+    """Of all tensors of the model and its heads; shared ones count once."""
+    sizes: dict[int, int] = {}
     for tensor in _parts([checkpoint.transformer, checkpoint.heads], torch.Tensor):
         if tensor.is_mkldnn:  # its storage is oneDNN's own
             sizes[id(tensor)] = tensor.numel() * tensor.element_size()
@@ -174,14 +242,14 @@ def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
 
 
 def _parts(owner: object, kind: type[T]) -> Iterator[T]:
-    """Every object of a kind in lists, records and objects of this package."""
+    """All objects of a type in nested lists, dataclasses and objects of this package."""
     if isinstance(owner, kind):
         yield owner
     elif isinstance(owner, list | tuple):
         for part in owner:
             yield from _parts(part, kind)
     elif type(owner).__module__.startswith("bytetx."):
-        # What the compiled modules define has neither.
+        # Objects of the compiled modules have neither.
         own = getattr(owner, "__dict__", ())
         names = [f.name for f in fields(owner)] if is_dataclass(owner) else list(own)
         for name in names:
