@@ -145,6 +145,7 @@ def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) ->
         assert errors[0] <= 2 * errors[1] + noise
 
 
+@pytest.mark.gpus(1)
 @pytest.mark.parametrize("kind", ["bert", *CROWD])
 def test_more_ranks_than_gpus(kind: str, crowd: Ranks, tmp_path: Path) -> None:
     """What four and eight ranks compute, on whatever GPUs there are."""

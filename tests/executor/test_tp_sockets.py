@@ -13,6 +13,7 @@ from multiprocessing.connection import Listener
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from checkpoints import SENTENCES, make_tokenizer, save_checkpoint
 from other_processes import Bomb
@@ -26,8 +27,10 @@ from bytetx.executor import torchrun
 from bytetx.executor.channel import Channel
 from bytetx.executor.control import UNKNOWN_CODE, Followers
 from bytetx.executor.launch import new_meeting_folder
+from bytetx.executor.leader import load_led, start_ranks
 from bytetx.executor.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
 from bytetx.model import Model
+from bytetx.parallel.row_scheme import RowScheme
 
 SECONDS = 60.0
 LOOPBACK = ("127.", "::1")
@@ -117,6 +120,21 @@ def test_every_socket_of_gpu_ranks_is_on_loopback(dtype: str, tmp_path: Path) ->
         print(found, listening_unix(pids_of(model)))
         assert all(address.startswith(LOOPBACK) for address, _ in found), found
     assert "NCCL_SOCKET_IFNAME" not in os.environ
+
+
+@pytest.mark.gpus(1)
+def test_every_socket_of_ranks_that_share_a_gpu_is_on_loopback(tmp_path: Path) -> None:
+    """Gloo's, and those that pass memory from process to process."""
+    folder = save_checkpoint(tmp_path, "bert", hidden_size=256, num_attention_heads=4)
+    before = listening([os.getpid()])
+    size, device = torch.cuda.device_count() + 1, torch.device("cuda", 0)
+    rows = RowScheme(64, ((256, 64), (0, 16)))
+    followers, group = start_ranks(size, device, shared_bytes=64 << 20, rows=rows)
+    checkpoint = load_led(folder, group, followers, dtype=torch.bfloat16)
+    with Model(checkpoint, cuda_graphs=False) as model:
+        model.embed(SENTENCES)
+        found = listening(pids_of(model)) - before
+        assert all(address.startswith(LOOPBACK) for address, _ in found), found
 
 
 def test_strangers_at_every_port_do_no_harm(model: Model, tmp_path: Path) -> None:
