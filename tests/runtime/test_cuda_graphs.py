@@ -192,7 +192,8 @@ def test_a_model_that_goes_gives_its_memory_back(folders: dict[str, Path]) -> No
         assert torch.cuda.memory_reserved() > before
         del model
         torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() == before
+        # Less where a model of an earlier test went meanwhile.
+        assert torch.cuda.memory_reserved() <= before
     finally:
         gc.enable()
 
