@@ -3,6 +3,7 @@
 // arguments (device, stream, num_threads, isa), which make a Launch.
 
 #include "bindings.h"
+
 #include "cache_ops.h"
 #include "source_hash.h"
 

@@ -142,10 +142,10 @@ void bind_linear_norm(py::module_& m) {
         [](Address a, Address b, Address bias, Address residual, Address weight, Address shift,
            Address d, Address workspace, int64_t rows, int64_t n, int64_t k, float eps, int dtype,
            int device, Address stream, int num_threads, int isa) {
-            linear_norm({pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(weight),
-                         pointer(shift), pointer(d), pointer(workspace), rows, n, k, eps,
-                         to_dtype(dtype)},
-                        {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            linear_norm(
+                {pointer(a), pointer(b), pointer(bias), pointer(residual), pointer(weight),
+                 pointer(shift), pointer(d), pointer(workspace), rows, n, k, eps, to_dtype(dtype)},
+                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -254,11 +254,11 @@ void bind_fp8_linear(py::module_& m) {
         [](Address a, Address b, Address a_scale, Address b_scale, Address bias, Address d,
            int64_t rows, int64_t n, int64_t k, int activation, bool is_d_fp8, float d_scale,
            int tiling, int dtype, int device, Address stream, int num_threads, int isa) {
-            fp8_linear({pointer<uint8_t>(a), pointer<uint8_t>(b), pointer<float>(a_scale),
-                        pointer<float>(b_scale), pointer<float>(bias), pointer(d), rows, n, k,
-                        static_cast<Activation>(activation), is_d_fp8, d_scale, tiling,
-                        to_dtype(dtype)},
-                       {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
+            fp8_linear(
+                {pointer<uint8_t>(a), pointer<uint8_t>(b), pointer<float>(a_scale),
+                 pointer<float>(b_scale), pointer<float>(bias), pointer(d), rows, n, k,
+                 static_cast<Activation>(activation), is_d_fp8, d_scale, tiling, to_dtype(dtype)},
+                {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
         },
         ReleaseGil());
 }
@@ -300,15 +300,24 @@ void bind_gemm_sum(py::module_& m, const char* name,
         [op](Address a, Address b, Address partial, int64_t rows, int64_t n, int64_t k, int tiling,
              int splits, Address bias, Address residual, Address out, Address sum_out,
              Address norm_weight, Address norm_bias, int64_t rows_summed, float eps, bool is_rms,
-             bool adds_parts, const PeerMemory& peers, const std::vector<int64_t>& row_offsets, int dtype,
-             int device, Address stream, int num_threads, int isa) {
+             bool adds_parts, const PeerMemory& peers, const std::vector<int64_t>& row_offsets,
+             int dtype, int device, Address stream, int num_threads, int isa) {
             const DType type = to_dtype(dtype);
             GemmSumParams p{};
-            p.linear = {pointer(a), pointer(b), nullptr, pointer(partial), nullptr, rows, n, k,
-                        Activation::none, false, tiling, splits, type};
-            p.norm = {nullptr, pointer(residual), pointer(out), pointer(sum_out),
-                      pointer(norm_weight), pointer(norm_bias), nullptr, nullptr, rows_summed, n,
-                      eps, type};
+            p.linear = {pointer(a), pointer(b),       nullptr, pointer(partial), nullptr, rows, n,
+                        k,          Activation::none, false,   tiling,           splits,  type};
+            p.norm = {nullptr,
+                      pointer(residual),
+                      pointer(out),
+                      pointer(sum_out),
+                      pointer(norm_weight),
+                      pointer(norm_bias),
+                      nullptr,
+                      nullptr,
+                      rows_summed,
+                      n,
+                      eps,
+                      type};
             p.bias = pointer(bias);
             p.peers = peers;
             copy_offsets(row_offsets, peers, p.row_offsets);
@@ -329,8 +338,19 @@ void bind_comm(py::module_& m) {
            const std::vector<int64_t>& row_offsets, int dtype, int device, Address stream,
            int num_threads, int isa) {
             AllGatherGemmParams p{};
-            p.linear = {pointer(a), pointer(b), pointer(bias), nullptr, pointer(d), rows, n, k,
-                        static_cast<Activation>(activation), gated, tiling, 1, to_dtype(dtype)};
+            p.linear = {pointer(a),
+                        pointer(b),
+                        pointer(bias),
+                        nullptr,
+                        pointer(d),
+                        rows,
+                        n,
+                        k,
+                        static_cast<Activation>(activation),
+                        gated,
+                        tiling,
+                        1,
+                        to_dtype(dtype)};
             p.peers = peers;
             copy_offsets(row_offsets, peers, p.row_offsets);
             all_gather_gemm(p, {device, pointer(stream), num_threads, static_cast<Isa>(isa)});
@@ -369,8 +389,18 @@ void bind_comm(py::module_& m) {
         [](Address a, Address b, Address bias, Address residual, Address d, int64_t rows, int64_t n,
            int64_t k, int tiling, Address parts, int64_t part_rows, int rank, int size, int dtype,
            int device, Address stream, int num_threads, int isa) {
-            const LinearParams linear{pointer(a), pointer(b), pointer(bias), pointer(residual),
-                                      pointer(d), rows, n, k, Activation::none, false, tiling, 1,
+            const LinearParams linear{pointer(a),
+                                      pointer(b),
+                                      pointer(bias),
+                                      pointer(residual),
+                                      pointer(d),
+                                      rows,
+                                      n,
+                                      k,
+                                      Activation::none,
+                                      false,
+                                      tiling,
+                                      1,
                                       to_dtype(dtype)};
             gemm_add_parts({linear, pointer(parts), part_rows, rank, size},
                            {device, pointer(stream), num_threads, static_cast<Isa>(isa)});

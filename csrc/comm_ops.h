@@ -13,7 +13,8 @@ constexpr int kMaxPeers = 8;
 
 // A wait for another rank that took too long; its kernel has trapped.
 struct PeerFault {
-    int32_t is_set, rank, source, flag;  // flag: word of `flags` of `rank`, which `source` counts in
+    int32_t is_set, rank, source,
+        flag;  // flag: word of `flags` of `rank`, which `source` counts in
     uint32_t seen, expected;
 };
 
@@ -22,9 +23,9 @@ struct PeerFault {
 constexpr int kGivenUpWord = 8;
 
 struct PeerMemory {
-    void* buffers[kMaxPeers];      // buffer_bytes each, 1024-byte aligned
-    uint32_t* flags[kMaxPeers];    // num_flags words each, zero before the first call
-    uint32_t* epochs;              // 16 words of this device alone, zero before the first call
+    void* buffers[kMaxPeers];    // buffer_bytes each, 1024-byte aligned
+    uint32_t* flags[kMaxPeers];  // num_flags words each, zero before the first call
+    uint32_t* epochs;            // 16 words of this device alone, zero before the first call
     int64_t buffer_bytes;
     int64_t num_flags;       // 32768, and an inbox: partial sums of gemm_all_reduce, twice
     PeerFault* fault;        // in host memory that the device can write, zero at first; or null
@@ -50,7 +51,8 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 // ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
 // has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
 // gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the inbox holds
-// size * m * n elements, or, of tilings whose name begins with dealt-, what all_reduce_two_shot needs.
+// size * m * n elements, or, of tilings whose name begins with dealt-, what all_reduce_two_shot
+// needs.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
@@ -58,23 +60,25 @@ struct GemmSumParams {
     PeerMemory peers;
     RowOffsets row_offsets;  // gemm_reduce_scatter alone goes by them
     bool is_rms;
-    // gemm_reduce_scatter: whether tiles of this rank's rows add the others' to their products, in place
-    // of what sums all; then residual comes before and its own product after the other ranks' parts.
+    // gemm_reduce_scatter: whether tiles of this rank's rows add the others' to their products, in
+    // place of what sums all; then residual comes before and its own product after the other ranks'
+    // parts.
     bool adds_parts = false;
 };
 
-// Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops take
-// those of linear() that have 128 rows.
+// Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops
+// take those of linear() that have 128 rows.
 int32_t num_push_tilings();
 LinearTiling push_tiling(int32_t index);
 
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
-// cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not used.
+// cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not
+// used.
 void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
-// The same in two exchanges: a row's owner, m / size rows rounded up each, sums it for all. Half of the
-// inbox holds all ranks' parts of an owner's rows, and m rows of sums.
+// The same in two exchanges: a row's owner, m / size rows rounded up each, sums it for all. Half of
+// the inbox holds all ranks' parts of an owner's rows, and m rows of sums.
 void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
 // Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
@@ -85,11 +89,12 @@ void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* row
                bool is_early, const Launch& launch);
 // sources: a bit for each rank that is waited for.
 void await_copies(const PeerMemory& peers, uint32_t sources, bool is_early, const Launch& launch);
-// As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m, n].
+// As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m,
+// n].
 void sum_copies(const GemmSumParams& p, const Launch& launch);
 
-// cuda only. d = a b^T + bias + residual + sum over the other ranks of parts[rank], in f32 and in this
-// order: of some of this rank's rows, behind whose products is added what has come of them.
+// cuda only. d = a b^T + bias + residual + sum over the other ranks of parts[rank], in f32 and in
+// this order: of some of this rank's rows, behind whose products is added what has come of them.
 struct GemmAddPartsParams {
     LinearParams linear;  // tiling: 128x128 or 128x192; no activation, no splits
     const void* parts;    // [size, part_rows, n], the first m rows of each; this rank's is not read

@@ -129,7 +129,7 @@ struct LinearParams {
     int64_t n;  // a multiple of 32; gated: of 64
     int64_t k;  // a multiple of 8
     Activation activation;
-    bool gated;  // with gelu, gelu_tanh or silu; only tilings of 64 or 128 columns
+    bool gated;      // with gelu, gelu_tanh or silu; only tilings of 64 or 128 columns
     int32_t tiling;  // an index into linear_tilings()
     int32_t splits;  // CTAs that share k, 1 to 8; tilings for few rows alone take more than 1
     DType dtype;     // f16 or bf16
@@ -159,7 +159,7 @@ struct Fp8LinearParams {
     int64_t k;  // a multiple of 16
     Activation activation;
     bool is_d_fp8;
-    float d_scale;  // what is beyond 448 of it is cut off
+    float d_scale;   // what is beyond 448 of it is cut off
     int32_t tiling;  // an index into fp8_linear_tilings()
     DType dtype;     // f16 or bf16
 };

@@ -30,11 +30,10 @@ namespace bytetx::comm {
 inline void check(const char* op, const LinearParams& p, const PeerMemory& peers,
                   const RowOffsets& row_offsets) {
     const auto fail = [&](const std::string& need) {
-        throw std::invalid_argument(std::string(op) + " needs " + need + "; got m, n, k = " +
-                                    std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +
-                                    std::to_string(p.k) + " on rank " +
-                                    std::to_string(peers.rank) + " of " +
-                                    std::to_string(peers.size));
+        throw std::invalid_argument(
+            std::string(op) + " needs " + need + "; got m, n, k = " + std::to_string(p.m) + ", " +
+            std::to_string(p.n) + ", " + std::to_string(p.k) + " on rank " +
+            std::to_string(peers.rank) + " of " + std::to_string(peers.size));
     };
     if (peers.size < 1 || peers.size > kMaxPeers) fail("1 to 8 ranks");
     if (peers.rank < 0 || peers.rank >= peers.size) fail("a rank below the number of ranks");

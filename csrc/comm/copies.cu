@@ -1,9 +1,10 @@
-// What ranks say to each other where copy engines move the rows: for GEMMs so long that cuBLAS's are
-// faster by more than what the fused kernels hide, for those run at the power limit.
+// What ranks say to each other where copy engines move the rows: for GEMMs so long that cuBLAS's
+// are faster by more than what the fused kernels hide, for those run at the power limit.
 //
-// A call: all ranks meet, which says that nobody reads what copies brought in the call before; copies
-// go out beside the GEMM of the rows that are here, and behind each the call's number, to the rank
-// that waits for it. One warp each, bounded by latency. Source: Flux (arXiv 2406.06858), section 4.3.
+// A call: all ranks meet, which says that nobody reads what copies brought in the call before;
+// copies go out beside the GEMM of the rows that are here, and behind each the call's number, to
+// the rank that waits for it. One warp each, bounded by latency. Source: Flux (arXiv 2406.06858),
+// section 4.3.
 #include <stdexcept>
 #include <string>
 

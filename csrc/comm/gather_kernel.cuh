@@ -19,7 +19,7 @@ constexpr int kChunksInFlight = 3;
 constexpr int kPieceRows = 128;  // rows that are counted together, from the owner's first on
 
 struct GatherParams {
-    Params gemm;  // a: this rank's rows
+    Params gemm;              // a: this rank's rows
     CUtensorMap gathered[2];  // {k, m}, for even and odd calls
     comm::Peers peers;
     const uint8_t* own_rows;
@@ -54,10 +54,10 @@ __device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t ep
         const int end = min(last, p.offsets[source + 1]) - p.offsets[source];
         for (int piece = begin / kPieceRows; piece * kPieceRows < end && begin < end; ++piece) {
             const int rows = min(kPieceRows, num_rows(p, source) - piece * kPieceRows);
-            comm::wait_for(p.peers, source,
-                           comm::counter_at(p.peers, p.peers.rank, Counted::pieces, epoch, source,
-                                            piece),
-                           chunks_of(p, rows));
+            comm::wait_for(
+                p.peers, source,
+                comm::counter_at(p.peers, p.peers.rank, Counted::pieces, epoch, source, piece),
+                chunks_of(p, rows));
         }
     }
     comm::fence_proxies();  // what follows are loads by TMA
@@ -168,13 +168,12 @@ __device__ __forceinline__ uint32_t* counter_of(const GatherParams& p, const Chu
 }
 
 // Of a chunk that has been written; pairs with wait_for_rows().
-__device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& c,
-                                            uint32_t epoch) {
+__device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& c, uint32_t epoch) {
     comm::add_release(counter_of(p, c, epoch), 1);
 }
 
-// The CTA's chunks, where each has a slot of its own, to all peers at once: of few rows, what counts is
-// how soon they come.
+// The CTA's chunks, where each has a slot of its own, to all peers at once: of few rows, what
+// counts is how soon they come.
 template <typename S>
 __device__ __forceinline__ void push_few_chunks(const GatherParams& p, S& s, int num_chunks,
                                                 int num_peers) {

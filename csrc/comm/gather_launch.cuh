@@ -51,10 +51,9 @@ void launch_gather(const AllGatherGemmParams& o, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     static const int most = max_clusters<C>(kernel, kSmemBytes);
     // All of them, however few tiles there are: each CTA also moves rows.
-    launch_kernel(kernel,
-                  {dim3(most * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream,
-                   C::kClusterCtas},
-                  p);
+    launch_kernel(
+        kernel,
+        {dim3(most * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream, C::kClusterCtas}, p);
 }
 
 template <typename C>

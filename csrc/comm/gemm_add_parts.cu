@@ -3,9 +3,9 @@
 //
 //   d = a b^T + bias + residual + sum over the other ranks of part[rank]          f32 inside
 //
-// The arrays are added in the order of this line, one after the other, as linear_residual.cuh brings
-// them by TMA while the other warpgroup multiplies. So the sum is made under the products: what is left
-// behind them is a norm's two arrays, where sum_rows.cu has tp_size + 3.
+// The arrays are added in the order of this line, one after the other, as linear_residual.cuh
+// brings them by TMA while the other warpgroup multiplies. So the sum is made under the products:
+// what is left behind them is a norm's two arrays, where sum_rows.cu has tp_size + 3.
 #include <stdexcept>
 #include <string>
 
@@ -68,10 +68,10 @@ namespace {
 void check(const GemmAddPartsParams& p) {
     const LinearParams& l = p.linear;
     const auto fail = [&](const std::string& need) {
-        throw std::invalid_argument("gemm_add_parts needs " + need + "; got m, n, k = " +
-                                    std::to_string(l.m) + ", " + std::to_string(l.n) + ", " +
-                                    std::to_string(l.k) + " on rank " + std::to_string(p.rank) +
-                                    " of " + std::to_string(p.size));
+        throw std::invalid_argument("gemm_add_parts needs " + need +
+                                    "; got m, n, k = " + std::to_string(l.m) + ", " +
+                                    std::to_string(l.n) + ", " + std::to_string(l.k) + " on rank " +
+                                    std::to_string(p.rank) + " of " + std::to_string(p.size));
     };
     if (p.size < 1 || p.size > kMaxPeers) fail("1 to 8 ranks");
     if (p.rank < 0 || p.rank >= p.size) fail("a rank below the number of ranks");

@@ -5,12 +5,12 @@
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums; or
 // scatter_add_kernel.cuh's last tiles sum, and sum_rows.cu norms.
-// gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all inboxes,
-// scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner sums it for all: its
-// inbox alone takes the tiles, and two_shot.cu does the rest.
-// The first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at
-// tp 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
-// 2406.06858), section 4.2; its all-to-all in the epilogue.
+// gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all
+// inboxes, scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner sums it for
+// all: its inbox alone takes the tiles, and two_shot.cu does the rest. The first is bound by the
+// matrix unit where k / tp_size is large (about 1500 to 2000 features at tp 8), by NVLink below;
+// the second by the weights' bytes and by latency. Source: Flux (arXiv 2406.06858), section 4.2;
+// its all-to-all in the epilogue.
 #include <algorithm>
 #include <stdexcept>
 #include <string>

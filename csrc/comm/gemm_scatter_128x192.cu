@@ -1,4 +1,5 @@
-// The GEMM of gemm_reduce_scatter, and of gemm_all_reduce, in tiles of 128 rows and 192 columns: see scatter_kernel.cuh.
+// The GEMM of gemm_reduce_scatter, and of gemm_all_reduce, in tiles of 128 rows and 192 columns:
+// see scatter_kernel.cuh.
 #include "comm/comm_tilings.cuh"
 #include "comm/scatter_launch.cuh"
 

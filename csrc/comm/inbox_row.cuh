@@ -1,5 +1,5 @@
-// A row that comes into the inbox, as threads of its reader take it: what sum_inbox.cu and two_shot.cu
-// share.
+// A row that comes into the inbox, as threads of its reader take it: what sum_inbox.cu and
+// two_shot.cu share.
 #pragma once
 
 #include "comm/sum_parts.cuh"

@@ -4,17 +4,17 @@
 // rows that were gathered, for odd and for even calls, and slots of partial sums, likewise. A call
 // has a number, its epoch, which lies in device memory and is counted up by the call's last CTA, so
 // that a captured graph can be replayed; all ranks make the same calls in the same order, so their
-// epochs agree. What arrives is counted: whoever has written a piece of data adds one to its counter
-// on the rank that reads it. The reader sets its counters back to zero when it has read the data, at
-// the end of an all_gather_gemm or at the start of the sum after this one, and says that it has
-// begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it, before.
-// Partial sums of up to some hundred rows, and sums that their owner sends to all, go to an inbox
-// behind the flags instead, for odd and for even calls, and are not counted: a word of theirs is never
-// zero, and zero until it has come. So nobody waits until all of it is there, and no fence stands
-// between a word and the news of it. The reader sets it back.
-// What copy engines bring has a region of its own, of which this file knows nothing but the words that
-// say that it has come (kArrived; kEarly of the first of two copies), and that all ranks have read what
-// came before (kMet).
+// epochs agree. What arrives is counted: whoever has written a piece of data adds one to its
+// counter on the rank that reads it. The reader sets its counters back to zero when it has read the
+// data, at the end of an all_gather_gemm or at the start of the sum after this one, and says that
+// it has begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it,
+// before. Partial sums of up to some hundred rows, and sums that their owner sends to all, go to an
+// inbox behind the flags instead, for odd and for even calls, and are not counted: a word of theirs
+// is never zero, and zero until it has come. So nobody waits until all of it is there, and no fence
+// stands between a word and the news of it. The reader sets it back. What copy engines bring has a
+// region of its own, of which this file knows nothing but the words that say that it has come
+// (kArrived; kEarly of the first of two copies), and that all ranks have read what came before
+// (kMet).
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,13 @@
 namespace bytetx::comm {
 
 // Flag words of a rank.
-constexpr int kStarted = 0;             // [source] its last all_gather_gemm that has begun
-constexpr int kSumStarted = kMaxPeers;  // [source] its last sum that has begun
+constexpr int kStarted = 0;              // [source] its last all_gather_gemm that has begun
+constexpr int kSumStarted = kMaxPeers;   // [source] its last sum that has begun
 constexpr int kMet = 2 * kMaxPeers;      // [source] its last call that copies rows
 constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
 constexpr int kEarly = 4 * kMaxPeers;    // [source] the last whose early copies have come
 constexpr int kCounters = 5 * kMaxPeers;
-constexpr int kNumKinds = 2;  // of counters: gathered pieces, tiles of partial sums
+constexpr int kNumKinds = 2;   // of counters: gathered pieces, tiles of partial sums
 constexpr int kInbox = 32768;  // behind the counters: the inbox
 // Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of
 // each source that it used.
@@ -40,7 +40,7 @@ enum EpochWord : int {
     kSumEpoch = 2,
     kSumTicket = 3,
     kSumTiles = 4,
-    kCopyEpoch = 9,  // of calls that copy rows: the last that has begun
+    kCopyEpoch = 9,   // of calls that copy rows: the last that has begun
     kRowTicket = 10,  // rows that CTAs of sums from the inbox have asked for, in all calls
     kRowsTaken = 11,  // the same, in all calls that have ended
     // Of a call in two exchanges: units and rows that were asked for, and CTAs that ask no more.
@@ -79,7 +79,7 @@ __device__ __forceinline__ uint32_t* counter_at(const Peers& p, int owner, Count
 
 // Quarters 0 and 1 hold gathered rows, 2 and 3 slots.
 __host__ __device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owner, Counted kind,
-                                               uint32_t epoch) {
+                                                        uint32_t epoch) {
     const int quarter = static_cast<int>(kind) * 2 + static_cast<int>(epoch & 1);
     return static_cast<uint8_t*>(p.buffers[owner]) + quarter * p.quarter_bytes;
 }
@@ -135,14 +135,10 @@ __device__ __forceinline__ void add_relaxed(uint32_t* at, uint32_t value) {
     asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void fence_system() {
-    asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Between ordinary accesses and those of the copy engines (TMA) of the same thread.
-__device__ __forceinline__ void fence_proxies() {
-    asm volatile("fence.proxy.async;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 // Says who waited for whom and ends the kernel, and with it everything that the process has on the
 // GPU. Not by printf: a function call in a kernel serialises its wgmma.

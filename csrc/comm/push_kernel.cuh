@@ -1,10 +1,10 @@
 // The GEMM kernel for few rows whose tiles go to every rank: the first half of gemm_all_reduce.
 //
-// What counts is how fast weights come, so they are wgmma's 64 rows and tokens its columns: 16 tokens
-// are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of weights through
-// a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out k and add their
-// sums up through distributed shared memory. On that way the sums are transposed; each CTA stores its
-// part of them into this rank's place in everyone's inbox.
+// What counts is how fast weights come, so they are wgmma's 64 rows and tokens its columns: 16
+// tokens are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of
+// weights through a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out
+// k and add their sums up through distributed shared memory. On that way the sums are transposed;
+// each CTA stores its part of them into this rank's place in everyone's inbox.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -21,7 +21,7 @@ struct PushParams {
     comm::Peers peers;
     int m, n;
     int num_k_blocks;
-    int tiles_n;  // of weights
+    int tiles_n;        // of weights
     int rows_of_owner;  // whose inbox alone takes a row; 0: everyone's do
 };
 
@@ -117,8 +117,8 @@ __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float 
     }
 }
 
-// Number of this call, when all ranks' inboxes are free for it. The warp that fetches, while the last
-// of it is on its way; one lane has waited for the kernels before.
+// Number of this call, when all ranks' inboxes are free for it. The warp that fetches, while the
+// last of it is on its way; one lane has waited for the kernels before.
 __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     uint32_t epoch = 0;
     if (threadIdx.x % 32 == 0) epoch = comm::this_epoch(peers, comm::kSumEpoch);
@@ -260,10 +260,10 @@ void launch_push(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     const int splits = std::min(std::max(o.linear.splits, 1), p.num_k_blocks);
     const int tiles_m = (p.m + C::kTileN - 1) / C::kTileN;
-    launch_kernel(kernel,
-                  {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream,
-                   splits},
-                  p);
+    launch_kernel(
+        kernel,
+        {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream, splits},
+        p);
     if (is_for_all) return comm::launch_sum_inbox(o, nullptr, stream);
     comm::launch_two_shot(o, nullptr, stream);
 }

@@ -1,12 +1,14 @@
-// The all-reduce behind a GEMM that stores nothing elsewhere: the first half, whose second is the sum
-// of sum_inbox.cu, with bias, residual and norm.
+// The all-reduce behind a GEMM that stores nothing elsewhere: the first half, whose second is the
+// sum of sum_inbox.cu, with bias, residual and norm.
 //
-//   inbox of every other rank [this rank] = partial                             partial [m, n], f16 or bf16
+//   inbox of every other rank [this rank] = partial                             partial [m, n], f16
+//   or bf16
 //
-// For numbers of rows at which cuBLAS's or linear()'s GEMM beats those of gemm_push.cu by more than a
-// pass over the product costs. A thread takes 16 bytes a time, four in flight, to every rank; words
-// come one by one (never_zero in peers.cuh), so sums begin while the rest is on its way.
-// Bytes: m * n * 2 over each link, as much through L2; bound by the links, up to some 2 MB by latency.
+// For numbers of rows at which cuBLAS's or linear()'s GEMM beats those of gemm_push.cu by more than
+// a pass over the product costs. A thread takes 16 bytes a time, four in flight, to every rank;
+// words come one by one (never_zero in peers.cuh), so sums begin while the rest is on its way.
+// Bytes: m * n * 2 over each link, as much through L2; bound by the links, up to some 2 MB by
+// latency.
 #include <stdexcept>
 #include <string>
 
@@ -69,10 +71,10 @@ void all_reduce_rows(const GemmSumParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t num_vecs = o.m * o.n / 8;
-    launch_kernel(push_rows_kernel,
-                  {dim3(comm::kSendingCtas), dim3(kThreads), 0, stream, comm::kSendingCluster},
-                  PushRowsParams{static_cast<const uint4*>(o.residual), comm::make_peers(p.peers),
-                                 num_vecs});
+    launch_kernel(
+        push_rows_kernel,
+        {dim3(comm::kSendingCtas), dim3(kThreads), 0, stream, comm::kSendingCluster},
+        PushRowsParams{static_cast<const uint4*>(o.residual), comm::make_peers(p.peers), num_vecs});
     comm::launch_sum_inbox(p, o.residual, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,10 +1,12 @@
-// scatter_kernel.cuh for tiles that are summed where they are made: those of this rank's rows come last
-// and add residual, bias and what the other ranks have stored for them, and are not stored as a part.
+// scatter_kernel.cuh for tiles that are summed where they are made: those of this rank's rows come
+// last and add residual, bias and what the other ranks have stored for them, and are not stored as
+// a part.
 //
-// linear_residual.cuh says how arrays come to a tile; a part is fetched when its source has stored the
-// tile's rows. Only tiles of clusters whose rows are all this rank's wait so, behind all others of their
-// CTA: what one rank waits for is never behind what another waits for. Rows that share a cluster's tile
-// with another rank's are stored as a part, and summed by sum_rows.cu, as without this kernel.
+// linear_residual.cuh says how arrays come to a tile; a part is fetched when its source has stored
+// the tile's rows. Only tiles of clusters whose rows are all this rank's wait so, behind all others
+// of their CTA: what one rank waits for is never behind what another waits for. Rows that share a
+// cluster's tile with another rank's are stored as a part, and summed by sum_rows.cu, as without
+// this kernel.
 #pragma once
 
 #include "comm/scatter_kernel.cuh"
@@ -18,7 +20,8 @@ struct ScatterAddParams : ScatterParams {
     int first_adding, num_adding;  // rows of cluster tiles whose tiles add
 };
 
-// Bands of all other rows of cluster tiles, from those behind this rank's on, then of those that add.
+// Bands of all other rows of cluster tiles, from those behind this rank's on, then of those that
+// add.
 template <typename C>
 struct AddingSchedule : Schedule<C> {
     const ScatterAddParams& all;
@@ -78,9 +81,9 @@ struct AddingEdge : ScatterEdge<C> {
     }
 };
 
-// One thread: the arrays of tiles that add, each as soon as the one before has been read, the residual
-// first, then the other ranks' parts in their order. A tile gets an even number of them, the last of an
-// odd number empty, so that each begins with the same phase.
+// One thread: the arrays of tiles that add, each as soon as the one before has been read, the
+// residual first, then the other ranks' parts in their order. A tile gets an even number of them,
+// the last of an odd number empty, so that each begins with the same phase.
 template <typename C>
 __device__ __forceinline__ void fetch_parts(const ScatterAddParams& p, ResidualSmem<C>& s,
                                             const AddingSchedule<C>& at) {
@@ -105,10 +108,10 @@ __device__ __forceinline__ void fetch_parts(const ScatterAddParams& p, ResidualS
             const int source = index <= p.peers.rank ? index - 1 : index;
             if (index > 0 && row < p.gemm.m) {  // of a tile behind all rows nobody stores a part
                 const int number = row / C::kTileM - own / C::kTileM;
-                comm::wait_for(p.peers, source,
-                               counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, source,
-                                          number),
-                               p.gemm.tiles_n);
+                comm::wait_for(
+                    p.peers, source,
+                    counter_at(p.peers, p.peers.rank, Counted::tiles, epoch, source, number),
+                    p.gemm.tiles_n);
                 comm::fence_proxies();  // what follows are bulk copies
             }
             EmptyBarrier::wait(&s.residual_empty, phase);  // pairs with add_residual()
@@ -148,9 +151,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
-        consume<C>(p.gemm, s, at, [&](int m, int n) {
-            return AddingEdge<C>{{{p.gemm, m, n}, p}, p, s};
-        });
+        consume<C>(p.gemm, s, at,
+                   [&](int m, int n) { return AddingEdge<C>{{{p.gemm, m, n}, p}, p, s}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

@@ -2,8 +2,8 @@
 //
 // A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of whoever sums
 // them: their owner, or every rank. When all have been performed, the tile is counted there. Tiles
-// begin with the rows of the next rank and end with this one's, so that no two ranks write to one at
-// a time.
+// begin with the rows of the next rank and end with this one's, so that no two ranks write to one
+// at a time.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -18,7 +18,7 @@ struct ScatterParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
     int offsets[kMaxPeers + 1];  // of rows that are dealt
-    bool is_for_all;  // every rank sums every row
+    bool is_for_all;             // every rank sums every row
 };
 
 // Where rank `source` puts its part of `row`, and what lies behind it, in elements of the slots.
@@ -46,8 +46,8 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
         return owner;
     }
 
-    // visit(reader, first, count) for every rank that sums `row`, of the `count` rows from `first` on
-    // that it sums.
+    // visit(reader, first, count) for every rank that sums `row`, of the `count` rows from `first`
+    // on that it sums.
     template <typename Visit>
     __device__ __forceinline__ void each_reader(int row, const Visit& visit) const {
         if (!all.is_for_all) {
@@ -68,8 +68,8 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
             const int row = this->row(i);
             if (row >= this->p.m) continue;
             each_reader(row, [&](int reader, int first, int count) {
-                auto* slots = reinterpret_cast<T*>(
-                    quarter_at(all.peers, reader, Counted::tiles, epoch));
+                auto* slots =
+                    reinterpret_cast<T*>(quarter_at(all.peers, reader, Counted::tiles, epoch));
                 T* out = slots + slot_row(all.peers.rank, count, row - first) * this->p.n +
                          this->first_column;
 #pragma unroll
@@ -94,9 +94,9 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
                 int last = end;  // of the rows that go the same way
                 each_reader(row, [&](int reader, int first, int count) {
                     const int tile = this->m / C::kTileM - first / C::kTileM;
-                    comm::add_relaxed(counter_at(all.peers, reader, Counted::tiles, epoch,
-                                                 all.peers.rank, tile),
-                                      1);
+                    comm::add_relaxed(
+                        counter_at(all.peers, reader, Counted::tiles, epoch, all.peers.rank, tile),
+                        1);
                     last = first + count;
                 });
                 row = last;
@@ -125,9 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
-        consume(p.gemm, s, at, [&](int m, int n) {
-            return ScatterEdge<C>{{p.gemm, m, n}, p};
-        });
+        consume(p.gemm, s, at, [&](int m, int n) { return ScatterEdge<C>{{p.gemm, m, n}, p}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

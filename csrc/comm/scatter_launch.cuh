@@ -1,5 +1,5 @@
-// From operands to a launch of the GEMM of gemm_reduce_scatter, and of gemm_all_reduce where rows are
-// many.
+// From operands to a launch of the GEMM of gemm_reduce_scatter, and of gemm_all_reduce where rows
+// are many.
 #pragma once
 
 #include "comm/scatter_add_kernel.cuh"

@@ -2,12 +2,13 @@
 // inbox, summed up, with bias, residual and norm. What it gives, and in which order it adds: see
 // sum_rows.cu.
 //
-// inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come. A
-// row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what does
-// not come from other ranks is loaded before the wait. It starts beside the GEMM where both fit an SM.
-// A row takes some 4 us, most of them latency, so of more rows than SMs two share one; those beyond
-// the first of each CTA go to whoever is free, for beside a CTA that sends rows loads wait.
-// Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and the links.
+// inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come.
+// A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what
+// does not come from other ranks is loaded before the wait. It starts beside the GEMM where both
+// fit an SM. A row takes some 4 us, most of them latency, so of more rows than SMs two share one;
+// those beyond the first of each CTA go to whoever is free, for beside a CTA that sends rows loads
+// wait. Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and
+// the links.
 #include <algorithm>
 #include <type_traits>
 
@@ -27,16 +28,16 @@ template <typename Tiling>
 constexpr bool kCanShare = (Tiling::kThreadsPerRow > kWarpSize) && Tiling::kVecsPerThread <= 6;
 
 template <typename Tiling, bool kShares>
-using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2),
-                                        ParameterReadAgain, RowParameter<Tiling>>;
+using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2), ParameterReadAgain,
+                                        RowParameter<Tiling>>;
 
 // h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
-// Two are looked at together where registers hold both. Before that one thread waits for the first of
-// this rank's own part, lest all of them read all along while weights are.
+// Two are looked at together where registers hold both. Before that one thread waits for the first
+// of this rank's own part, lest all of them read all along while weights are.
 template <typename T, typename Tiling, bool kShares>
 __device__ __forceinline__ void add_inbox(const InboxParams& p,
-                                          const SumParameter<Tiling, kShares>& bias,
-                                          uint32_t epoch, int64_t row, int lane, int num_vecs,
+                                          const SumParameter<Tiling, kShares>& bias, uint32_t epoch,
+                                          int64_t row, int lane, int num_vecs,
                                           RowRegisters<T, Tiling>& h) {
     RawRow<Tiling> residual;
     if (p.norm.residual != nullptr) {
@@ -78,8 +79,8 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p,
     }
 }
 
-// Which row a CTA sums next: its own next one, or, of CTAs that share SMs, the first that nobody has
-// asked for.
+// Which row a CTA sums next: its own next one, or, of CTAs that share SMs, the first that nobody
+// has asked for.
 template <bool kShares>
 class RowsInTurn {
   public:
@@ -99,8 +100,8 @@ class RowsInTurn {
         return next;
     }
 
-    // By one thread, when all CTAs have begun. In a call they ask as many times as there are rows: for
-    // those beyond their first ones, and each once in vain.
+    // By one thread, when all CTAs have begun. In a call they ask as many times as there are rows:
+    // for those beyond their first ones, and each once in vain.
     __device__ __forceinline__ void end() const {
         if (is_dealt()) words_[kRowsTaken] = begin_ + static_cast<uint32_t>(num_rows_);
     }

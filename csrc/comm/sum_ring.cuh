@@ -1,5 +1,5 @@
-// A ring of rows that a warp of the CTA's own fetches by bulk copies for the threads that sum them up:
-// what sum_rows.cu is made of.
+// A ring of rows that a warp of the CTA's own fetches by bulk copies for the threads that sum them
+// up: what sum_rows.cu is made of.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,8 +17,8 @@ using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 constexpr int kMostSlots = 16;
 
-// CTAs of an SM, as many as its registers hold: rows of a few kilobytes are over before the barriers
-// of one of them are. They share what an SM has for rings.
+// CTAs of an SM, as many as its registers hold: rows of a few kilobytes are over before the
+// barriers of one of them are. They share what an SM has for rings.
 template <typename Tiling>
 constexpr int kCtasOfSm = Tiling::kThreadsPerRow <= kWarpSize ? 3
                           : Tiling::kVecsPerThread == 1       ? 5
@@ -30,7 +30,8 @@ template <typename Tiling>
 constexpr int kRingThreads = Tiling::kCtaThreads + kWarpSize;
 
 struct RingSumParams : SumParams {
-    int num_slots, slot_bytes;  // of the ring: a row of one array for each row that a CTA sums at once
+    int num_slots,
+        slot_bytes;  // of the ring: a row of one array for each row that a CTA sums at once
 };
 
 struct Ring {
@@ -66,10 +67,9 @@ class RingFetcher {
             const auto bytes = static_cast<uint32_t>(count * row_bytes);
             EmptyBarrier::wait(&ring_.empty[slot_.index], slot_.phase ^ 1);
             FullBarrier::arrive_and_expect_tx(&ring_.full[slot_.index], bytes);
-            cute::SM90_BULK_COPY_G2S::copy(static_cast<const uint8_t*>(rows) + first * row_bytes,
-                                           &ring_.full[slot_.index],
-                                           ring_.slots + slot_.index * p_.slot_bytes,
-                                           static_cast<int32_t>(bytes));
+            cute::SM90_BULK_COPY_G2S::copy(
+                static_cast<const uint8_t*>(rows) + first * row_bytes, &ring_.full[slot_.index],
+                ring_.slots + slot_.index * p_.slot_bytes, static_cast<int32_t>(bytes));
         }
         slot_.advance();
     }
@@ -85,8 +85,8 @@ template <typename Tiling>
 __device__ __forceinline__ RawRow<Tiling> take_slot(const RingSumParams& p, const Ring& ring,
                                                     AnyRingIndex& slot, int lane, int num_vecs) {
     const int place = static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
-    const auto* row = reinterpret_cast<const uint4*>(ring.slots + slot.index * p.slot_bytes) +
-                      place * num_vecs;
+    const auto* row =
+        reinterpret_cast<const uint4*>(ring.slots + slot.index * p.slot_bytes) + place * num_vecs;
     FullBarrier::wait(&ring.full[slot.index], slot.phase);
     RawRow<Tiling> words;
     words.load(row, 0, lane, num_vecs, [](const uint4* at) { return *at; });
@@ -96,8 +96,8 @@ __device__ __forceinline__ RawRow<Tiling> take_slot(const RingSumParams& p, cons
     return words;
 }
 
-// h = the residual's next row, where there is one, + bias + the next rows of all ranks' parts; or, where
-// it is summed, what comes next.
+// h = the residual's next row, where there is one, + bias + the next rows of all ranks' parts; or,
+// where it is summed, what comes next.
 template <typename T, typename Tiling, typename Parameter>
 __device__ __forceinline__ void add_slots(const RingSumParams& p, const Ring& ring,
                                           const Parameter& bias, AnyRingIndex& slot, int lane,

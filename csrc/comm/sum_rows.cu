@@ -3,17 +3,17 @@
 //
 //   h = residual + bias + sum over ranks of part[rank];  sum_out = h;  out = norm(h)
 //
-// The parts lie in slots [tp_size, rows, n] of this rank's memory, written by all ranks, or in memory of
-// the caller's; T is f16 or bf16, sums are f32 and in the order of ranks, so every rank that sums a row
-// gets the same bits.
-// A row is summed in the registers of one warp (up to 1024 features) or of one CTA of 256 threads, as in
-// cuda/norm_rows.cuh. A warp of the CTA's own fetches: it waits for the tiles that hold a row, which all
-// ranks count when they have stored them, and brings the row's residual and parts by bulk copies into a
-// ring, several rows ahead: registers would hold one row of 12288 features an SM. The kernel starts when
-// SMs fall free at the end of the GEMM before it. The CTA that starts last ends the call; the next
-// call's first kernel says that slots are free.
-// Of rows that the GEMM's tiles have summed (scatter_add_kernel.cuh) there is the norm alone to do.
-// Bytes: (tp_size + 3) * rows * n * 2, of those 2 * rows * n * 2; bound by HBM.
+// The parts lie in slots [tp_size, rows, n] of this rank's memory, written by all ranks, or in
+// memory of the caller's; T is f16 or bf16, sums are f32 and in the order of ranks, so every rank
+// that sums a row gets the same bits. A row is summed in the registers of one warp (up to 1024
+// features) or of one CTA of 256 threads, as in cuda/norm_rows.cuh. A warp of the CTA's own
+// fetches: it waits for the tiles that hold a row, which all ranks count when they have stored
+// them, and brings the row's residual and parts by bulk copies into a ring, several rows ahead:
+// registers would hold one row of 12288 features an SM. The kernel starts when SMs fall free at the
+// end of the GEMM before it. The CTA that starts last ends the call; the next call's first kernel
+// says that slots are free. Of rows that the GEMM's tiles have summed (scatter_add_kernel.cuh)
+// there is the norm alone to do. Bytes: (tp_size + 3) * rows * n * 2, of those 2 * rows * n * 2;
+// bound by HBM.
 #include "comm/sum_ring.cuh"
 
 namespace bytetx::comm {
@@ -108,8 +108,8 @@ template <typename T, typename Tiling, RowNorm kNorm>
 __device__ __forceinline__ void sum_rows(const GroupedSumParams& p, const Ring& ring) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
-    // Of wider rows, registers do not hold them beside the row; of the narrowest of a CTA, five CTAs share
-    // them, and the bias finds no room.
+    // Of wider rows, registers do not hold them beside the row; of the narrowest of a CTA, five
+    // CTAs share them, and the bias finds no room.
     using Parameter = RowParameter<Tiling, Tiling::kVecsPerThread <= 6>;
     constexpr bool kHasRoom = Tiling::kThreadsPerRow <= kWarpSize || Tiling::kVecsPerThread > 1;
     using BiasParameter = RowParameter<Tiling, kHasRoom && Tiling::kVecsPerThread <= 6>;

@@ -1,18 +1,18 @@
 // An all-reduce in two exchanges, with bias, residual and norm: what more than two ranks are worth.
 //
-//   parts[rank] at the owner of a row = its partial               partial [m, n], f16 or bf16, of each rank
-//   h = residual + bias + sum over ranks of parts, rounded, by the owner, to all;  sum_out = h
-//   out = norm(h), by all
+//   parts[rank] at the owner of a row = its partial               partial [m, n], f16 or bf16, of
+//   each rank h = residual + bias + sum over ranks of parts, rounded, by the owner, to all; sum_out
+//   = h out = norm(h), by all
 //
 // Each rank owns a block of rows. A first kernel sends rows to their owners, the first rows of all
-// owners first: the GEMM of push_kernel.cuh, or one of its own behind a product that is there. A second
-// one sums up the rows that this rank owns, a warp 512 features, and sends them to all; then it norms
-// all rows, in the order in which they come, each in the registers of a warp or of a CTA. All of it
-// goes through the inbox, so neither exchange has flags or fences, and both overlap. Sums are f32 and
-// in the order of ranks; what is normed is what was sent, so all ranks have the same bits. Behind a
-// product that is there half of the SMs norm alone: on one that sends, loads wait behind its stores.
-// An inbox holds parts [tp_size, rows of an owner, n], then sums [m, n].
-// Bytes over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where everyone's rows to everyone, as in
+// owners first: the GEMM of push_kernel.cuh, or one of its own behind a product that is there. A
+// second one sums up the rows that this rank owns, a warp 512 features, and sends them to all; then
+// it norms all rows, in the order in which they come, each in the registers of a warp or of a CTA.
+// All of it goes through the inbox, so neither exchange has flags or fences, and both overlap. Sums
+// are f32 and in the order of ranks; what is normed is what was sent, so all ranks have the same
+// bits. Behind a product that is there half of the SMs norm alone: on one that sends, loads wait
+// behind its stores. An inbox holds parts [tp_size, rows of an owner, n], then sums [m, n]. Bytes
+// over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where everyone's rows to everyone, as in
 // push_rows.cu, take tp_size / 2 times as many; bound by the links, for few rows by latency.
 #include <algorithm>
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoc
                                            int piece) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / 8);
-    const uint4* from = static_cast<const uint4*>(p.own_part) +
-                        int64_t{turn.rows.first + turn.index} * num_vecs;
+    const uint4* from =
+        static_cast<const uint4*>(p.own_part) + int64_t{turn.rows.first + turn.index} * num_vecs;
     uint4* to = part_at(p, turn.peer, epoch, p.peers.rank, turn.index);
     const int first = piece * kPieceVecs + lane;
     uint4 words[kInFlight];
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(kSendThreads)
     }
 }
 
-// Units or rows in turn. Each warp or CTA has its own; or, where half of them sum first, the next that
-// nobody has asked for. All threads of one take at a time, between barriers where it is a CTA.
+// Units or rows in turn. Each warp or CTA has its own; or, where half of them sum first, the next
+// that nobody has asked for. All threads of one take at a time, between barriers where it is a CTA.
 template <int kThreads>
 class InTurn {
   public:
@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kTwoShotCtasOfSm<Tiling>)
     if (ends_call) end_sum(p, epoch);
 }
 
-// All CTAs are there at once: others' rows, for which each waits, may wait for what all of these send.
+// All CTAs are there at once: others' rows, for which each waits, may wait for what all of these
+// send.
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_rows(const TwoShotParams& p, cudaStream_t stream) {
     const auto kernel = two_shot_kernel<T, Tiling, kNorm>;
@@ -209,8 +210,8 @@ void launch_rows(const TwoShotParams& p, cudaStream_t stream) {
     const int64_t ctas = std::max(rows, (p.rows_of_owner * units + 3) / 4);
     const int64_t most = p.own_part != nullptr ? resident - kSendingCtas : resident;
     const auto grid = static_cast<unsigned>(std::min(ctas, most));
-    // Behind the GEMM that sends its tiles itself, parts come at once, and all sum. Where CTAs are more
-    // than half of the SMs hold, some are on the others.
+    // Behind the GEMM that sends its tiles itself, parts come at once, and all sum. Where CTAs are
+    // more than half of the SMs hold, some are on the others.
     TwoShotParams with_roles = p;
     with_roles.has_roles = p.own_part != nullptr && 2 * int64_t{grid} > resident;
     launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, with_roles);
@@ -248,10 +249,10 @@ void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch) {
     if (p.linear.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    launch_kernel(comm::send_rows_kernel,
-                  {dim3(comm::kSendingCtas), dim3(comm::kSendThreads), 0, stream,
-                   comm::kSendingCluster},
-                  comm::make_params(p, p.linear.residual));
+    launch_kernel(
+        comm::send_rows_kernel,
+        {dim3(comm::kSendingCtas), dim3(comm::kSendThreads), 0, stream, comm::kSendingCluster},
+        comm::make_params(p, p.linear.residual));
     comm::launch_two_shot(p, p.linear.residual, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -1,5 +1,5 @@
-// The smallest piece of an all-reduce in two exchanges (two_shot.cu): where parts and sums lie in an
-// inbox, and how a warp sums some vectors of a row and sends them to all.
+// The smallest piece of an all-reduce in two exchanges (two_shot.cu): where parts and sums lie in
+// an inbox, and how a warp sums some vectors of a row and sends them to all.
 #pragma once
 
 #include "comm/inbox_row.cuh"
@@ -8,7 +8,7 @@ namespace bytetx::comm {
 
 constexpr int kUnitVecs = 64;  // of a row, that a warp sums at once
 using UnitTiling = RowTiling<kWarpSize, 1, kUnitVecs / kWarpSize>;
-constexpr int kTogether = 4;   // ranks' parts that are looked at at once
+constexpr int kTogether = 4;  // ranks' parts that are looked at at once
 
 struct TwoShotParams : SumParams {
     const void* own_part;  // [m, n], or null where it comes through the inbox as well

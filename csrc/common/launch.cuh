@@ -1,7 +1,8 @@
 // Launches whose start overlaps the end of the kernel before them (programmatic dependent launch).
 //
 // Every kernel of the core is launched by launch_kernel() and keeps two rules:
-//   - Each CTA calls wait_for_prior_kernel() before it reads or writes anything that a kernel before
+//   - Each CTA calls wait_for_prior_kernel() before it reads or writes anything that a kernel
+//   before
 //     it may touch; weights and plan-independent set-up (barriers, tensor maps) may come earlier.
 //     No CTA returns without it: the wait of the kernel after covers only the kernel right before.
 //   - release_next_kernel() lets the next kernel's CTAs take free places of an SM. It takes effect

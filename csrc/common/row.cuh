@@ -112,7 +112,8 @@ __device__ __forceinline__ float row_reduce(float value, const Join& join) {
     if constexpr (kThreads > kWarpSize) {
         constexpr int kNumWarps = kThreads / kWarpSize;
         __shared__ float partial[kNumWarps];
-        sync_threads<kThreads>();  // pairs with the reads at the end of the row_reduce before this one
+        sync_threads<kThreads>();  // pairs with the reads at the end of the row_reduce before this
+                                   // one
         if (threadIdx.x % kWarpSize == 0) partial[threadIdx.x / kWarpSize] = value;
         sync_threads<kThreads>();  // every warp's partial value is written
         value = partial[0];

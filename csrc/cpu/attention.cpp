@@ -101,8 +101,7 @@ int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, i
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
     check(p, launch.num_threads);
     if (p.batch_size == 0 || p.total_tokens == 0) return;
-    const AttentionKernels kernels =
-        cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
+    const AttentionKernels kernels = cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
     const AttentionInput in = input_of(p);
     TileWork tiles{in};
     int64_t num_items = 0;

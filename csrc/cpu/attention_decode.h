@@ -134,8 +134,8 @@ void score_decoded(const DecodeState& s, const DecodeRows<T>& rows, int num_keys
         for (int head = 0; head < num_heads; ++head) {
             const float* q = s.queries + head * s.stride;
             float* scores = s.scores + head * kBlockKeys + key;
-            Isa::store(scores, Isa::mul(units, dot_rows<Isa>(rows.keys + key, rows.offset, q,
-                                                             head_dim)));
+            Isa::store(scores,
+                       Isa::mul(units, dot_rows<Isa>(rows.keys + key, rows.offset, q, head_dim)));
             for (int i = num_keys - key; i < Isa::kWidth; ++i) scores[i] = kHidden;
         }
     }

@@ -72,8 +72,8 @@ inline KeyRange visible_keys(const AttentionInput& in, int num_keys, int first_q
 
 // The relative bias of key `key` for kWidth queries from `query` on; lanes without a query are 0.
 template <class Isa>
-typename Isa::Vec load_bias(const AttentionInput& p, const float* bias, const Place& at,
-                            int key, int query) {
+typename Isa::Vec load_bias(const AttentionInput& p, const float* bias, const Place& at, int key,
+                            int query) {
     const int center = p.relative_bias_span - 1;
     const int num_queries = at.first_query + at.num_queries - query;
     if (p.bias_positions == nullptr && num_queries >= Isa::kWidth) {
@@ -115,7 +115,9 @@ void scale_scores(const Workspace<Isa>& w, const AttentionInput& p, const float*
 template <class Isa>
 typename Isa::Vec hide_lanes(int count, bool is_first) {
     static constexpr auto lanes = [] {
-        struct { float x[3 * Isa::kWidth]; } table{};
+        struct {
+            float x[3 * Isa::kWidth];
+        } table{};
         for (int i = Isa::kWidth; i < 2 * Isa::kWidth; ++i) table.x[i] = kHidden;
         return table;
     }();

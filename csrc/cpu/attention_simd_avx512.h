@@ -22,7 +22,7 @@ namespace {
 
 struct Avx512 {
     using Vec = __m512;
-    using Wide = Avx512;  // one element a word, whatever its type
+    using Wide = Avx512;                      // one element a word, whatever its type
     static constexpr int kWidth = 16;         // f32 lanes
     static constexpr int kPair = 1;           // elements in a word
     static constexpr int kExp2Degree = 6;     // 1 ulp, see exp2() in attention_kernel.h

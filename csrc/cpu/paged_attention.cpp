@@ -93,8 +93,7 @@ struct PagedWork {
             for (int64_t i = 0; i < batch_size; ++i) num_items += this->num_items(i);
             return num_items;
         };
-        kv_heads = std::min(in.num_kv_heads,
-                            cpu::kGroupQueries / (in.num_heads / in.num_kv_heads));
+        kv_heads = std::min(in.num_kv_heads, cpu::kGroupQueries / (in.num_heads / in.num_kv_heads));
         while (num_threads > 1 && kv_heads > 1 && count() < 4 * num_threads) {
             kv_heads = (kv_heads + 1) / 2;
         }
@@ -238,8 +237,7 @@ void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
     if (p.batch_size == 0 || p.total_tokens == 0) return;
     const AttentionInput in = input_of(p);
     check_sequences(p, in);
-    const AttentionKernels kernels =
-        cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
+    const AttentionKernels kernels = cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
     PagedWork work{in, {in}, 1};
     const Layout layout(work, p.batch_size, launch.num_threads);
     require(p.workspace_bytes >= layout.end,

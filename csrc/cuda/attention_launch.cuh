@@ -28,9 +28,9 @@ struct TileTiling {
 
 // pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
 // its shared memory holds. Up to 64 features three warpgroups of 160 registers with queries in
-// registers (4096 tokens, 64 features: 1489 us; queries in shared memory 1683, and with two products
-// in flight besides 1747); above, two of 232 (causal, 2048 tokens, 128 features: three with 64 keys
-// lose 12 %, two stages of queries and of keys 55 %).
+// registers (4096 tokens, 64 features: 1489 us; queries in shared memory 1683, and with two
+// products in flight besides 1747); above, two of 232 (causal, 2048 tokens, 128 features: three
+// with 64 keys lose 12 %, two stages of queries and of keys 55 %).
 template <int kHeadDim>
 struct PipelineTiling {
     static constexpr bool kIsWide = kHeadDim > 64;

@@ -118,9 +118,7 @@ struct Consumer {
         if (tile.lane == 0) EmptyBarrier::arrive(barrier);
     }
 
-    __device__ __forceinline__ void wait_kv() {
-        FullBarrier::wait(&s.kv_full[kv.index], kv.phase);
-    }
+    __device__ __forceinline__ void wait_kv() { FullBarrier::wait(&s.kv_full[kv.index], kv.phase); }
 
     __device__ __forceinline__ void pass_on(int steps) {
         for (; steps > 0; --steps) {
@@ -289,7 +287,8 @@ template <typename C>
 __device__ __forceinline__ void consume(const Params& p, PipelineSmem<C>& s) {
     const int thread = static_cast<int>(threadIdx.x);
     Consumer<C> consumer{RowTile<C>(p), s, uniform(thread / 128)};
-    while (consumer.take_item()) {}
+    while (consumer.take_item()) {
+    }
 }
 
 template <typename C>

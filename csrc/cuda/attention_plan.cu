@@ -32,10 +32,10 @@ namespace attention {
 namespace {
 
 constexpr int kThreads = 1024;  // and sequences of a block
-constexpr int kLevels = 10;      // of jumps: 2^10 places
+constexpr int kLevels = 10;     // of jumps: 2^10 places
 constexpr int kWarps = kThreads / 32;
-constexpr int kBuckets = 32;  // of lengths, quarters of an octave; the last one is of short ones
-constexpr int kRowsBits = 16;  // of a tile's second word before it is sorted; above them its rank
+constexpr int kBuckets = 32;    // of lengths, quarters of an octave; the last one is of short ones
+constexpr int kRowsBits = 16;   // of a tile's second word before it is sorted; above them its rank
 constexpr int kLongKeys = 256;  // a tile that sees more is worth ordering
 
 struct PlanKernelParams {

@@ -79,7 +79,7 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
 // Takes scalars: a reference to the tile would move its registers to local memory.
 template <typename C>
 __device__ __forceinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
-                                              unsigned broken0, unsigned broken1) {
+                                                 unsigned broken0, unsigned broken1) {
 #pragma unroll 1
     for (int row = 0; row < min(16, num_rows); ++row) {
         const unsigned lanes = row < 8 ? broken0 : broken1;
@@ -92,8 +92,8 @@ __device__ __forceinline__ uint4 gather_piece(uint4 words, int lane) {
     const bool odd = lane % 2 == 1, high = lane / 2 % 2 == 1;
     const uint32_t a = __shfl_xor_sync(kFullMask, odd ? words.x : words.y, 1);
     const uint32_t b = __shfl_xor_sync(kFullMask, odd ? words.z : words.w, 1);
-    const uint2 low = odd ? uint2{a, words.y} : uint2{words.x, a};      // of piece 0 or 1
-    const uint2 far = odd ? uint2{b, words.w} : uint2{words.z, b};      // of piece 2 or 3
+    const uint2 low = odd ? uint2{a, words.y} : uint2{words.x, a};  // of piece 0 or 1
+    const uint2 far = odd ? uint2{b, words.w} : uint2{words.z, b};  // of piece 2 or 3
     const uint32_t c = __shfl_xor_sync(kFullMask, high ? low.x : far.x, 2);
     const uint32_t d = __shfl_xor_sync(kFullMask, high ? low.y : far.y, 2);
     return high ? uint4{c, d, far.x, far.y} : uint4{low.x, low.y, c, d};
@@ -110,8 +110,7 @@ __device__ __forceinline__ void store_tile(RowTile<C>& tile) {
     for (int half = 0; half < 2; ++half) {
         const float inverse = reciprocal_approx(quad_sum(tile.sum[half]));
         const int row = warp_row + tile.lane / 4 + 8 * half;
-        T* out = static_cast<T*>(p.out) + (tile.base + row) * p.out_stride +
-                 tile.head * p.head_dim;
+        T* out = static_cast<T*>(p.out) + (tile.base + row) * p.out_stride + tile.head * p.head_dim;
 #pragma unroll
         for (int j = 0; j < C::kDim / 8; j += 4) {
             uint32_t words[4];

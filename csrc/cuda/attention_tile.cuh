@@ -58,8 +58,8 @@ struct RowTile : SoftmaxRows<C> {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int local = min(row(half) - base, num_rows - 1);
-            bounds[half] = is_used ? key_bounds(p, sequences[local], base + local)
-                                   : make_int2(keys.y, keys.y);
+            bounds[half] =
+                is_used ? key_bounds(p, sequences[local], base + local) : make_int2(keys.y, keys.y);
         }
         Rows::see(bounds, keys.x);
     }
@@ -106,7 +106,6 @@ struct RowTile : SoftmaxRows<C> {
             scores(i) = (scores(i) * p.softmax_scale + table[index]) * kLog2e;
         }
     }
-
 };
 
 }  // namespace bytetx::attention

@@ -20,9 +20,9 @@ inline CUtensorMap encode_fp8_map(const Fp8LinearParams& o, const void* data, in
         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::invalid_argument("fp8_linear: no tensor map (CUresult " +
-                                    std::to_string(status) + ") for m, n, k = " +
-                                    std::to_string(o.m) + ", " + std::to_string(o.n) + ", " +
-                                    std::to_string(o.k));
+                                    std::to_string(status) +
+                                    ") for m, n, k = " + std::to_string(o.m) + ", " +
+                                    std::to_string(o.n) + ", " + std::to_string(o.k));
     }
     return map;
 }
@@ -49,7 +49,7 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
     Fp8Params p{};
     p.a = make_fp8_a_map(o, C::kTileM);
     p.b = make_fp8_b_map(o, C::kTileN / C::kClusterCtas);
-  
+
     p.d = o.d;
     p.m = static_cast<int>(o.m);
     p.n = static_cast<int>(o.n);

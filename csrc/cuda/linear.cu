@@ -38,9 +38,9 @@ constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 
 void check(const LinearParams& p) {
     const auto fail = [&](const char* need) {
-        throw std::invalid_argument("linear needs " + std::string(need) + "; got m, n, k = " +
-                                    std::to_string(p.m) + ", " + std::to_string(p.n) + ", " +
-                                    std::to_string(p.k));
+        throw std::invalid_argument("linear needs " + std::string(need) +
+                                    "; got m, n, k = " + std::to_string(p.m) + ", " +
+                                    std::to_string(p.n) + ", " + std::to_string(p.k));
     };
     if (p.m < 0 || p.m > INT32_MAX || p.n <= 0 || p.n > INT32_MAX) fail("0 <= m and 0 < n < 2^31");
     if (p.n % (p.gated ? 64 : 32) != 0) fail("n % 32 == 0 (gated: n % 64 == 0)");

@@ -188,8 +188,8 @@ struct TileEdge {
         uint4 eights[kColumnGroups];
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
-            eights[q] = __ldg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.bias) +
-                                                             inside_column(q)));
+            eights[q] = __ldg(
+                reinterpret_cast<const uint4*>(static_cast<const T*>(p.bias) + inside_column(q)));
         }
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {

@@ -81,8 +81,8 @@ __device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>
             EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with consume_tile
             fetch_weights(ring.index, block);
         }
-        cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[ring.index], hint,
-                                     a_of(s, ring.index), block * kBlockK, m);
+        cute::SM90_TMA_LOAD_2D::copy(&p.a, &s.full[ring.index], hint, a_of(s, ring.index),
+                                     block * kBlockK, m);
     }
 }
 
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
     const auto release = [&](int stage) {
         if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
     };
-    multiply(s, share.end - share.begin, ring, sums, release, [] {},
-             group * C::kWarpgroupM * kBlockK);
+    multiply(
+        s, share.end - share.begin, ring, sums, release, [] {}, group * C::kWarpgroupM * kBlockK);
     if (!parts.are_used(num_ranks)) return edge.store(sums);
     if (num_ranks > 1) cute::cluster_wait();  // all ranks expect what now comes
     parts.push(sums);

@@ -31,9 +31,9 @@ struct Width {
 
 template <typename Tile>
 constexpr Width width_of(void (*launch)(const LinearNormParams&, cudaStream_t)) {
-    constexpr int64_t kBytes = Tile::kParts == 1 ? 0
-                                                 : int64_t{8} * Tile::kParts * Tile::kGroupCtas *
-                                                       gemm::kWarpgroupThreads;
+    constexpr int64_t kBytes =
+        Tile::kParts == 1 ? 0
+                          : int64_t{8} * Tile::kParts * Tile::kGroupCtas * gemm::kWarpgroupThreads;
     return {Tile::kColumns, 64 * Tile::kRowBlocks, kBytes, launch};
 }
 

@@ -62,8 +62,8 @@ __device__ __forceinline__ void fetch_residuals(const RowNormParams& p, RowNormS
         EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
         uint64_t* full = &s.residual_full[turn % C::kConsumers];
         FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
-        cute::SM90_TMA_LOAD_3D::copy(&p.residual_map, full, hint, s.residual, 0,
-                                     at.tile_m(p, tile), group);
+        cute::SM90_TMA_LOAD_3D::copy(&p.residual_map, full, hint, s.residual, 0, at.tile_m(p, tile),
+                                     group);
     }
 }
 

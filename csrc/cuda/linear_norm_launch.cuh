@@ -18,9 +18,9 @@ CUtensorMap make_residual_map(const LinearNormParams& o) {
     const CUresult status = tensor_map_encoder()(
         &map,
         o.dtype == DType::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        3, const_cast<void*>(o.residual), sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        3, const_cast<void*>(o.residual), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::invalid_argument("linear_norm: no tensor map of the residual (CUresult " +
                                     std::to_string(status) + ")");

@@ -19,9 +19,9 @@ constexpr int kMostSpins = 1 << 26;  // some ten seconds; then a peer is gone
 
 struct RowNormParams : Params {
     CUtensorMap residual_map;  // {32, m, n / 32}
-    const void* weight;   // [n]
-    const void* shift;    // [n]
-    uint64_t* workspace;  // [tiles_m, kParts (to), kParts (from), kClusterCtas, 128]
+    const void* weight;        // [n]
+    const void* shift;         // [n]
+    uint64_t* workspace;       // [tiles_m, kParts (to), kParts (from), kClusterCtas, 128]
     float eps;
 };
 

@@ -19,8 +19,9 @@ __device__ __forceinline__ uint32_t address_at(const void* own, int rank) {
 
 __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t barrier) {
     asm volatile(
-        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
-        ::"r"(address), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(address),
+        "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
         : "memory");
 }
 

@@ -52,7 +52,8 @@ __device__ __forceinline__ void init_residual_barriers(ResidualSmem<C>& s) {
     EmptyBarrier::init(&s.has_begun, 1);
 }
 
-// One thread beside the producer's: a tile's residuals, each as soon as those before have been read.
+// One thread beside the producer's: a tile's residuals, each as soon as those before have been
+// read.
 template <typename C, typename P, typename At>
 __device__ __forceinline__ void fetch_residuals(const P& p, ResidualSmem<C>& s, const At& at) {
     static_assert(C::kConsumers == 2);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
     using Edge = TileEdge<C, Epilogue::linear, false>;
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-    const int row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first, of the tile
+    const int row = thread / 32 * 16 + thread % 32 / 4;    // the thread's first, of the tile
     FullBarrier::wait(&s.residual_full[group], turn % 2);  // pairs with fetch_residuals()
     const T* words = s.residual + row * kResidualColumns;
     // A row's pieces of eight lie at their number, exclusive-or the row's in its eight.
@@ -101,8 +102,8 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
 #pragma unroll
         for (int q = 0; q < Edge::kColumnGroups; ++q) {
             const int box_row = q / 2 * C::kTileM + row_offset;
-            const uint4 eight = *reinterpret_cast<const uint4*>(
-                words + box_row * kResidualColumns + (piece ^ q % 2 * 4) * 8);
+            const uint4 eight = *reinterpret_cast<const uint4*>(words + box_row * kResidualColumns +
+                                                                (piece ^ q % 2 * 4) * 8);
             Edge::add(sums, i, q, eight);
         }
     }
@@ -135,7 +136,8 @@ struct ResidualEdge : TileEdge<C, Epilogue::linear, false> {
     }
 };
 
-// As gemm_kernel, for sums that residuals are added to. P: ResidualParams, or what has its functions.
+// As gemm_kernel, for sums that residuals are added to. P: ResidualParams, or what has its
+// functions.
 template <typename C, typename P = ResidualParams>
 __global__ void __launch_bounds__(C::kThreads, 1)
     gemm_residual_kernel(const __grid_constant__ P p) {
@@ -157,9 +159,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         wait_for_prior_kernel();
         int round = 0;
-        consume<C>(p, s, at, [&](int m, int n) {
-            return ResidualEdge<C, P>{{p, m, n}, p, s, round++};
-        });
+        consume<C>(p, s, at,
+                   [&](int m, int n) { return ResidualEdge<C, P>{{p, m, n}, p, s, round++}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

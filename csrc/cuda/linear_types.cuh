@@ -28,8 +28,8 @@ constexpr int kBlockK = 64;  // features of a stage: one swizzled row of 128 byt
 constexpr int kElementBytes = 2;
 constexpr int kMostSmemBytes = 227 * 1024;  // of a CTA
 // Rows of b that are permuted among themselves on their way to shared memory: row 8 * i + 2 * t + e
-// there is row 8 * t + 2 * i + e of b. wgmma gives thread t of a quad columns 8 * i + 2 * t + {0, 1}
-// of its result; so they are eight neighbours of d, and 16 bytes to load or store.
+// there is row 8 * t + 2 * i + e of b. wgmma gives thread t of a quad columns 8 * i + 2 * t + {0,
+// 1} of its result; so they are eight neighbours of d, and 16 bytes to load or store.
 constexpr int kPermutedRows = 32;
 
 // What becomes of a sum. linear: none, relu. erf: exact GELU. sigmoid: tanh GELU, SiLU, tanh.
@@ -44,8 +44,8 @@ struct ActivationConstants {
 };
 
 // The order of a persistent kernel's tiles: in bands of several rows of them, within which
-// neighbours along m come first. A band is read together: its rows of a stay in L2 while the columns
-// of b pass once. A band of one row goes along n: it reads its rows of a once.
+// neighbours along m come first. A band is read together: its rows of a stay in L2 while the
+// columns of b pass once. A band of one row goes along n: it reads its rows of a once.
 struct Bands {
     int first;  // row of cluster tiles that comes first; behind the last one it goes round
     int rows;   // of cluster tiles in a band
@@ -53,8 +53,8 @@ struct Bands {
 
 // What a kernel gets. Tensor maps first: they must be 64-byte aligned.
 struct Params {
-    CUtensorMap a;  // {k, m}
-    CUtensorMap b;  // {k, 2, 4, 4, n / 32}: rows in the order of kPermutedRows
+    CUtensorMap a;         // {k, m}
+    CUtensorMap b;         // {k, 2, 4, 4, n / 32}: rows in the order of kPermutedRows
     const void* bias;      // [n], or null for none
     const void* residual;  // as d, or null for none; not where d is gated
     void* d;               // [m, n]; gated: [m, n / 2]
@@ -96,8 +96,7 @@ struct Config : Tiling_ {
         Atom{}, cute::Shape<cute::Int<Tile::kTileN>, cute::Int<kBlockK>>{}));
     using Mma = decltype(cute::make_tiled_mma(
         cute::GMMA::ss_op_selector<
-            T, T, float,
-            cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
+            T, T, float, cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
     using Sums = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<kWarpgroupM>, cute::Int<Tile::kTileN>>{}));
 

@@ -22,8 +22,8 @@ void launch_typed(const PlannedPagedAttentionParams& p, const DecodeParams& rows
     constexpr int kSmemBytes = sizeof(ClusterSmem<C>);
     allow_smem(kernel, kSmemBytes);
     const int64_t clusters = p.plan.batch_size * params.units * p.plan.num_kv_heads;
-    const LaunchShape shape{static_cast<unsigned>(clusters * kClusterCtas), C::kThreads,
-                            kSmemBytes, stream, kClusterCtas};
+    const LaunchShape shape{static_cast<unsigned>(clusters * kClusterCtas), C::kThreads, kSmemBytes,
+                            stream, kClusterCtas};
     launch_kernel(kernel, shape, params);
 }
 

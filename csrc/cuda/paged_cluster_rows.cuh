@@ -80,8 +80,8 @@ struct StepCopy {
 #pragma unroll
         for (int i = 0; i < kStepKeys; i += kRowsAtOnce) {
             const int own = __shfl_sync(kFullMask, slot, row + i);
-            const int64_t from = max(own, 0) * row_stride + kv_head * p.head_dim + lane_offset -
-                                 row * row_stride;
+            const int64_t from =
+                max(own, 0) * row_stride + kv_head * p.head_dim + lane_offset - row * row_stride;
             const uint32_t at = stage + to + i * C::kRowBytes;
             const int size = own >= 0 ? bytes : 0;
             copy_or_zero(at, static_cast<const T*>(p.k_cache) + from, size);

@@ -123,7 +123,7 @@ struct ColumnUnit {
         bool is_larger = false;
 #pragma unroll
         for (int tile = 0; tile < C::kTiles; ++tile) {
-            float (&s)[4] = scores[tile][0];
+            float(&s)[4] = scores[tile][0];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = key + lane / 4 + i / 2 * 8;
@@ -141,7 +141,7 @@ struct ColumnUnit {
         if (__any_sync(kFullMask, is_larger)) raise_top(largest);
 #pragma unroll
         for (int tile = 0; tile < C::kTiles; ++tile) {
-            float (&s)[4] = scores[tile][0];
+            float(&s)[4] = scores[tile][0];
 #pragma unroll
             for (int i = 0; i < 4; ++i) s[i] = exp2_approx(s[i] * scale - top[tile][i % 2]);
 #pragma unroll
