@@ -182,7 +182,7 @@ class Contest:
         """Every engine's forward pass; transformers' answers with the padded rectangle."""
         encoder, (padded, mask) = self.bert.model.encoder, inputs.padded()
         runs: dict[str, Callable[[], Tensor]] = {
-            "ours": partial(self.bert.transformer.encode, lambda: inputs.x, inputs.batch),
+            "ours": partial(self.bert.transformer.layers.run, lambda: inputs.x, inputs.batch),
             "transformers": lambda: encoder(padded, attention_mask=mask).last_hidden_state,
         }
         if shape.name in _COMPILED_PADDED:

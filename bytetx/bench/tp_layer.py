@@ -23,7 +23,7 @@ from bytetx.bench.tp_models import (
     spec_of,
     without_kernels,
 )
-from bytetx.nn.blocks import WholeBlocks
+from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.comm_workspace import workspace_bytes
@@ -125,7 +125,7 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     notes: list[str] = []
     found = ranks_us(_shared_runs(shape, ours, group), notes)
     del ours
-    whole = random_share(spec, WholeBlocks(spec), count=count, dtype=dtype)
+    whole = random_share(spec, LocalBlocks(spec), count=count, dtype=dtype)
     runs = {"one-gpu": layers_run(whole, *_step(shape, whole))}
     found |= ranks_us(runs, notes, required=())
     sizes = {

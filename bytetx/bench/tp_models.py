@@ -11,11 +11,10 @@ from torch import Tensor
 from bytetx.bench.gpu import Run
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, RowWeight
-from bytetx.nn.decoder import Decoder, DecoderLayer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
+from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.sharded_blocks import ShardedBlocks
-from bytetx.nn.transformer import EmbeddingWeights, LayerWeights, Transformer
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.packed import PackedBatch, Past, pack_columns
@@ -47,8 +46,6 @@ MODELS: dict[str, dict[str, object]] = {
     "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_layer": 48},
 }
 
-Layer = DecoderLayer | LayerWeights
-
 
 @dataclass(frozen=True, slots=True)
 class Share:
@@ -56,7 +53,7 @@ class Share:
 
     spec: ModelSpec
     blocks: Blocks
-    layers: Sequence[Layer]
+    layers: Sequence[LayerWeights]
 
     @property
     def like(self) -> Tensor:
@@ -86,7 +83,7 @@ def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.d
     split = split_model(spec, rank=group.rank, size=group.size)
     blocks = ShardedBlocks(spec, group, split)
     share = random_share(spec, blocks, count=count, dtype=dtype, device=group.device)
-    blocks.agree_on_kernels(share.layers)
+    blocks.sync_kernel_support(share.layers)
     return share
 
 
@@ -117,20 +114,16 @@ def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:
     rows = blocks.begin(batch.total_tokens)
     like = share.like
     x = _randn(like, batch.total_tokens, spec.hidden_size)
-    x = rows.own(x).clone()
+    x = rows.shard(x).clone()
     if hasattr(rows, "_offsets"):
-        rows.whole = _as_it_is
-    if spec.decoder is None:
-        empty = EmbeddingWeights(x[:0], None, None, None, None)
-        encoder = Transformer(spec, empty, list(share.layers), None, blocks=blocks)
-        return partial(encoder.encode, lambda: x, batch, rows)
-    tables = None
-    if spec.decoder.rotary is not None:
-        options = {"max_positions": spec.max_positions, "device": like.device}
-        tables = rotary_tables(spec.decoder.rotary, **options)
-    norm, options = _norm(spec, like), {"tables": tables, "blocks": blocks}
-    decoder = Decoder(spec, list(share.layers), final_norm=norm, **options)
-    return partial(decoder.run, lambda: x, batch, rows, cache=cache)
+        rows.gather = _as_it_is
+    rotary, is_post = spec.layer_spec.rotary, spec.layer_spec.norm_placement == "post"
+    tables = {}
+    if rotary is not None:
+        tables[rotary] = rotary_tables(rotary, max_positions=spec.max_positions, device=like.device)
+    norm = None if is_post else _norm(spec, like)
+    layers = Layers(spec, share.layers, blocks=blocks, final_norm=norm, tables=tables)
+    return partial(layers.run, lambda: x, batch, rows, cache=cache)
 
 
 def prefill_batch(share: Share, lengths: np.ndarray) -> PackedBatch:
@@ -175,11 +168,11 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> Layer:
+def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
     hidden, heads, kv_heads = spec.hidden_size, blocks.num_heads, blocks.num_kv_heads
     inner = spec.intermediate_size if blocks.split is None else len(blocks.split.inner)
-    biases = {"qkv", "attn_out", "ffn_in", "ffn_out"}
-    biases = biases if spec.decoder is None else spec.decoder.biases
+    biases = set(spec.layer_spec.biases)
+    biases |= {"qkv"} if "q" in biases else set()
     weight = partial(_linear, like)
     out: Callable[..., OutWeight] = partial(_out_linear, like, blocks)
     norms = {name: _norm(spec, like) for name in ("attn_norm", "ffn_norm")}
@@ -193,9 +186,7 @@ def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> Layer:
         linears["ffn_in"] = prepare_gated(gate, up, prepack=False)
     else:
         linears["ffn_in"] = weight(inner, hidden, has_bias="ffn_in" in biases)
-    if spec.decoder is None:
-        return LayerWeights(**linears, **norms)
-    return DecoderLayer(**linears, **norms, q_norm=None, k_norm=None)
+    return LayerWeights(**linears, **norms)
 
 
 def _linear(like: Tensor, n: int, k: int, *, has_bias: bool) -> LinearWeight:
@@ -217,7 +208,7 @@ def _matrix(like: Tensor, n: int, k: int) -> Tensor:
 
 
 def _norm(spec: ModelSpec, like: Tensor) -> NormWeight:
-    has_shift = spec.decoder is None or spec.decoder.norm == "layer_norm"
+    has_shift = spec.layer_spec.norm == "layer_norm"
     shift = like.new_zeros(spec.hidden_size) if has_shift else None
     return NormWeight(like.new_ones(spec.hidden_size), shift)
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.decoder_spec import DecoderSpec, read_decoder
 from bytetx.checkpoint.family import families, known_model_types
+from bytetx.checkpoint.layer_spec import LayerSpec, read_layers
 from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
 
@@ -46,7 +46,7 @@ class ModelSpec:
     relative_bias_rows: rows of the saved bias table, 0 where attention has no relative position
         bias; the first relative_bias_buckets of them are used.
     embeddings, layer: tensor names without the base model's prefix; `{i}` is the layer's index.
-    decoder: what only causal models have; None for an encoder.
+    layer_spec: what the layers compute; layer: how their tensors are called.
     """
 
     family: str
@@ -76,8 +76,8 @@ class ModelSpec:
     problem_type: str | None
     embeddings: Mapping[str, str]
     layer: Mapping[str, str]
+    layer_spec: LayerSpec
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
-    decoder: DecoderSpec | None = None
 
     @property
     def num_labels(self) -> int:
@@ -85,33 +85,49 @@ class ModelSpec:
 
     @property
     def output_size(self) -> int:
-        """Features of the last layer's rows; OPT-350m projects them to the words' width."""
-        is_projected = self.decoder is not None and "project_out" in self.decoder.final
+        """Features of the last layer's rows; OPT-350m projects them to embedding_size."""
+        is_projected = "project_out" in self.layer_spec.final
         return self.embedding_size if is_projected else self.hidden_size
+
+    @property
+    def is_causal(self) -> bool:
+        return self.layer_spec.causal
 
     @property
     def max_plain_prompt(self) -> int | None:
         """Tokens of a prompt beyond which its keys depend on its length; None: they never do."""
-        rotary = None if self.decoder is None else self.decoder.rotary
+        rotary = self.layer_spec.rotary
         is_dynamic = rotary is not None and rotary.scaling == "dynamic"
         return rotary.original_positions if is_dynamic else None
 
     def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.
 
-        Attention holds x, qkv and its output; the feed-forward x, the inner and the outer row;
-        the embedding its sum and what it is projected to.  A decoder holds the normed x besides,
-        and a gated feed-forward its gates and values, before and after they meet.  Five ids a
+        Both halves of a layer hold x, and its normalized rows unless the layers are post-norm; a
+        parallel layer's feed-forward the output of attention, too.  Attention adds qkv and its
+        output, the feed-forward the inner rows, a gated one its gates and values as well, before
+        and after they are multiplied.  Behind them are the sum and, unless it takes the sum's
+        place, its norm.  The embedding holds its sum and what it is projected to.  Five ids a
         token, of four bytes.  Scratch of the kernels' threads (below 1 MiB each, whatever the
         batch) comes on top.
         """
         hidden, inner = self.hidden_size, self.intermediate_size
         qkv = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-        attention = hidden + qkv + self.num_heads * self.head_dim
-        row = max(attention, 2 * hidden + inner, hidden + self.embedding_size)
-        if self.decoder is not None:
-            gated = 4 if "ffn_gate" in self.layer else 1
-            row = max(attention + hidden, 3 * hidden + gated * inner)
+        attended = self.num_heads * self.head_dim
+        match self.layer_spec.norm_placement:
+            case "post":
+                before, behind = hidden, 2 * hidden
+            case "pre":
+                before, behind = 2 * hidden, 4 * hidden
+            case _:  # parallel
+                before, behind = 2 * hidden + attended, 5 * hidden + attended
+        gated = 4 if "ffn_gate" in self.layer else 1
+        row = max(
+            before + qkv + attended,
+            before + gated * inner,
+            behind + max(attended, inner),
+            hidden + self.embedding_size,
+        )
         return total_tokens * (itemsize * row + 5 * 4)
 
 
@@ -126,15 +142,15 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
     sizes = _sizes(values, table["architecture"])
-    decoder = read_decoder(
+    layers = read_layers(
         values,
         table,
         num_layers=sizes["num_layers"],
         head_dim=sizes["head_dim"],
         activation=activation,
     )
-    if decoder is not None and decoder.rotary is not None:
-        sizes["max_positions"] = rotary_positions(decoder.rotary, sizes["max_positions"])
+    if layers.rotary is not None:
+        sizes["max_positions"] = rotary_positions(layers.rotary, sizes["max_positions"])
     return ModelSpec(
         family=family,
         model_type=config["model_type"],
@@ -149,8 +165,8 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         problem_type=_problem_type(config),
         embeddings=table["embeddings"],
         layer=table["layer"],
+        layer_spec=layers,
         heads=_heads(table, activation, norm_eps),
-        decoder=decoder,
     )
 
 

@@ -110,7 +110,7 @@ def load_led(
     options = {"blocks": blocks, "on_tensor": followers.check}
     checkpoint = load_checkpoint(folder, device=group.device, dtype=dtype, **options)
     followers.await_answers()
-    blocks.agree_on_kernels(checkpoint.transformer.all_layers)
+    blocks.sync_kernel_support(checkpoint.transformer.layers.weights)
     lead = _Lead(group, followers, spec)
     heads = checkpoint.heads
     led = {

@@ -174,7 +174,7 @@ class _Rank:
             on_tensor=self._follower.step,
         )
         self._follower.answer()
-        self._transformer.blocks.agree_on_kernels(self._transformer.all_layers)
+        self._transformer.blocks.sync_kernel_support(self._transformer.layers.weights)
 
     def _blocks(self, spec: ModelSpec) -> ShardedBlocks:
         split = split_model(spec, rank=self._rank, size=self._size)

@@ -155,10 +155,10 @@ class CudaSteps:
     @property
     def is_capturable(self) -> bool:
         """Whether the paged ops have a kernel; the reference reads lengths on the host."""
-        decoder, layer = self._transformer.decoder, self._cache.layers[0]
+        layers, layer = self._transformer.layers, self._cache.layers[0]
         rows = layer.k_cache.flatten(0, 1)
         has_kernel = takes_paged_plan(rows, layer.k_cache, layer.v_cache, 1.0)
-        return decoder is not None and decoder.is_capturable and has_kernel
+        return layers.is_capturable and has_kernel
 
     def __del__(self) -> None:
         # A graph must not be destroyed while it runs; clear() waits for it.

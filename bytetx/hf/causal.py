@@ -222,9 +222,7 @@ def is_plain_head(head: nn.Module) -> bool:
 
 def holes_reason(layout: Layout, spec: ModelSpec) -> str | None:
     """Why a mask is for the original forward, whose windows count a row's columns, or None."""
-    own = spec.decoder
-    assert own is not None  # the class's families are causal
-    if layout.has_holes and any(own.window_of(i) for i in range(spec.num_layers)):
+    if layout.has_holes and any(spec.layer_spec.window_of(i) for i in range(spec.num_layers)):
         return "a mask with holes under a sliding window"
     return None
 
@@ -249,8 +247,7 @@ def _past_reason(inputs: Inputs) -> str | None:
 
 def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | None:
     """Why positions, or what a token sees by them, are for the original forward."""
-    own, positions = spec.decoder, inputs.position_ids
-    assert own is not None  # the class's families are causal
+    rotary, positions = spec.layer_spec.rotary, inputs.position_ids
     if inputs.token_type_ids is not None:
         return "token_type_ids add word embeddings in this family"
     if reason := holes_reason(layout, spec):
@@ -258,11 +255,11 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
     has_no_mask = inputs.attention_mask is None and not layout.is_packed
     if positions is not None and has_no_mask and bool((positions.diff(dim=-1) != 1).any()):
         return "position_ids start again without a mask, which makes sequences of one row"
-    if own.rotary is None:
+    if rotary is None:
         return None
     limit, length = spec.max_positions, layout.num_columns
-    if own.rotary.scaling == "dynamic":
-        limit = own.rotary.original_positions
+    if rotary.scaling == "dynamic":
+        limit = rotary.original_positions
     if positions is not None and layout.total_tokens:
         low, high = map(int, layout.gather(positions).aminmax())
         length = high + 1

@@ -342,7 +342,7 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
             "the head's answer depends on what it finds at pads; labels there are to be -100, and "
             "logits_to_keep is to name tokens, to run on bytetx"
         )
-    bias = transformer.relative_bias
+    bias = transformer.layers.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"
     return None
@@ -367,7 +367,7 @@ def batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> Packed
             token_type_ids = as_int32("token_type_ids", layout.gather(inputs.token_type_ids))
     if inputs.inputs_embeds is not None:
         embeds = layout.gather(inputs.inputs_embeds).detach()
-    has_bias_positions = transformer.relative_bias is not None and layout.has_holes
+    has_bias_positions = transformer.layers.relative_bias is not None and layout.has_holes
     return PackedBatch(
         input_ids=_packed_ids(inputs, layout),
         position_ids=position_ids_of(

@@ -198,8 +198,7 @@ def _limits(processors: Iterable[Any], criteria: Iterable[Any], *, width: int) -
 
 
 def _layout_reason(layout: Layout, max_tokens: int, spec: ModelSpec) -> str | None:
-    own, longest = spec.decoder, layout.max_seqlen + max_tokens
-    assert own is not None
+    rotary, longest = spec.layer_spec.rotary, layout.max_seqlen + max_tokens
     last = layout.cu_seqlens[1:].long() - 1
     if bool((layout.seqlens == 0).any()):
         return "a row has no tokens"
@@ -208,8 +207,8 @@ def _layout_reason(layout: Layout, max_tokens: int, spec: ModelSpec) -> str | No
     if reason := holes_reason(layout, spec):
         return reason
     limit = spec.max_positions
-    if own.rotary is not None and own.rotary.scaling == "dynamic":
-        limit = min(limit, own.rotary.original_positions - layout.num_columns + layout.max_seqlen)
+    if rotary is not None and rotary.scaling == "dynamic":
+        limit = min(limit, rotary.original_positions - layout.num_columns + layout.max_seqlen)
     if longest > limit:
         return f"{longest} positions are more than the {limit} that bytetx generates here"
     return None

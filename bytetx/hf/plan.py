@@ -9,8 +9,8 @@ from operator import is_
 import torch
 from torch import nn
 
-from bytetx.checkpoint.decoder_spec import LINEARS
 from bytetx.checkpoint.family import families
+from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
@@ -167,17 +167,18 @@ def _share(base: nn.Module) -> Transformer:
 
 def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
     """Turns positions by the model's own frequencies, which a cast to bf16 rounds."""
-    decoder, module = transformer.decoder, getattr(base, "rotary_emb", None)
-    if decoder is None or decoder.tables is None or not hasattr(module, "inv_freq"):
+    tables, module = transformer.layers.tables, getattr(base, "rotary_emb", None)
+    spec = transformer.spec.layer_spec.rotary
+    if spec is None or not hasattr(module, "inv_freq"):
         return
-    spec, own = decoder.tables.spec, module.inv_freq.detach().float().cpu()
+    own = module.inv_freq.detach().float().cpu()
     expected = frequencies_of(spec)
     if own.shape != expected.shape:
         raise CheckpointError(f"rotary_emb's inv_freq has {len(own)} values, not {len(expected)}")
     if spec.scaling == "dynamic" or torch.allclose(own, expected, rtol=1e-6, atol=0):
         return
     options = {"max_positions": transformer.spec.max_positions, "frequencies": own}
-    decoder.tables = rotary_tables(spec, device=decoder.tables.cos.device, **options)
+    tables[spec] = rotary_tables(spec, device=tables[spec].cos.device, **options)
 
 
 def _turn(parameter: nn.Parameter) -> None:
@@ -228,7 +229,7 @@ def _spec_of(base: nn.Module) -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
     spec = build_spec(base.config.to_dict())
     layers = base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])
-    if spec.decoder is not None and len(layers) != spec.num_layers:
+    if spec.is_causal and len(layers) != spec.num_layers:
         raise CheckpointError(
             f"the model has {len(layers)} layers, its config says {spec.num_layers}"
         )
@@ -236,7 +237,7 @@ def _spec_of(base: nn.Module) -> ModelSpec:
 
 
 def _is_turned(spec: ModelSpec) -> bool:
-    return spec.decoder is not None and spec.decoder.weight_layout == "conv1d"
+    return spec.layer_spec.weight_layout == "conv1d"
 
 
 def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
@@ -245,7 +246,7 @@ def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
-    if is_causal is not None and is_causal != (spec.decoder is not None):
+    if is_causal is not None and is_causal != spec.is_causal:
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"
@@ -257,7 +258,7 @@ def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
     changed = _changed_module(base)
-    return changed or difference_from_stock(base, is_causal=spec.decoder is not None)
+    return changed or difference_from_stock(base, is_causal=spec.is_causal)
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:

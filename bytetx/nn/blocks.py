@@ -1,9 +1,8 @@
-"""How a block's linear layers, and the norms behind them, run where one process has all of them.
+"""How the linear layers, and the norms behind them, run where one process has the whole model.
 
 bytetx/nn/sharded_blocks.py runs the same calls where the ranks of a group share the layers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.embedding import embed
+from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.linear_norm import linear_norm
@@ -28,32 +28,55 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:
-    """A layer whose inputs are split over ranks: linear [n, local k] without the whole bias [n]."""
+    """A row-parallel layer's shard: linear [n, local k], and the bias [n] that its sum gets."""
 
     linear: LinearWeight
     bias: Tensor | None
 
 
-# What ends a half of a block: whole, or split by its inputs.
-OutWeight = LinearWeight | RowWeight
+@dataclass(frozen=True, slots=True)
+class Fp8InnerWeight:
+    """A linear layer whose results are E4M3 of act(...) / out_scale."""
+
+    linear: Fp8LinearWeight
+    out_scale: float
+
+
+# What each half of a layer begins with, and what it ends with.
+ColumnWeight = LinearWeight | GatedWeight | Fp8LinearWeight | Fp8InnerWeight
+OutWeight = LinearWeight | RowWeight | Fp8LinearWeight
 
 
 class Rows(Protocol):
-    """The rows of one pass, and what the layers do with them; WholeBlocks says what each does."""
+    """The rows of one pass, and what the layers do with them; LocalBlocks says what each does."""
 
-    embed: Callable[..., Tensor]
+    def shard(self, x: Tensor) -> Tensor: ...
 
-    def own(self, x: Tensor) -> Tensor: ...
+    def gather(self, x: Tensor) -> Tensor: ...
 
-    def whole(self, x: Tensor) -> Tensor: ...
-
-    def column(
-        self, x: Tensor, w: LinearWeight | GatedWeight, *, activation: str = "none"
+    def embed(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None,
+        token_type_ids: Tensor | None,
+        *,
+        word: Tensor,
+        position: Tensor | None = None,
+        token_type: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        eps: float = 1e-12,
+        inputs_embeds: Tensor | None = None,
+        bad_ids: Tensor | None = None,
     ) -> Tensor: ...
 
-    def partial(self, x: Tensor, w: OutWeight) -> Tensor: ...
+    def column_parallel(
+        self, x: Tensor, w: ColumnWeight, *, activation: str = "none"
+    ) -> Tensor: ...
 
-    def project(
+    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor: ...
+
+    def row_parallel(
         self,
         x: Tensor,
         w: OutWeight,
@@ -63,7 +86,7 @@ class Rows(Protocol):
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
-    def project_norm(
+    def row_parallel_post_norm(
         self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor: ...
 
@@ -71,94 +94,112 @@ class Rows(Protocol):
 
 
 class Blocks(Protocol):
-    """num_heads, num_kv_heads: of this rank.  split: what it has of the model; None: all of it.
+    """num_heads, num_kv_heads: of this rank.  split: its shard of the model; None: all of it.
 
-    is_capturable: by a CUDA graph, as far as the layers go.
+    is_capturable: by a CUDA graph, as far as the linear layers go.
     """
 
-    num_heads: int
-    num_kv_heads: int
-    split: ModelSplit | None
-    is_capturable: bool
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def split(self) -> ModelSplit | None: ...
+
+    @property
+    def is_capturable(self) -> bool: ...
 
     def begin(self, total_tokens: int) -> Rows:
         """The rows of a pass of so many tokens in total."""
         ...
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
-        """[n, this rank's words] -> [n, vocab_size]."""
+        """[n, this rank's part of the vocabulary] -> [n, vocab_size]."""
         ...
 
 
-class WholeBlocks:
-    """Blocks whose layers are whole, and Rows that are all here."""
+class LocalBlocks:
+    """Blocks of a whole model, and Rows that are all in this process."""
 
-    split = None
+    split: ModelSplit | None = None
     is_capturable = True
+    embed = staticmethod(embed)
 
     def __init__(self, spec: ModelSpec):
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._eps = spec.norm_eps
-        self._is_rms = spec.decoder is not None and spec.decoder.norm == "rms_norm"
-        self.embed = embed
+        self._is_rms = spec.layer_spec.norm == "rms_norm"
 
-    def begin(self, total_tokens: int) -> "WholeBlocks":
+    def begin(self, total_tokens: int) -> Rows:
         return self
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         return logits
 
-    def own(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         """This rank's rows of what every rank has."""
         return x
 
-    def whole(self, x: Tensor) -> Tensor:
-        """All rows, from every rank's own."""
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows, from every rank's shard."""
         return x
 
-    def column(
-        self, x: Tensor, w: LinearWeight | GatedWeight, *, activation: str = "none"
-    ) -> Tensor:
-        """What starts a half of a block: all rows, of this rank's outputs."""
+    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+        """The first linear layer of a half: all rows, this rank's outputs."""
         if isinstance(w, GatedWeight):
             return gated_linear(x, w, activation=activation)
+        assert isinstance(w, LinearWeight)
         return linear(x, w, activation=activation)
 
-    def partial(self, x: Tensor, w: LinearWeight) -> Tensor:
-        """The attention's half of a parallel block, for `project` to add to."""
+    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+        """The attention's half of a parallel layer, which row_parallel adds to the other."""
+        assert isinstance(w, LinearWeight)
         return linear(x, w)
 
-    def project(
+    def row_parallel(
         self,
         x: Tensor,
-        w: LinearWeight,
+        w: OutWeight,
         *,
         residual: Tensor,
         norm: NormWeight,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(norm(h), h) of h = x @ w.T + bias + residual (+ partial); whichever adds for less adds.
+        """(norm(h), h) of h = x @ w.T + bias + residual (+ partial), of the rows of residual.
 
-        Both are of this rank's rows, as residual is.
+        The residual is added by the GEMM or by the norm, whichever is faster.
         """
+        assert isinstance(w, LinearWeight)
         if partial is None and fuses_residual(x.shape[0], w):
             h = linear(x, w, residual=residual)
             return self.norm(h, norm), h
         d = linear(x, w, residual=partial)
-        return self.norm(d, norm, residual=residual, sum_out=d), d
+        return self._norm(d, norm, residual=residual, sum_out=d), d
 
-    def project_norm(
-        self, x: Tensor, w: LinearWeight, *, residual: Tensor, norm: NormWeight
+    def row_parallel_post_norm(
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor:
-        """project's first result alone, in the place of the sum."""
+        """The first result of row_parallel alone, in the place of the sum."""
+        assert isinstance(w, LinearWeight)
         if not self._is_rms:
-            scales = {"norm_weight": norm.weight, "norm_bias": norm.bias}
-            return linear_norm(x, w, residual=residual, **scales, eps=self._eps)
+            return linear_norm(
+                x,
+                w,
+                residual=residual,
+                norm_weight=norm.weight,
+                norm_bias=norm.bias,
+                eps=self._eps,
+            )
         is_fused = fuses_residual(x.shape[0], w)
         d = linear(x, w, residual=residual if is_fused else None)
-        return self.norm(d, norm, residual=None if is_fused else residual, out=d)
+        return self._norm(d, norm, residual=None if is_fused else residual, out=d)
 
-    def norm(
+    def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        return self._norm(x, norm)
+
+    def _norm(
         self,
         x: Tensor,
         norm: NormWeight,
@@ -168,7 +209,10 @@ class WholeBlocks:
         sum_out: Tensor | None = None,
     ) -> Tensor:
         """The model's norm of x + residual; out, sum_out: as of bytetx.ops.norm."""
-        options = {"eps": self._eps, "residual": residual, "out": out, "sum_out": sum_out}
         if self._is_rms:
-            return rms_norm(x, norm.weight, **options)
-        return layer_norm(x, norm.weight, norm.bias, **options)
+            return rms_norm(
+                x, norm.weight, eps=self._eps, residual=residual, out=out, sum_out=sum_out
+            )
+        return layer_norm(
+            x, norm.weight, norm.bias, eps=self._eps, residual=residual, out=out, sum_out=sum_out
+        )

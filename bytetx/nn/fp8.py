@@ -1,7 +1,7 @@
-"""An encoder's layers with GEMMs of E4M3 rows: what is rounded where, and the pass over them.
+"""An encoder's layers with GEMMs of E4M3 rows: what is rounded where.
 
-Three of a layer's four GEMMs: attention's output projection stays in 16 bits, where it is the
-faster way, too: it has a quarter of QKV's products and no norm before it that could round its rows.
+Three of a layer's four GEMMs: attention's output projection stays in 16 bits, which is faster
+there, too: it has a quarter of QKV's products and no norm before it that could round its rows.
 
 Rows that a norm writes get a scale each, from the norm's kernel. The inner rows of a feed-forward
 layer get one for all, so that the GEMM that makes them can round them: a bound that follows from
@@ -9,57 +9,94 @@ the weights alone (inner_bound). E4M3 is a floating-point format: a scale that i
 large costs three of the 15 binary orders of magnitude that it spans, and no digit.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from bytetx.nn.tensors import NormWeight
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.blocks import (
+    ColumnWeight,
+    Fp8InnerWeight,
+    LocalBlocks,
+    NormWeight,
+    OutWeight,
+    Rows,
+)
+from bytetx.nn.layers import LayerWeights
 from bytetx.ops.fp8_linear import Fp8LinearWeight, fp8_linear, prepare_fp8_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.norm import layer_norm
-from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
+from bytetx.ops.quantize import quantize_rows
 
 FP8_MAX = 448.0
 # Between the bound in exact arithmetic and what rounded weights and rows may give.
 _MARGIN = 1.1
 
-Rows = tuple[Tensor, Tensor]  # E4M3 [m, k], f32 scales [m]
+
+class Fp8Norm(NormWeight):
+    """A norm whose rows an FP8 GEMM reads: it writes them in E4M3 as well."""
+
+    __slots__ = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Layer:
-    """A post-norm layer. inner_scale: of ffn_in's E4M3 rows, which ffn_out's scales contain."""
+class Fp8Blocks(LocalBlocks):
+    """Post-norm layers of quantize_layer."""
 
-    qkv: Fp8LinearWeight
-    attn_out: LinearWeight
-    attn_norm: NormWeight
-    ffn_in: Fp8LinearWeight
-    ffn_out: Fp8LinearWeight
-    ffn_norm: NormWeight
-    inner_scale: float
+    def __init__(self, spec: ModelSpec):
+        super().__init__(spec)
+        self._spec = spec
+
+    def begin(self, total_tokens: int) -> Rows:
+        return _Fp8Rows(self._spec)
 
 
-def quantize_layer(
-    qkv: LinearWeight,
-    attn_out: LinearWeight,
-    attn_norm: NormWeight,
-    ffn_in: LinearWeight,
-    ffn_out: LinearWeight,
-    ffn_norm: NormWeight,
-) -> Fp8Layer:
+class _Fp8Rows(LocalBlocks):
+    """The rows of one pass, and the E4M3 copy of those that FP8 GEMMs read next."""
+
+    def __init__(self, spec: ModelSpec):
+        super().__init__(spec)
+        self._source: Tensor | None = None  # what the copy was made of
+        self._copy: tuple[Tensor, Tensor] | None = None  # E4M3 [m, k], f32 scales [m]
+
+    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+        if x is not self._source or self._copy is None:
+            self._source, self._copy = x, quantize_rows(x)
+        if isinstance(w, Fp8InnerWeight):
+            return fp8_linear(*self._copy, w.linear, activation=activation, out_scale=w.out_scale)
+        assert isinstance(w, Fp8LinearWeight)
+        return fp8_linear(*self._copy, w, activation=activation)
+
+    def row_parallel_post_norm(
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+    ) -> Tensor:
+        """The norm's result is in the place of the sum, its E4M3 copy in that of residual's."""
+        if isinstance(w, Fp8LinearWeight):
+            is_fused, d = False, fp8_linear(x, None, w)
+        else:
+            assert isinstance(w, LinearWeight)
+            is_fused = fuses_residual(x.shape[0], w)
+            d = linear(x, w, residual=residual if is_fused else None)
+        copy = self._copy if isinstance(norm, Fp8Norm) else None
+        rest = None if is_fused else residual
+        layer_norm(d, norm.weight, norm.bias, eps=self._eps, residual=rest, out=d, fp8_out=copy)
+        self._source, self._copy = d, copy
+        return d
+
+
+def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
     """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
-    inner_scale = inner_bound(ffn_in, attn_norm) * _MARGIN / FP8_MAX
-    out = _quantized(ffn_out)
-    return Fp8Layer(
-        qkv=_quantized(qkv),
-        attn_out=attn_out,
-        attn_norm=attn_norm,
-        ffn_in=_quantized(ffn_in),
+    assert isinstance(w.ffn_in, LinearWeight) and w.ffn_norm is not None
+    inner_scale = inner_bound(w.ffn_in, w.attn_norm) * _MARGIN / FP8_MAX
+    out = _quantized(w.ffn_out)
+    ffn_norm = w.ffn_norm  # of the last layer: no GEMM reads its rows
+    return LayerWeights(
+        qkv=_quantized(w.qkv),
+        attn_out=w.attn_out,
+        attn_norm=Fp8Norm(w.attn_norm.weight, w.attn_norm.bias),
+        ffn_in=Fp8InnerWeight(_quantized(w.ffn_in), inner_scale),
         ffn_out=replace(out, scale=out.scale * inner_scale),
-        ffn_norm=ffn_norm,
-        inner_scale=inner_scale,
+        ffn_norm=ffn_norm if is_last else Fp8Norm(ffn_norm.weight, ffn_norm.bias),
     )
 
 
@@ -78,53 +115,6 @@ def inner_bound(w: LinearWeight, norm: NormWeight) -> float:
     return (w.k**0.5 * v.norm(dim=1) + c.abs()).max().clamp(min=2.0**-60).item()
 
 
-def run_layers(
-    x: Tensor,
-    layers: Sequence[Fp8Layer],
-    attend: Callable[[Tensor], Tensor],
-    *,
-    activation: str,
-    eps: float,
-    on_layer: Callable[[Tensor], None] | None = None,
-) -> Tensor:
-    """Hidden states of the last layer.  x: the embedding.  attend: qkv -> attended rows."""
-    rows = quantize_rows(x)
-    for i, layer in enumerate(layers):
-        x, rows = _attention(x, rows, layer, attend, eps)
-        is_last = i == len(layers) - 1
-        x, rows = _feed_forward(x, rows, layer, activation, eps=eps, is_last=is_last)
-        if on_layer:
-            on_layer(x)
-    return x
-
-
-def _attention(
-    x: Tensor, rows: Rows, layer: Fp8Layer, attend: Callable[[Tensor], Tensor], eps: float
-) -> tuple[Tensor, Rows]:
-    attended = attend(fp8_linear(*rows, layer.qkv))
-    is_fused = fuses_residual(x.shape[0], layer.attn_out)
-    d = linear(attended, layer.attn_out, residual=x if is_fused else None)
-    return _norm(d, layer.attn_norm, eps, residual=None if is_fused else x, rows=empty_fp8_rows(d))
-
-
-def _feed_forward(
-    x: Tensor, rows: Rows, layer: Fp8Layer, activation: str, *, eps: float, is_last: bool
-) -> tuple[Tensor, Rows]:
-    """`rows` of the last layer are what they were: nothing reads them."""
-    inner = fp8_linear(*rows, layer.ffn_in, activation=activation, out_scale=layer.inner_scale)
-    d = fp8_linear(inner, None, layer.ffn_out)
-    normed, _ = _norm(d, layer.ffn_norm, eps, residual=x, rows=None if is_last else rows)
-    return normed, rows
-
-
-def _norm(
-    d: Tensor, norm: NormWeight, eps: float, *, residual: Tensor | None, rows: Rows | None
-) -> tuple[Tensor, Rows | None]:
-    """norm(d + residual) in d's place, and its E4M3 rows in those given."""
-    options = {"residual": residual, "out": d, "fp8_out": rows}
-    return layer_norm(d, norm.weight, norm.bias, eps=eps, **options), rows
-
-
-def _quantized(w: LinearWeight) -> Fp8LinearWeight:
-    assert not w.is_prepacked
+def _quantized(w: ColumnWeight | OutWeight) -> Fp8LinearWeight:
+    assert isinstance(w, LinearWeight) and not w.is_prepacked
     return prepare_fp8_linear(w.weight, w.bias)

@@ -158,7 +158,7 @@ def load_masked_lm(
     decoder_name = saved[0] if saved else spec.embeddings["word"]
     own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
     return MaskedLMHead(
-        dense=load.linear([head.dense], spec.embedding_size, spec.hidden_size),
+        dense=load.linear(head.dense, spec.embedding_size, spec.hidden_size),
         activation=head.activation,
         norm=load.norm(head.norm, spec.embedding_size),
         norm_eps=head.norm_eps,
@@ -217,9 +217,9 @@ def _classification(
     load.require(f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
     hidden = spec.hidden_size
     return ClassificationHead(
-        dense=None if head.dense is None else load.linear([head.dense], hidden, hidden),
+        dense=None if head.dense is None else load.linear(head.dense, hidden, hidden),
         activation=head.activation or "none",
-        out=None if head.out is None else load.linear([head.out], num_labels, hidden),
+        out=None if head.out is None else load.linear(head.out, num_labels, hidden),
     )
 
 

@@ -147,8 +147,8 @@ def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
     With 2048 its memory peaks where it does with 1024; with 4096 it is 27 MiB more.
     """
     if device.type == "cuda":
-        return 32768 if spec.decoder is None else 16384
-    tokens_each = 1024 if spec.decoder is None else 512
+        return 16384 if spec.is_causal else 32768
+    tokens_each = 512 if spec.is_causal else 1024
     return min(max(tokens_each * torch.get_num_threads(), 1024), 8192)
 
 
@@ -201,7 +201,7 @@ def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -
     """Whether dtype is "fp8". Raises OptionError where this model cannot run so on this device."""
     if dtype != FP8:
         return False
-    if spec.decoder is not None:
+    if spec.is_causal:
         raise OptionError(
             f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
         )

@@ -1,14 +1,15 @@
-"""Blocks whose layers are split over the ranks of a group, between which rows are dealt, too."""
+"""Blocks whose layers are sharded over the ranks of a group, and in long passes their rows, too."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import NormWeight, RowWeight, WholeBlocks
+from bytetx.nn.blocks import ColumnWeight, LocalBlocks, NormWeight, OutWeight, Rows, RowWeight
+from bytetx.nn.layers import LayerWeights
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
@@ -23,36 +24,27 @@ from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
 from bytetx.parallel.tp import TpGroup
 
 
-class SplitLayer(Protocol):
-    """What a layer of either kind of model has."""
-
-    qkv: LinearWeight
-    attn_out: RowWeight
-    ffn_in: LinearWeight | GatedWeight
-    ffn_out: RowWeight
-
-
 class ShardedBlocks:
-    """The calls of WholeBlocks, of every rank at the same time with the same rows in total."""
+    """The calls of LocalBlocks, made by all ranks at the same time with the same total rows."""
 
     is_capturable = True  # by graphs that all ranks replay together
+    split: ModelSplit | None
 
     def __init__(self, spec: ModelSpec, group: TpGroup, split: ModelSplit):
         self.num_heads, self.num_kv_heads = len(split.heads), len(split.kv_heads)
-        self.group, self.split = group, split
+        self.group, self.split, self.vocab = group, split, split.vocab
         self.peers = replace(group.peers, is_even=has_even_shares(spec, group.size))
-        self.whole_blocks = WholeBlocks(spec)
+        self.local = LocalBlocks(spec)
         self.norm_eps = spec.norm_eps
-        is_rms = spec.decoder is not None and spec.decoder.norm == "rms_norm"
-        self.norm_kind = "rms_norm" if is_rms else "layer_norm"
-
+        is_rms = spec.layer_spec.norm == "rms_norm"
+        self.norm_kind: Literal["layer_norm", "rms_norm"] = "rms_norm" if is_rms else "layer_norm"
         self._vocab_offsets = deal_features(spec.vocab_size, group.size)
 
-    def agree_on_kernels(self, layers: Iterable[SplitLayer]) -> None:
+    def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
         """Once all ranks have loaded: the fused ops' kernels run on all of them, or on none.
 
-        layers: this rank's.  All ranks call it. Shares may differ by a head, and a kernel that
-        takes one of them alone would wait in vain for the others.
+        layers: this rank's.  All ranks call it. Shards may differ by a head, and where only some
+        ranks take a kernel, it would wait for the others without end.
         """
         workspace = self.group.workspace
         if workspace is None:
@@ -62,37 +54,38 @@ class ShardedBlocks:
         if self.group.collectives.all_reduce(lacking).item():
             self.peers = replace(self.peers, workspace=None)
 
-    def begin(self, total_tokens: int) -> "_Rows":
+    def begin(self, total_tokens: int) -> Rows:
         return _Rows(self, self.group.rows.offsets(total_tokens, self.group.size))
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
-        """[n, this rank's words] -> [n, vocab_size], the same on every rank."""
+        """[n, this rank's part of the vocabulary] -> [n, vocab_size], the same on every rank."""
         if not logits.shape[0]:
             return logits.new_empty((0, self._vocab_offsets[-1]))
         return self.group.collectives.all_gather_columns(logits, self._vocab_offsets)
 
 
-def _has_kernels(layer: SplitLayer) -> bool:
-    """Empty shares have none."""
-    columns, rows = (layer.qkv, layer.ffn_in), (layer.attn_out.linear, layer.ffn_out.linear)
-    return all(w.has_kernel and w.n > 0 for w in columns) and all(
-        w.has_kernel and w.k > 0 for w in rows
-    )
+def _has_kernels(layer: LayerWeights) -> bool:
+    """Empty shards have none."""
+    for w in (layer.qkv, layer.ffn_in):
+        assert isinstance(w, LinearWeight | GatedWeight)
+        if not w.has_kernel or w.n == 0:
+            return False
+    return all(w.has_kernel and w.k > 0 for w in map(_shard, (layer.attn_out, layer.ffn_out)))
 
 
 class _Rows:
-    """The rows of one pass: dealt to the ranks as offsets say, or all on every rank (None)."""
+    """The rows of one pass: sharded as offsets say, or all on every rank (None)."""
 
     def __init__(self, blocks: ShardedBlocks, offsets: Sequence[int] | None):
         self._blocks, self._offsets = blocks, offsets
         self._peers, self._collectives = blocks.peers, blocks.group.collectives
 
-    def own(self, x: Tensor) -> Tensor:
+    def shard(self, x: Tensor) -> Tensor:
         if self._offsets is None:
             return x
         return x[self._offsets[self._peers.rank] : self._offsets[self._peers.rank + 1]]
 
-    def whole(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor) -> Tensor:
         return x if self._offsets is None else self._collectives.all_gather(x, self._offsets)
 
     def embed(
@@ -112,31 +105,34 @@ class _Rows:
     ) -> Tensor:
         """bytetx.ops.embedding.embed of this rank's rows.
 
-        word: this rank's words and, behind them, a row of zeros.
+        word: this rank's part of the vocabulary and, behind it, a row of zeros.
         """
         if inputs_embeds is None:
-            words = self._words(input_ids, word)
+            inputs_embeds = self._embed_words(input_ids, word)
         else:
-            words = self.own(inputs_embeds).contiguous()
+            inputs_embeds = self.shard(inputs_embeds).contiguous()
         return embed(
-            self.own(input_ids),
-            None if position is None else self.own(position_ids),
-            None if token_type is None else self.own(token_type_ids),
+            self.shard(input_ids),
+            self._shard_of(position, position_ids),
+            self._shard_of(token_type, token_type_ids),
             word=word,
             position=position,
             token_type=token_type,
             norm_weight=norm_weight,
             norm_bias=norm_bias,
             eps=eps,
-            inputs_embeds=words,
+            inputs_embeds=inputs_embeds,
             bad_ids=bad_ids,
         )
 
-    def _words(self, input_ids: Tensor, word: Tensor) -> Tensor:
+    def _shard_of(self, table: Tensor | None, ids: Tensor | None) -> Tensor | None:
+        return None if table is None or ids is None else self.shard(ids)
+
+    def _embed_words(self, input_ids: Tensor, word: Tensor) -> Tensor:
         """Each row comes from one rank and is zero on the others: their sum is exact."""
-        vocab = self._blocks.split.vocab
-        is_own = (input_ids >= vocab.start) & (input_ids < vocab.stop)
-        local_ids = torch.where(is_own, input_ids - vocab.start, len(vocab))
+        vocab = self._blocks.vocab
+        is_local = (input_ids >= vocab.start) & (input_ids < vocab.stop)
+        local_ids = torch.where(is_local, input_ids - vocab.start, len(vocab))
         partial = embed(local_ids.int(), None, None, word=word)
         if self._offsets is None:
             summed = self._collectives.all_reduce(partial)
@@ -144,42 +140,61 @@ class _Rows:
             summed = self._collectives.reduce_scatter(partial, self._offsets)
         return summed.to(word.dtype)
 
-    def column(
-        self, x: Tensor, w: LinearWeight | GatedWeight, *, activation: str = "none"
-    ) -> Tensor:
-        if self._offsets is not None:
-            offsets = self._offsets
-            return all_gather_gemm(
-                x, w, peers=self._peers, row_offsets=offsets, activation=activation
-            )
-        return column_gemm(x, w, peers=self._peers, activation=activation)
+    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+        assert isinstance(w, LinearWeight | GatedWeight)
+        if self._offsets is None:
+            return column_gemm(x, w, peers=self._peers, activation=activation)
+        return all_gather_gemm(
+            x, w, peers=self._peers, row_offsets=self._offsets, activation=activation
+        )
 
-    def partial(self, x: Tensor, w: RowWeight) -> Tensor:
-        """Without the bias, which the loader put into the other half's."""
-        assert w.bias is None
+    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+        """Without the bias, which the loader added to that of the other half."""
+        assert isinstance(w, RowWeight) and w.bias is None
         return linear(x, w.linear)
 
-    def project(
+    def row_parallel(
         self,
         x: Tensor,
-        w: RowWeight,
+        w: OutWeight,
         *,
         residual: Tensor,
         norm: NormWeight,
         partial: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert isinstance(w, RowWeight)
         blocks = self._blocks
         row_norm = RowNorm(norm.weight, norm.bias, blocks.norm_eps, blocks.norm_kind)
-        options = {"residual": residual, "bias": w.bias, "partial": partial, "norm": row_norm}
         if self._offsets is None:
-            return gemm_all_reduce(x, w.linear, peers=self._peers, **options)
-        offsets = self._offsets
-        return gemm_reduce_scatter(x, w.linear, peers=self._peers, row_offsets=offsets, **options)
+            return gemm_all_reduce(
+                x,
+                w.linear,
+                peers=self._peers,
+                residual=residual,
+                bias=w.bias,
+                partial=partial,
+                norm=row_norm,
+            )
+        return gemm_reduce_scatter(
+            x,
+            w.linear,
+            peers=self._peers,
+            row_offsets=self._offsets,
+            residual=residual,
+            bias=w.bias,
+            partial=partial,
+            norm=row_norm,
+        )
 
-    def project_norm(
-        self, x: Tensor, w: RowWeight, *, residual: Tensor, norm: NormWeight
+    def row_parallel_post_norm(
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor:
-        return self.project(x, w, residual=residual, norm=norm)[0]
+        return self.row_parallel(x, w, residual=residual, norm=norm)[0]
 
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        return self._blocks.whole_blocks.norm(x, norm)
+        return self._blocks.local.norm(x, norm)
+
+
+def _shard(w: OutWeight) -> LinearWeight:
+    assert isinstance(w, RowWeight)
+    return w.linear

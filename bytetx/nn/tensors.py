@@ -83,31 +83,17 @@ class TensorLoader:
             self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
         )
 
-    def linear(
-        self, stems: list[str], n: int, k: int, *, outputs: range | None = None
-    ) -> LinearWeight:
-        """One linear of n outputs from one stem, or from several of n / len(stems) rows each.
-
-        outputs: of each stem, those that are wanted.
-        """
-        rows, part = n // len(stems), None if outputs is None else Part(0, (outputs,))
-        weight = fuse_rows([self.tensor(f"{stem}.weight", (rows, k), part=part) for stem in stems])
-        bias = fuse_rows([self.tensor(f"{stem}.bias", (rows,), part=part) for stem in stems])
-        return self.linear_from(weight, bias)
-
-    def out_linear(self, stem: str, n: int, k: int, *, inputs: range | None = None) -> OutWeight:
-        """A linear that ends a half of a block; inputs: those that are wanted."""
-        part = None if inputs is None else Part(1, (inputs,))
-        weight = self.tensor(f"{stem}.weight", (n, k), part=part)
-        return self.out_linear_from(
-            weight, self.tensor(f"{stem}.bias", (n,)), is_split=part is not None
+    def linear(self, stem: str, n: int, k: int) -> LinearWeight:
+        """A linear layer of n outputs and k inputs, with its bias."""
+        return self.linear_from(
+            self.tensor(f"{stem}.weight", (n, k)), self.tensor(f"{stem}.bias", (n,))
         )
 
     def out_linear_from(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_split: bool
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_sharded: bool
     ) -> OutWeight:
-        """is_split: weight holds some of the inputs, and others add theirs before the bias."""
-        if is_split:
+        """is_sharded: weight holds some of the inputs; the sum over ranks gets the bias."""
+        if is_sharded:
             return RowWeight(self.linear_from(weight, None), bias)
         return self.linear_from(weight, bias)
 

@@ -2,7 +2,7 @@
 
 Whether a kernel runs must come out the same on every rank, or one waits for another in vain: it
 depends on sizes that all ranks share, and on weights that either all have kernels or none has, as
-whoever loads them agrees with the other ranks (ShardedBlocks.agree_on_kernels).
+whoever loads them agrees with the other ranks (ShardedBlocks.sync_kernel_support).
 """
 
 from collections.abc import Sequence

@@ -135,7 +135,7 @@ def test_every_engine_computes_the_same_layers(monkeypatch: pytest.MonkeyPatch) 
     tiny = tiny_bert()
     inputs = bert.LayerInputs(tiny, np.array([3, 9, 1, 16]), device="cpu")
     runs = {
-        "ours": lambda: tiny.transformer.encode(lambda: inputs.x, inputs.batch),
+        "ours": lambda: tiny.transformer.layers.run(lambda: inputs.x, inputs.batch),
         "packed-torch-graph": lambda: bert.PackedTorch(tiny.model).encode(
             inputs.x, inputs.cu_seqlens, max_seqlen=inputs.max_seqlen
         ),

@@ -19,7 +19,7 @@ from bytetx.bench.gpu import Gpu
 from bytetx.bench.ranks import Ranks, overlap_measurement
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
-from bytetx.nn.blocks import WholeBlocks
+from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops import native
 from bytetx.ops.comm_plan import CommPlan, Layer
@@ -41,7 +41,7 @@ def test_layers_run_with_nothing_on_its_way(model: str, deals: bool | None) -> N
     """deals: whether rows are dealt to two ranks; None: one process has all."""
     spec = build_spec(tp_models.MODELS[model] | TINY[model])
     if deals is None:
-        blocks = WholeBlocks(spec)
+        blocks = LocalBlocks(spec)
     else:
         rows = RowScheme(24 if deals else 1000, ((0, 16),))
         silent = tp_layer.NoCollectives(0)
@@ -53,7 +53,7 @@ def test_layers_run_with_nothing_on_its_way(model: str, deals: bool | None) -> N
         batch = tp_models.prefill_batch(share, np.array([17, 30]))
         found = tp_models.layers_run(share, batch, None)()
         assert found.shape == (32 if deals else 47, 64) and found.isfinite().all()
-        if spec.decoder is None:
+        if not spec.is_causal:
             return
         batch, cache = tp_models.decode_batch(share, num_seqs=40, num_keys=20)
         found = tp_models.layers_run(share, batch, cache)()

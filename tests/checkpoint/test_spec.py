@@ -49,7 +49,7 @@ def test_every_family() -> None:
             spec = build_spec({"model_type": model_type})
             assert spec.family == name
             assert spec.num_kv_heads <= spec.num_heads
-            if spec.decoder is not None:
+            if spec.is_causal:
                 assert spec.heads.keys() == {"lm"}
                 continue
             assert spec.head_dim * spec.num_heads == spec.hidden_size

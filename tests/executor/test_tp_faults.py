@@ -95,7 +95,7 @@ def test_an_error_is_no_answer() -> None:
 def test_a_failure_of_rank_0_ends_the_group(tmp_path: Path) -> None:
     """Its steps are out of step with the others' from then on."""
     model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
-    model.transformer.layers[1] = None
+    model.transformer.layers.weights[1] = None
     with pytest.raises(GroupError, match="rank 0 failed, .*: AttributeError: 'NoneType'"):
         model.embed(SENTENCES)
     with pytest.raises(GroupError, match="rank 0 failed"):

@@ -194,7 +194,7 @@ def test_nan_weights_end_requests_with_an_error(tmp_path: Path) -> None:
     prompts = random_prompts(3)
     wanted = token_ids(model, prompts, GREEDY)
     engine = model._idle_engines[0][1]
-    weight = model.transformer.decoder.final_norm.weight
+    weight = model.transformer.layers.final_norm.weight
     kept = weight.clone()
     weight.fill_(torch.nan)
     torch.cuda.synchronize()  # the engine has a stream of its own

@@ -125,7 +125,7 @@ def test_nan_ends_its_request_while_the_next_step_runs(folder: Path, like_a_gpu:
     model = bytetx.load(folder, device="cpu")
     engine = model.engine()
     wanted = tokens_of(model, GREEDY)
-    norm = model.transformer.decoder.final_norm.weight
+    norm = model.transformer.layers.final_norm.weight
     kept = norm.clone()
     request_id = engine.add_request([5, 6, 7], GREEDY)
     engine.step()

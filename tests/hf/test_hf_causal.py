@@ -195,7 +195,7 @@ def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
         plan = model.base_model.forward.current_plan()
         own = {p.untyped_storage().data_ptr() for p in model.parameters()}
         assert plan.reason is None
-        layer = plan.transformer.decoder.layers[0]
+        layer = plan.transformer.layers.weights[0]
         ffn_in = getattr(layer.ffn_in, "fused", layer.ffn_in)
         for weight in (layer.qkv, layer.attn_out, ffn_in, layer.ffn_out):
             assert weight.weight.untyped_storage().data_ptr() in own

@@ -49,7 +49,7 @@ def test_parameters_are_held_once(family):
     assert storage_bytes(model) == bytes_before == sum(p.nbytes for p in model.parameters())
     storages = {p.untyped_storage().data_ptr() for p in model.parameters()}
     transformer = plan_of(model).transformer
-    for layer in transformer.layers:
+    for layer in transformer.layers.weights:
         for weight in (layer.qkv, layer.attn_out, layer.ffn_in, layer.ffn_out):
             assert weight.weight.untyped_storage().data_ptr() in storages
             assert weight.bias.untyped_storage().data_ptr() in storages

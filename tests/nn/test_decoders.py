@@ -128,20 +128,20 @@ def test_yarn_with_every_number_given(tmp_path: Path) -> None:
 
 def test_windows_as_older_files_have_them() -> None:
     config = {"model_type": "qwen2", "num_hidden_layers": 5, "sliding_window": 7}
-    own = build_spec(config | {"use_sliding_window": True, "max_window_layers": 3}).decoder
+    own = build_spec(config | {"use_sliding_window": True, "max_window_layers": 3}).layer_spec
     assert [own.window_of(i) for i in range(5)] == [0, 0, 0, 7, 7]
-    own = build_spec(config | {"use_sliding_window": False, "max_window_layers": 0}).decoder
+    own = build_spec(config | {"use_sliding_window": False, "max_window_layers": 0}).layer_spec
     assert [own.window_of(i) for i in range(5)] == [0] * 5
 
 
 def test_rotary_numbers_as_older_files_have_them() -> None:
     own = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "is_decoder": True}
-    rotary = build_spec(own | {"hidden_size": 64, "num_attention_heads": 2}).decoder.rotary
+    rotary = build_spec(own | {"hidden_size": 64, "num_attention_heads": 2}).layer_spec.rotary
     assert (rotary.dim, rotary.theta, rotary.scaling) == (16, 500.0, "default")
     own = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None, "pad_token_id": -1}
     spec = build_spec(own | {"max_position_embeddings": 8192})
-    assert (spec.decoder.rotary.theta, spec.max_positions, spec.pad_token_id) == (5e5, 8192, 0)
-    assert spec.num_kv_heads == spec.num_heads and spec.decoder.rotary.dim == spec.head_dim
+    assert (spec.layer_spec.rotary.theta, spec.max_positions, spec.pad_token_id) == (5e5, 8192, 0)
+    assert spec.num_kv_heads == spec.num_heads and spec.layer_spec.rotary.dim == spec.head_dim
 
 
 def test_every_choice_shows() -> None:

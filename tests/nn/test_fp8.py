@@ -19,6 +19,7 @@ from bytetx.nn.loading import load_checkpoint
 from bytetx.nn.tensors import NormWeight
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
+from bytetx.ops.fp8_linear import Fp8LinearWeight
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.packed import split
@@ -35,7 +36,11 @@ def test_every_family_stays_near_its_own_f32(
     exact = tiny.load(tiny.save(tiny.tiny_model(family), tmp_path))
     options = {"dtype": dtype, "device": "cpu", "prepack": False, "fp8": True}
     fp8 = Transformer.from_tensors(exact.spec, exact.weights.cast(dtype), **options)
-    assert not fp8.layers and len(fp8.fp8_layers) == exact.spec.num_layers
+    weights = fp8.layers.weights
+    assert len(weights) == exact.spec.num_layers
+    assert all(
+        isinstance(w, Fp8LinearWeight) for layer in weights for w in (layer.qkv, layer.ffn_out)
+    )
     batch = exact.pack(tiny.random_ids([1, 30, 7, 64]))
     seen: list[torch.Tensor] = []
     rows = fp8.forward(batch, on_layer=seen.append)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Loaded, load, one_thread, random_ids, save, tiny_model  # noqa: F401
+from tiny_decoders import tiny_decoder
 from torch.profiler import ProfilerActivity, profile
 
 from bytetx.ops.native import backend_report
@@ -116,17 +117,26 @@ def peak_bytes(loaded: Loaded, lengths: list[int]) -> int:
 def test_workspace_bounds_the_activations(
     sizes: tuple[int, int], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    attention = next(op for op in backend_report().ops if op.op == "varlen_attention")
-    if not attention.cpu.startswith("native"):
-        pytest.skip("the reference makes copies for torch's attention: " + attention.cpu)
     intermediate_size, embedding_size = sizes
     model = tiny_model(
         "electra", intermediate_size=intermediate_size, embedding_size=embedding_size
     )
-    loaded = load(save(model, tmp_path), dtype)
+    assert_workspace_bounds(load(save(model, tmp_path), dtype))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gptj", "opt", "opt-post"])
+def test_workspace_bounds_the_activations_of_causal_models(name: str, tmp_path: Path) -> None:
+    assert_workspace_bounds(load(save(tiny_decoder(name), tmp_path)))
+
+
+def assert_workspace_bounds(loaded: Loaded) -> None:
+    attention = next(op for op in backend_report().ops if op.op == "varlen_attention")
+    if not attention.cpu.startswith("native"):
+        pytest.skip("the reference makes copies for torch's attention: " + attention.cpu)
+    itemsize = loaded.transformer.embeddings.word.element_size()
     scratch = torch.get_num_threads() * 2**20
     for lengths in ([70] * 400, [1] * 20_000):
         rows = tile_rows(sum(lengths))
-        bound = loaded.spec.workspace_bytes(rows, dtype.itemsize)
+        bound = loaded.spec.workspace_bytes(rows, itemsize)
         measured = peak_bytes(loaded, lengths)
         assert 0.9 * bound < measured + 20 * rows < bound + scratch

@@ -1,4 +1,4 @@
-"""What tells one decoder from another: norms, positions, windows, biases, the layout of tensors."""
+"""What the layers of a model are: norms, positions, windows, biases, the layout of tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,18 +20,21 @@ _LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """Choices of a causal model, beyond the sizes that it shares with encoders.
+class LayerSpec:
+    """Choices of a model's layers, beyond the sizes of ModelSpec.
 
-    norm_placement: pre, post or parallel.  norm: layer_norm or rms_norm.
-    rotary: None where positions are learned.  final: stems of the last norm and projection.
+    causal: no token attends to a later one.  norm_placement: pre, post or parallel.
+    norm: layer_norm or rms_norm.
+    rotary: None without rotary positions.  windowed_rotary: of windowed layers, where it differs.
     qkv: separate, stacked or interleaved.  weight_layout: linear [n, k] or conv1d [k, n].
     biases: layer keys whose linear layers have one.
-    window: tokens that a windowed layer sees, 0 where none is; window_pattern: whether each layer
-    is windowed, or empty where all from first_windowed_layer on are.
+    window: tokens that a windowed layer attends to, 0 where none is; window_pattern: whether each
+    layer is windowed, or empty where all from first_windowed_layer on are.
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
+    final: stems of the last norm and projection.
     """
 
+    causal: bool
     norm_placement: str
     norm: str
     rotary: RotarySpec | None
@@ -44,24 +47,27 @@ class DecoderSpec:
     softmax_scale: float
     scales_by_layer: bool
     final: Mapping[str, str]
+    windowed_rotary: RotarySpec | None = None
 
     def window_of(self, layer: int) -> int:
-        """Tokens that the layer sees, itself included; 0: all before it."""
+        """Tokens that a token of this layer attends to, itself included; 0: no limit."""
         if self.window_pattern:
             return self.window if self.window_pattern[layer] else 0
         return self.window if layer >= self.first_windowed_layer else 0
+
+    def rotary_of(self, layer: int) -> RotarySpec | None:
+        is_windowed = self.window_of(layer) > 0 and self.windowed_rotary is not None
+        return self.windowed_rotary if is_windowed else self.rotary
 
     def softmax_scale_of(self, layer: int) -> float:
         return self.softmax_scale / (layer + 1) if self.scales_by_layer else self.softmax_scale
 
 
-def read_decoder(
+def read_layers(
     values: Values, table: Mapping[str, Any], *, num_layers: int, head_dim: int, activation: str
-) -> DecoderSpec | None:
-    """The choices of a causal family's checkpoint, None for an encoder family."""
+) -> LayerSpec:
+    """The choices of a checkpoint's layers. Raises CheckpointError for those that nothing runs."""
     architecture = table["architecture"]
-    if not architecture.get("causal", False):
-        return None
     if "ffn_gate" in table["layer"] and activation not in _GATES:
         raise CheckpointError(
             f"config.json: {values.names['activation']} means {activation!r}, this family's gate "
@@ -69,7 +75,8 @@ def read_decoder(
         )
     placement = _norm_placement(values)
     scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
-    return DecoderSpec(
+    return LayerSpec(
+        causal=architecture.get("causal", False),
         norm_placement=placement,
         norm=architecture["norm"],
         rotary=read_rotary(values, head_dim),

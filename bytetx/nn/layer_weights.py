@@ -1,14 +1,16 @@
-"""A causal model's layers from named tensors, whole or the share of one rank."""
+"""A model's layers from named tensors, all of them or the shard of one rank."""
 
 from collections.abc import Iterator
 
 import torch
 
-from bytetx.checkpoint.decoder_spec import LINEARS
+from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
-from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, WholeBlocks
-from bytetx.nn.decoder import Decoder, DecoderLayer
+from bytetx.errors import CheckpointError
+from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
+from bytetx.nn.fp8 import quantize_layer
+from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.gated import GatedWeight
@@ -16,38 +18,60 @@ from bytetx.ops.linear import LinearWeight
 from bytetx.parallel.layout import features
 
 
-def load_decoder(spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None) -> Decoder:
+def load_layers(
+    spec: ModelSpec,
+    load: TensorLoader,
+    *,
+    blocks: Blocks,
+    relative_bias: torch.Tensor | None = None,
+    fp8: bool = False,
+) -> Layers:
     """The layers from named tensors, which tensor_names lists; raises as TensorLoader does.
 
-    blocks: of layers that are split, only their own share is read.
+    blocks: of layers that are sharded, only the local shard is read.  fp8: layers of E4M3 rows.
     """
-    assert spec.decoder is not None
-    blocks = WholeBlocks(spec) if blocks is None else blocks
+    _check_attention(spec)
+    layer_spec, final_norm, indices = spec.layer_spec, None, range(spec.num_layers)
     reader = _LayerReader(spec, load, blocks)
-    rotary_spec, final_norm = spec.decoder.rotary, None
-    if spec.decoder.norm_placement != "post":
-        final_norm = reader.norm(spec.decoder.final["norm"], spec.hidden_size)
-    layers = [reader.layer(i) for i in range(spec.num_layers)]
-    tables = None  # made last: by now the tensors have shown that the sizes are true
-    if rotary_spec is not None:
-        options = {"max_positions": spec.max_positions, "device": load.device}
-        tables = rotary_tables(rotary_spec, **options)
-    return Decoder(
+    if layer_spec.norm_placement != "post":
+        final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
+    if fp8:
+        last = spec.num_layers - 1
+        weights = [quantize_layer(reader.layer(i), is_last=i == last) for i in indices]
+    else:
+        weights = [reader.layer(i) for i in indices]
+    # Made last: by now the tensors have shown that the sizes are true.
+    rotations = {layer_spec.rotary_of(i) for i in indices} - {None}
+    tables = {
+        rotation: rotary_tables(rotation, max_positions=spec.max_positions, device=load.device)
+        for rotation in rotations
+        if rotation is not None
+    }
+    return Layers(
         spec,
-        layers,
+        weights,
+        blocks=blocks,
         final_norm=final_norm,
         tables=tables,
-        blocks=blocks,
-        is_interleaved=load.shares and spec.decoder.qkv == "interleaved",
+        relative_bias=relative_bias,
+        is_interleaved=load.shares and layer_spec.qkv == "interleaved",
     )
+
+
+def _check_attention(spec: ModelSpec) -> None:
+    """What no attention kernel computes."""
+    has_window = any(spec.layer_spec.window_of(i) for i in range(spec.num_layers))
+    if has_window and not spec.is_causal:
+        raise CheckpointError(
+            f"{spec.family}: attention windows of layers that are not causal are not supported"
+        )
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name that the layers and the last norm need, lazily."""
-    own = spec.decoder
-    assert own is not None
-    has_shift = own.norm == "layer_norm"
-    norms = [own.final["norm"]] if own.norm_placement != "post" else []
+    layers = spec.layer_spec
+    has_shift = layers.norm == "layer_norm"
+    norms = [layers.final["norm"]] if layers.norm_placement != "post" else []
     for stem in norms:
         yield f"{stem}.weight"
         if has_shift:
@@ -57,7 +81,7 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
             name = stem.format(i=i)
             yield f"{name}.weight"
             is_head_norm = key in ("q_norm", "k_norm")
-            if key in own.biases or (key not in LINEARS and has_shift and not is_head_norm):
+            if key in layers.biases or (key not in LINEARS and has_shift and not is_head_norm):
                 yield f"{name}.bias"
 
 
@@ -65,16 +89,18 @@ class _LayerReader:
     """Reads one layer after the other in the layout that the family saves."""
 
     def __init__(self, spec: ModelSpec, load: TensorLoader, blocks: Blocks):
-        assert spec.decoder is not None
-        self.spec, self.own, self.load = spec, spec.decoder, load
+        self.spec, self.layer_spec, self.load = spec, spec.layer_spec, load
         self.num_heads, self.split = blocks.num_heads, blocks.split
-        self.heads = self.kv_heads = self.inner = None  # features that are read; None: all
+        # Features that are read; None: all.
+        self.heads: range | None = None
+        self.kv_heads: range | None = None
+        self.inner: range | None = None
         if self.split is not None:
             self.heads = features(self.split.heads, spec.head_dim)
             self.kv_heads = features(self.split.kv_heads, spec.head_dim)
             self.inner = self.split.inner
 
-    def layer(self, i: int) -> DecoderLayer:
+    def layer(self, i: int) -> LayerWeights:
         spec = self.spec
         names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
         hidden = spec.hidden_size
@@ -88,7 +114,7 @@ class _LayerReader:
         }
         qkv = self._qkv(names)
         attn_out, ffn_out = self._out_linears(names)
-        return DecoderLayer(
+        return LayerWeights(
             attn_norm=norms["attn_norm"],
             qkv=qkv,
             q_norm=head_norms.get("q_norm"),
@@ -100,40 +126,43 @@ class _LayerReader:
         )
 
     def norm(self, stem: str, size: int) -> NormWeight:
-        if self.own.norm == "layer_norm":
+        if self.layer_spec.norm == "layer_norm":
             return self.load.norm(stem, size)
         return NormWeight(self.load.tensor(f"{stem}.weight", (size,)), None)
 
     def _qkv(self, names: dict[str, str]) -> LinearWeight:
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        if self.own.qkv == "separate":
-            kinds = {"q": (q_rows, self.heads), "k": (kv_rows, self.kv_heads)}
-            kinds["v"] = kinds["k"]
+        if self.layer_spec.qkv == "separate":
+            kinds = (
+                ("q", q_rows, self.heads),
+                ("k", kv_rows, self.kv_heads),
+                ("v", kv_rows, self.kv_heads),
+            )
             parts = [
-                self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(own))
-                for key, (n, own) in kinds.items()
+                self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(local))
+                for key, n, local in kinds
             ]
             return self.load.fused_linear(parts)
         rows = q_rows + 2 * kv_rows
         outputs = self._fused_outputs(q_rows, kv_rows)
         weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
-        if self.own.qkv == "interleaved" and not self.load.shares:
-            weight = self._by_kind(weight)
-            bias = None if bias is None else self._by_kind(bias)
+        if self.layer_spec.qkv == "interleaved" and not self.load.shares:
+            weight = self._separate(weight)
+            bias = None if bias is None else self._separate(bias)
         return self.load.linear_from(weight, bias)
 
     def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
         """This rank's rows of a weight that holds q, k and v of all heads."""
-        if self.split is None:
+        if self.split is None or self.heads is None or self.kv_heads is None:
             return None
-        if self.own.qkv == "interleaved":
+        if self.layer_spec.qkv == "interleaved":
             return (features(self.split.heads, 3 * self.spec.head_dim),)
         kinds = ((self.heads, 0), (self.kv_heads, q_rows), (self.kv_heads, q_rows + kv_rows))
-        return tuple(range(own.start + first, own.stop + first) for own, first in kinds)
+        return tuple(range(local.start + first, local.stop + first) for local, first in kinds)
 
-    def _by_kind(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of (q, k, v) of each head in turn -> all of q, then k, then v; a copy."""
+    def _separate(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of (q, k, v) of one head after another -> all of q, then k, then v; a copy."""
         by_head = rows.unflatten(0, (self.num_heads, 3, self.spec.head_dim))
         return by_head.transpose(0, 1).reshape(rows.shape)
 
@@ -147,8 +176,8 @@ class _LayerReader:
         return self.load.gated(gate, up, gate_bias, up_bias)
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
-        """(the attention's, the feed-forward's); the sum of a split parallel block has one bias."""
-        spec, is_split = self.spec, self.split is not None
+        """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""
+        spec, is_sharded = self.spec, self.split is not None
         attended, inner = spec.num_heads * spec.head_dim, spec.intermediate_size
         of_heads = self._tensors(
             names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)
@@ -156,13 +185,13 @@ class _LayerReader:
         of_inner = self._tensors(
             names, "ffn_out", spec.hidden_size, inner, inputs=_ranges(self.inner)
         )
-        if is_split and self.own.norm_placement == "parallel":
+        if is_sharded and self.layer_spec.norm_placement == "parallel":
             biases = [bias for _, bias in (of_heads, of_inner) if bias is not None]
             of_heads = (of_heads[0], None)
             of_inner = (of_inner[0], torch.stack(biases).sum(0) if biases else None)
         return (
-            self.load.out_linear_from(*of_heads, is_split=is_split),
-            self.load.out_linear_from(*of_inner, is_split=is_split),
+            self.load.out_linear_from(*of_heads, is_sharded=is_sharded),
+            self.load.out_linear_from(*of_inner, is_sharded=is_sharded),
         )
 
     def _tensors(
@@ -175,24 +204,24 @@ class _LayerReader:
         outputs: tuple[range, ...] | None = None,
         inputs: tuple[range, ...] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [n, k] and bias [n] or None, whichever way round the weight is saved.
+        """Weight [n, k] and bias [n] or None, in whichever layout the weight is saved.
 
         outputs, inputs: of n, or of k, those that are read.
         """
-        is_turned = self.own.weight_layout == "conv1d"
+        is_transposed = self.layer_spec.weight_layout == "conv1d"
         part = bias_part = None
         if outputs is not None:
-            part, bias_part = Part(int(is_turned), outputs), Part(0, outputs)
+            part, bias_part = Part(int(is_transposed), outputs), Part(0, outputs)
         elif inputs is not None:
-            part = Part(int(not is_turned), inputs)
-        shape = (k, n) if is_turned else (n, k)
+            part = Part(int(not is_transposed), inputs)
+        shape = (k, n) if is_transposed else (n, k)
         weight = self.load.tensor(f"{names[key]}.weight", shape, part=part)
-        if is_turned:
+        if is_transposed:
             weight = weight.t().contiguous()
-        if key not in self.own.biases:
+        if key not in self.layer_spec.biases:
             return weight, None
         return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)
 
 
-def _ranges(own: range | None) -> tuple[range, ...] | None:
-    return None if own is None else (own,)
+def _ranges(local: range | None) -> tuple[range, ...] | None:
+    return None if local is None else (local,)

@@ -1,0 +1,323 @@
+"""A model's layers on packed tokens: encoders and causal models, sharded or not, cached or not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bytetx.checkpoint.rope_spec import RotarySpec
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.blocks import Blocks, ColumnWeight, NormWeight, OutWeight, Rows
+from bytetx.nn.kv_cache import KvCache, LayerCache
+from bytetx.nn.rotary import RotaryTables
+from bytetx.ops.attention import varlen_attention
+from bytetx.ops.attention_plan import AttentionPlan, plan_attention
+from bytetx.ops.paged import paged_attention, write_kv
+from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
+from bytetx.ops.rotary import rotary
+from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
+from bytetx.packed import PackedBatch
+
+OnLayer = Callable[[torch.Tensor], None]
+OnKv = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer; ffn_norm is None where a parallel layer has one norm for both halves."""
+
+    qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
+    attn_out: OutWeight
+    attn_norm: NormWeight
+    ffn_in: ColumnWeight
+    ffn_out: OutWeight
+    ffn_norm: NormWeight | None
+    q_norm: NormWeight | None = None
+    k_norm: NormWeight | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the layers of one forward pass share."""
+
+    batch: PackedBatch
+    rows: Rows
+    # cos, sin, rows of them
+    rotations: dict[RotarySpec, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    plans: dict[int, AttentionPlan | PagedPlan | None]  # by window; paged with a cache
+    cache: KvCache | None
+    on_kv: OnKv | None
+
+
+class Layers:
+    """The layers of a model, from embedded tokens to the last norm.
+
+    spec.layer_spec says what each layer computes.  With a cache, a token also attends to the keys
+    that the cache holds of its sequence.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Sequence[LayerWeights],
+        *,
+        blocks: Blocks,
+        final_norm: NormWeight | None = None,
+        tables: dict[RotarySpec, RotaryTables] | None = None,
+        relative_bias: torch.Tensor | None = None,
+        is_interleaved: bool = False,
+    ):
+        """final_norm: None where the layers are post-norm.  tables: of each rotation that
+        spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
+        varlen_attention.  is_interleaved: qkv has rows of q, k and v of each head in turn.
+        """
+        self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
+        self.weights, self.final_norm = list(weights), final_norm
+        self.tables = {} if tables is None else tables
+        self.relative_bias, self.is_interleaved = relative_bias, is_interleaved
+
+    @property
+    def is_capturable(self) -> bool:
+        """Dynamic rotary scaling needs the sequence lengths of a step."""
+        has_fixed_tables = all(spec.scaling != "dynamic" for spec in self.tables)
+        return has_fixed_tables and self.blocks.is_capturable
+
+    def run(
+        self,
+        embed_tokens: Callable[[], torch.Tensor],
+        batch: PackedBatch,
+        rows: Rows | None = None,
+        *,
+        cache: KvCache | None = None,
+        on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
+    ) -> torch.Tensor:
+        """[local rows, hidden_size] -> [total_tokens, hidden_size], after the last norm.
+
+        embed_tokens: returns the embedded tokens; called here, so that no frame above holds them
+        while the layers run.  on_layer: called with them and then with each layer's output, the
+        last one's after the last norm.  on_kv: without a cache, called with each layer's keys and
+        values after rotation, [total_tokens, num_kv_heads, head_dim]; views of all of qkv.
+        """
+        rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
+        step = self._prepare(batch, rows, cache, on_kv)
+        placement = self.layer_spec.norm_placement
+        x = embed_tokens()
+        if on_layer:
+            on_layer(rows.gather(x))
+        # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
+        h = x if placement == "post" else rows.norm(x, self.weights[0].attn_norm)
+        for i, layer in enumerate(self.weights):
+            is_last = i + 1 == len(self.weights)
+            if placement == "parallel":
+                attended = self._attention(h, layer, i, step)
+                if layer.ffn_norm is not None:
+                    h = rows.norm(x, layer.ffn_norm)
+                h, x = self._parallel_feed_forward(attended, h, x, i, rows)
+                del attended
+            else:
+                # Two calls, so that the activations of the first are freed before the second.
+                h, x = self._attention_half(h, x, i, step)
+                h, x = self._feed_forward(h, x, i, rows)
+            if on_layer:
+                on_layer(rows.gather(h if is_last else x))
+        return rows.gather(h)
+
+    def _prepare(
+        self, batch: PackedBatch, rows: Rows, cache: KvCache | None, on_kv: OnKv | None
+    ) -> _Pass:
+        if cache is not None and not self.layer_spec.causal:
+            raise ValueError("cache must be None: an encoder has no past")
+        if (cache is None) != (batch.past is None):
+            raise ValueError("cache and batch.past must be given both, or neither")
+        if cache is not None and len(cache.layers) != len(self.weights):
+            raise ValueError(
+                f"cache must have the model's {len(self.weights)} layers, got {len(cache.layers)}"
+            )
+        windows = {self.layer_spec.window_of(i) for i in range(len(self.weights))}
+        plans = {window: self._plan(batch, window) for window in windows}
+        rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
+        return _Pass(batch, rows, rotations, plans, cache, on_kv)
+
+    def _plan(self, batch: PackedBatch, window: int) -> AttentionPlan | PagedPlan | None:
+        if batch.past is None:
+            return plan_attention(
+                batch.cu_seqlens,
+                total_tokens=batch.total_tokens,
+                head_dim=self.spec.head_dim,
+                causal=self.layer_spec.causal,
+                window=window,
+                has_bias=self.relative_bias is not None,
+            )
+        return plan_paged_attention(
+            batch.cu_seqlens,
+            batch.past.kv_seqlens,
+            total_tokens=batch.total_tokens,
+            max_seqlen=batch.max_seqlen,
+            max_kv_seqlen=batch.past.max_kv_seqlen,
+            num_heads=self.blocks.num_heads,
+            num_kv_heads=self.blocks.num_kv_heads,
+            head_dim=self.spec.head_dim,
+            window=window,
+        )
+
+    def _attention_half(
+        self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.weights[i]
+        is_post = self.layer_spec.norm_placement == "post"
+        norm = layer.attn_norm if is_post else layer.ffn_norm
+        assert norm is not None  # only a parallel layer may lack ffn_norm
+        attended = self._attention(h, layer, i, step)
+        return self._add_and_norm(attended, layer.attn_out, x, norm, step.rows)
+
+    def _feed_forward(
+        self, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layer = self.weights[i]
+        inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
+        return self._add_and_norm(inner, layer.ffn_out, x, self._last_norm(i), rows)
+
+    def _parallel_feed_forward(
+        self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The feed-forward half of a parallel layer, and the sum of both halves."""
+        layer = self.weights[i]
+        inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
+        partial = rows.row_parallel_partial(attended, layer.attn_out)
+        norm = self._last_norm(i)
+        return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
+
+    def _add_and_norm(
+        self, y: torch.Tensor, w: OutWeight, x: torch.Tensor, norm: NormWeight, rows: Rows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what the next linear layer reads, the residual) after y @ w.T + bias + x."""
+        if self.layer_spec.norm_placement == "post":
+            x = rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
+            return x, x
+        return rows.row_parallel(y, w, residual=x, norm=norm)
+
+    def _last_norm(self, i: int) -> NormWeight:
+        """The norm behind layer i: its own, or the one that the next layer begins with."""
+        if self.layer_spec.norm_placement == "post":
+            norm = self.weights[i].ffn_norm
+        elif i + 1 < len(self.weights):
+            norm = self.weights[i + 1].attn_norm
+        else:
+            norm = self.final_norm
+        assert norm is not None  # families say so
+        return norm
+
+    def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
+        """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
+        batch, blocks = step.batch, self.blocks
+        heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
+        qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
+        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)  # views
+        scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
+        plan = step.plans[window]
+        if step.cache is not None:
+            cache = step.cache.layers[i]
+            q = self._write_kv(q, k, v, layer, i, step, cache)
+            assert not isinstance(plan, AttentionPlan)  # _plan made it
+            return _attend_paged(q, batch, cache, scale=scale, window=window, plan=plan).flatten(1)
+        q, k = self._rotate(q, k, layer, i, step)
+        if step.on_kv is not None:
+            step.on_kv(k, v)
+        assert not isinstance(plan, PagedPlan)
+        attended = varlen_attention(
+            q,
+            k,
+            v,
+            batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+            softmax_scale=scale,
+            causal=self.layer_spec.causal,
+            window=window,
+            relative_bias=self.relative_bias,
+            bias_positions=batch.bias_positions,
+            plan=plan,
+        )
+        return attended.flatten(1)
+
+    def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Features of q, then k, then v, in whichever order the weight has them."""
+        if not self.is_interleaved:
+            return qkv
+        by_head = qkv.view(-1, self.spec.num_heads, 3, self.spec.head_dim)
+        return by_head.transpose(1, 2).reshape(qkv.shape)
+
+    def _rotate(
+        self, q: torch.Tensor, k: torch.Tensor, layer: LayerWeights, i: int, step: _Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k after their norms and the rotation."""
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = norm_heads(q, layer.q_norm.weight, self.spec.norm_eps)
+            k = norm_heads(k, layer.k_norm.weight, self.spec.norm_eps)
+        rotation = self.layer_spec.rotary_of(i)
+        if rotation is not None:
+            for heads in (q, k):
+                options = step.rotations[rotation]
+                rotary(heads, *options, is_interleaved=rotation.is_interleaved)
+        return q, k
+
+    def _write_kv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: LayerWeights,
+        i: int,
+        step: _Pass,
+        cache: LayerCache,
+    ) -> torch.Tensor:
+        """q after its norm and rotation; k, after its own, and v are then in their pages."""
+        assert step.batch.past is not None  # _prepare checked it
+        slots = step.batch.past.slot_mapping
+        rotation = self.layer_spec.rotary_of(i)
+        if rotation is None:
+            q, k = self._rotate(q, k, layer, i, step)
+            write_kv(k, v, cache.k_cache, cache.v_cache, slots)
+            return q
+        return rotary_write_kv(
+            q,
+            k,
+            v,
+            *step.rotations[rotation],
+            cache.k_cache,
+            cache.v_cache,
+            slots,
+            is_interleaved=rotation.is_interleaved,
+            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
+            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            eps=self.spec.norm_eps,
+        )
+
+
+def _attend_paged(
+    q: torch.Tensor,
+    batch: PackedBatch,
+    cache: LayerCache,
+    *,
+    scale: float,
+    window: int,
+    plan: PagedPlan | None,
+) -> torch.Tensor:
+    """Attention over all keys in the pages, those of this step among them."""
+    past = batch.past
+    assert past is not None  # _prepare checked it
+    return paged_attention(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        cu_seqlens=batch.cu_seqlens,
+        page_table=past.page_table,
+        kv_seqlens=past.kv_seqlens,
+        max_seqlen=batch.max_seqlen,
+        max_kv_seqlen=past.max_kv_seqlen,
+        softmax_scale=scale,
+        window=window,
+        plan=plan,
+        # The kernel right before this one is _write_kv's, which waits for those before it.
+        settled=Settled.KEYS if past.is_settled else Settled.TABLES,
+    )
