@@ -1,6 +1,7 @@
 // Ops that several GPUs do together: the part of ops.h that only cuda implements, in comm/.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 #include "ops.h"
@@ -35,7 +36,7 @@ struct PeerMemory {
 };
 
 // Ranks own rows row_offsets[rank] to row_offsets[rank + 1] of m; any numbers that do not fall.
-using RowOffsets = int64_t[kMaxPeers + 1];
+using RowOffsets = std::array<int64_t, kMaxPeers + 1>;
 
 // cuda only. d = act(rows b^T + bias) of everyone's rows. A quarter of peers' buffers holds
 // them: (m + 128) * k elements.
@@ -68,8 +69,8 @@ struct GemmSumParams {
 
 // Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops
 // take those of linear() that have 128 rows.
-int32_t num_push_tilings();
-LinearTiling push_tiling(int32_t index);
+int32_t num_gemm_all_reduce_tilings();
+LinearTiling gemm_all_reduce_tiling(int32_t index);
 
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
@@ -81,14 +82,31 @@ void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
 // the inbox holds all ranks' parts of an owner's rows, and m rows of sums.
 void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
-// Rows that copy engines move beside cuBLAS's GEMMs. All ranks meet; each sends one copy to every
-// other rank, to `place` in that one's memory, on a stream for copies; then it waits for theirs.
-// A copy may go in two, of which the first is told as the early one.
-void meet(const PeerMemory& peers, const Launch& launch);
-void send_copy(const PeerMemory& peers, int32_t to, void* place, const void* rows, int64_t bytes,
-               bool is_early, const Launch& launch);
-// sources: a bit for each rank that is waited for.
-void await_copies(const PeerMemory& peers, uint32_t sources, bool is_early, const Launch& launch);
+// Rows that copy engines move beside cuBLAS's GEMMs. After a barrier of all ranks each sends one
+// copy to every other rank, on a stream for copies, and waits for theirs. A copy may go in two
+// pieces, of which the first is announced as the early one.
+struct BarrierParams {
+    PeerMemory peers;
+};
+void barrier(const BarrierParams& p, const Launch& launch);
+
+struct SendCopyParams {
+    PeerMemory peers;
+    int32_t to;        // the rank that receives
+    void* place;       // in its memory
+    const void* rows;  // bytes
+    int64_t bytes;
+    bool is_early;
+};
+void send_copy(const SendCopyParams& p, const Launch& launch);
+
+struct WaitCopiesParams {
+    PeerMemory peers;
+    uint32_t sources;  // a bit for each rank that is waited for
+    bool is_early;
+};
+void wait_copies(const WaitCopiesParams& p, const Launch& launch);
+
 // As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m,
 // n].
 void sum_copies(const GemmSumParams& p, const Launch& launch);

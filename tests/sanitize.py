@@ -173,7 +173,7 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
 
     workspace, (count, width) = group.peers[0].workspace, rows.shape
     copies, vector = workspace.copies, some(width, dtype=rows.dtype)
-    copies.meet()
+    copies.barrier()
     copies.send(rows, 0, 0)
     copies.wait([])
     copies.end()

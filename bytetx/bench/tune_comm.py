@@ -188,7 +188,7 @@ def _flop(layer: Layer, m: int) -> float:
 def _pushing(layer: Layer, m: int) -> list[CommPlan]:
     """Tilings of gemm_all_reduce for m rows, whole and with each number of splits, few first."""
     found = []
-    for name, rows, columns, is_for_few in native.push_tilings():
+    for name, rows, columns, is_for_few in native.gemm_all_reduce_tilings():
         if not is_for_few:
             found += [CommPlan(name)] * (m >= rows)
         elif (rows <= 64 or m > 64) and (rows > 64 or m <= 256):

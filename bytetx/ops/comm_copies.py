@@ -46,9 +46,10 @@ class CopyMemory:
         piece = self.own[first * row_bytes : (first + count) * row_bytes]
         return piece.view(like.dtype).view(count, like.shape[1])
 
-    def meet(self) -> None:
-        """From here on every rank's region may be written."""
-        native.kernel("meet", self.own.device)(self.memory, *native.launch_args(self.own.device))
+    def barrier(self) -> None:
+        """After it every rank's region may be written."""
+        launch = native.launch_args(self.own.device)
+        native.kernel("barrier", self.own.device)(self.memory, *launch)
 
     def send(self, rows: Tensor, to: int, first: int, *, is_early: bool = False) -> None:
         """Rows, when the current stream has come here, to row `first` of a rank's region.
@@ -73,7 +74,7 @@ class CopyMemory:
     def wait(self, sources: Iterable[int], *, is_early: bool = False) -> None:
         """Until what these ranks have sent is here, or the first of their two copies."""
         mask = sum(1 << source for source in sources)
-        native.kernel("await_copies", self.own.device)(
+        native.kernel("wait_copies", self.own.device)(
             self.memory, mask, is_early, *native.launch_args(self.own.device)
         )
 
@@ -93,7 +94,7 @@ def all_gather_gemm(
     """On checked arguments that fit; as of comm_gemm.all_gather_gemm."""
     plain = w.fused if isinstance(w, GatedWeight) else w
     own, end = row_offsets[copies.rank], row_offsets[copies.rank + 1]
-    copies.meet()
+    copies.barrier()
     for turn in range(1, copies.size):
         copies.send(x, (copies.rank - turn) % copies.size, own)
     rows = copies.rows(0, row_offsets[-1], x)
@@ -122,7 +123,7 @@ def partial_sums(
     partial: Tensor | None,
 ) -> Tensor:
     """All ranks' x @ w.T + partial of this rank's rows, [size * own rows, n], in its region."""
-    copies.meet()
+    copies.barrier()
     sent = _send_products(x, w, copies, row_offsets, partial=partial)
     own, parts = _own(x, copies, row_offsets), _parts(x, w, copies, row_offsets)
     part = parts[copies.rank * len(own) : (copies.rank + 1) * len(own)]
@@ -149,7 +150,7 @@ def added_sums(
     its own rows, to which it adds them.  tiling: of the GEMM that does.
     """
     rank, size = copies.rank, copies.size
-    copies.meet()
+    copies.barrier()
     sent = _send_products(x, w, copies, row_offsets, are_last_halved=True)
     own = _own(x, copies, row_offsets)
     h = own.new_empty((len(own), w.n))

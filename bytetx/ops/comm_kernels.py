@@ -14,6 +14,7 @@ from bytetx.ops import native
 from bytetx.ops.check import is_aligned
 from bytetx.ops.comm_plan import COPIED, PUSHES, TWO_SHOTS, CommPlan, Op, tiling_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
+from bytetx.ops.native_params import LinearParams, NormParams
 
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
 TIMEOUT_CYCLES = 20_000_000_000
@@ -95,22 +96,21 @@ def all_gather_gemm(
     """The fused kernel on checked arguments."""
     total_tokens, x = row_offsets[-1], _aligned(x)
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
-    native.kernel("all_gather_gemm", x.device)(
+    linear = LinearParams(
         x.data_ptr(),
         w.weight.data_ptr(),
-        0 if w.bias is None else w.bias.data_ptr(),
-        d.data_ptr(),
-        total_tokens,
-        w.n,
-        w.k,
-        ACTIVATIONS.index(activation),
-        is_gated,
-        tiling_index("all_gather_gemm", plan.way),
-        memory,
-        list(row_offsets),
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        bias=0 if w.bias is None else w.bias.data_ptr(),
+        d=d.data_ptr(),
+        m=total_tokens,
+        n=w.n,
+        k=w.k,
+        activation=ACTIVATIONS.index(activation),
+        gated=is_gated,
+        tiling=tiling_index("all_gather_gemm", plan.way),
+        dtype=native.DTYPE_CODES[x.dtype],
     )
+    launch = native.launch_args(x.device)
+    native.kernel("all_gather_gemm", x.device)(linear, memory, row_offsets, *launch)
     return d
 
 
@@ -145,28 +145,37 @@ def gemm_sum(
     out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
     op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
     name = _UNFUSED_KERNELS.get(COPIED if plan.is_copied else plan.way, op)
-    native.kernel(name, x.device)(
+    dtype = native.DTYPE_CODES[x.dtype]
+    linear = LinearParams(
         x.data_ptr(),
         w.weight.data_ptr(),
-        0 if partial is None else partial.data_ptr(),
-        m,
-        w.n,
-        w.k,
-        tiling_index(op, plan.tiling) if plan.is_fused else 0,
-        plan.splits,
+        residual=0 if partial is None else partial.data_ptr(),
+        m=m,
+        n=w.n,
+        k=w.k,
+        tiling=tiling_index(op, plan.tiling) if plan.is_fused else 0,
+        splits=plan.splits,
+        dtype=dtype,
+    )
+    norm = NormParams(
+        residual=residual.data_ptr(),
+        out=out.data_ptr(),
+        sum_out=h.data_ptr(),
+        weight=norm_weight.data_ptr(),
+        bias=0 if norm_bias is None else norm_bias.data_ptr(),
+        total_tokens=own_rows,
+        hidden_size=w.n,
+        eps=eps,
+        dtype=dtype,
+    )
+    native.kernel(name, x.device)(
+        linear,
+        norm,
         0 if bias is None else bias.data_ptr(),
-        residual.data_ptr(),
-        out.data_ptr(),
-        h.data_ptr(),
-        norm_weight.data_ptr(),
-        0 if norm_bias is None else norm_bias.data_ptr(),
-        own_rows,
-        eps,
+        memory,
+        row_offsets,
         is_rms,
         plan.is_fused and plan.adds_parts and partial is None,
-        memory,
-        list(row_offsets),
-        native.DTYPE_CODES[x.dtype],
         *native.launch_args(x.device),
     )
     return out, h
@@ -192,23 +201,20 @@ def gemm_add_parts(
     """
     first, end = rows
     x, residual = _aligned(x), _aligned(residual)
-    native.kernel("gemm_add_parts", x.device)(
+    linear = LinearParams(
         x[first:].data_ptr(),
         w.weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        residual[first:].data_ptr(),
-        out[first:].data_ptr(),
-        end - first,
-        w.n,
-        w.k,
-        tiling_index("gemm_reduce_scatter", tiling),
-        parts[first:].data_ptr(),
-        len(out),
-        rank,
-        size,
-        native.DTYPE_CODES[x.dtype],
-        *native.launch_args(x.device),
+        bias=0 if bias is None else bias.data_ptr(),
+        residual=residual[first:].data_ptr(),
+        d=out[first:].data_ptr(),
+        m=end - first,
+        n=w.n,
+        k=w.k,
+        tiling=tiling_index("gemm_reduce_scatter", tiling),
+        dtype=native.DTYPE_CODES[x.dtype],
     )
+    parts_address, launch = parts[first:].data_ptr(), native.launch_args(x.device)
+    native.kernel("gemm_add_parts", x.device)(linear, parts_address, len(out), rank, size, *launch)
 
 
 def _aligned(x: Tensor) -> Tensor:

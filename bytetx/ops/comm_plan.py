@@ -162,14 +162,14 @@ def tilings(layer: Layer) -> list[str]:
     if layer.op == "column_gemm":
         return []
     if layer.op == "gemm_all_reduce":
-        return [name for name, *_ in native.push_tilings()]
+        return [name for name, *_ in native.gemm_all_reduce_tilings()]
     return [_GATED_TILING] if layer.is_gated else list(_MANY_ROWS)
 
 
 @cache
 def tiling_index(op: Op, name: str) -> int:
     """As the kernel counts them."""
-    own = native.push_tilings() if op == "gemm_all_reduce" else native.linear_tilings()
+    own = native.gemm_all_reduce_tilings() if op == "gemm_all_reduce" else native.linear_tilings()
     return next(i for i, tiling in enumerate(own) if tiling[0] == name)
 
 

@@ -40,9 +40,9 @@ OPS = (
     "all_reduce_two_shot",
     "sum_copies",
     "gemm_add_parts",
-    "meet",
+    "barrier",
     "send_copy",
-    "await_copies",
+    "wait_copies",
 )
 # FP8, and GEMMs that carry communication.
 _GPU_OPS = ("quantize_rows", *OPS[OPS.index("fp8_linear") :])
@@ -68,7 +68,7 @@ _modules = _load_modules()
 def kernel(op: str, device: torch.device) -> Callable[..., None] | None:
     """The native kernel of `op` for tensors on `device`, or None where the reference runs.
 
-    Call it with addresses, sizes and scalars in csrc/bindings.cpp's order, then
+    Call it with the fields of its Params struct (csrc/ops.h), in their order, then
     `*launch_args(device)`. Whether it takes the dtype and shape at hand is the op's to check.
     """
     found = _lookup(op, device.type, device.index)
@@ -99,10 +99,10 @@ def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
     return [] if isinstance(module, str) else module.fp8_linear_tilings()
 
 
-def push_tilings() -> list[tuple[str, int, int, bool]]:
+def gemm_all_reduce_tilings() -> list[tuple[str, int, int, bool]]:
     """The same of the kernel `gemm_all_reduce`."""
     module = _modules["cuda"]
-    return [] if isinstance(module, str) else module.push_tilings()
+    return [] if isinstance(module, str) else module.gemm_all_reduce_tilings()
 
 
 @cache

@@ -182,8 +182,9 @@ def _plan_for(
         )
         assert plan is not None  # takes_paged_plan said that there is a kernel
         return plan
-    heads = (plan.num_heads, plan.num_kv_heads, plan.head_dim)
-    made_for = (plan.batch_size, plan.total_tokens, *heads, plan.window)
+    params = plan.params
+    heads = (params.num_heads, params.num_kv_heads, plan.head_dim)
+    made_for = (params.batch_size, params.total_tokens, *heads, plan.window)
     wanted = (len(kv_seqlens), total_tokens, num_heads, k_cache.shape[2], head_dim, window)
     if made_for != wanted:
         raise ValueError(

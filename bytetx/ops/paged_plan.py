@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native
+from bytetx.ops.native_params import PagedPlanParams
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 128
@@ -28,26 +29,17 @@ class Settled(IntEnum):
 class PagedPlan:
     """Which keys each part of the paged kernels reads; made by plan_paged_attention, on the device.
 
+    params: what it was made for, with addresses in the tensors below.  head_dim, window: as given.
     buffer: uint8, the plan in the layout of csrc/cuda/paged_plan.cuh, behind it the workspace that
     all calls with this plan use in turn: they must run one behind the other on one stream.
-    The rest is what the plan was made for and holds for.
     """
 
-    buffer: Tensor
-    plan_bytes: int
-    cu_seqlens: Tensor
-    kv_seqlens: Tensor
-    total_tokens: int
-    max_seqlen: int
-    max_kv_seqlen: int
-    num_heads: int
-    num_kv_heads: int
+    params: PagedPlanParams
     head_dim: int
     window: int
-
-    @property
-    def batch_size(self) -> int:
-        return self.kv_seqlens.shape[0]
+    buffer: Tensor
+    cu_seqlens: Tensor
+    kv_seqlens: Tensor
 
 
 def plan_paged_attention(
@@ -74,25 +66,25 @@ def plan_paged_attention(
     if not has_paged_kernel(device) or batch_size == 0 or total_tokens == 0:
         return None
     kernels = _kernels(device)
-    lengths = (batch_size, total_tokens, max_seqlen, max_kv_seqlen)
-    sizes = (*lengths, num_heads, num_kv_heads, min(window, native.MAX_WINDOW))
-    plan_bytes, workspace_bytes = kernels.bytes(*sizes, head_dim)
-    buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
-    addresses = (cu_seqlens.data_ptr(), kv_seqlens.data_ptr(), buffer.data_ptr())
-    kernels.plan(*addresses, plan_bytes, *sizes, *native.launch_args(device))
-    return PagedPlan(
-        buffer,
-        plan_bytes,
-        cu_seqlens,
-        kv_seqlens,
-        total_tokens,
-        max_seqlen,
-        max_kv_seqlen,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        window,
+    params = PagedPlanParams(
+        cu_seqlens=cu_seqlens.data_ptr(),
+        kv_seqlens=kv_seqlens.data_ptr(),
+        plan=0,
+        plan_bytes=0,
+        batch_size=batch_size,
+        total_tokens=total_tokens,
+        max_seqlen=max_seqlen,
+        max_kv_seqlen=max_kv_seqlen,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        window=min(window, native.MAX_WINDOW),
+        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads),
     )
+    plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
+    buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
+    params = params._replace(plan=buffer.data_ptr(), plan_bytes=plan_bytes)
+    kernels.plan(*params, *native.launch_args(device))
+    return PagedPlan(params, head_dim, window, buffer, cu_seqlens, kv_seqlens)
 
 
 def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float) -> bool:
@@ -123,28 +115,19 @@ def run_planned(
     """The Hopper kernels on checked arguments that takes_paged_plan accepts."""
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    operands = (q, k_cache, v_cache, out, page_table, plan.cu_seqlens, plan.kv_seqlens)
-    plan_address = plan.buffer.data_ptr()
+    operands = (q, k_cache, v_cache, out, page_table)
     _kernels(q.device).attention(
         *map(Tensor.data_ptr, operands),
-        plan_address,
-        plan.plan_bytes,
-        plan_address + plan.plan_bytes,
-        plan.buffer.shape[0] - plan.plan_bytes,
-        plan.batch_size,
-        plan.total_tokens,
-        plan.max_seqlen,
-        plan.max_kv_seqlen,
-        plan.num_heads,
-        plan.num_kv_heads,
-        min(plan.window, native.MAX_WINDOW),
-        plan.head_dim,
+        plan.params,
+        plan.params.plan + plan.params.plan_bytes,
+        plan.buffer.shape[0] - plan.params.plan_bytes,
         page_table.shape[1],
         k_cache.shape[1],
+        plan.head_dim,
         q.stride(0),
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
-        int(settled),
+        settled,
         *native.launch_args(q.device),
     )
     return out
@@ -156,14 +139,15 @@ def has_paged_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    bytes: Callable[..., Any]
+    tile_tokens: Callable[[int, int], int]
+    bytes: Callable[[PagedPlanParams, int], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]
 
 
 @cache
 def _kernels(device: torch.device) -> _Kernels:
-    names = ("paged_plan_bytes", "paged_plan", "planned_paged_attention")
+    names = ("paged_tile_tokens", "paged_plan_bytes", "paged_plan", "planned_paged_attention")
     found = [native.kernel(name, device) for name in names]
     assert all(found)  # one module has all of them
     return _Kernels(*found)

@@ -63,12 +63,12 @@ void check_all_reduce(const GemmSumParams& p, To to) {
 
 }  // namespace
 
-int32_t num_push_tilings() { return sizeof(kPushes) / sizeof(Entry); }
+int32_t num_gemm_all_reduce_tilings() { return sizeof(kPushes) / sizeof(Entry); }
 
-LinearTiling push_tiling(int32_t index) {
-    if (index < 0 || index >= num_push_tilings()) {
+LinearTiling gemm_all_reduce_tiling(int32_t index) {
+    if (index < 0 || index >= num_gemm_all_reduce_tilings()) {
         throw std::invalid_argument("gemm_all_reduce has tilings 0 to " +
-                                    std::to_string(num_push_tilings() - 1) + ", got " +
+                                    std::to_string(num_gemm_all_reduce_tilings() - 1) + ", got " +
                                     std::to_string(index));
     }
     return kPushes[index].tiling;
@@ -100,7 +100,7 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
 }
 
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch) {
-    push_tiling(p.linear.tiling);
+    gemm_all_reduce_tiling(p.linear.tiling);
     const Entry& entry = kPushes[p.linear.tiling];
     check_all_reduce(p, entry.to);
     if (p.linear.m == 0) return;

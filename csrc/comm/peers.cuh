@@ -14,7 +14,7 @@
 // stands between a word and the news of it. The reader sets it back. What copy engines bring has a
 // region of its own, of which this file knows nothing but the words that say that it has come
 // (kArrived; kEarly of the first of two copies), and that all ranks have read what came before
-// (kMet).
+// (kBarrier).
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ namespace bytetx::comm {
 // Flag words of a rank.
 constexpr int kStarted = 0;              // [source] its last all_gather_gemm that has begun
 constexpr int kSumStarted = kMaxPeers;   // [source] its last sum that has begun
-constexpr int kMet = 2 * kMaxPeers;      // [source] its last call that copies rows
+constexpr int kBarrier = 2 * kMaxPeers;  // [source] its last call that copies rows
 constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
 constexpr int kEarly = 4 * kMaxPeers;    // [source] the last whose early copies have come
 constexpr int kCounters = 5 * kMaxPeers;

@@ -91,7 +91,7 @@ def test_the_tuner_keeps_the_plans_of_others(tmp_path: Path) -> None:
 def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes = [("64x64", 64, 64, True), ("128x128", 128, 128, True)]
     pushes.append(("many-128x192", 128, 192, False))
-    monkeypatch.setattr("bytetx.ops.native.push_tilings", lambda: pushes)
+    monkeypatch.setattr("bytetx.ops.native.gemm_all_reduce_tilings", lambda: pushes)
     few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
     assert [(p.way, p.splits) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
     assert [p.way for p in few[-4:]] == ["linear-push", "cublas-push", "linear", "cublas"]
@@ -269,7 +269,7 @@ def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() 
 def test_decode_steps_try_every_way_of_one_sum_and_then_of_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(native, "push_tilings", lambda: [("64x64", 64, 64, True)])
+    monkeypatch.setattr(native, "gemm_all_reduce_tilings", lambda: [("64x64", 64, 64, True)])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     tried: list[dict[str, tune_layers.Plans]] = []
 

@@ -43,7 +43,7 @@ class Copies:
     def rows(self, first: int, count: int, like: Tensor) -> Tensor:
         return _rows(self._host.regions[self.rank], like.shape[1])[first : first + count]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._host.barrier.wait(TIMEOUT)
 
     def send(self, rows: Tensor, to: int, first: int, *, is_early: bool = False) -> None:

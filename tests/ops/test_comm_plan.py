@@ -35,7 +35,7 @@ LINES = {
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(native, "push_tilings", lambda: PUSHES)
+    monkeypatch.setattr(native, "gemm_all_reduce_tilings", lambda: PUSHES)
     monkeypatch.setattr(comm_plan, "_table", lambda: LINES)
     plan_comm.cache_clear()
     yield

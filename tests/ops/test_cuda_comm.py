@@ -51,7 +51,7 @@ def test_against_float64(group: Group, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> None:
-    for name, rows, *_ in native.push_tilings():
+    for name, rows, *_ in native.gemm_all_reduce_tilings():
         for splits in (1, 2, 3, 5, 8):
             options = {"is_dealt": False, "plan": CommPlan(name, splits)}
             layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
