@@ -60,7 +60,7 @@ from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 
 if TYPE_CHECKING:
-    from bytetx.executor.torchrun import TorchrunLead
+    from bytetx.executor.torchrun import TorchrunLeader
 
 logger = logging.getLogger("bytetx")
 
@@ -72,7 +72,7 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    tp: "int | TorchrunLead" = 1,
+    tp: "int | TorchrunLeader" = 1,
     token_budget: int | None = None,
     cuda_graphs: bool = True,
     group_timeout: float = DEFAULT_LIMIT_S,
@@ -136,16 +136,17 @@ class Model(GenerationMixin):
         self._is_closed = False
         self._runner = Runner(
             checkpoint.transformer,
+            executor=checkpoint.executor,
             device=checkpoint.device,
             token_budget=self.token_budget,
             cuda_graphs=cuda_graphs,
         )
 
     def close(self) -> None:
-        """Ends the other ranks of a model loaded with tp; the model is of no use then."""
+        """Ends the workers of a model loaded with tp; the model cannot be used after that."""
         self._is_closed = True
         self._idle_engines.clear()  # their graphs hold collectives of the group
-        self.checkpoint.close()
+        self.checkpoint.executor.close()
 
     def __enter__(self) -> "Model":
         return self
@@ -162,7 +163,7 @@ class Model(GenerationMixin):
         Raises pickle.PicklingError for a model of several ranks and for one that was closed.
         """
         checkpoint = self.checkpoint
-        if checkpoint.transformer.blocks.split is not None:
+        if checkpoint.transformer.blocks.shard is not None:
             raise pickle.PicklingError(
                 "a model loaded with tp cannot be pickled: its ranks belong to this process; load "
                 "it in the other process"

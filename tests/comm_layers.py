@@ -27,7 +27,7 @@ from bytetx.ops.comm_plan import (
 )
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
-from bytetx.parallel.layout import deal
+from bytetx.parallel.layout import shard_offsets
 
 EPS = 1e-5
 
@@ -69,7 +69,7 @@ class Layer:
 def random_offsets(total: int, size: int) -> tuple[int, ...]:
     kind = random.randrange(3)
     if kind == 0:
-        return deal(total, size, step=random.choice([16, 128, 256]))
+        return shard_offsets(total, size, step=random.choice([16, 128, 256]))
     return 0, *sorted(random.randint(0, total) for _ in range(size - 1)), total
 
 

@@ -20,7 +20,7 @@ from bytetx.ops.comm_gemm import RowNorm, all_gather_gemm, gemm_all_reduce, gemm
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.ops.norm import layer_norm
-from bytetx.parallel.layout import deal
+from bytetx.parallel.layout import shard_offsets
 
 # Of a suite: (model, layer) -> outputs and inputs of all ranks.
 _GATHER_LAYERS = {
@@ -81,7 +81,7 @@ def shapes(op: str, size: int) -> list[Shape]:
 def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     """Ours; cuBLAS and NCCL behind one another; torch's fused op. All without bias, as it is."""
     m, n, k = shape.m, shape.n // ranks.size, shape.k
-    offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=_row_step(m, ranks.size))
     weights = _weights(n, k, shape.dtype)
     options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
@@ -111,7 +111,7 @@ def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     """Ours with bias, residual and norm; cuBLAS and NCCL, torch's op: without and with a norm."""
     m, n, k = shape.m, shape.n, shape.k // ranks.size
-    offsets = deal(m, ranks.size, step=_row_step(m, ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=_row_step(m, ranks.size))
     options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
     weights = _weights(n, k, shape.dtype)
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]

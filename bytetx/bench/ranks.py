@@ -13,7 +13,7 @@ from bytetx.bench.gpu import SAMPLE_US, SAMPLES, Run, capture, left_out, orders,
 from bytetx.bench.suite import Measurement
 from bytetx.errors import BytetxError
 from bytetx.ops.comm_gemm import Peers
-from bytetx.parallel.symmetric import turn_multicast_off
+from bytetx.parallel.symmetric import disable_multicast
 from bytetx.parallel.tp import TpGroup, join_group
 
 NOTES = (
@@ -52,7 +52,7 @@ def this_rank() -> int | None:
     """This process's rank, when the ranks have met; None where torchrun did not start it."""
     if not dist.is_torchelastic_launched():
         return None
-    turn_multicast_off()  # before NCCL and symmetric memory look for it
+    disable_multicast()  # before NCCL and symmetric memory look for it
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())
     return dist.get_rank()

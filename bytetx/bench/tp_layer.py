@@ -143,11 +143,11 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 
 def _shared_runs(shape: Shape, ours: Share, group: TpGroup) -> dict[str, Run]:
     """Everything that all ranks do together."""
-    spec, split, count = ours.spec, ours.blocks.split, len(ours.layers)
+    spec, shard, count = ours.spec, ours.blocks.shard, len(ours.layers)
     # NCCL takes equal shares, and would have others padded.
     rows = RowScheme(group.rows.shard_from_tokens, ((0, 1),))
     plain_group = replace(group, workspace=None, rows=rows)
-    plain, silent = (ShardedBlocks(spec, plain_group, split) for _ in range(2))
+    plain, silent = (ShardedBlocks(spec, plain_group, shard) for _ in range(2))
     silent.peers = replace(silent.peers, collectives=NoCollectives(group.rank))
     batch, cache = _step(shape, ours)
     sizes = {"count": count, "dtype": ours.like.dtype}

@@ -18,7 +18,7 @@ from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.packed import PackedBatch, Past, pack_columns
-from bytetx.parallel.layout import split_model
+from bytetx.parallel.layout import shard_model
 from bytetx.parallel.tp import TpGroup
 
 _PAGE_SIZE = 16
@@ -73,15 +73,15 @@ def random_share(
     dtype: torch.dtype,
     device: torch.device | str = "cuda",
 ) -> Share:
-    """`count` layers, of the sizes that blocks.split says."""
+    """`count` layers, of the sizes that blocks.shard says."""
     like = torch.empty(0, dtype=dtype, device=device)
     return Share(spec, blocks, [_layer(spec, blocks, like) for _ in range(count)])
 
 
 def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.dtype) -> Share:
     """`count` layers, of which this rank holds its share; every rank calls it."""
-    split = split_model(spec, rank=group.rank, size=group.size)
-    blocks = ShardedBlocks(spec, group, split)
+    shard = shard_model(spec, rank=group.rank, size=group.size)
+    blocks = ShardedBlocks(spec, group, shard)
     share = random_share(spec, blocks, count=count, dtype=dtype, device=group.device)
     blocks.sync_kernel_support(share.layers)
     return share
@@ -114,7 +114,7 @@ def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:
     rows = blocks.begin(batch.total_tokens)
     like = share.like
     x = _randn(like, batch.total_tokens, spec.hidden_size)
-    x = rows.shard(x).clone()
+    x = rows.local(x).clone()
     if hasattr(rows, "_offsets"):
         rows.gather = _as_it_is
     rotary, is_post = spec.layer_spec.rotary, spec.layer_spec.norm_placement == "post"
@@ -170,7 +170,7 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
     hidden, heads, kv_heads = spec.hidden_size, blocks.num_heads, blocks.num_kv_heads
-    inner = spec.intermediate_size if blocks.split is None else len(blocks.split.inner)
+    inner = spec.intermediate_size if blocks.shard is None else len(blocks.shard.inner)
     biases = set(spec.layer_spec.biases)
     biases |= {"qkv"} if "q" in biases else set()
     weight = partial(_linear, like)
@@ -196,7 +196,7 @@ def _linear(like: Tensor, n: int, k: int, *, has_bias: bool) -> LinearWeight:
 
 def _out_linear(like: Tensor, blocks: Blocks, n: int, k: int, *, has_bias: bool) -> OutWeight:
     """Of a rank the weight alone, with the bias beside it."""
-    if blocks.split is None:
+    if blocks.shard is None:
         return _linear(like, n, k, has_bias=has_bias)
     bias = _randn(like, n) if has_bias else None
     return RowWeight(_linear(like, n, k, has_bias=False), bias)

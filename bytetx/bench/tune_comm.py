@@ -45,7 +45,7 @@ from bytetx.ops.comm_plan import (
 )
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
-from bytetx.parallel.layout import deal, has_even_shares, split_model
+from bytetx.parallel.layout import has_even_shards, shard_model, shard_offsets
 
 OPS: dict[str, Op] = {
     "ag_gemm": "all_gather_gemm",
@@ -141,9 +141,9 @@ def lines_of(suite: str, tp: int, *, patterns: Iterable[str] = ()) -> list[Line]
 def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
     for model in MODELS:
         spec = spec_of(model)
-        if not has_even_shares(spec, tp):
+        if not has_even_shards(spec, tp):
             continue
-        split = split_model(spec, rank=0, size=tp)
+        split = shard_model(spec, rank=0, size=tp)
         heads, inner, hidden = len(split.heads), len(split.inner), spec.hidden_size
         is_gated = "ffn_gate" in spec.layer
         if op in ("all_gather_gemm", _COLUMN):
@@ -257,7 +257,7 @@ def _weights(layer: Layer, *, count: int | None = None) -> list[LinearWeight | G
 
 
 def _gather(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
-    offsets = deal(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     x = _randn(own, layer.k)
 
@@ -269,7 +269,7 @@ def _gather(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
 
 
 def _scatter(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
-    offsets = deal(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     x, options = _randn(m, layer.k), _sum_options(layer, own)
 

@@ -55,29 +55,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
-    """The ranks that torchrun started, which this one leads; None where it started none.
+    """The ranks that torchrun started, of which this one is the leader; None where it started none.
 
     Of torchrun its environment is trusted, and its store is not used: it listens on every
     interface. Ranks talk to processes of the same user on this machine, and to nobody else.
-    Any other rank follows until it is told to end, and ends here.
+    Any other rank is a worker until rank 0 closes, and ends here.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
         yield None
         return
-    from bytetx.executor.torchrun import TorchrunLead, torchrun_rank
+    from bytetx.executor.torchrun import TorchrunLeader, torchrun_rank
 
-    own = torchrun_rank(os.environ)
-    if own is not None and own.rank:
-        from bytetx.executor.worker import follow_torchrun
+    rank = torchrun_rank(os.environ)
+    if rank is not None and rank.rank:
+        from bytetx.executor.worker import serve_torchrun_rank
 
-        follow_torchrun(own)
+        serve_torchrun_rank(rank)
         sys.exit(0)
-    lead = None if own is None else TorchrunLead(own)
+    leader = None if rank is None else TorchrunLeader(rank)
     try:
-        yield lead
+        yield leader
     finally:
-        if lead is not None:
-            lead.close()
+        if leader is not None:
+            leader.close()
 
 
 def _print_error(message: str) -> None:

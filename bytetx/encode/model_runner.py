@@ -11,6 +11,7 @@ from bytetx.encode.cuda_queue import CudaQueue
 from bytetx.encode.faults import memory_error, step_error
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.step import Step, Task
+from bytetx.nn.executor import Executor
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import pack_columns
 from bytetx.runtime import faults
@@ -48,13 +49,13 @@ class Launched:
 
     step: the requests that run, their batch on the host.  failures: those that the device could
     not run.  parts: one, or several where the whole step did not fit the device's memory.
-    transformer: what they ran through.
+    executor: what tells why a rank or the device is lost.
     """
 
     step: Step
     failures: tuple[Failure, ...]
     parts: tuple[Part, ...]
-    transformer: Transformer
+    executor: Executor
 
     def is_ready(self) -> bool:
         """Whether `outputs()` returns at once."""
@@ -65,7 +66,7 @@ class Launched:
         try:
             pieces = [part.outputs() for part in self.parts]
         finally:
-            self.transformer.check()  # it knows more of a device that is lost
+            self.executor.check()  # it knows why the device is lost
         if len(pieces) == 1:
             return pieces[0]
         return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
@@ -82,11 +83,12 @@ class Runner:
         self,
         transformer: Transformer,
         *,
+        executor: Executor,
         device: torch.device,
         token_budget: int,
         cuda_graphs: bool = True,
     ):
-        self.transformer, self.device = transformer, device
+        self.transformer, self.executor, self.device = transformer, executor, device
         self._queue: CudaQueue | None = None
         if device.type == "cuda":
             self._queue = CudaQueue(
@@ -115,7 +117,7 @@ class Runner:
                         continue
                 waiting += self._after(error, piece, failures, where=where)
         step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
-        return Launched(step, tuple(failures), tuple(parts), self.transformer)
+        return Launched(step, tuple(failures), tuple(parts), self.executor)
 
     def _start(self, requests: Requests, task: Task[R]) -> Part:
         step = self._step(requests)

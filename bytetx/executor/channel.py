@@ -1,4 +1,4 @@
-"""Channel: frames of bounded size between two ranks, over a unix socket of their own."""
+"""Channel: frames of bounded size between two ranks, over a unix socket."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ class Channel:
     """Frames in both directions: each is a kind (one byte) and a payload (bytes).
 
     Nothing is unpickled. Several threads may send; one thread reads. The socket is one end of a
-    socketpair, or a connection whose other end peer_pid has looked at.
+    socketpair, or a connection whose other end peer_pid has checked.
     """
 
     def __init__(self, sock: socket.socket, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES):
@@ -30,7 +30,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, kind: int, payload: bytes = b"") -> None:
-        """Waits for room in the socket. Raises OSError where the other end is gone."""
+        """Waits until the socket takes the frame. Raises OSError where the other end is gone."""
         if len(payload) > self._max_payload_bytes:
             raise ValueError(f"a payload has at most {self._max_payload_bytes} bytes")
         frame = _HEADER.pack(kind, len(payload)) + payload
@@ -51,7 +51,7 @@ class Channel:
             self._send_lock.release()
 
     def read(self) -> list[tuple[int, bytes]]:
-        """Waits for bytes and returns the frames that are whole: (kind, payload) each, maybe none.
+        """Waits for bytes; returns the frames that are complete, maybe none: (kind, payload) each.
 
         Raises EOFError at the end, OSError, and ValueError for a frame that is too large.
         """
@@ -74,7 +74,7 @@ class Channel:
 
     def shutdown(self) -> None:
         """Ends the connection in both directions; threads that wait on it wake up."""
-        with suppress(OSError):  # the other end was faster
+        with suppress(OSError):  # the other end did so first
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class Channel:
 def peer_pid(sock: socket.socket) -> int | None:
     """The process at the other end; None where it belongs to another user.
 
-    The kernel tells it (SO_PEERCRED, Linux): of a connecting process, or of one that listens.
+    The kernel reports it (SO_PEERCRED, Linux): of a connecting process, or of one that listens.
     """
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid if uid == os.getuid() else None

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks, and how each side notices that the other one is gone."""
+"""Connections between rank 0 and its workers, and how each side detects the end of the other."""
 
 import logging
 import os
@@ -25,17 +25,17 @@ logger = logging.getLogger("bytetx")
 MESSAGE, PING, CLOSE, DONE, FAILED, PONG = range(6)
 _PROGRESS = struct.Struct("<QQQ")
 
-# A follower that was told to close has nothing to finish but its last collective.
+# A worker that was told to close has nothing to finish but its last collective.
 _CLOSE_SECONDS = 5.0
-# In which the death of a rank shows, after another one met a collective that broke.
+# For the end of a rank to show, after a collective failed on another one.
 _BLAME_SECONDS = 0.3
-# Between looks at the device of a rank that waits for a message.
+# Between checks of the device of a rank that waits for a message.
 _CHECK_SECONDS = 0.5
 # Between the end of a connection and the end of the process behind it.
 _EXIT_SECONDS = 2.0
 # A worker's error is a line; what is longer is cut.
 _MAX_ERROR_BYTES = 1 << 14
-UNKNOWN_CODE = 256  # of a process that is another one's child
+UNKNOWN_CODE = 256  # of a process that is the child of another one
 
 
 class Process(Protocol):
@@ -52,11 +52,11 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Followers:
-    """Rank 0's side: a connection to each other rank, and a thread that watches them.
+class Workers:
+    """Rank 0's side: a connection to each worker, and a thread that monitors them.
 
-    Where one ends, stops or hangs, the others are ended, on_end is called once, and everything
-    that is asked from then on raises a GroupError that says which rank it was and why.
+    Where one ends, stops or hangs, the others are ended, on_end is called once, and every call
+    from then on raises a GroupError that says which rank it was and why.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class Followers:
         limit_s: float = DEFAULT_LIMIT_S,
         logs_failure: bool = False,
     ):
-        """channels, processes: of ranks 1, 2, ...  folder: where the ranks meet; it goes with them.
+        """channels, processes: of ranks 1, 2, ...  folder: of the rendezvous; removed at the end.
 
-        limit_s: see bytetx.executor.heartbeat.  logs_failure: before any process is ended, for
-        this one may be ended, too, before it says why.
+        limit_s: see bytetx.executor.heartbeat.  logs_failure: before any process is ended,
+        because this one may be ended before it can raise the error.
         """
         self._channels, self._processes, self._folder = list(channels), list(processes), folder
         pids = [process.pid for process in processes] or [0] * len(self._channels)
         self._heartbeats = Heartbeats(pids, limit_s=limit_s)
-        self._answers: list[SimpleQueue[None]] = [SimpleQueue() for _ in channels]
+        self._replies: list[SimpleQueue[None]] = [SimpleQueue() for _ in channels]
         self._num_sent, self._logs_failure = 0, logs_failure
         self._failure: str | None = None
         self._has_failed, self._has_ended = threading.Event(), threading.Event()
@@ -85,16 +85,16 @@ class Followers:
         self._pid = os.getpid()  # a forked child has the channels, and must not close the ranks
         self.on_end: Callable[[], None] | None = None
         self.num_collectives: Callable[[], int] = lambda: 0  # that rank 0 has begun
-        self._watcher = threading.Thread(target=self._watch, name="bytetx-followers", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="bytetx-workers", daemon=True)
         self._watcher.start()
 
     @property
     def is_of_this_process(self) -> bool:
-        """False in a process that was forked from the one that leads the followers."""
+        """False in a process that was forked from the leader."""
         return os.getpid() == self._pid
 
     def send(self, message: bytes) -> None:
-        """The same message to every follower. Raises GroupError where one is gone."""
+        """The same message to every worker. Raises GroupError where one is gone."""
         self.check()
         self._num_sent += 1
         for channel in self._channels:
@@ -103,9 +103,9 @@ class Followers:
             except OSError:
                 self.raise_failure()
 
-    def await_answers(self) -> None:
-        """Waits for one answer of every follower. Raises GroupError where one fails."""
-        for queue in self._answers:
+    def wait_for_replies(self) -> None:
+        """Waits for one reply of every worker. Raises GroupError where one fails."""
+        for queue in self._replies:
             while True:
                 with suppress(Empty):
                     queue.get(timeout=0.2)
@@ -113,7 +113,7 @@ class Followers:
                 self.check()
 
     def check(self) -> None:
-        """Raises GroupError where a follower is gone, ForkError in a forked child."""
+        """Raises GroupError where a worker is gone, ForkError in a forked child."""
         if not self.is_of_this_process:
             raise ForkError(
                 "a model loaded with tp belongs to the process that this one was forked from; "
@@ -127,7 +127,7 @@ class Followers:
     def raise_failure(self, error: BaseException | None = None, *, reason: str = "") -> None:
         """Raises the GroupError of a step that failed on this rank, too.
 
-        error, reason: what this rank met; the cause, unless a follower ended before.
+        error, reason: what failed here; the cause, unless a worker ended before.
         """
         if self._has_failed.wait(_EXIT_SECONDS):
             raise GroupError(self._failure) from error
@@ -137,12 +137,12 @@ class Followers:
         raise GroupError(self._failure) from error
 
     def remove_folder(self) -> None:
-        """Where the ranks have met; NCCL reads there as long as they run, gloo does not."""
+        """Of the rendezvous; NCCL reads there as long as the ranks run, gloo does not."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Ends every follower; a second call, or one in a forked child, does nothing."""
+        """Ends every worker; a second call, or one in a forked child, does nothing."""
         if not self.is_of_this_process:
             return
         with self._lock:
@@ -162,7 +162,7 @@ class Followers:
             self._watcher.join(_EXIT_SECONDS)
 
     def _watch(self) -> None:
-        """Reads what followers say, and asks them how they are; until all are gone."""
+        """Reads the workers' frames and pings them, until all are gone."""
         with selectors.DefaultSelector() as selector:
             for rank, channel in enumerate(self._channels, start=1):
                 selector.register(channel, selectors.EVENT_READ, rank)
@@ -172,54 +172,55 @@ class Followers:
                     if not self._read(key.data, pinged):
                         selector.unregister(key.fileobj)
                 if self._failure is None and not self._is_closing:
-                    self._look(pinged)
+                    self._check_heartbeats(pinged)
         for channel in self._channels:
             channel.shutdown()
             channel.close()
 
-    def _look(self, pinged: set[int]) -> None:
-        """pinged: ranks that have not answered the last ping; one at a time fills no socket."""
+    def _check_heartbeats(self, pinged: set[int]) -> None:
+        """pinged: ranks that have not answered the last ping; they get no other one until then."""
         for rank, channel in enumerate(self._channels, start=1):
             if rank not in pinged:
                 with suppress(OSError):
                     pinged.update([rank] if channel.try_send(PING) else [])
-        counts = {"num_sent": self._num_sent, "num_collectives": self.num_collectives()}
-        reason = self._heartbeats.look(time.monotonic(), **counts)
+        reason = self._heartbeats.check(
+            time.monotonic(), num_sent=self._num_sent, num_collectives=self.num_collectives()
+        )
         if reason is not None:
             self._fail(reason)
 
     def _read(self, rank: int, pinged: set[int]) -> bool:
-        """Deals with what a follower says; False where it says no more."""
+        """Handles the frames of a worker; False where its connection has ended."""
         try:
             frames = self._channels[rank - 1].read()
             for kind, payload in frames:
-                self._take(rank, kind, payload, pinged)
+                self._handle(rank, kind, payload, pinged)
         except (EOFError, OSError):
             if not self._is_closing:
                 self._fail(f"rank {rank} {self._end_of(rank)}")
             return False
         except (ValueError, struct.error) as error:
-            self._fail(f"rank {rank} sent what is no answer ({error})")
+            self._fail(f"rank {rank} sent an invalid reply ({error})")
             return False
         return True
 
-    def _take(self, rank: int, kind: int, payload: bytes, pinged: set[int]) -> None:
+    def _handle(self, rank: int, kind: int, payload: bytes, pinged: set[int]) -> None:
         if kind == PONG:
             self._heartbeats.hear(rank, Progress(*_PROGRESS.unpack(payload)))
             pinged.discard(rank)
             return
         self._heartbeats.hear(rank)
         if kind == DONE:
-            self._answers[rank - 1].put(None)
+            self._replies[rank - 1].put(None)
         elif kind == FAILED:
-            others = self._ended_without_a_word(rank)
+            others = self._silent_end_of_another(rank)
             text = payload.decode(errors="replace")
             self._fail(others or f"rank {rank} failed: {text}")
         else:
             raise ValueError(f"a frame of kind {kind}")
 
-    def _ended_without_a_word(self, rank: int) -> str | None:
-        """The end of another rank, which a failure of this one may only follow from."""
+    def _silent_end_of_another(self, rank: int) -> str | None:
+        """The end of another rank, of which the failure of this one may be the consequence."""
         end = time.monotonic() + _BLAME_SECONDS
         others = [i for i in range(1, len(self._processes) + 1) if i != rank]
         while time.monotonic() < end:
@@ -231,7 +232,7 @@ class Followers:
         return None
 
     def _end_of(self, rank: int) -> str:
-        """How a follower's process ended."""
+        """How a worker's process ended."""
         if len(self._processes) < rank:
             return "ended"
         try:
@@ -258,7 +259,7 @@ class Followers:
         self._end_all()
 
     def _end_all(self) -> None:
-        """Kills what still runs, waits for it a while, and frees what this rank held for it."""
+        """Kills the processes that still run, waits for them, and frees what was held for them."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -276,15 +277,15 @@ class Followers:
             self._has_ended.set()
 
 
-class Follower:
-    """A follower's side: messages in the order they were sent; the process ends with rank 0.
+class LeaderConnection:
+    """A worker's side: messages in the order they were sent; the process ends with rank 0.
 
-    A thread reads them, for only it notices the end of rank 0 while a collective waits for it. It
-    answers rank 0's pings, too.
+    A thread reads them, so that the end of rank 0 is detected while a collective waits for it. It
+    answers the pings of rank 0, too.
     """
 
     def __init__(self, channel: Channel, *, folder: Path | None = None):
-        """folder: where the ranks have met, which goes with rank 0, however that ends."""
+        """folder: of the rendezvous, removed where rank 0 ends without closing."""
         self._channel, self._folder = channel, folder
         self._messages: SimpleQueue[bytes | None] = SimpleQueue()
         self.num_done = self.num_steps = 0  # see Progress; the rank's main thread counts them
@@ -292,15 +293,15 @@ class Follower:
         threading.Thread(target=self._read, name="bytetx-rank-0", daemon=True).start()
 
     def receive(self, check: Callable[[], None]) -> bytes | None:
-        """The next message; None at the end.  check: called now and then while there is none."""
+        """The next message; None at the end.  check: called regularly while there is none."""
         while True:
             try:
                 return self._messages.get(timeout=_CHECK_SECONDS)
             except Empty:
                 check()
 
-    def answer(self) -> None:
-        """Tells rank 0 that what it asked for is done."""
+    def reply(self) -> None:
+        """Tells rank 0 that its request is done."""
         self._channel.send(DONE)
 
     def fail(self, error: str) -> None:
@@ -309,7 +310,7 @@ class Follower:
             self._channel.send(FAILED, error.encode(errors="replace")[:_MAX_ERROR_BYTES])
 
     def step(self) -> None:
-        """Called within a message that takes long: this rank gets on with it."""
+        """Called within a message that takes long: this rank makes progress."""
         self.num_steps += 1
 
     def _read(self) -> None:

@@ -1,7 +1,7 @@
-"""Decode steps on a rank that follows: the same kernels in the same order as on rank 0.
+"""Decode steps on a worker: the same kernels in the same order as on rank 0.
 
-See cuda_steps.py, whose steps these are. Both sides capture the second step of some sizes, so that
-their collectives meet in the order of the steps, captured or not.
+They are the steps of generate/cuda_steps.py. Both sides capture the second step of some sizes, so
+that their collectives run in the order of the steps, captured or not.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from bytetx.runtime.cuda_graphs import GraphCache
 from bytetx.runtime.paged_layout import PagedLayout, decode_layout
 
 
-class DecodeShare:
-    """A rank's part of steps that rank 0 plans, on the current stream.
+class DecodeRunner:
+    """A worker's part of the steps that rank 0 plans, on the current stream.
 
-    receive: rank 0's numbers into a tensor, which it returns.
+    receive: broadcasts rank 0's tensor into one of this rank, which it returns.
     """
 
     def __init__(
@@ -46,15 +46,16 @@ class DecodeShare:
             key = (layout, is_greedy)
             captured = self._graphs.find(key)
             if captured is None and self._graphs.is_due(key):
-                sizes = {"num_ints": layout.num_ints, "total_tokens": layout.num_rows}
-                captured = self._graphs.capture(key, compute, **sizes)
+                captured = self._graphs.capture(
+                    key, compute, num_ints=layout.num_ints, total_tokens=layout.num_rows
+                )
         if captured is not None:
             captured.graph.replay()
             return
         compute(torch.empty(layout.num_ints, dtype=torch.int32, device=self._device))
 
     def clear(self) -> None:
-        """Lets go of the graphs, when they have run."""
+        """Frees the graphs once they have run."""
         self._graphs.clear()
 
     def _compute(self, layout: PagedLayout, is_greedy: bool, block: Tensor) -> tuple[Tensor]:

@@ -1,4 +1,4 @@
-"""Heartbeats: which worker has stopped, hangs, or no longer answers, and when that is too long."""
+"""Heartbeats: which worker has stopped, hangs, or no longer answers, and for too long."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 # A worker that is stopped answers nothing for this long before its group ends.
 DEFAULT_LIMIT_S = 30.0
-# A worker that runs gets this many times longer: a call that holds Python's lock, or a kernel or a
-# read that takes long, is no reason to end a group, and looks the same from outside at first.
+# A worker that runs gets this many times longer: a call that holds Python's lock, a long kernel or
+# a long read must not end a group, and looks like a hang at first.
 PATIENCE = 10
 # A worker imports torch, finds its GPU and joins the others first, which a cold machine makes slow.
 _START_S = 120.0
-_LOOKS_PER_LIMIT = 8
+_CHECKS_PER_LIMIT = 8
 _MAX_TICK_S = 1.0
 
 
 class Progress(NamedTuple):
-    """What a worker says of itself.
+    """What a worker reports.
 
     num_done: messages whose work has ended, on the device too.  num_steps: counts up within a
     message that takes long (tensors that were loaded).  num_collectives: that it has begun.
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
 
 @dataclass(slots=True)
 class _Worker:
-    """silent_s: since its last frame.  stuck_s: since it got on with work that it has."""
+    """silent_s: since its last frame.  stuck_s: since its last progress, while it has work."""
 
     pid: int
     silent_s: float = 0.0
@@ -38,23 +38,23 @@ class _Worker:
     progress: Progress = field(default_factory=Progress)
 
     def patience_s(self, patience_s: float) -> float:
-        """Longer before its first message, which is to join the others, has ended."""
+        """Longer until its first message, which is Join, is done."""
         return patience_s if self.progress.num_done else max(patience_s, _START_S)
 
 
 class Heartbeats:
-    """Times of the workers of a group, as rank 0's thread sees them that asks them.
+    """Times of the workers of a group, as rank 0's thread that pings them sees them.
 
-    Time counts by looks at most two ticks apart: while this process is stopped, the machine is
-    suspended, or another thread holds Python's lock, nobody asks, and no worker is late.
+    Time between two calls of check counts as two ticks at most: while this process is stopped, the
+    machine is suspended, or another thread holds Python's lock, no worker is late.
     """
 
     def __init__(self, pids: Iterable[int], *, limit_s: float):
         """pids: of ranks 1, 2, ...; 0 where a process is not known."""
         self.limit_s, self.patience_s = limit_s, PATIENCE * limit_s
-        self.tick_s = min(_MAX_TICK_S, limit_s / _LOOKS_PER_LIMIT)
+        self.tick_s = min(_MAX_TICK_S, limit_s / _CHECKS_PER_LIMIT)
         self._workers = {rank: _Worker(pid) for rank, pid in enumerate(pids, start=1)}
-        self._last_look: float | None = None
+        self._last_check: float | None = None
 
     def hear(self, rank: int, progress: Progress | None = None) -> None:
         """A frame came from a worker; progress: where it was an answer to a ping."""
@@ -63,13 +63,13 @@ class Heartbeats:
         if progress is not None and progress != worker.progress:
             worker.progress, worker.stuck_s = progress, 0.0
 
-    def look(self, now_s: float, *, num_sent: int, num_collectives: int) -> str | None:
-        """Why the group has to end; None where every worker is well.
+    def check(self, now_s: float, *, num_sent: int, num_collectives: int) -> str | None:
+        """Why the group has to end; None where every worker is healthy.
 
         now_s: of a monotonic clock.  num_sent: messages that every worker was sent.
         num_collectives: that rank 0 has begun.
         """
-        last, self._last_look = self._last_look, now_s
+        last, self._last_check = self._last_check, now_s
         passed_s = 0.0 if last is None else min(now_s - last, 2 * self.tick_s)
         for worker in self._workers.values():
             worker.silent_s += passed_s
@@ -100,7 +100,7 @@ class Heartbeats:
         )
 
     def _hang(self, num_collectives: int) -> str | None:
-        """Of the workers that hang, those that no other one waits for.
+        """The workers that hang and do not wait for another one.
 
         A worker waits for rank 0 where it has begun a collective that rank 0 has not: that is no
         hang, however long rank 0 takes (a debugger may hold it).

@@ -1,4 +1,4 @@
-"""A checkpoint on as many ranks as share it: one process, some that it starts, or torchrun's."""
+"""A checkpoint on one process, on several that it starts, or on those of torchrun."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ from bytetx.errors import OptionError
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_checkpoint
 
 if TYPE_CHECKING:
-    from bytetx.executor.torchrun import TorchrunLead
+    from bytetx.executor.torchrun import TorchrunLeader
 
 
 def load_ranks(
     folder: Path,
-    tp: "int | TorchrunLead",
+    tp: "int | TorchrunLeader",
     *,
     device: str | torch.device,
     dtype: str | torch.dtype,
@@ -27,8 +27,8 @@ def load_ranks(
     check_group_timeout(group_timeout)
     if tp == 1:
         return load_checkpoint(folder, device=device, dtype=dtype)
-    # Imported here: torch.distributed takes a while, and few models are shared.
-    from bytetx.executor.leader import load_shared
+    # Imported here: torch.distributed imports slowly, and few models are sharded.
+    from bytetx.executor.leader import load_sharded
 
     if isinstance(tp, int):
         check_positive("tp", tp)
@@ -38,7 +38,7 @@ def load_ranks(
     def budget_of(spec: ModelSpec, device: torch.device) -> int:
         return default_token_budget(spec, device) if token_budget is None else token_budget
 
-    return load_shared(
+    return load_sharded(
         folder,
         ranks=tp,
         device=device,

@@ -1,7 +1,7 @@
-"""What rank 0 asks of the other ranks, as bytes, and a step's batch on its way to them.
+"""The messages of rank 0 to its workers as bytes, and the batch of a step as one tensor.
 
-A message is one byte that says which, fixed fields, and at most one field of bytes behind them.
-Nothing is unpickled: what is not exactly that is a ValueError.
+A message is a byte for its kind, fixed fields, and at most one field of bytes after them.
+Nothing is unpickled: anything else is a ValueError.
 """
 
 import json
@@ -26,7 +26,7 @@ Head = Literal["lm", "masked_lm"]
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Meet the others at the store.
+    """Join the group at the store.
 
     device_type: rank i has GPU i.  workspace_bytes: as of tp.join_group.
     """
@@ -38,7 +38,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load a share of a checkpoint, and answer when it is there."""
+    """Load this rank's shard of a checkpoint, and reply when it is there."""
 
     folder: Path
     dtype: torch.dtype
@@ -68,7 +68,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Run a decode step of these sizes; see Transformer.decode_step."""
+    """Run a decode step of these sizes; see Executor.decode_step."""
 
     cache_id: int
     num_rows: int
@@ -79,11 +79,11 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a forward pass; the batch's device tensors follow by a broadcast, in one piece.
+    """Run a forward pass; a broadcast of its device tensors follows, as one tensor.
 
     seqlens: int32 on the host.  past: (cache_id, max_pages, page_size, max_kv_seqlen).
     has_prompts: the past has the prompts' lengths.
-    wants_layers: rank 0 looks at every layer's output.
+    wants_layers: rank 0 gathers every layer's output.
     """
 
     total_tokens: int
@@ -119,7 +119,7 @@ def decode(data: bytes) -> Message:
 
 
 class _Form(NamedTuple):
-    """A kind of message as bytes, both ways."""
+    """How a kind of message is written and read."""
 
     write: Callable[[Any], bytes]
     read: Callable[[bytes], Any]
@@ -181,7 +181,7 @@ def _read_forward(data: bytes) -> Forward:
     return Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
 
 
-# Join and Load come once a model: JSON of a list whose items are looked at one by one.
+# Join and Load are sent once per model: JSON of a list whose items are checked one by one.
 def _write_join(message: Join) -> bytes:
     rows = message.rows
     scheme = None if rows is None else [rows.shard_from_tokens, rows.tiles]
@@ -215,7 +215,7 @@ def _write_json(kind: type, items: list[Any]) -> bytes:
 
 def _integer(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -237,7 +237,7 @@ _FORMS_BY_TAG = {_TAGS[kind]: form for kind, form in _FORMS.items()}
 
 def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: bool) -> Forward:
     if batch.inputs_embeds is not None:
-        raise InputError("inputs_embeds cannot be given to a model that ranks share")
+        raise InputError("inputs_embeds cannot be given to a model loaded with tp")
     past = batch.past
     return Forward(
         batch.total_tokens,
@@ -254,7 +254,7 @@ def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: b
 
 
 def flat_batch(batch: PackedBatch) -> torch.Tensor:
-    """The batch's device tensors behind one another, int32."""
+    """The batch's device tensors, concatenated, int32."""
     tensors = [batch.input_ids, batch.position_ids, batch.cu_seqlens]
     tensors += [t for t in (batch.token_type_ids, batch.bias_positions) if t is not None]
     if (past := batch.past) is not None:

@@ -1,8 +1,8 @@
-"""The processes of a group on one machine: started by torchrun.
+"""The processes of a group on one machine, started by torchrun.
 
-Of torchrun only the environment is taken: its store listens on every interface, and whoever reaches
-it may write there. Ranks meet at a unix socket, where each side asks the kernel whose process the
-other one is: those of the same user are trusted, all others are refused.
+Only torchrun's environment is used: its store listens on every interface, and anybody who can
+connect may write to it. The rendezvous is a unix socket, where each side asks the kernel for the
+user of the other process: the same user is trusted, all others are refused.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ import torch.distributed as dist
 
 from bytetx.errors import GroupError, InputError
 from bytetx.executor.channel import Channel, peer_pid
-from bytetx.executor.control import UNKNOWN_CODE, Follower, Followers
+from bytetx.executor.control import UNKNOWN_CODE, LeaderConnection, Workers
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
-from bytetx.executor.launch import MEETING_TIME, meeting_store, new_meeting_folder
+from bytetx.executor.launch import RENDEZVOUS_TIMEOUT, new_rendezvous_folder, rendezvous_store
 
-# Frames before a rank is led: the worker says its rank, rank 0 where to meet.
+# Frames before messages: a worker sends its rank, rank 0 the folder of the rendezvous.
 _HELLO, _START = 0, 1
 _RANK = struct.Struct("<I")
 _MAX_PAYLOAD_BYTES = 4096
-# Processes that connect and do not say which rank they are.
-_MAX_STRANGERS = 64
+# Connections that have not yet sent their rank.
+_MAX_PENDING = 64
 # Between attempts to reach rank 0, which may come later.
 _RETRY_SECONDS = 0.05
-# For workers that come late, where rank 0 has no use for them.
+# For workers that connect late, where rank 0 loads no model over the group.
 _LATE_SECONDS = 10.0
 
 
@@ -54,30 +54,30 @@ class TorchrunRank:
 
     @property
     def address(self) -> str:
-        """Of rank 0's socket: in Linux' own namespace of names, so that no file stays behind."""
+        """Of rank 0's socket: in Linux' own namespace of names, so that no file is left."""
         return f"\0bytetx-{os.getuid()}-{self.name}"
 
-    def follow(self) -> tuple[Follower, dist.Store] | None:
-        """A follower's side; waits for rank 0 to lead.  None where rank 0 has no use for it.
+    def connect(self) -> tuple[LeaderConnection, dist.Store] | None:
+        """A worker's side; waits for rank 0.  None where rank 0 loads no model over the group.
 
-        Raises GroupError where rank 0 does not come, or the socket is another user's.
+        Raises GroupError where rank 0 does not connect, or the socket is another user's.
         """
         channel = Channel(self._connect())
         try:
             channel.send(_HELLO, _RANK.pack(self.rank))
-            frames = []
+            frames: list[tuple[int, bytes]] = []
             while not frames:
                 frames = channel.read()
         except (EOFError, OSError):
             return None
         (kind, payload) = frames[0]
         if kind != _START or len(frames) > 1:
-            raise GroupError(f"rank 0 sent a frame of kind {kind} before rank {self.rank} is led")
+            raise GroupError(f"rank 0 sent a frame of kind {kind} before its first message")
         folder = Path(json.loads(payload))
-        return Follower(channel, folder=folder), meeting_store(folder, self.size)
+        return LeaderConnection(channel, folder=folder), rendezvous_store(folder, self.size)
 
     def _connect(self) -> socket.socket:
-        end = time.monotonic() + MEETING_TIME.total_seconds()
+        end = time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
         while True:
             connection = socket.socket(socket.AF_UNIX)
             try:
@@ -85,8 +85,9 @@ class TorchrunRank:
             except (ConnectionError, FileNotFoundError):
                 connection.close()
                 if time.monotonic() > end:
+                    waited = f"{RENDEZVOUS_TIMEOUT.total_seconds():g} s"
                     raise GroupError(
-                        f"rank {self.rank} waited {MEETING_TIME.total_seconds():g} s for rank 0: "
+                        f"rank {self.rank} waited {waited} for rank 0: "
                         "start it on the same machine, by the same user and torchrun"
                     ) from None
                 time.sleep(_RETRY_SECONDS)
@@ -94,105 +95,105 @@ class TorchrunRank:
             if peer_pid(connection) is None:
                 connection.close()
                 raise GroupError(
-                    "another user's process holds the socket at which torchrun's ranks meet: "
+                    "another user's process holds the socket of torchrun's ranks: "
                     "start torchrun again, with another --rdzv-id or --master-port"
                 )
             return connection
 
 
-class TorchrunLead:
-    """Rank 0's side under torchrun: the other ranks wait to be led, once."""
+class TorchrunLeader:
+    """Rank 0's side under torchrun: the other ranks wait for one group to be built."""
 
-    def __init__(self, own: TorchrunRank):
+    def __init__(self, torchrun: TorchrunRank):
         """Raises InputError where another process holds the job's socket."""
-        self.size = own.size
+        self.size = torchrun.size
         self._found: dict[int, tuple[Channel, int]] = {}  # with their processes
         self._all_found, self._stop = threading.Event(), threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
         try:
-            self._listener.bind(own.address)
+            self._listener.bind(torchrun.address)
         except OSError as error:
             self._listener.close()
             raise InputError(
-                "another process holds the socket at which torchrun's ranks meet "
+                "another process holds the socket of torchrun's ranks "
                 f"({error.strerror}): start torchrun again, with another --rdzv-id or "
                 "--master-port"
             ) from error
-        self._listener.listen(_MAX_STRANGERS)
+        self._listener.listen(_MAX_PENDING)
         self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._accept, name="bytetx-torchrun", daemon=True)
         self._thread.start()
 
-    def followers(self, limit_s: float = DEFAULT_LIMIT_S) -> tuple[Followers, dist.Store]:
-        """Connections to all other ranks; waits for them.  GroupError where one does not come."""
-        is_complete = self._all_found.wait(MEETING_TIME.total_seconds())
-        self._end_meeting()
+    def workers(self, limit_s: float = DEFAULT_LIMIT_S) -> tuple[Workers, dist.Store]:
+        """Connections to all workers; waits for them.  GroupError where one does not connect."""
+        is_complete = self._all_found.wait(RENDEZVOUS_TIMEOUT.total_seconds())
+        self._end_rendezvous()
         missing = [str(rank) for rank in range(1, self.size) if rank not in self._found]
         if not is_complete:
             self.close()
             raise GroupError(
-                f"{len(missing)} of torchrun's {self.size} ranks did not come within "
-                f"{MEETING_TIME.total_seconds():g} s: {', '.join(missing)}"
+                f"{len(missing)} of torchrun's {self.size} ranks did not connect within "
+                f"{RENDEZVOUS_TIMEOUT.total_seconds():g} s: {', '.join(missing)}"
             )
-        folder = new_meeting_folder()
-        store = meeting_store(folder, self.size)
+        folder = new_rendezvous_folder()
+        store = rendezvous_store(folder, self.size)
         found = [self._found[rank] for rank in range(1, self.size)]
         self._found.clear()
         for channel, _ in found:
-            with suppress(OSError):  # a rank that has ended is told of at once
+            with suppress(OSError):  # Workers reports a rank that has ended
                 channel.send(_START, json.dumps(str(folder)).encode())
         channels = [channel for channel, _ in found]
         processes = [_Process(pid) for _, pid in found]
         # torchrun ends this process as soon as another rank has ended.
-        options = {"folder": folder, "limit_s": limit_s, "logs_failure": True}
-        return Followers(channels, processes, **options), store
+        workers = Workers(channels, processes, folder=folder, limit_s=limit_s, logs_failure=True)
+        return workers, store
 
     def close(self) -> None:
-        """Ranks that wait and were never led end; a second call does nothing."""
+        """Ends ranks that still wait for a group; a second call does nothing."""
         if not self._stop.is_set():
             self._all_found.wait(_LATE_SECONDS)
-        self._end_meeting()
+        self._end_rendezvous()
         for channel, _ in self._found.values():
             channel.close()
         self._found.clear()
 
-    def _end_meeting(self) -> None:
+    def _end_rendezvous(self) -> None:
         self._stop.set()
         self._thread.join()
 
     def _accept(self) -> None:
-        """Until all ranks are there: takes connections, and what they say first, in any order."""
-        strangers: dict[Channel, int] = {}
+        """Until all ranks are there: accepts connections and their first frames, in any order."""
+        pending: dict[Channel, int] = {}  # with their processes
         with self._listener, selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while not self._stop.is_set() and not self._all_found.is_set():
                 for key, _ in selector.select(_RETRY_SECONDS):
-                    if key.fileobj is not self._listener:
-                        selector.unregister(key.fileobj)
-                        pid = strangers.pop(key.fileobj)
-                        if not self._has_said_who(key.fileobj, pid):
-                            key.fileobj.close()
-                    elif (channel := self._new_stranger(strangers)) is not None:
-                        selector.register(channel, selectors.EVENT_READ)
+                    channel = key.fileobj
+                    if isinstance(channel, Channel):
+                        selector.unregister(channel)
+                        if not self._add_rank(channel, pending.pop(channel)):
+                            channel.close()
+                    elif (accepted := self._accept_one(pending)) is not None:
+                        selector.register(accepted, selectors.EVENT_READ)
                 if len(self._found) == self.size - 1:
                     self._all_found.set()
-        for channel in strangers:
+        for channel in pending:
             channel.close()
 
-    def _new_stranger(self, strangers: dict[Channel, int]) -> Channel | None:
+    def _accept_one(self, pending: dict[Channel, int]) -> Channel | None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
             pid = peer_pid(connection)
-            if pid is not None and len(strangers) < _MAX_STRANGERS:
+            if pid is not None and len(pending) < _MAX_PENDING:
                 connection.setblocking(True)
                 channel = Channel(connection, max_payload_bytes=_MAX_PAYLOAD_BYTES)
-                strangers[channel] = pid
+                pending[channel] = pid
                 return channel
             connection.close()
         return None
 
-    def _has_said_who(self, channel: Channel, pid: int) -> bool:
-        """Whether it is a rank, which says so in one piece, for a unix socket keeps it together."""
+    def _add_rank(self, channel: Channel, pid: int) -> bool:
+        """Whether its first frame, which the socket delivers in one piece, names a missing rank."""
         try:
             ((kind, payload),) = channel.read()
             (rank,) = _RANK.unpack(payload)
@@ -205,12 +206,13 @@ class TorchrunLead:
 
 
 class _Process:
-    """A rank that torchrun started; see control.Process. Its exit code is torchrun's to know."""
+    """A rank that torchrun started; see control.Process. Only torchrun gets its exit code."""
 
     def __init__(self, pid: int):
         self.pid = pid
         try:
-            self._fd = os.pidfd_open(pid)  # the number alone may become another process's
+            # The id alone may be reused by another process.
+            self._fd: int | None = os.pidfd_open(pid)
         except OSError:
             self._fd = None
 
@@ -232,7 +234,7 @@ class _Process:
                 signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """True where nothing can be said of it."""
+        """True where nothing is known of it."""
         return self._fd is None or bool(select.select([self._fd], [], [], timeout)[0])
 
 
@@ -250,8 +252,8 @@ def torchrun_rank(environment: Mapping[str, str]) -> TorchrunRank | None:
             "machine; all ranks of a model must be on one (--nnodes 1)"
         )
     if not hasattr(socket, "SO_PEERCRED"):
-        raise InputError("ranks that torchrun started meet on Linux alone; use --tp instead")
-    # Of two jobs at the same time, run id or port differ; of one job's attempts, the count.
-    own = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
-    job = json.dumps([environment.get(name, "") for name in own])
+        raise InputError("ranks started by torchrun need Linux; use --tp instead")
+    # Concurrent jobs differ in run id or port; attempts of one job in the count.
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")
+    job = json.dumps([environment.get(name, "") for name in names])
     return TorchrunRank(rank, size, hashlib.sha256(job.encode()).hexdigest()[:32])

@@ -1,4 +1,4 @@
-"""The other ranks of a model: each computes, with its share, what rank 0 asks for."""
+"""The workers of a tensor-parallel group: each runs, on its shard, what rank 0 asks for."""
 
 import os
 import signal
@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 
-from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import GroupError
-from bytetx.executor.control import Follower
-from bytetx.executor.decode_worker import DecodeShare
-from bytetx.executor.launch import follower_of, meeting_store
+from bytetx.executor.control import LeaderConnection
+from bytetx.executor.decode_worker import DecodeRunner
+from bytetx.executor.launch import connect_to_leader, rendezvous_store
 from bytetx.executor.messages import (
     Decode,
     DropCache,
@@ -30,51 +29,51 @@ from bytetx.executor.messages import (
 )
 from bytetx.executor.torchrun import TorchrunRank
 from bytetx.nn.kv_cache import KvCache, allocate_cache
-from bytetx.nn.loading import Heads, load_share
+from bytetx.nn.loading import Heads, load_shard, load_spec
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
-from bytetx.parallel.layout import split_model
-from bytetx.parallel.tp import Store, TpGroup, end_meeting, gpu_of, join_group
+from bytetx.parallel.layout import shard_model
+from bytetx.parallel.tp import Store, TpGroup, end_rendezvous, gpu_of, join_group
 
-# Between questions to the device.
+# Between two queries of the device.
 _MARK_SECONDS = 0.2
 
 
 def main(arguments: Sequence[str]) -> None:
     """A process that bytetx.executor.launch.spawn started.
 
-    arguments: rank, size, its end of the socketpair, the folder where the ranks meet, threads.
+    arguments: rank, size, its end of the socketpair, the folder of the rendezvous, threads.
     """
     rank, size, fd, folder, num_threads = arguments
-    follower = follower_of(fd, folder)
+    leader = connect_to_leader(fd, folder)
     torch.set_num_threads(int(num_threads))
-    store = meeting_store(Path(folder), int(size))
-    serve(follower, rank=int(rank), size=int(size), store=store)
+    store = rendezvous_store(Path(folder), int(size))
+    serve(leader, rank=int(rank), size=int(size), store=store)
 
 
-def follow_torchrun(own: TorchrunRank) -> None:
+def serve_torchrun_rank(torchrun: TorchrunRank) -> None:
     """A rank that torchrun started, until rank 0 ends it."""
-    led = own.follow()
-    if led is None:
-        return  # rank 0 had no use for it
-    follower, store = led
-    serve(follower, rank=own.rank, size=own.size, store=store)
+    connected = torchrun.connect()
+    if connected is None:
+        return  # rank 0 loads no model over the group
+    leader, store = connected
+    serve(leader, rank=torchrun.rank, size=torchrun.size, store=store)
 
 
-def serve(follower: Follower, *, rank: int, size: int, store: Store) -> None:
-    """Does what rank 0 asks until it asks for no more. Ends the process where that fails."""
+def serve(leader: LeaderConnection, *, rank: int, size: int, store: Store) -> None:
+    """Does what rank 0 asks until it closes. Ends the process where that fails."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 decides what an interrupt means
-    own = _Rank(follower, rank=rank, size=size, store=store)
+    worker = _Worker(leader, rank=rank, size=size, store=store)
     try:
-        follower.answer()
-        while (message := follower.receive(own.check)) is not None:
-            own.do(decode(message))
-            own.has_done_one()
-        own.finish()
+        leader.reply()
+        while (message := leader.receive(worker.check)) is not None:
+            worker.do(decode(message))
+            worker.count_message()
+        worker.finish()
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
-        follower.fail(own.fault_text() or text)
+        leader.fail(worker.fault_text() or text)
         _end(1)
     _end(0)
 
@@ -85,20 +84,30 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
-class _Rank:
-    """A rank's share and what belongs to it."""
+class _Worker:
+    """A rank's shard of the model and what belongs to it."""
 
-    def __init__(self, follower: Follower, *, rank: int, size: int, store: Store):
-        self._follower, self._rank, self._size = follower, rank, size
+    def __init__(self, leader: LeaderConnection, *, rank: int, size: int, store: Store):
+        self._leader, self._rank, self._size = leader, rank, size
         self._store = store
         self._num_done = 0  # messages, on this rank's host
         self._marks: _DeviceMarks | None = None
         self._caches: dict[int, KvCache] = {}
-        self._decodes: dict[int, DecodeShare] = {}  # by their cache
-        self._group: TpGroup | None = None
-        self._transformer: Transformer | None = None
+        self._decoders: dict[int, DecodeRunner] = {}  # by their cache
+        self._joined: TpGroup | None = None
+        self._loaded: Transformer | None = None
         self._heads = Heads()
         self._dtype = torch.float32
+
+    @property
+    def _group(self) -> TpGroup:
+        assert self._joined is not None  # rank 0 sends Join first
+        return self._joined
+
+    @property
+    def _transformer(self) -> Transformer:
+        assert self._loaded is not None  # rank 0 sends Load before steps
+        return self._loaded
 
     def do(self, message: Message) -> None:
         match message:
@@ -117,32 +126,32 @@ class _Rank:
             case Load():
                 self._load(message)
 
-    def has_done_one(self) -> None:
-        """Counts a message; rank 0 is told of it when the device has done it, too."""
+    def count_message(self) -> None:
+        """Counts a message that is done; rank 0 hears of it when the device has done it, too."""
         self._num_done += 1
-        self._look_at_device()
+        self._poll_device()
 
-    def _look_at_device(self) -> None:
+    def _poll_device(self) -> None:
         if self._marks is None:
-            self._follower.num_done = self._num_done
+            self._leader.num_done = self._num_done
         else:
-            self._follower.num_done = self._marks.num_done(self._num_done)
+            self._leader.num_done = self._marks.num_done(self._num_done)
 
     def fault_text(self) -> str | None:
-        """For whom a kernel of this rank waited in vain."""
-        return None if self._group is None else self._group.fault_text()
+        """Which wait of a kernel of this rank expired."""
+        return None if self._joined is None else self._joined.fault_text()
 
     def check(self) -> None:
-        """Raises a GroupError where a kernel waited in vain: no call of this rank tells it so."""
-        self._look_at_device()
-        waited = self.fault_text()
-        if waited is not None:
-            raise GroupError(waited)
+        """Raises a GroupError where a wait of a kernel expired, which no call reports."""
+        self._poll_device()
+        fault = self.fault_text()
+        if fault is not None:
+            raise GroupError(fault)
 
     def finish(self) -> None:
         """Waits for what rank 0 may still wait for, too."""
-        if self._group is not None and self._group.device.type == "cuda":
-            torch.cuda.synchronize(self._group.device)
+        if self._joined is not None and self._joined.device.type == "cuda":
+            torch.cuda.synchronize(self._joined.device)
 
     def _join(self, message: Join) -> None:
         device = torch.device("cpu")
@@ -151,7 +160,7 @@ class _Rank:
             torch.cuda.set_device(device)
             torch.cuda.set_stream(torch.cuda.Stream(device))  # the default one captures no graph
             self._marks = _DeviceMarks()
-        self._group = join_group(
+        self._joined = group = join_group(
             self._store,
             rank=self._rank,
             size=self._size,
@@ -159,26 +168,25 @@ class _Rank:
             workspace_bytes=message.workspace_bytes,
             rows=message.rows,
         )
-        end_meeting(self._store)
-        self._follower.num_collectives = self._group.num_collectives
-        self._follower.answer()
+        end_rendezvous(self._store)
+        self._leader.num_collectives = group.num_collectives
+        self._leader.reply()
 
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
-        self._decodes.clear()
-        self._transformer, self._heads = load_share(
+        self._decoders.clear()
+        spec = load_spec(message.folder)
+        shard = shard_model(spec, rank=self._rank, size=self._size)
+        blocks = ShardedBlocks(spec, self._group, shard)
+        self._loaded, self._heads = load_shard(
             message.folder,
-            self._blocks,
+            blocks,
             dtype=message.dtype,
             device=self._group.device,
-            on_tensor=self._follower.step,
+            on_tensor=self._leader.step,
         )
-        self._follower.answer()
-        self._transformer.blocks.sync_kernel_support(self._transformer.layers.weights)
-
-    def _blocks(self, spec: ModelSpec) -> ShardedBlocks:
-        split = split_model(spec, rank=self._rank, size=self._size)
-        return ShardedBlocks(spec, self._group, split)
+        self._leader.reply()
+        blocks.sync_kernel_support(self._loaded.layers.weights)
 
     @torch.inference_mode()
     def _forward(self, message: Forward) -> None:
@@ -190,22 +198,27 @@ class _Rank:
 
     @torch.inference_mode()
     def _decode(self, message: Decode) -> None:
-        share = self._decodes.get(message.cache_id)
-        if share is None:
-            share = self._decodes[message.cache_id] = DecodeShare(
+        decoder = self._decoders.get(message.cache_id)
+        if decoder is None:
+            assert self._heads.lm is not None  # rank 0 has the same heads
+            decoder = self._decoders[message.cache_id] = DecodeRunner(
                 self._transformer,
                 self._heads.lm,
                 cache=self._caches[message.cache_id],
                 receive=self._group.collectives.broadcast,
                 device=self._group.device,
             )
-        sizes = message.num_rows, message.num_pages
-        share.run(*sizes, is_greedy=message.is_greedy, is_captured=message.is_captured)
+        decoder.run(
+            message.num_rows,
+            message.num_pages,
+            is_greedy=message.is_greedy,
+            is_captured=message.is_captured,
+        )
 
     def _drop_cache(self, cache_id: int) -> None:
-        share = self._decodes.pop(cache_id, None)
-        if share is not None:
-            share.clear()
+        decoder = self._decoders.pop(cache_id, None)
+        if decoder is not None:
+            decoder.clear()
         del self._caches[cache_id]
 
     @torch.inference_mode()
@@ -229,9 +242,9 @@ class _Rank:
 
 
 class _DeviceMarks:
-    """Which messages the GPU has finished: an event now and then, and one at a time.
+    """Which messages the GPU has finished: one event at a time, recorded now and then.
 
-    The main thread alone asks for it: another one's question would end a graph's capture.
+    Only the main thread queries it: a query of another thread would end a graph's capture.
     """
 
     def __init__(self) -> None:

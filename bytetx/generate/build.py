@@ -141,6 +141,7 @@ def build_engine(
     runner = ModelRunner(
         checkpoint.transformer,
         head,
+        executor=checkpoint.executor,
         cache=cache,
         max_num_seqs=sizes.max_num_seqs,
         device=checkpoint.device,

@@ -19,6 +19,7 @@ from torch import Tensor
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.generate.last_tokens import LastTokens
 from bytetx.generate.sampler import SamplingMetadata
+from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
@@ -43,18 +44,19 @@ class CudaSteps:
         transformer: Transformer,
         head: LmHead,
         *,
+        executor: Executor,
         cache: KvCache,
         last_tokens: LastTokens,
         device: torch.device,
         has_graphs: bool,
     ):
         self._transformer, self._head, self._cache = transformer, head, cache
-        self._device = device
+        self._executor, self._device = executor, device
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
         # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
-        self._runs_mixed = self.is_capturable and not transformer.has_followers
+        self._runs_mixed = self.is_capturable and not executor.has_workers
         if has_graphs and self.is_capturable:
             max_logits = round_rows(last_tokens.padding_slot_index)  # of all sequences
             workspace_bytes = partial(
@@ -110,7 +112,7 @@ class CudaSteps:
         """Has the other ranks run the same decode step."""
         if not layout.is_decode:
             return nullcontext()
-        return self._transformer.decode_step(
+        return self._executor.decode_step(
             self._cache,
             num_rows=layout.num_rows,
             num_pages=layout.num_pages,
@@ -139,7 +141,7 @@ class CudaSteps:
         step = layout.read(block, page_size=self._cache.page_size)
         if layout.is_decode:
             ids = self._last_tokens.gather(step.slot_indices)
-            self._transformer.share(block, ids)
+            self._executor.broadcast(block, ids)
         else:
             ids = self._last_tokens.resolve(step.batch.input_ids)
         batch = replace(step.batch, input_ids=ids)

@@ -13,6 +13,7 @@ from bytetx.generate.last_tokens import LastTokens
 from bytetx.generate.sampler import Sampler, SamplingMetadata
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput
+from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
@@ -37,6 +38,7 @@ class ModelRunner:
         transformer: Transformer,
         head: LmHead,
         *,
+        executor: Executor,
         cache: KvCache,
         max_num_seqs: int,
         device: torch.device | str = "cpu",
@@ -48,7 +50,7 @@ class ModelRunner:
         """
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
         self.cache = cache
-        self._transformer, self._head = transformer, head
+        self._transformer, self._head, self._executor = transformer, head, executor
         self._input_batches = InputBatchBuilder(
             page_size=cache.page_size, max_num_seqs=max_num_seqs
         )
@@ -65,6 +67,7 @@ class ModelRunner:
             self._steps = CudaSteps(
                 transformer,
                 head,
+                executor=executor,
                 cache=cache,
                 last_tokens=self._last_tokens,
                 device=self.device,
@@ -97,7 +100,7 @@ class ModelRunner:
                 input_batch = self._input_batches.build(plan)
                 metadata = self._sampler.prepare(plan, input_batch)
                 output = self._run_or_retry(input_batch, metadata).to_host()
-                output.check = self._transformer.check
+                output.check = self._executor.check
                 return output
         except Exception as error:
             if not is_of_device(error, self.device):

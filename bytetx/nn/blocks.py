@@ -15,7 +15,7 @@ from bytetx.ops.gated import GatedWeight, gated_linear
 from bytetx.ops.linear import LinearWeight, fuses_residual, linear
 from bytetx.ops.linear_norm import linear_norm
 from bytetx.ops.norm import layer_norm, rms_norm
-from bytetx.parallel.layout import ModelSplit
+from bytetx.parallel.layout import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ OutWeight = LinearWeight | RowWeight | Fp8LinearWeight
 class Rows(Protocol):
     """The rows of one pass, and what the layers do with them; LocalBlocks says what each does."""
 
-    def shard(self, x: Tensor) -> Tensor: ...
+    def local(self, x: Tensor) -> Tensor: ...
 
     def gather(self, x: Tensor) -> Tensor: ...
 
@@ -94,7 +94,7 @@ class Rows(Protocol):
 
 
 class Blocks(Protocol):
-    """num_heads, num_kv_heads: of this rank.  split: its shard of the model; None: all of it.
+    """num_heads, num_kv_heads: of this rank.  shard: what it has of the model; None: all of it.
 
     is_capturable: by a CUDA graph, as far as the linear layers go.
     """
@@ -106,7 +106,7 @@ class Blocks(Protocol):
     def num_kv_heads(self) -> int: ...
 
     @property
-    def split(self) -> ModelSplit | None: ...
+    def shard(self) -> ModelShard | None: ...
 
     @property
     def is_capturable(self) -> bool: ...
@@ -123,7 +123,7 @@ class Blocks(Protocol):
 class LocalBlocks:
     """Blocks of a whole model, and Rows that are all in this process."""
 
-    split: ModelSplit | None = None
+    shard: ModelShard | None = None
     is_capturable = True
     embed = staticmethod(embed)
 
@@ -138,8 +138,8 @@ class LocalBlocks:
     def gather_vocab(self, logits: Tensor) -> Tensor:
         return logits
 
-    def shard(self, x: Tensor) -> Tensor:
-        """This rank's rows of what every rank has."""
+    def local(self, x: Tensor) -> Tensor:
+        """This rank's rows of x, which every rank has."""
         return x
 
     def gather(self, x: Tensor) -> Tensor:

@@ -142,7 +142,7 @@ def load_masked_lm(
 ) -> MaskedLMHead | None:
     """The head of a ...ForMaskedLM checkpoint, or None where it has none.
 
-    blocks: the transformer's; of a split vocabulary, only its own words are read.
+    blocks: the transformer's; of a sharded vocabulary, only the local part is read.
 
     The decoder is the saved one; where none is saved and the config ties them, the word embedding.
     """
@@ -156,14 +156,14 @@ def load_masked_lm(
     stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
     load.require([*stems, *saved, bias])
     decoder_name = saved[0] if saved else spec.embeddings["word"]
-    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
+    part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     return MaskedLMHead(
         dense=load.linear(head.dense, spec.embedding_size, spec.hidden_size),
         activation=head.activation,
         norm=load.norm(head.norm, spec.embedding_size),
         norm_eps=head.norm_eps,
         decoder=load.linear_from(
-            load.tensor(decoder_name, shape, part=own), load.tensor(bias, shape[:1], part=own)
+            load.tensor(decoder_name, shape, part=part), load.tensor(bias, shape[:1], part=part)
         ),
         blocks=blocks,
     )
@@ -177,29 +177,29 @@ def load_lm(
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
     it, the two share this memory, unless a decoder that differs was saved all the same; on a CPU a
     head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
-    blocks: the transformer's; of a split vocabulary, only its own words are read.
+    blocks: the transformer's; of a sharded vocabulary, only the local part is read.
     """
     head = spec.heads.get("lm")
     if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
         return None
-    own, shape = _own_words(blocks), (spec.vocab_size, spec.embedding_size)
-    bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=own)
+    part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
+    bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
     more = (spec.vocab_size, blocks)
     if not spec.tie_word_embeddings:
-        return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=own), bias), *more)
-    if own is not None:
+        return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=part), bias), *more)
+    if part is not None:
         word = word[:-1]  # without the row of zeros
     if head.decoder in load.tensors:
-        saved = load.tensor(head.decoder, shape, part=own)
+        saved = load.tensor(head.decoder, shape, part=part)
         if not torch.equal(saved, word):
             return LmHead(load.linear_from(saved, bias), *more)
     prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
     return LmHead(prepare_linear(word, bias, prepack=prepack), *more)
 
 
-def _own_words(blocks: Blocks | None) -> Part | None:
-    split = None if blocks is None else blocks.split
-    return None if split is None else Part(0, (split.vocab,))
+def _local_vocab(blocks: Blocks | None) -> Part | None:
+    shard = None if blocks is None else blocks.shard
+    return None if shard is None else Part(0, (shard.vocab,))
 
 
 def _classification(

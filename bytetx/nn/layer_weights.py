@@ -90,15 +90,15 @@ class _LayerReader:
 
     def __init__(self, spec: ModelSpec, load: TensorLoader, blocks: Blocks):
         self.spec, self.layer_spec, self.load = spec, spec.layer_spec, load
-        self.num_heads, self.split = blocks.num_heads, blocks.split
+        self.num_heads, self.shard = blocks.num_heads, blocks.shard
         # Features that are read; None: all.
         self.heads: range | None = None
         self.kv_heads: range | None = None
         self.inner: range | None = None
-        if self.split is not None:
-            self.heads = features(self.split.heads, spec.head_dim)
-            self.kv_heads = features(self.split.kv_heads, spec.head_dim)
-            self.inner = self.split.inner
+        if self.shard is not None:
+            self.heads = features(self.shard.heads, spec.head_dim)
+            self.kv_heads = features(self.shard.kv_heads, spec.head_dim)
+            self.inner = self.shard.inner
 
     def layer(self, i: int) -> LayerWeights:
         spec = self.spec
@@ -154,10 +154,10 @@ class _LayerReader:
 
     def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
         """This rank's rows of a weight that holds q, k and v of all heads."""
-        if self.split is None or self.heads is None or self.kv_heads is None:
+        if self.shard is None or self.heads is None or self.kv_heads is None:
             return None
         if self.layer_spec.qkv == "interleaved":
-            return (features(self.split.heads, 3 * self.spec.head_dim),)
+            return (features(self.shard.heads, 3 * self.spec.head_dim),)
         kinds = ((self.heads, 0), (self.kv_heads, q_rows), (self.kv_heads, q_rows + kv_rows))
         return tuple(range(local.start + first, local.stop + first) for local, first in kinds)
 
@@ -177,7 +177,7 @@ class _LayerReader:
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""
-        spec, is_sharded = self.spec, self.split is not None
+        spec, is_sharded = self.spec, self.shard is not None
         attended, inner = spec.num_heads * spec.head_dim, spec.intermediate_size
         of_heads = self._tensors(
             names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)

@@ -3,8 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.nn.blocks import Blocks
+from bytetx.nn.executor import Executor
 from bytetx.nn.heads import (
     ClassificationHead,
     LmHead,
@@ -52,17 +52,13 @@ class Heads:
     lm: LmHead | None = None
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
     eos_token_ids: tokens that end a generated text.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
-    the whole model where ranks share it.  close: ends the other ranks.
+    the whole model where ranks share it.
     """
 
     folder: Path
@@ -80,7 +76,7 @@ class LoadedCheckpoint:
     dtype: torch.dtype
     is_fp8: bool = False
     num_parameters: int = 0
-    close: Callable[[], None] = _nothing
+    executor: Executor = field(default_factory=Executor)
 
 
 def load_checkpoint(
@@ -93,8 +89,8 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Reads a checkpoint onto a device; "auto" as in bytetx.load. Raises CheckpointError.
 
-    blocks: of a rank of a group; of what is split, only its share is read.  on_tensor: called
-    before each tensor is read.
+    blocks: of a rank of a group; only its shard is read.  on_tensor: called before each tensor is
+    read.
     """
     device = resolve_device(device)
     sentence = load_sentence_spec(folder)
@@ -103,10 +99,17 @@ def load_checkpoint(
     weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
     is_fp8 = wants_fp8(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=weights.dtype)
-    parts = 1 if blocks is None or blocks.split is None else blocks.split.size
+    parts = 1 if blocks is None or blocks.shard is None else blocks.shard.size
     check_fits(weights.num_parameters, dtype, device, parts=parts)
-    options = {"dtype": dtype, "device": device, "blocks": blocks, "fp8": is_fp8}
-    transformer, heads = _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
+    transformer, heads = _load_model(
+        spec,
+        weights,
+        dtype=dtype,
+        device=device,
+        blocks=blocks,
+        fp8=is_fp8,
+        may_lack_head=sentence.is_declared,
+    )
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     return LoadedCheckpoint(
@@ -152,9 +155,18 @@ def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
     return min(max(tokens_each * torch.get_num_threads(), 1024), 8192)
 
 
-def load_share(
+def load_spec(folder: Path) -> ModelSpec:
+    """The spec of a checkpoint's config.json. Raises CheckpointError."""
+    return build_spec(load_config(load_sentence_spec(folder).folder))
+
+
+def saved_dtype(folder: Path, spec: ModelSpec) -> torch.dtype:
+    return Weights(load_sentence_spec(folder).folder, spec).dtype
+
+
+def load_shard(
     folder: Path,
-    blocks_of: Callable[[ModelSpec], Blocks],
+    blocks: Blocks,
     *,
     dtype: torch.dtype,
     device: torch.device,
@@ -166,9 +178,14 @@ def load_share(
     """
     sentence = load_sentence_spec(folder)
     spec = build_spec(load_config(sentence.folder))
-    weights, blocks = Weights(sentence.folder, spec, on_tensor=on_tensor), blocks_of(spec)
-    options = {"dtype": dtype, "device": device, "blocks": blocks}
-    return _load_model(spec, weights, **options, may_lack_head=sentence.is_declared)
+    return _load_model(
+        spec,
+        Weights(sentence.folder, spec, on_tensor=on_tensor),
+        dtype=dtype,
+        device=device,
+        blocks=blocks,
+        may_lack_head=sentence.is_declared,
+    )
 
 
 def _load_model(
@@ -182,11 +199,12 @@ def _load_model(
     fp8: bool = False,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
-    weights = weights.cast(dtype)
-    options = {"dtype": dtype, "device": device, "prepack": device.type == "cpu"}
+    weights, prepack = weights.cast(dtype), device.type == "cpu"
     try:
-        transformer = Transformer.from_tensors(spec, weights, **options, blocks=blocks, fp8=fp8)
-        loader = TensorLoader(weights, **options)
+        transformer = Transformer.from_tensors(
+            spec, weights, dtype=dtype, device=device, prepack=prepack, blocks=blocks, fp8=fp8
+        )
+        loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
         return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -257,7 +275,7 @@ def resolve_dtype(
     resolved = dtype
     if isinstance(dtype, str):
         resolved = DTYPES.get(_SHORT_DTYPES.get(dtype, dtype), dtype)
-    if resolved not in DTYPES.values():
+    if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
         known = ", ".join([*DTYPES, *_SHORT_DTYPES])
         raise OptionError(f"dtype must be auto, {known} or {FP8}, got {dtype!r}")
     return resolved
@@ -265,16 +283,16 @@ def resolve_dtype(
 
 def _cross_encoder_activation(config: Mapping[str, Any]) -> str | None:
     """Of config.json, where sentence-transformers saved it under one key, then under another."""
-    own = config.get("sentence_transformers") or {}
-    check_fields("config.json: sentence_transformers", own, {"activation_fn": TEXT})
-    return own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    given = config.get("sentence_transformers") or {}
+    check_fields("config.json: sentence_transformers", given, {"activation_fn": TEXT})
+    return given.get("activation_fn") or config.get("sbert_ce_default_activation_function")
 
 
 def _eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
     """Of generation_config.json, else of config.json."""
     path = folder / "generation_config.json"
-    own = read_json(path, {"eos_token_id": TOKEN_IDS}) if path.is_file() else {}
-    found = own.get("eos_token_id", config.get("eos_token_id"))
+    given = read_json(path, {"eos_token_id": TOKEN_IDS}) if path.is_file() else {}
+    found = given.get("eos_token_id", config.get("eos_token_id"))
     return tuple(found if isinstance(found, list) else [] if found is None else [found])
 
 
@@ -287,23 +305,34 @@ def _load_heads(
     that it was trained from.
     """
     blocks = transformer.blocks
-    lm = partial(load_lm, spec, load, word=transformer.embeddings.word, blocks=blocks)
-    masked_lm = partial(load_masked_lm, spec, load, blocks=blocks)
+
+    def lm() -> LmHead | None:
+        return load_lm(spec, load, word=transformer.embeddings.word, blocks=blocks)
+
+    def masked_lm() -> MaskedLMHead | None:
+        return load_masked_lm(spec, load, blocks=blocks)
+
     architecture = spec.architectures[0] if spec.architectures else ""
-    load_heads: dict[str, tuple[str, Callable[[], object]]] = {
-        "ForSequenceClassification": ("sequence", lambda: load_sequence_classification(spec, load)),
-        "ForTokenClassification": ("token", lambda: load_token_classification(spec, load)),
-        "ForMaskedLM": ("masked_lm", masked_lm),
-        "ForPreTraining": ("masked_lm", masked_lm),
-        "ForCausalLM": ("lm", lm),
-        "LMHeadModel": ("lm", lm),
+    load_heads: dict[str, tuple[str, Callable[[], Heads]]] = {
+        "ForSequenceClassification": (
+            "sequence",
+            lambda: Heads(sequence=load_sequence_classification(spec, load)),
+        ),
+        "ForTokenClassification": (
+            "token",
+            lambda: Heads(token=load_token_classification(spec, load)),
+        ),
+        "ForMaskedLM": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
+        "ForPreTraining": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
+        "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
+        "LMHeadModel": ("lm", lambda: Heads(lm=lm())),
     }
-    for ending, (field, load_head) in load_heads.items():
+    for ending, (kind, load_head) in load_heads.items():
         if architecture.endswith(ending):
-            head = load_head()
-            if head is None and ending != "ForPreTraining" and not may_lack:
-                raise CheckpointError(_no_head(spec, architecture, field))
-            return Heads(**{field: head})
+            heads = load_head()
+            if heads == Heads() and ending != "ForPreTraining" and not may_lack:
+                raise CheckpointError(_no_head(spec, architecture, kind))
+            return heads
     if "For" in architecture or architecture.endswith("DoubleHeadsModel"):
         raise CheckpointError(_unknown_head(spec, architecture))
     if architecture:
@@ -313,9 +342,9 @@ def _load_heads(
     return Heads(sequence, token, masked_lm(), lm())
 
 
-def _no_head(spec: ModelSpec, architecture: str, field: str) -> str:
+def _no_head(spec: ModelSpec, architecture: str, kind: str) -> str:
     names = {"sequence": "sequence_classification", "token": "token_classification"}
-    if names.get(field, field) not in spec.heads:
+    if names.get(kind, kind) not in spec.heads:
         known = ", ".join(spec.heads) or "none"
         return (
             f"config.json says {architecture}, a head that bytetx does not have for "

@@ -20,7 +20,7 @@ from bytetx.ops.comm_gemm import (
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.parallel.layout import ModelSplit, deal_features, has_even_shares
+from bytetx.parallel.layout import ModelShard, feature_offsets, has_even_shards
 from bytetx.parallel.tp import TpGroup
 
 
@@ -28,17 +28,17 @@ class ShardedBlocks:
     """The calls of LocalBlocks, made by all ranks at the same time with the same total rows."""
 
     is_capturable = True  # by graphs that all ranks replay together
-    split: ModelSplit | None
+    shard: ModelShard | None
 
-    def __init__(self, spec: ModelSpec, group: TpGroup, split: ModelSplit):
-        self.num_heads, self.num_kv_heads = len(split.heads), len(split.kv_heads)
-        self.group, self.split, self.vocab = group, split, split.vocab
-        self.peers = replace(group.peers, is_even=has_even_shares(spec, group.size))
-        self.local = LocalBlocks(spec)
+    def __init__(self, spec: ModelSpec, group: TpGroup, shard: ModelShard):
+        self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
+        self.group, self.shard, self.vocab = group, shard, shard.vocab
+        self.peers = replace(group.peers, is_even=has_even_shards(spec, group.size))
+        self.local_blocks = LocalBlocks(spec)
         self.norm_eps = spec.norm_eps
         is_rms = spec.layer_spec.norm == "rms_norm"
         self.norm_kind: Literal["layer_norm", "rms_norm"] = "rms_norm" if is_rms else "layer_norm"
-        self._vocab_offsets = deal_features(spec.vocab_size, group.size)
+        self._vocab_offsets = feature_offsets(spec.vocab_size, group.size)
 
     def sync_kernel_support(self, layers: Iterable[LayerWeights]) -> None:
         """Once all ranks have loaded: the fused ops' kernels run on all of them, or on none.
@@ -70,7 +70,8 @@ def _has_kernels(layer: LayerWeights) -> bool:
         assert isinstance(w, LinearWeight | GatedWeight)
         if not w.has_kernel or w.n == 0:
             return False
-    return all(w.has_kernel and w.k > 0 for w in map(_shard, (layer.attn_out, layer.ffn_out)))
+    outs = (_local_linear(layer.attn_out), _local_linear(layer.ffn_out))
+    return all(w.has_kernel and w.k > 0 for w in outs)
 
 
 class _Rows:
@@ -80,7 +81,7 @@ class _Rows:
         self._blocks, self._offsets = blocks, offsets
         self._peers, self._collectives = blocks.peers, blocks.group.collectives
 
-    def shard(self, x: Tensor) -> Tensor:
+    def local(self, x: Tensor) -> Tensor:
         if self._offsets is None:
             return x
         return x[self._offsets[self._peers.rank] : self._offsets[self._peers.rank + 1]]
@@ -110,11 +111,11 @@ class _Rows:
         if inputs_embeds is None:
             inputs_embeds = self._embed_words(input_ids, word)
         else:
-            inputs_embeds = self.shard(inputs_embeds).contiguous()
+            inputs_embeds = self.local(inputs_embeds).contiguous()
         return embed(
-            self.shard(input_ids),
-            self._shard_of(position, position_ids),
-            self._shard_of(token_type, token_type_ids),
+            self.local(input_ids),
+            self._local_ids(position, position_ids),
+            self._local_ids(token_type, token_type_ids),
             word=word,
             position=position,
             token_type=token_type,
@@ -125,8 +126,8 @@ class _Rows:
             bad_ids=bad_ids,
         )
 
-    def _shard_of(self, table: Tensor | None, ids: Tensor | None) -> Tensor | None:
-        return None if table is None or ids is None else self.shard(ids)
+    def _local_ids(self, table: Tensor | None, ids: Tensor | None) -> Tensor | None:
+        return None if table is None or ids is None else self.local(ids)
 
     def _embed_words(self, input_ids: Tensor, word: Tensor) -> Tensor:
         """Each row comes from one rank and is zero on the others: their sum is exact."""
@@ -192,9 +193,9 @@ class _Rows:
         return self.row_parallel(x, w, residual=residual, norm=norm)[0]
 
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
-        return self._blocks.local.norm(x, norm)
+        return self._blocks.local_blocks.norm(x, norm)
 
 
-def _shard(w: OutWeight) -> LinearWeight:
+def _local_linear(w: OutWeight) -> LinearWeight:
     assert isinstance(w, RowWeight)
     return w.linear

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +20,7 @@ from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.packed import PackedBatch
-from bytetx.parallel.layout import ModelSplit
+from bytetx.parallel.layout import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,6 @@ class Transformer:
     Where a group of ranks shares the layers, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model's embedding is narrower.
     """
-
-    has_followers = False  # whether other ranks run its passes because this one does
 
     def __init__(
         self,
@@ -86,9 +83,9 @@ class Transformer:
             )
         if blocks is None:
             blocks = Fp8Blocks(spec) if fp8 else LocalBlocks(spec)
-        embeddings = _embedding_weights(spec, load, blocks.split)
+        embeddings = _embedding_weights(spec, load, blocks.shard)
         project_out = _project_out(spec, load)
-        bias = _relative_bias(spec, load, blocks.split)
+        bias = _relative_bias(spec, load, blocks.shard)
         layers = load_layers(spec, load, blocks=blocks, relative_bias=bias, fp8=fp8)
         return cls(spec, embeddings, layers, project_out=project_out)
 
@@ -98,19 +95,6 @@ class Transformer:
         word = self.embeddings.word
         fits = is_planned(word.dtype, self.spec.head_dim, word.device)
         return fits and self.layers.is_capturable
-
-    def check(self) -> None:
-        """Raises a GroupError where a rank is gone, and with it what the device still computed."""
-
-    def decode_step(
-        self, cache: KvCache, *, num_rows: int, num_pages: int, is_greedy: bool, is_captured: bool
-    ) -> AbstractContextManager[None]:
-        """Around a decode step that other ranks run, too; is_greedy: with the language model head,
-        is_captured: as a graph once it comes again."""
-        return nullcontext()
-
-    def share(self, *tensors: torch.Tensor) -> None:
-        """What the other ranks of a decode step read first, in this order."""
 
     @torch.inference_mode()
     def forward(
@@ -161,8 +145,8 @@ class Transformer:
         if table.position is None or not projects_words:
             return x
         return embed(
-            rows.shard(batch.input_ids),
-            rows.shard(batch.position_ids),
+            rows.local(batch.input_ids),
+            rows.local(batch.position_ids),
             None,
             word=table.position,
             position=table.position,
@@ -192,7 +176,7 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
 
 
 def _embedding_weights(
-    spec: ModelSpec, load: TensorLoader, split: ModelSplit | None
+    spec: ModelSpec, load: TensorLoader, shard: ModelShard | None
 ) -> EmbeddingWeights:
     names, width = spec.embeddings, spec.embedding_size
     token_type = project = norm = None
@@ -203,7 +187,7 @@ def _embedding_weights(
     if "norm" in names:
         norm = load.norm(names["norm"], width)
     return EmbeddingWeights(
-        word=_word_table(spec, load, split),
+        word=_word_table(spec, load, shard),
         position=_position_table(spec, load),
         token_type=token_type,
         norm=norm,
@@ -211,12 +195,12 @@ def _embedding_weights(
     )
 
 
-def _word_table(spec: ModelSpec, load: TensorLoader, split: ModelSplit | None) -> torch.Tensor:
+def _word_table(spec: ModelSpec, load: TensorLoader, shard: ModelShard | None) -> torch.Tensor:
     """All words; or a rank's words, and behind them a row of zeros for those of other ranks."""
     name, shape = spec.embeddings["word"], (spec.vocab_size, spec.embedding_size)
-    if split is None:
+    if shard is None:
         return load.tensor(name, shape)
-    local = load.tensor(name, shape, part=Part(0, (split.vocab,)))
+    local = load.tensor(name, shape, part=Part(0, (shard.vocab,)))
     return torch.cat([local, local.new_zeros((1, shape[1]))])
 
 
@@ -245,7 +229,7 @@ def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
 
 
 def _relative_bias(
-    spec: ModelSpec, load: TensorLoader, split: ModelSplit | None
+    spec: ModelSpec, load: TensorLoader, shard: ModelShard | None
 ) -> torch.Tensor | None:
     """The learned bucket table spread over distances: f32 [local heads, 2 * max_positions - 1].
 
@@ -259,8 +243,8 @@ def _relative_bias(
     span = spec.max_positions + spec.position_offset  # a wrapped model may use every position
     distance = torch.arange(-(span - 1), span, device=table.device)
     bias = table[_bucket(distance, spec)].T
-    if split is not None:
-        bias = bias[split.heads.start : split.heads.stop]
+    if shard is not None:
+        bias = bias[shard.heads.start : shard.heads.stop]
     return bias.contiguous()
 
 

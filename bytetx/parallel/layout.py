@@ -1,4 +1,4 @@
-"""Which heads, features, words and rows each rank of a tensor-parallel group has."""
+"""Which heads, features, vocabulary and token rows each rank of a tensor-parallel group has."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 
-# Steps that shares of features are cut in, best first: those that whole GEMM tiles take.
+# Multiples of which a shard of features is, best first: those that whole GEMM tiles take.
 _FEATURE_STEPS = (64, 32, 16, 8, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelSplit:
-    """One rank's share of a model.
+class ModelShard:
+    """One rank's shard of a model.
 
-    heads, kv_heads: attention heads, of which neighbours share a key and value head; one of the
-    latter is on several ranks where there are fewer of them than ranks.
+    heads, kv_heads: attention heads; consecutive ones share a key and value head, which several
+    ranks hold where there are fewer of them than ranks.
     inner: features between the two feed-forward layers.  vocab: rows of the word embedding and
     of the logits' weight.
     """
@@ -28,26 +28,26 @@ class ModelSplit:
     vocab: range
 
 
-def split_model(spec: ModelSpec, *, rank: int, size: int) -> ModelSplit:
-    """The share of one rank; the first ranks have the larger ones where they differ.
+def shard_model(spec: ModelSpec, *, rank: int, size: int) -> ModelShard:
+    """The shard of one rank; the first ranks have the larger ones where they differ.
 
-    Raises InputError where there are more ranks than something that is split has parts.
+    Raises InputError where the model cannot be sharded over so many ranks.
     """
-    heads, kv_heads = _split_heads(spec.num_heads, spec.num_kv_heads, rank=rank, size=size)
-    return ModelSplit(
+    heads, kv_heads = _shard_heads(spec.num_heads, spec.num_kv_heads, rank=rank, size=size)
+    return ModelShard(
         rank,
         size,
         heads,
         kv_heads,
-        share(deal_features(spec.intermediate_size, size), rank),
-        share(deal_features(spec.vocab_size, size), rank),
+        local_range(feature_offsets(spec.intermediate_size, size), rank),
+        local_range(feature_offsets(spec.vocab_size, size), rank),
     )
 
 
-def has_even_shares(spec: ModelSpec, size: int) -> bool:
+def has_even_shards(spec: ModelSpec, size: int) -> bool:
     """Whether every rank has as many heads and features of each layer as the others."""
-    splits = [split_model(spec, rank=rank, size=size) for rank in range(size)]
-    return len({(len(s.heads), len(s.kv_heads), len(s.inner)) for s in splits}) == 1
+    shards = [shard_model(spec, rank=rank, size=size) for rank in range(size)]
+    return len({(len(s.heads), len(s.kv_heads), len(s.inner)) for s in shards}) == 1
 
 
 def features(heads: range, head_dim: int) -> range:
@@ -55,14 +55,14 @@ def features(heads: range, head_dim: int) -> range:
     return range(heads.start * head_dim, heads.stop * head_dim)
 
 
-def share(offsets: Sequence[int], rank: int) -> range:
+def local_range(offsets: Sequence[int], rank: int) -> range:
     return range(offsets[rank], offsets[rank + 1])
 
 
-def deal(count: int, size: int, *, step: int = 1) -> tuple[int, ...]:
-    """size + 1 offsets: whole steps in shares that differ by one step, the first ones larger.
+def shard_offsets(count: int, size: int, *, step: int = 1) -> tuple[int, ...]:
+    """size + 1 offsets of shards of whole steps; sizes differ by one step, the first are larger.
 
-    Where the last step is not whole, the last share with any is shorter; shares may be empty.
+    Where the last step is not whole, the last shard that is not empty is shorter.
     """
     num_steps = -(-count // step)
     each, more = divmod(num_steps, size)
@@ -70,19 +70,19 @@ def deal(count: int, size: int, *, step: int = 1) -> tuple[int, ...]:
     return tuple(min(end * step, count) for end in ends)
 
 
-def deal_features(count: int, size: int) -> tuple[int, ...]:
-    """Offsets of equal shares in large steps; where there are none, shares in the largest steps."""
+def feature_offsets(count: int, size: int) -> tuple[int, ...]:
+    """Offsets of equal shards in the largest step that allows it, else in the largest that fits."""
     for step in _FEATURE_STEPS:
         if count % (step * size) == 0:
-            return deal(count, size, step=step)
+            return shard_offsets(count, size, step=step)
     step = next(step for step in _FEATURE_STEPS if count >= step * size or step == 1)
-    return deal(count, size, step=step)
+    return shard_offsets(count, size, step=step)
 
 
-def _split_heads(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> tuple[range, range]:
+def _shard_heads(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> tuple[range, range]:
     group = num_heads // num_kv_heads
     if num_kv_heads >= size:
-        kv_heads = share(deal(num_kv_heads, size), rank)
+        kv_heads = local_range(shard_offsets(num_kv_heads, size), rank)
         return range(kv_heads.start * group, kv_heads.stop * group), kv_heads
     ranks_each = size // num_kv_heads
     if size % num_kv_heads or group < ranks_each:
@@ -92,8 +92,8 @@ def _split_heads(num_heads: int, num_kv_heads: int, *, rank: int, size: int) -> 
             f"{num_kv_heads} for keys and values, got {size}"
         )
     kv_head = rank // ranks_each
-    own = share(deal(group, ranks_each), rank % ranks_each)
-    return range(kv_head * group + own.start, kv_head * group + own.stop), range(
+    local = local_range(shard_offsets(group, ranks_each), rank % ranks_each)
+    return range(kv_head * group + local.start, kv_head * group + local.stop), range(
         kv_head, kv_head + 1
     )
 
@@ -104,7 +104,7 @@ def _fits(num_heads: int, num_kv_heads: int, size: int) -> bool:
 
 
 def _shown(sizes: list[int]) -> str:
-    """1 ... 12, or a list where there are holes."""
+    """1 ... 12 where they are consecutive, else a list."""
     if sizes == list(range(1, len(sizes) + 1)) and len(sizes) > 2:
         return f"1 ... {len(sizes)}"
     return ", ".join(map(str, sizes))

@@ -1,4 +1,4 @@
-"""Where NCCL listens: its settings have no other way in than the environment."""
+"""Where NCCL listens, which only environment variables can set."""
 
 import os
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ def loopback_sockets() -> Iterator[None]:
     """NCCL's first communicator of a process, made inside, puts all its sockets on loopback.
 
     NCCL chooses once a process, and otherwise takes an interface that other machines reach. An
-    interface that the user names is left as it is. The variable is gone again afterwards, for
-    processes that this one starts may span machines.
+    interface that the user names stays. The variable is removed afterwards, because processes that
+    this one starts may span machines.
     """
     if _INTERFACE in os.environ or "NCCL_COMM_ID" in os.environ:
         yield

@@ -1,4 +1,4 @@
-"""Memory that the GPUs of a host share: the only place that knows torch's symmetric memory."""
+"""Memory that the GPUs of a host share: the only file that uses torch's symmetric memory."""
 
 import logging
 import os
@@ -22,14 +22,14 @@ _ALIGNMENT_BYTES = 1024
 def symmetric_workspace(
     store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace | None:
-    """A workspace on every rank, zeroed; None where the GPUs cannot reach one another's memory.
+    """A workspace on every rank, zeroed; None where the GPUs cannot access one another's memory.
 
     backend: the group's.  All ranks call it with the same buffer_bytes.  It lives as long as the
     process: peers may read it as long as they run.
     """
     rank, size = backend.rank(), backend.size()
-    reaches = _reaches_all(device, size)
-    if not _all_agree(store, "reaches", rank=rank, size=size, answer=reaches):
+    has_access = _accesses_all(device, size)
+    if not _all_agree(store, "access", rank=rank, size=size, answer=has_access):
         return None
     buffer_bytes = -(-buffer_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     workspace = None
@@ -37,11 +37,12 @@ def symmetric_workspace(
         workspace = _shared(store, backend, device=device, buffer_bytes=buffer_bytes)
     except RuntimeError as error:
         logger.warning("ranks share no memory, NCCL is used instead: %s", error)
-    is_there = workspace is not None
-    return workspace if _all_agree(store, "has", rank=rank, size=size, answer=is_there) else None
+    has_memory = workspace is not None
+    has_all = _all_agree(store, "has", rank=rank, size=size, answer=has_memory)
+    return workspace if has_all else None
 
 
-def turn_multicast_off() -> None:
+def disable_multicast() -> None:
     """For NCCL and torch's symmetric memory, in this process: not every host's NVLink has it, and
     where it fails, it fails after minutes.
     """
@@ -54,8 +55,8 @@ def _shared(
 ) -> Workspace:
     if backend.size() > torch.cuda.device_count():
         os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    own_store = NumberedStore(store)
-    name, group = _register(own_store, backend)
+    numbered = NumberedStore(store)
+    name, group = _register(numbered, backend)
     flag_bytes, copy_bytes = 4 * NUM_FLAGS, buffer_bytes // 4
     shared_bytes = buffer_bytes + flag_bytes + copy_bytes
     memory = symm_mem.empty(shared_bytes, dtype=torch.uint8, device=device)
@@ -74,15 +75,15 @@ def _shared(
         device=device,
         copies=[address + flag_bytes for address in flags],
         own_copies=memory[buffer_bytes + flag_bytes :],
-        owner=(memory, handle, group, own_store),
+        owner=(memory, handle, group, numbered),
     )
 
 
 class NumberedStore(dist.Store):
     """A group's store in which torch's exchanges of symmetric memory are numbered from 0.
 
-    torch numbers them through all groups of a process: rank 0, which may lead one group after the
-    other, would wait for keys that a rank which is new never writes.
+    torch numbers them over all groups of a process: rank 0, which may lead several groups one
+    after another, would wait for keys that a new worker never writes.
     """
 
     def __init__(self, store: dist.Store):
@@ -92,20 +93,20 @@ class NumberedStore(dist.Store):
         self._counts: dict[str, int] = {}
 
     def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._own(key), value)
+        self._store.set(self._numbered(key), value)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._own(key))
+        return self._store.get(self._numbered(key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        own = [self._own(key) for key in keys]
+        numbered = [self._numbered(key) for key in keys]
         if timeout is None:
-            self._store.wait(own)
+            self._store.wait(numbered)
         else:
-            self._store.wait(own, timeout)
+            self._store.wait(numbered, timeout)
 
-    def _own(self, key: str) -> str:
-        """The key of this process's n-th exchange of a kind, which it numbers otherwise."""
+    def _numbered(self, key: str) -> str:
+        """The key, with the number of the exchange within this group in place of torch's."""
         found = re.fullmatch(r"(.*)/(\d+)/(\d+)", key)
         if found is None:
             return key
@@ -116,8 +117,8 @@ class NumberedStore(dist.Store):
         return f"{kind}/{self._numbers[kind, number]}/{rank}"
 
 
-def _reaches_all(device: torch.device, size: int) -> bool:
-    """Rank i has GPU i, or shares one: the launcher sees to it."""
+def _accesses_all(device: torch.device, size: int) -> bool:
+    """Rank i has GPU i, or shares one: the launcher guarantees it."""
     count = min(size, torch.cuda.device_count())
     others = [i for i in range(count) if i != device.index]
     return all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
@@ -129,8 +130,8 @@ def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bo
 
 
 def _register(store: dist.Store, backend: dist.Backend) -> tuple[str, dist.ProcessGroup]:
-    """(a name by which torch finds the group, which no other one of these processes has; the group,
-    which torch does not keep alive)."""
+    """(the group's name in torch, unique among these processes; the group, which torch does not
+    keep alive)."""
     if backend.rank() == 0:
         store.set("name", f"bytetx-{uuid4()}")
     name = store.get("name").decode()

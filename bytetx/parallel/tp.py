@@ -17,22 +17,22 @@ from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 Store = dist.Store
 
-# Ranks that have met wait for one another as long as they run: rank 0 may be stopped for a while by
-# its user. Those that end, stop or hang are noticed otherwise (bytetx.executor.heartbeat).
+# Ranks that have joined wait for one another as long as they run: a user may stop rank 0 at times.
+# Heartbeats detect those that end, stop or hang (bytetx.executor.heartbeat).
 _TIMEOUT = timedelta(days=1)
-_MEETING_TIMEOUT = timedelta(minutes=2)
-# NCCL asks its store once a second, and must not wait for it when it is gone.
+_RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
+# NCCL polls its store once a second, and must not wait for it when it is gone.
 _STORE_TIMEOUT = timedelta(seconds=1)
-# In which collectives without graphs have ended.
+# By then collectives outside of graphs have ended.
 _ABORT_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class TpGroup:
-    """This rank among those that split a model.
+    """This rank among those that share a model.
 
     collectives: gloo between CPUs, NCCL between GPUs.  workspace: memory that the ranks share,
-    None where their GPUs are not NVLink peers.  rows: when and how rows are dealt to the ranks.
+    None where their GPUs are not NVLink peers.  rows: when and how rows are sharded.
     """
 
     rank: int
@@ -47,19 +47,19 @@ class TpGroup:
         return Peers(self.rank, self.size, self.collectives, self.workspace)
 
     def fault_text(self) -> str | None:
-        """Which kernel of this rank waited in vain, for whom; None where none has."""
+        """Which wait of a kernel of this rank expired, for which rank; None where none has."""
         return None if self.workspace is None else self.workspace.fault_text()
 
     def num_collectives(self) -> int:
-        """That this rank has begun; graphs that are replayed do not count."""
+        """Collectives that this rank has begun; those of replayed graphs do not count."""
         return self.collectives.num_begun
 
     def abort(self) -> None:
-        """Ends what waits for a rank that will never come; the group is of no use then."""
+        """Ends what waits for a rank that is gone; the group cannot be used after that."""
         if self.workspace is not None:
             self.workspace.give_up()
-        # NCCL tells its kernels to end at once, and then waits for the graphs that hold some of
-        # them to go, which whoever waits for these kernels may do only then.
+        # NCCL tells its kernels to end at once, and then waits until the graphs that hold some of
+        # them are destroyed, which a thread that waits for these kernels can do only after that.
         aborting = Thread(target=self.collectives.abort, name="bytetx-abort", daemon=True)
         aborting.start()
         aborting.join(_ABORT_SECONDS)
@@ -74,7 +74,7 @@ def join_group(
     workspace_bytes: int = 0,
     rows: RowScheme | None = None,
 ) -> TpGroup:
-    """Joins the group that meets at `store`; all ranks call it with the same sizes.
+    """Joins the group whose rendezvous is `store`; all ranks call it with the same sizes.
 
     workspace_bytes: of memory that the ranks share, for the fused ops; 0 is none.
     rows: None is the device's own scheme.
@@ -82,10 +82,10 @@ def join_group(
     with loopback_sockets() if device.type == "cuda" else nullcontext():
         backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
         collectives = GroupCollectives(backend, rank=rank, size=size)
-        collectives.all_reduce(torch.zeros(1, device=device))  # what cannot work fails here
+        collectives.all_reduce(torch.zeros(1, device=device))  # a group that cannot work fails here
     workspace = None
     if workspace_bytes and device.type == "cuda":
-        # Imported here: it brings triton, which CPUs have no use for.
+        # Imported here: it imports triton, which CPUs do not need.
         from bytetx.parallel.symmetric import symmetric_workspace
 
         shared = dist.PrefixStore("bytetx-symmetric", store)
@@ -96,8 +96,8 @@ def join_group(
     )
 
 
-def end_meeting(store: Store) -> None:
-    """All ranks have joined: nothing more is read from the store."""
+def end_rendezvous(store: Store) -> None:
+    """All ranks have joined: from now on nothing is read from the store."""
     store.set_timeout(_STORE_TIMEOUT)
 
 
@@ -109,19 +109,19 @@ def gpu_of(rank: int) -> torch.device:
 def _backend(
     store: dist.Store, *, rank: int, size: int, device: torch.device
 ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
-    """A backend of its own, not torch's default group: that one may be the caller's."""
+    """A separate backend: torch's default group may be the caller's."""
     if device.type == "cuda":
-        from bytetx.parallel.symmetric import turn_multicast_off
+        from bytetx.parallel.symmetric import disable_multicast
 
         torch.cuda.set_device(device)
-        turn_multicast_off()
-    # NCCL has one rank a GPU; gloo takes tensors of GPUs, too.
+        disable_multicast()
+    # NCCL takes one rank per GPU; gloo takes tensors of GPUs, too.
     if device.type == "cuda" and size <= torch.cuda.device_count():
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = _MEETING_TIMEOUT
+    options._timeout = _RENDEZVOUS_TIMEOUT
     # All ranks are processes of one machine, whose own name may resolve to nothing.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     backend = dist.ProcessGroupGloo(store, rank, size, options)
@@ -147,54 +147,54 @@ class GroupCollectives:
         return self._backend
 
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
-        """[own rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
-        shares = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
-        largest, tail = max(shares), shard.shape[1:]
+        """[local rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
+        sizes = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
+        largest, tail = max(sizes), shard.shape[1:]
         if not largest:
             return shard.new_empty((0, *tail))
         sent = shard.contiguous()
-        if shares[self._rank] < largest:
+        if sizes[self._rank] < largest:
             sent = shard.new_empty((largest, *tail))
-            sent[: shares[self._rank]] = shard
+            sent[: sizes[self._rank]] = shard
         received = shard.new_empty((self._size * largest, *tail))
         self._begin()._allgather_base(received, sent).wait()
-        if min(shares) == largest:
+        if min(sizes) == largest:
             return received
         if all(row_offsets[i] == i * largest for i in range(self._size)):
-            return received[: row_offsets[-1]]  # only the last share is shorter
+            return received[: row_offsets[-1]]  # only the last shard is shorter
         pieces = received.view(self._size, largest, *tail)
-        return torch.cat([pieces[i, :rows] for i, rows in enumerate(shares)])
+        return torch.cat([pieces[i, :rows] for i, rows in enumerate(sizes)])
 
     def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
-        """[total rows, n] of every rank -> the sum's own rows; f32 where gloo sums a half type."""
-        own = slice(row_offsets[self._rank], row_offsets[self._rank + 1])
+        """[total rows, n] of every rank -> the sum's local rows; f32 where gloo sums halves."""
+        local = slice(row_offsets[self._rank], row_offsets[self._rank + 1])
         if self._is_gloo:
-            # In the order of gloo's ring and the same on every rank, as all_reduce's.
-            return self.all_reduce(partial)[own].clone()
-        shares = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
-        largest = max(shares)
+            # Summed as all_reduce does: in the order of gloo's ring, the same on every rank.
+            return self.all_reduce(partial)[local].clone()
+        sizes = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
+        largest = max(sizes)
         if not largest:
             return partial
-        if min(shares) < largest:
+        if min(sizes) < largest:
             spread = partial.new_zeros((self._size, largest, *partial.shape[1:]))
-            for place, piece in zip(spread, partial.split(shares), strict=True):
-                place[: len(piece)] = piece
+            for padded, piece in zip(spread, partial.split(sizes), strict=True):
+                padded[: len(piece)] = piece
             partial = spread.flatten(0, 1)
         summed = partial.new_empty((largest, *partial.shape[1:]))
         self._begin()._reduce_scatter_base(summed, partial).wait()
-        return summed[: shares[self._rank]]
+        return summed[: sizes[self._rank]]
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """[m, n] of every rank -> their sum, which may lie in partial's place; f32 as above."""
+        """[m, n] of every rank -> their sum, which may be in partial's memory; f32 as above."""
         summed = partial.float() if self._is_gloo else partial
         if summed.numel():
             self._begin().allreduce([summed]).wait()
         return summed
 
     def all_gather_columns(self, x: Tensor, column_offsets: Sequence[int]) -> Tensor:
-        """[m, own columns] of every rank -> [m, all columns], in the order of ranks."""
-        shares = [column_offsets[i + 1] - column_offsets[i] for i in range(self._size)]
-        rows, largest = len(x), max(shares)
+        """[m, local columns] of every rank -> [m, all columns], in the order of ranks."""
+        sizes = [column_offsets[i + 1] - column_offsets[i] for i in range(self._size)]
+        rows, largest = len(x), max(sizes)
         sent = x.contiguous()
         if x.shape[1] < largest:
             sent = x.new_empty((rows, largest))
@@ -202,7 +202,7 @@ class GroupCollectives:
         received = x.new_empty((self._size * rows, largest))
         self._begin()._allgather_base(received, sent).wait()
         pieces = received.view(self._size, rows, largest)
-        return torch.cat([pieces[i, :, :columns] for i, columns in enumerate(shares)], dim=1)
+        return torch.cat([pieces[i, :, :columns] for i, columns in enumerate(sizes)], dim=1)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """What rank 0's x holds, into x on every rank."""

@@ -23,7 +23,7 @@ from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops import native
 from bytetx.ops.comm_plan import CommPlan, Layer
-from bytetx.parallel.layout import split_model
+from bytetx.parallel.layout import shard_model
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup
 
@@ -46,7 +46,7 @@ def test_layers_run_with_nothing_on_its_way(model: str, deals: bool | None) -> N
         rows = RowScheme(24 if deals else 1000, ((0, 16),))
         silent = tp_layer.NoCollectives(0)
         group = TpGroup(0, 2, torch.device("cpu"), silent, None, rows)
-        blocks = ShardedBlocks(spec, group, split_model(spec, rank=0, size=2))
+        blocks = ShardedBlocks(spec, group, shard_model(spec, rank=0, size=2))
     share = tp_models.random_share(spec, blocks, count=2, dtype=torch.float32, device="cpu")
     share = tp_models.without_kernels(share, blocks)
     with torch.inference_mode():

@@ -58,7 +58,7 @@ class Group:
                 if rank not in silent:
                     self.beats.hear(rank, progress)
             counts = {"num_sent": 0, "num_collectives": 0} | counts
-            reason = self.beats.look(self.now_s, **counts)
+            reason = self.beats.check(self.now_s, **counts)
             if reason is not None:
                 return reason
         return None

@@ -12,8 +12,8 @@ from tiny import FAMILIES, one_thread, random_ids, save, tiny_model  # noqa: F40
 from tiny_decoders import tiny_decoder
 
 import bytetx
-from bytetx.executor.control import Followers
-from bytetx.executor.leader import load_led, start_ranks
+from bytetx.executor.control import Workers
+from bytetx.executor.leader import load_on_ranks, start_ranks
 from bytetx.model import Model
 from bytetx.packed import pack
 from bytetx.parallel.row_scheme import RowScheme
@@ -49,19 +49,19 @@ DECODERS = {
     4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj"],
 }
 
-Ranks = tuple[TpGroup, Followers]
+Ranks = tuple[TpGroup, Workers]
 
 
 @pytest.fixture(scope="module", params=[2, 4])
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Processes that every test of this module loads its checkpoint onto."""
-    followers, group = start_ranks(request.param, torch.device("cpu"), rows=ROWS)
-    yield group, followers
-    followers.close()
+    workers, group = start_ranks(request.param, torch.device("cpu"), rows=ROWS)
+    yield group, workers
+    workers.close()
 
 
 def on_ranks(folder: Path, ranks: Ranks, dtype: torch.dtype = torch.float32) -> Model:
-    return Model(load_led(folder, *ranks, dtype=dtype), token_budget=200)
+    return Model(load_on_ranks(folder, *ranks, dtype=dtype), token_budget=200)
 
 
 def alone(folder: Path, dtype: str = "float32") -> Model:
@@ -154,8 +154,8 @@ def test_a_cache_that_is_gone_is_gone_everywhere(ranks: Ranks, tmp_path: Path) -
     shared = on_ranks(decoder("llama", tmp_path), ranks)
     for tokens in (64, 128, 64):  # each call with other sizes drops the engine before it
         shared.generate(random_ids([5, 9]), GREEDY, kv_cache_tokens=tokens)
-    lead = shared.transformer._lead
-    assert len(lead._cache_ids) == 1 and lead._num_caches == 3
+    executor = shared.checkpoint.executor
+    assert len(executor._cache_ids) == 1 and executor._num_caches == 3
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])

@@ -24,13 +24,13 @@ from bytetx.checkpoint import weights as weights_module
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import CheckpointError, GroupError, InputError
 from bytetx.executor.channel import Channel
-from bytetx.executor.control import FAILED, Followers
-from bytetx.executor.leader import load_led, start_ranks
+from bytetx.executor.control import FAILED, Workers
+from bytetx.executor.leader import load_on_ranks, start_ranks
 from bytetx.model import Model
-from bytetx.nn.loading import load_share
+from bytetx.nn.loading import load_shard, load_spec
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops.comm_workspace import Workspace
-from bytetx.parallel.layout import split_model
+from bytetx.parallel.layout import shard_model
 from bytetx.parallel.row_scheme import row_scheme
 from bytetx.parallel.tp import TpGroup
 
@@ -39,16 +39,16 @@ SECONDS = 20.0
 WIDER = {"num_attention_heads": 4}
 
 
-def shared_model(folder: Path, size: int) -> tuple[Model, Followers]:
-    followers, group = start_ranks(size, torch.device("cpu"))
-    checkpoint = load_led(folder, group, followers, dtype=torch.float32)
-    return Model(checkpoint, token_budget=64), followers
+def shared_model(folder: Path, size: int) -> tuple[Model, Workers]:
+    workers, group = start_ranks(size, torch.device("cpu"))
+    checkpoint = load_on_ranks(folder, group, workers, dtype=torch.float32)
+    return Model(checkpoint, token_budget=64), workers
 
 
 def test_a_killed_rank_ends_the_group_while_it_works(tmp_path: Path) -> None:
-    model, followers = shared_model(save(tiny_decoder("llama"), tmp_path), 2)
+    model, workers = shared_model(save(tiny_decoder("llama"), tmp_path), 2)
     prompts = random_ids([9, 20, 3] * 4)
-    process = followers._processes[0]
+    process = workers._processes[0]
     killer = threading.Timer(0.5, lambda: process.send_signal(signal.SIGKILL))
     killer.start()
     end = time.monotonic() + SECONDS
@@ -57,63 +57,63 @@ def test_a_killed_rank_ends_the_group_while_it_works(tmp_path: Path) -> None:
             model.generate(prompts)
     with pytest.raises(GroupError, match="rank 1 was killed by SIGKILL"):
         model.generate(prompts)
-    assert all(process.poll() is not None for process in followers._processes)
-    followers.close()
+    assert all(process.poll() is not None for process in workers._processes)
+    workers.close()
 
 
 def test_the_death_of_one_rank_is_not_blamed_on_the_others(tmp_path: Path) -> None:
-    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 4)
+    model, workers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 4)
     assert len(model.embed(SENTENCES)) == len(SENTENCES)
-    followers._processes[1].send_signal(signal.SIGKILL)
+    workers._processes[1].send_signal(signal.SIGKILL)
     end = time.monotonic() + SECONDS
     with pytest.raises(GroupError, match="rank 2 was killed by SIGKILL"):
         while time.monotonic() < end:
             model.embed(SENTENCES)
-    followers.close()
+    workers.close()
 
 
 def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
-    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
-    followers.send(b"nonsense")
+    model, workers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    workers.send(b"nonsense")
     end = time.monotonic() + SECONDS
     with pytest.raises(GroupError, match="rank 1 failed: ValueError: no message begins with b'n'"):
         while time.monotonic() < end:
             model.embed(SENTENCES)
-    followers.close()
+    workers.close()
 
 
 def test_an_error_is_no_answer() -> None:
     """Whoever waits for what ranks have loaded is told that one of them failed."""
     ours, theirs = map(Channel, socket.socketpair())
-    followers = Followers([ours], [])
+    workers = Workers([ours], [])
     theirs.send(FAILED, b"the disk is full")
     with pytest.raises(GroupError, match="rank 1 failed: the disk is full"):
-        followers.await_answers()
-    followers.close()
+        workers.wait_for_replies()
+    workers.close()
 
 
 def test_a_failure_of_rank_0_ends_the_group(tmp_path: Path) -> None:
     """Its steps are out of step with the others' from then on."""
-    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    model, workers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
     model.transformer.layers.weights[1] = None
     with pytest.raises(GroupError, match="rank 0 failed, .*: AttributeError: 'NoneType'"):
         model.embed(SENTENCES)
     with pytest.raises(GroupError, match="rank 0 failed"):
         model.embed(SENTENCES)
-    assert followers._processes[0].poll() is not None
-    followers.close()
+    assert workers._processes[0].poll() is not None
+    workers.close()
 
 
 def test_a_wait_in_vain_is_the_reason(tmp_path: Path) -> None:
     """A kernel leaves who waited for whom; nothing else on that rank's side says so."""
-    model, followers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
-    lead, fault = model.transformer._lead, torch.tensor([1, 0, 1, 17, 4, 5, 0, 0])
+    model, workers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
+    executor, fault = model.checkpoint.executor, torch.tensor([1, 0, 1, 17, 4, 5, 0, 0])
     workspace = Workspace((), (), 0, 0, fault, None, fault)
-    lead.group = replace(lead.group, workspace=workspace)
+    executor.group = replace(executor.group, workspace=workspace)
     with pytest.raises(GroupError, match="rank 0 waited in vain for rank 1: flag 17 holds 4, exp"):
         model.embed(SENTENCES)
-    assert followers._processes[0].poll() is not None
-    followers.close()
+    assert workers._processes[0].poll() is not None
+    workers.close()
 
 
 def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     code = (
         "import bytetx, sys, time\n"
         f"model = bytetx.load({str(folder)!r}, device='cpu', tp=2)\n"
-        "process = model.transformer._lead.followers._processes[0]\n"
+        "process = model.checkpoint.executor.workers._processes[0]\n"
         "print(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -141,7 +141,7 @@ def test_load_close_and_what_cannot_be_split(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, "bert", **WIDER)
     wanted = bytetx.load(folder, device="cpu").embed(SENTENCES)
     with bytetx.load(folder, device="cpu", tp=2) as model:
-        processes = model.transformer._lead.followers._processes
+        processes = model.checkpoint.executor.workers._processes
         assert np.allclose(model.embed(SENTENCES), wanted, atol=1e-4)
         assert model.info()["tp"] == 2
         assert len(processes) == 1 and processes[0].poll() is None
@@ -216,8 +216,8 @@ def test_a_rank_reads_its_share_alone(
     monkeypatch.setattr(weights_module, "_allocate", tracked)
     monkeypatch.setattr(weights_module.SavedTensor, "_staged", tracked_piece)
     monkeypatch.setattr(weights_module, "_PIECE_NUMBERS", 8192)
-    transformer, _ = load_share(
-        folder, lambda spec: blocks_of(spec, 1, size), dtype=dtype, device=torch.device("cpu")
+    transformer, _ = load_shard(
+        folder, blocks_of(load_spec(folder), 1, size), dtype=dtype, device=torch.device("cpu")
     )
     largest = max(p.numel() for p in model.parameters())
     assert largest == 4096 * 256
@@ -233,4 +233,4 @@ def test_a_rank_reads_its_share_alone(
 def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
     """Of a rank that has met no other one: enough to load."""
     group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu", size))
-    return ShardedBlocks(spec, group, split_model(spec, rank=rank, size=size))
+    return ShardedBlocks(spec, group, shard_model(spec, rank=rank, size=size))

@@ -16,8 +16,8 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.errors import GroupError
-from bytetx.executor.control import Followers
-from bytetx.executor.leader import load_led, start_ranks
+from bytetx.executor.control import Workers
+from bytetx.executor.leader import load_on_ranks, start_ranks
 from bytetx.model import Model
 from bytetx.ops import native
 from bytetx.packed import pack
@@ -28,38 +28,38 @@ from bytetx.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpus(2)
 
 ROWS = RowScheme(64, ((256, 64), (0, 16)))
-WAYS = [("nccl", 2), ("symmetric memory", 2), ("symmetric memory", 4)]
+GROUPS = [("nccl", 2), ("symmetric memory", 2), ("symmetric memory", 4)]
 BATCHES = [[1], [3, 0, 5], [64], [60, 40, 17], [90, 1, 0, 80, 95, 77]]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 BERT = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
 LLAMA = BERT | {"num_key_value_heads": 2}
 SECONDS = 30.0
 
-# Eight heads and features for as many ranks, which a GPU or two share; keys of two heads for all.
-CROWD_SIZES = (4, 8)
-CROWD_BERT = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
-CROWD = {
+# Eight heads for up to eight ranks on one or two GPUs; keys and values of two heads.
+MANY_RANKS = (4, 8)
+MANY_RANKS_BERT = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024}
+MANY_RANKS_DECODERS = {
     "gpt2": {"n_embd": 512, "n_head": 8},
-    "llama": CROWD_BERT | {"num_key_value_heads": 2},
+    "llama": MANY_RANKS_BERT | {"num_key_value_heads": 2},
 }
 
-Ranks = tuple[TpGroup, Followers]
+Ranks = tuple[TpGroup, Workers]
 
 
-@pytest.fixture(scope="module", params=WAYS, ids=str)
+@pytest.fixture(scope="module", params=GROUPS, ids=str)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """A GPU each."""
-    way, size = request.param
+    """One GPU per rank."""
+    communication, size = request.param
     if size > torch.cuda.device_count():
         pytest.skip(f"needs {size} GPUs")
     device = torch.device("cuda", 0)
-    shared_bytes = 64 << 20 if way == "symmetric memory" else 0
+    shared_bytes = 64 << 20 if communication == "symmetric memory" else 0
     if shared_bytes:
         require_kernels()
-    followers, group = start_ranks(size, device, shared_bytes=shared_bytes, rows=ROWS)
+    workers, group = start_ranks(size, device, shared_bytes=shared_bytes, rows=ROWS)
     assert (group.workspace is not None) == (shared_bytes > 0)
-    yield group, followers
-    followers.close()
+    yield group, workers
+    workers.close()
 
 
 @pytest.fixture(scope="module")
@@ -72,14 +72,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tiny_decoder("llama", **LLAMA), tmp_path_factory.mktemp("llama"))
 
 
-@pytest.fixture(scope="module", params=CROWD_SIZES)
-def crowd(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    """More ranks than GPUs: processes that take turns on them, with gloo beside shared memory."""
+@pytest.fixture(scope="module", params=MANY_RANKS)
+def many_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """More ranks than GPUs: processes share them, with gloo beside symmetric memory."""
     require_kernels()
     device = torch.device("cuda", 0)
-    followers, group = start_ranks(request.param, device, shared_bytes=64 << 20, rows=ROWS)
-    yield group, followers
-    followers.close()
+    workers, group = start_ranks(request.param, device, shared_bytes=64 << 20, rows=ROWS)
+    yield group, workers
+    workers.close()
 
 
 def require_kernels() -> None:
@@ -101,7 +101,7 @@ def test_float32(kind: str, ranks: Ranks, request: pytest.FixtureRequest) -> Non
 
 def assert_same_as_one_gpu(folder: Path, ranks: Ranks, *, cuda_graphs: bool = True) -> None:
     """The same states, embeddings and greedy tokens in float32."""
-    shared = Model(load_led(folder, *ranks, dtype=torch.float32), cuda_graphs=cuda_graphs)
+    shared = Model(load_on_ranks(folder, *ranks, dtype=torch.float32), cuda_graphs=cuda_graphs)
     whole = bytetx.load(folder, device="cuda", dtype="float32")
     for seqlens in BATCHES:
         seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
@@ -134,7 +134,7 @@ def test_shares_that_differ(ranks: Ranks, tmp_path: Path) -> None:
 def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) -> None:
     exact = bytetx.load(folder, device="cuda", dtype="float32")
     whole = bytetx.load(folder, device="cuda", dtype=dtype)
-    shared = Model(load_led(folder, *ranks, dtype=dtype))
+    shared = Model(load_on_ranks(folder, *ranks, dtype=dtype))
     has_workspace = shared.transformer.blocks.peers.workspace is not None
     assert has_workspace == (ranks[0].workspace is not None)
     for seqlens in BATCHES:
@@ -146,21 +146,21 @@ def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) ->
 
 
 @pytest.mark.gpus(1)
-@pytest.mark.parametrize("kind", ["bert", *CROWD])
-def test_more_ranks_than_gpus(kind: str, crowd: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["bert", *MANY_RANKS_DECODERS])
+def test_more_ranks_than_gpus(kind: str, many_ranks: Ranks, tmp_path: Path) -> None:
     """What four and eight ranks compute, on whatever GPUs there are."""
     if kind == "bert":
-        folder = save_checkpoint(tmp_path, "bert", head="ForMaskedLM", **CROWD_BERT)
+        folder = save_checkpoint(tmp_path, "bert", head="ForMaskedLM", **MANY_RANKS_BERT)
     else:
-        folder = save(tiny_decoder(kind, **CROWD[kind]), tmp_path)
-    assert_same_as_one_gpu(folder, crowd, cuda_graphs=False)  # gloo's collectives are no graph's
-    assert_as_good_as_one_gpu(folder, torch.bfloat16, crowd)
+        folder = save(tiny_decoder(kind, **MANY_RANKS_DECODERS[kind]), tmp_path)
+    assert_same_as_one_gpu(folder, many_ranks, cuda_graphs=False)  # gloo has no graphs
+    assert_as_good_as_one_gpu(folder, torch.bfloat16, many_ranks)
 
 
 def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) -> None:
     prompts, checkpoint = (
         random_ids([1, 13, 37, 2, 30, 64]),
-        load_led(llama, *ranks, dtype=torch.bfloat16),
+        load_on_ranks(llama, *ranks, dtype=torch.bfloat16),
     )
     captured, eager = (Model(checkpoint, cuda_graphs=has_graphs) for has_graphs in (True, False))
     found, wanted = (model.generate(prompts, GREEDY) for model in (captured, eager))
@@ -178,7 +178,7 @@ def test_captured_steps_are_eager_ones_bit_for_bit(ranks: Ranks, llama: Path) ->
 def test_a_killed_rank_ends_the_group(llama: Path) -> None:
     """While rank 0 waits for NCCL; within seconds, and with the reason."""
     model = bytetx.load(llama, device="cuda", dtype="bfloat16", tp=2)
-    process = model.transformer._lead.followers._processes[0]
+    process = model.checkpoint.executor.workers._processes[0]
     prompts = random_ids([30, 60, 9] * 8)
     model.generate(prompts, GREEDY)
     threading.Timer(0.3, lambda: process.send_signal(signal.SIGKILL)).start()

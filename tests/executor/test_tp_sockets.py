@@ -25,10 +25,10 @@ import bytetx
 from bytetx.errors import GroupError, InputError
 from bytetx.executor import torchrun
 from bytetx.executor.channel import Channel
-from bytetx.executor.control import UNKNOWN_CODE, Followers
-from bytetx.executor.launch import new_meeting_folder
-from bytetx.executor.leader import load_led, start_ranks
-from bytetx.executor.torchrun import TorchrunLead, TorchrunRank, torchrun_rank
+from bytetx.executor.control import UNKNOWN_CODE, Workers
+from bytetx.executor.launch import new_rendezvous_folder
+from bytetx.executor.leader import load_on_ranks, start_ranks
+from bytetx.executor.torchrun import TorchrunLeader, TorchrunRank, torchrun_rank
 from bytetx.model import Model
 from bytetx.parallel.row_scheme import RowScheme
 
@@ -83,7 +83,7 @@ def model(tmp_path: Path) -> Iterator[Model]:
 
 
 def pids_of(model: Model) -> list[int]:
-    processes = model.transformer._lead.followers._processes
+    processes = model.checkpoint.executor.workers._processes
     return [os.getpid(), *(process.pid for process in processes)]
 
 
@@ -129,8 +129,8 @@ def test_every_socket_of_ranks_that_share_a_gpu_is_on_loopback(tmp_path: Path) -
     before = listening([os.getpid()])
     size, device = torch.cuda.device_count() + 1, torch.device("cuda", 0)
     rows = RowScheme(64, ((256, 64), (0, 16)))
-    followers, group = start_ranks(size, device, shared_bytes=64 << 20, rows=rows)
-    checkpoint = load_led(folder, group, followers, dtype=torch.bfloat16)
+    workers, group = start_ranks(size, device, shared_bytes=64 << 20, rows=rows)
+    checkpoint = load_on_ranks(folder, group, workers, dtype=torch.bfloat16)
     with Model(checkpoint, cuda_graphs=False) as model:
         model.embed(SENTENCES)
         found = listening(pids_of(model)) - before
@@ -220,24 +220,24 @@ def test_torchrun_ranks_do_not_go_where_the_store_sends_them(
     """Rank 1 comes first and finds the stranger's word alone."""
     monkeypatch.setattr(torchrun, "_Process", Ended)
     own, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
-    lead_rank, rank = own
-    follower = threading.Thread(target=lambda: found.append(rank.follow()), daemon=True)
-    follower.start()
-    follower.join(0.5)
-    lead = TorchrunLead(lead_rank)
+    leader_rank, rank = own
+    worker = threading.Thread(target=lambda: found.append(rank.connect()), daemon=True)
+    worker.start()
+    worker.join(0.5)
+    leader = TorchrunLeader(leader_rank)
     with socket.socket(socket.AF_UNIX) as garbage, socket.socket(socket.AF_UNIX) as silent:
         for stranger in (garbage, silent):
-            stranger.connect(lead_rank.address)
+            stranger.connect(leader_rank.address)
         garbage.sendall(pickle.dumps(Bomb(tmp_path / "written")))
-        followers, store = lead.followers()
-    follower.join(SECONDS)
-    (led,) = found
-    assert led is not None and not (tmp_path / "written").exists()
+        workers, store = leader.workers()
+    worker.join(SECONDS)
+    (connected,) = found
+    assert connected is not None and not (tmp_path / "written").exists()
     assert store.timeout <= timedelta(minutes=2)
-    led[0].answer()
-    followers.await_answers()
-    followers.close()
-    assert led[0].receive(lambda: None) is None
+    connected[0].reply()
+    workers.wait_for_replies()
+    workers.close()
+    assert connected[0].receive(lambda: None) is None
 
 
 def test_a_job_of_torchrun_with_a_poisoned_store(
@@ -264,13 +264,13 @@ def test_a_job_of_torchrun_with_a_poisoned_store(
     assert answers.count(b"\n") == 3 and not other
 
 
-def test_ranks_that_are_never_led_end() -> None:
-    own = [TorchrunRank(rank, 2, f"never-led-{os.getpid()}") for rank in (0, 1)]
-    lead, found = TorchrunLead(own[0]), []
-    follower = threading.Thread(target=lambda: found.append(own[1].follow()))
-    follower.start()
-    lead.close()
-    follower.join(SECONDS)
+def test_ranks_that_are_never_used_end() -> None:
+    own = [TorchrunRank(rank, 2, f"never-connected-{os.getpid()}") for rank in (0, 1)]
+    leader, found = TorchrunLeader(own[0]), []
+    worker = threading.Thread(target=lambda: found.append(own[1].connect()))
+    worker.start()
+    leader.close()
+    worker.join(SECONDS)
     assert found == [None]
 
 
@@ -279,25 +279,25 @@ def test_a_socket_that_is_taken_is_an_error() -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(own.address)
         with pytest.raises(InputError, match="another process holds the socket at which torchrun"):
-            TorchrunLead(own)
+            TorchrunLeader(own)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_users_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As rank 0, and as a worker."""
-    monkeypatch.setattr(torchrun, "MEETING_TIME", timedelta(seconds=1))
+    monkeypatch.setattr(torchrun, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
     own = [TorchrunRank(rank, 2, f"refused-{os.getpid()}") for rank in (0, 1)]
-    lead = TorchrunLead(own[0])
+    leader = TorchrunLeader(own[0])
     hello = struct.pack("<BII", 0, 4, 1)
     says = f"s.connect({own[0].address!r}); s.sendall({hello!r}); assert not s.recv(1)"
     as_nobody(says).wait(SECONDS)
     with pytest.raises(GroupError, match="1 of torchrun's 2 ranks did not come within 1 s: 1"):
-        lead.followers()
+        leader.workers()
     listens = f"s.bind({own[0].address!r}); s.listen(); print(flush=True); s.accept()"
     with as_nobody(listens) as impostor:
         impostor.stdout.readline()
         with pytest.raises(GroupError, match="another user's process holds the socket"):
-            own[1].follow()
+            own[1].connect()
         impostor.wait(SECONDS)
 
 
@@ -319,19 +319,19 @@ def test_ranks_of_a_job_meet_and_of_another_one_do_not() -> None:
 def test_a_worker_that_sends_what_is_no_answer_ends_the_group() -> None:
     for data in (b"\xff" * 64, struct.pack("<BI", 5, 3) + b"abc", struct.pack("<BI", 99, 0)):
         ours, theirs = socket.socketpair()
-        followers = Followers([Channel(ours)], [])
+        workers = Workers([Channel(ours)], [])
         theirs.sendall(data)
-        with pytest.raises(GroupError, match="rank 1 sent what is no answer"):
-            followers.await_answers()
-        followers.close()
+        with pytest.raises(GroupError, match="rank 1 sent an invalid reply"):
+            workers.wait_for_replies()
+        workers.close()
         theirs.close()
 
 
 def test_the_meeting_folder_is_private_and_gone_when_ranks_have_met(model: Model) -> None:
-    folder = new_meeting_folder()
+    folder = new_rendezvous_folder()
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
     folder.rmdir()
-    met = model.transformer._lead.followers._folder
+    met = model.checkpoint.executor.workers._folder
     assert met.parent == folder.parent and not met.exists()
 
 

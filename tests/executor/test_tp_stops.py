@@ -21,8 +21,7 @@ from tiny_decoders import tiny_decoder
 
 import bytetx
 from bytetx.errors import GroupError, InputError
-from bytetx.executor import heartbeat, launch
-from bytetx.executor import leader as leading
+from bytetx.executor import heartbeat, launch, leader
 from bytetx.model import Model
 from bytetx.parallel.row_scheme import RowScheme
 
@@ -39,12 +38,12 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Odd:
     """odd(when, rank, what): what a worker does at its next start, join, load or forward."""
     folder = tmp_path / "odd"
     folder.mkdir()
-    monkeypatch.setenv("ODD_RANKS", str(folder))
-    spawn = leading.spawn
+    monkeypatch.setenv("FAULTY_WORKERS", str(folder))
+    spawn = leader.spawn
     monkeypatch.setattr(
-        leading,
+        leader,
         "spawn",
-        lambda size, *, module, **options: spawn(size, module="odd_ranks", **options),
+        lambda size, *, module, **options: spawn(size, module="faulty_workers", **options),
     )
     monkeypatch.setattr(heartbeat, "PATIENCE", 3)
     return lambda when, rank, what: (folder / f"{when}-{rank}").write_text(what) and None
@@ -56,16 +55,16 @@ def loaded(folder: Path, tp: int) -> Model:
 
 def assert_over(model: Model, error: str) -> None:
     """Every further call raises the same at once, and nothing is left of the other ranks."""
-    followers = model.transformer._lead.followers
+    workers = model.checkpoint.executor.workers
     started = time.monotonic()
     for _ in range(3):
         with pytest.raises(GroupError, match=error):
             model.embed(SENTENCES)
     assert time.monotonic() - started < LIMIT_S
     model.close()
-    assert not any(is_running(process.pid) for process in followers._processes)
-    assert not followers._folder.exists()
-    assert all(channel.fileno() == -1 for channel in followers._channels)
+    assert not any(is_running(process.pid) for process in workers._processes)
+    assert not workers._folder.exists()
+    assert all(channel.fileno() == -1 for channel in workers._channels)
     assert listening() == set()
 
 
@@ -92,10 +91,10 @@ def until_it_fails(do: Callable[[], object], error: str) -> None:
 def test_a_stopped_rank_at_rest(tp: int, tmp_path: Path) -> None:
     model = loaded(save_checkpoint(tmp_path, "bert", num_attention_heads=6, hidden_size=48), tp)
     model.embed(SENTENCES)
-    followers = model.transformer._lead.followers
-    process = followers._processes[-1]
+    workers = model.checkpoint.executor.workers
+    process = workers._processes[-1]
     process.send_signal(signal.SIGSTOP)
-    assert followers._has_ended.wait(SECONDS)  # nobody asks anything
+    assert workers._has_ended.wait(SECONDS)  # nobody asks anything
     error = (
         rf"rank {tp - 1} \(process {process.pid}\) is stopped .* for 1 s, .* load the model again"
     )
@@ -125,7 +124,7 @@ def test_a_rank_that_is_stopped_while_the_model_loads(
     when: str, odd: Odd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = []
-    monkeypatch.setattr(launch, "Followers", recorded(groups, launch.Followers))
+    monkeypatch.setattr(launch, "Workers", recorded(groups, launch.Workers))
     tp = 3 if when == "load" else 2
     odd(when, tp - 1, "stop")
     folder = save_checkpoint(tmp_path / "m", "bert", num_attention_heads=6, hidden_size=48)
@@ -133,9 +132,9 @@ def test_a_rank_that_is_stopped_while_the_model_loads(
     with pytest.raises(GroupError, match=rf"rank {tp - 1} \(process \d+\) is stopped"):
         loaded(folder, tp)
     assert time.monotonic() - started < SECONDS
-    (followers,) = groups
-    assert not any(is_running(process.pid) for process in followers._processes)
-    assert not followers._folder.exists()
+    (workers,) = groups
+    assert not any(is_running(process.pid) for process in workers._processes)
+    assert not workers._folder.exists()
 
 
 def recorded(found: list[object], kind: type) -> Callable[..., object]:
@@ -160,7 +159,7 @@ def test_short_stops_and_a_held_lock_end_nothing(odd: Odd, tmp_path: Path) -> No
     """Python's lock is held for longer than the limit by a rank that runs."""
     model = loaded(save_checkpoint(tmp_path / "m", "bert", **WIDER), 2)
     wanted = model.embed(SENTENCES)
-    process = model.transformer._lead.followers._processes[0]
+    process = model.checkpoint.executor.workers._processes[0]
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.3 * LIMIT_S, lambda: process.send_signal(signal.SIGCONT)).start()
     assert np.array_equal(model.embed(SENTENCES), wanted)
@@ -192,7 +191,7 @@ def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, odd: Odd, tmp_path: 
     odd("forward", 1, what)
     error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
-    assert not any(is_running(p.pid) for p in model.transformer._lead.followers._processes)
+    assert not any(is_running(p.pid) for p in model.checkpoint.executor.workers._processes)
     model.close()
     with bytetx.load(folder, device="cuda", dtype=dtype, tp=2) as again:  # the device has survived
         assert np.allclose(again.embed(SENTENCES), wanted, atol=1e-3)
@@ -205,14 +204,14 @@ def test_ranks_that_share_a_gpu_that_stop_or_hang(what: str, odd: Odd, tmp_path:
     folder = save_checkpoint(tmp_path / "m", "bert", hidden_size=256, num_attention_heads=4)
     size, device = torch.cuda.device_count() + 1, torch.device("cuda", 0)
     options = {"shared_bytes": 64 << 20, "rows": RowScheme(64, ((256, 64), (0, 16)))}
-    followers, group = leading.start_ranks(size, device, group_timeout=5, **options)
-    checkpoint = leading.load_led(folder, group, followers, dtype=torch.bfloat16)
+    workers, group = leader.start_ranks(size, device, group_timeout=5, **options)
+    checkpoint = leader.load_on_ranks(folder, group, workers, dtype=torch.bfloat16)
     model = Model(checkpoint, cuda_graphs=False)  # gloo's collectives are no graph's
     wanted = model.embed(SENTENCES)
     odd("forward", 1, what)
     error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
-    assert not any(is_running(process.pid) for process in followers._processes)
+    assert not any(is_running(process.pid) for process in workers._processes)
     model.close()
     with bytetx.load(folder, device="cuda", dtype="bfloat16") as again:  # the device has survived
         assert np.allclose(again.embed(SENTENCES), wanted, atol=0.05)
@@ -221,7 +220,7 @@ def test_ranks_that_share_a_gpu_that_stop_or_hang(what: str, odd: Odd, tmp_path:
 SCRIPT = """
 import bytetx, sys
 model = bytetx.load(sys.argv[1], device="cpu", tp=2, group_timeout=1)
-print(model.transformer._lead.followers._processes[0].pid, flush=True)
+print(model.checkpoint.executor.workers._processes[0].pid, flush=True)
 for line in sys.stdin:
     print(len(model.embed([line])), flush=True)
 """

@@ -24,7 +24,7 @@ from bytetx.ops.comm_plan import CommPlan
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
-from bytetx.parallel.layout import deal, share
+from bytetx.parallel.layout import local_range, shard_offsets
 from bytetx.parallel.tp import TpGroup
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -45,10 +45,10 @@ def test_collectives_on_ragged_shares(size: int, dtype: torch.dtype) -> None:
     def do(group: TpGroup) -> None:
         collectives = group.collectives
         for total, x in whole.items():
-            offsets = deal(total, size, step=16)
+            offsets = shard_offsets(total, size, step=16)
             gathered = collectives.all_gather(own_rows(x, offsets, group.rank), offsets)
             assert torch.equal(gathered, x)
-            columns = deal(6, size)
+            columns = shard_offsets(6, size)
             own = x[:, columns[group.rank] : columns[group.rank + 1]]
             if total:
                 assert torch.equal(collectives.all_gather_columns(own, columns), x)
@@ -70,7 +70,7 @@ def test_all_gather_gemm(size: int, activation: str, total: int) -> None:
     k, n = 24, 64
     x, weight, up = torch.randn(total, k), torch.randn(n, k), torch.randn(n, k)
     bias, up_bias = torch.randn(n), torch.randn(n)
-    offsets = deal(total, size, step=16)
+    offsets = shard_offsets(total, size, step=16)
 
     def layer(own: range, x: Tensor, group: TpGroup | None = None) -> Tensor:
         part = slice(own.start, own.stop)
@@ -85,11 +85,11 @@ def test_all_gather_gemm(size: int, activation: str, total: int) -> None:
         return (all_gather_gemm if group else linear)(x, w, activation=activation, **options)
 
     wanted = layer(range(n), x)
-    features = deal(n, size, step=16)
+    features = shard_offsets(n, size, step=16)
 
     def do(group: TpGroup) -> Tensor:
         rows = own_rows(x, offsets, group.rank).contiguous()
-        return layer(share(features, group.rank), rows, group)
+        return layer(local_range(features, group.rank), rows, group)
 
     found = torch.cat(on_ranks(size, do), dim=1)
     assert found.shape == wanted.shape
@@ -154,9 +154,9 @@ class Case:
 
 def run_sums(case: Case, group: TpGroup) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(this rank's rows of the reduce-scatter, all rows of the all-reduce)"""
-    inputs = share(deal(case.x.shape[1], group.size, step=16), group.rank)
+    inputs = local_range(shard_offsets(case.x.shape[1], group.size, step=16), group.rank)
     own = slice(inputs.start, inputs.stop)
-    offsets = deal(len(case.x), group.size, step=16)
+    offsets = shard_offsets(len(case.x), group.size, step=16)
     x, w = (
         case.x[:, own].contiguous(),
         prepare_linear(case.weight[:, own].contiguous(), prepack=False),

@@ -9,7 +9,7 @@ from tiny import FAMILIES, SIZES
 
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import InputError
-from bytetx.parallel.layout import deal, deal_features, has_even_shares, split_model
+from bytetx.parallel.layout import feature_offsets, has_even_shards, shard_model, shard_offsets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 SMALL, LARGE = range(1, 9), range(0, 70_000)
@@ -28,7 +28,7 @@ def joined(ranges: list[range]) -> list[int]:
 
 @given(st.sampled_from(LARGE), st.sampled_from(SMALL), st.sampled_from([1, 16, 64, 128]))
 def test_shares_are_whole_steps_and_differ_by_one(count: int, size: int, step: int) -> None:
-    offsets = deal(count, size, step=step)
+    offsets = shard_offsets(count, size, step=step)
     assert len(offsets) == size + 1 and offsets[0] == 0 and offsets[-1] == count
     shares = [end - start for start, end in pairwise(offsets)]
     tiles = [-(-share // step) for share in shares]
@@ -41,7 +41,7 @@ def test_shares_are_whole_steps_and_differ_by_one(count: int, size: int, step: i
 
 @given(st.integers(8, 300_000), st.sampled_from(SMALL))
 def test_features_are_dealt_evenly_where_they_can_be(count: int, size: int) -> None:
-    shares = [end - start for start, end in pairwise(deal_features(count, size))]
+    shares = [end - start for start, end in pairwise(feature_offsets(count, size))]
     assert sum(shares) == count and min(shares) > 0
     if count % size == 0:
         assert set(shares) == {count // size}
@@ -55,7 +55,7 @@ def test_every_head_is_somewhere_with_its_keys(heads: tuple[int, int], size: int
     num_heads, num_kv_heads = heads
     spec, group = llama(*heads), num_heads // num_kv_heads
     try:
-        splits = [split_model(spec, rank=rank, size=size) for rank in range(size)]
+        splits = [shard_model(spec, rank=rank, size=size) for rank in range(size)]
     except InputError:
         assert size > num_kv_heads and (size % num_kv_heads or size // num_kv_heads > group)
         return
@@ -73,9 +73,9 @@ def test_every_head_is_somewhere_with_its_keys(heads: tuple[int, int], size: int
 
 def test_too_many_ranks_for_the_heads() -> None:
     with pytest.raises(InputError, match="tp must be one of 1 ... 8 for a model of 8 attention"):
-        split_model(llama(8, 8), rank=0, size=9)
+        shard_model(llama(8, 8), rank=0, size=9)
     with pytest.raises(InputError, match=r"one of 1, 2, 4, 6, 8, 10, 12, 14 .* with 2 .*, got 3"):
-        split_model(llama(14, 2), rank=0, size=3)
+        shard_model(llama(14, 2), rank=0, size=3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -83,7 +83,7 @@ def test_encoders_split(family: str) -> None:
     config = SIZES | {"model_type": family, "num_attention_heads": 4, "embedding_size": 32}
     config |= {"dim": 48, "n_layers": 2, "n_heads": 4, "hidden_dim": 80, "pad_token_id": 1}
     spec = build_spec(config | {"layer_norm_eps": 1e-12})
-    splits = [split_model(spec, rank=rank, size=4) for rank in range(4)]
+    splits = [shard_model(spec, rank=rank, size=4) for rank in range(4)]
     assert joined([split.heads for split in splits]) == list(range(4))
 
 
@@ -116,4 +116,4 @@ def test_a_model_takes_the_table_of_the_nearest_one() -> None:
 
 def test_shares_are_even_or_not() -> None:
     spec = build_spec({"model_type": "gpt2", "n_embd": 192, "n_head": 3})
-    assert has_even_shares(spec, 3) and not has_even_shares(spec, 2)
+    assert has_even_shards(spec, 3) and not has_even_shards(spec, 2)

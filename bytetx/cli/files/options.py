@@ -160,7 +160,7 @@ class JobOptions:
         bool,
         typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT),
     ] = False
-    ranks: Any = None  # those that torchrun started (parallel.torchrun.TorchrunLead)
+    ranks: Any = None  # those that torchrun started (parallel.torchrun.TorchrunLeader)
 
     @property
     def output_path(self) -> Path | None:

@@ -1,6 +1,6 @@
 """Workers that stop, hang or hold Python's lock where a test wants it: see test_tp_stops.
 
-What a worker does stands in a file of the folder ODD_RANKS, named by when and its rank.
+What a worker does stands in a file of the folder FAULTY_WORKERS, named by when and its rank.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from bytetx.checkpoint import weights
-from bytetx.executor import worker as following
+from bytetx.executor import worker
 from bytetx.nn.transformer import Transformer
 from bytetx.parallel import tp
 
 
 def main(arguments: Sequence[str]) -> None:
-    """arguments: as of following.main, behind the folder in which tests say who does what."""
-    rank, folder = int(arguments[0]), Path(os.environ["ODD_RANKS"])
+    """arguments: as of worker.main, behind the folder in which tests say who does what."""
+    rank, folder = int(arguments[0]), Path(os.environ["FAULTY_WORKERS"])
 
     def act(when: str) -> None:
         path = folder / f"{when}-{rank}"
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     before(weights.Weights, "_next", lambda: act("load"))
     before(tp.GroupCollectives, "__init__", lambda: act("join"))
     act("start")
-    following.main(arguments)
+    worker.main(arguments)
 
 
 def before(owner: type, name: str, do: object) -> None:
