@@ -1,6 +1,6 @@
-"""Workers that stop, hang or hold Python's lock where a test wants it: see test_tp_stops.
+"""Workers that stop, hang or hold Python's lock where a test says so: see test_tp_stops.
 
-What a worker does stands in a file of the folder FAULTY_WORKERS, named by when and its rank.
+What a worker does is in a file of the folder FAULTY_WORKERS, named by when and its rank.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from bytetx.parallel import tp
 
 
 def main(arguments: Sequence[str]) -> None:
-    """arguments: as of worker.main, behind the folder in which tests say who does what."""
+    """arguments: as of worker.main, the folder of faults comes from the environment."""
     rank, folder = int(arguments[0]), Path(os.environ["FAULTY_WORKERS"])
 
     def act(when: str) -> None:
@@ -45,10 +45,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def before(owner: type, name: str, do: object) -> None:
-    own = getattr(owner, name)
+    original = getattr(owner, name)
 
     def patched(*arguments: object, **options: object) -> object:
         do()
-        return own(*arguments, **options)
+        return original(*arguments, **options)
 
     setattr(owner, name, patched)

@@ -1,1 +1,1 @@
-"""A model that several processes share: the leader, its workers, and what they tell each other."""
+"""A model that several processes share: the leader, its workers, and their messages."""

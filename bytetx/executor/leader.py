@@ -220,7 +220,7 @@ def _give_up(workers: Workers, error: BaseException) -> None:
 
 
 class GroupExecutor(Executor):
-    """Has the workers compute what this rank is about to compute; threads take turns."""
+    """Has the workers run every step of this rank; one thread at a time."""
 
     has_workers = True
 

@@ -8,7 +8,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -113,7 +113,8 @@ def decode(data: bytes) -> Message:
     if form is None:
         raise ValueError(f"no message begins with {data[:1]!r}")
     try:
-        return form.read(data)
+        message: Message = form.read(data)
+        return message
     except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no message: {error}") from error
 
@@ -128,7 +129,7 @@ class _Form(NamedTuple):
 def _flat_form(tag: int, kind: type, layout: str) -> _Form:
     """Of fields that are integers and booleans, in their order."""
     packer = struct.Struct(f"<B{layout}")
-    names = list(kind.__dataclass_fields__)
+    names = [field.name for field in fields(kind)]
     fields_of = attrgetter(*names) if len(names) > 1 else lambda m: (getattr(m, names[0]),)
 
     def write(message: Any) -> bytes:
@@ -171,13 +172,13 @@ def _write_forward(message: Forward) -> bytes:
 
 
 def _read_forward(data: bytes) -> Forward:
-    _, tokens, longest, types, positions, prompts, layers, *past, has_past = _FORWARD.unpack_from(
-        data
+    _, tokens, longest, types, positions, prompts, layers, a, b, c, d, has_past = (
+        _FORWARD.unpack_from(data)
     )
     seqlens = data[_FORWARD.size :]
     if len(seqlens) % 4:
         raise ValueError(f"lengths of {len(seqlens)} bytes are not int32")
-    past = tuple(past) if has_past else None
+    past = (a, b, c, d) if has_past else None
     return Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
 
 

@@ -8,9 +8,9 @@ from bytetx.nn.kv_cache import KvCache
 
 
 class Executor:
-    """Of a model that this process holds alone: there is nobody to reach.
+    """Of a model that runs in this process alone, where there is nothing to do.
 
-    bytetx.executor.leader.GroupExecutor is that of a tensor-parallel group.
+    bytetx.executor.leader.GroupExecutor is the one of a tensor-parallel group.
     """
 
     has_workers = False  # whether other ranks run the same passes

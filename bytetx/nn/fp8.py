@@ -112,7 +112,8 @@ def inner_bound(w: LinearWeight, norm: NormWeight) -> float:
     if norm.bias is not None:
         c = c + weight @ norm.bias.float()
     v = v - v.mean(1, keepdim=True)
-    return (w.k**0.5 * v.norm(dim=1) + c.abs()).max().clamp(min=2.0**-60).item()
+    bounds = w.k**0.5 * v.norm(dim=1) + c.abs()
+    return float(bounds.max().clamp(min=2.0**-60))
 
 
 def _quantized(w: ColumnWeight | OutWeight) -> Fp8LinearWeight:

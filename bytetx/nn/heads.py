@@ -23,7 +23,7 @@ _MAX_COPIED_HEAD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHead:
-    """(dense -> activation ->) out, on rows that the caller chose: first tokens or every token."""
+    """(dense -> activation ->) out, on the rows given: first tokens or every token."""
 
     dense: LinearWeight | None
     activation: str
@@ -41,7 +41,7 @@ class ClassificationHead:
 class MaskedLMHead:
     """dense -> activation -> norm -> decoder over the vocabulary.
 
-    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    blocks: where the vocabulary is sharded over a group, every rank calls forward.
     """
 
     dense: LinearWeight
@@ -53,7 +53,7 @@ class MaskedLMHead:
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [n, hidden_size] -> logits [n, vocab_size]; give it only the rows that are asked."""
+        """rows [n, hidden_size] -> logits [n, vocab_size]."""
         x = linear(rows, self.dense, activation=self.activation)
         x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
         logits = linear(x, self.decoder)
@@ -62,9 +62,9 @@ class MaskedLMHead:
 
 @dataclass(frozen=True, slots=True)
 class LmHead:
-    """Logits of the next token, on the rows that the caller chose.
+    """Logits of the next token, on the rows given.
 
-    blocks: where the ranks of a group have some of the words each, every rank calls forward.
+    blocks: where the vocabulary is sharded over a group, every rank calls forward.
     """
 
     decoder: LinearWeight
@@ -97,9 +97,9 @@ class LmHead:
 
 @dataclass(frozen=True, slots=True)
 class LogitRows:
-    """Logits [num_rows, vocab_size] of rows x [num_rows, embedding_size], where they are asked for.
+    """Logits [num_rows, vocab_size] of rows x [num_rows, embedding_size], computed when indexed.
 
-    A long prompt's are gigabytes; whoever reads them takes slices of logits_block rows.
+    Those of a long prompt are gigabytes: index slices of logits_block rows.
     """
 
     head: LmHead
@@ -149,9 +149,11 @@ def load_masked_lm(
     head = spec.heads.get("masked_lm")
     if head is None or not _has(load, head):
         return None
+    assert head.dense and head.norm and head.decoder and head.bias  # families say so
+    assert head.activation and head.norm_eps is not None
     saved = [head.decoder] if head.decoder in load.tensors or not spec.tie_word_embeddings else []
     bias = f"{head.decoder.removesuffix('.weight')}.bias"
-    if bias not in load.tensors:  # tied to the head's own, and saved under that name
+    if bias not in load.tensors:  # tied to head.bias, and saved under that name
         bias = head.bias
     stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
     load.require([*stems, *saved, bias])
@@ -175,13 +177,14 @@ def load_lm(
     """The head of a causal checkpoint, or None where the family or the checkpoint has none.
 
     word: the word embedding in use [vocab_size, embedding_size].  Where the config ties the head to
-    it, the two share this memory, unless a decoder that differs was saved all the same; on a CPU a
+    it, the two share this memory, unless a decoder that differs was saved as well; on a CPU a
     head of at most _MAX_COPIED_HEAD_BYTES is laid out for its GEMM, and held twice.
     blocks: the transformer's; of a sharded vocabulary, only the local part is read.
     """
     head = spec.heads.get("lm")
     if head is None or not (spec.tie_word_embeddings or head.decoder in load.tensors):
         return None
+    assert head.decoder  # families say so
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
     more = (spec.vocab_size, blocks)

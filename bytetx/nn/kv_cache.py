@@ -17,7 +17,7 @@ class LayerCache:
 class KvCache:
     """All layers' pages; one page number means the same tokens in every layer.
 
-    Which page belongs to whom is the page allocator's to know (engine/kv_cache.py).
+    The page allocator (generate/kv_cache.py) knows which sequence has which page.
     """
 
     layers: tuple[LayerCache, ...]
@@ -54,7 +54,7 @@ def allocate_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> KvCache:
-    """A cache of num_pages pages a layer; what they hold at first is arbitrary and never read.
+    """A cache of num_pages pages a layer; their initial values are arbitrary and never read.
 
     page_size: tokens, a power of two.  Raises ValueError where a size is not one.
     """

@@ -163,7 +163,7 @@ class _LayerReader:
 
     def _separate(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of (q, k, v) of one head after another -> all of q, then k, then v; a copy."""
-        by_head = rows.unflatten(0, (self.num_heads, 3, self.spec.head_dim))
+        by_head: torch.Tensor = rows.unflatten(0, (self.num_heads, 3, self.spec.head_dim))
         return by_head.transpose(0, 1).reshape(rows.shape)
 
     def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:

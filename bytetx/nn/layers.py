@@ -69,7 +69,7 @@ class Layers:
     ):
         """final_norm: None where the layers are post-norm.  tables: of each rotation that
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
-        varlen_attention.  is_interleaved: qkv has rows of q, k and v of each head in turn.
+        varlen_attention.  is_interleaved: qkv has rows of q, k and v of one head after another.
         """
         self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
         self.weights, self.final_norm = list(weights), final_norm
@@ -198,14 +198,14 @@ class Layers:
         return rows.row_parallel(y, w, residual=x, norm=norm)
 
     def _last_norm(self, i: int) -> NormWeight:
-        """The norm behind layer i: its own, or the one that the next layer begins with."""
+        """The norm after layer i: its ffn_norm, or the first norm of the next layer."""
         if self.layer_spec.norm_placement == "post":
             norm = self.weights[i].ffn_norm
         elif i + 1 < len(self.weights):
             norm = self.weights[i + 1].attn_norm
         else:
             norm = self.final_norm
-        assert norm is not None  # families say so
+        assert norm is not None  # the loader read it
         return norm
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
@@ -271,7 +271,7 @@ class Layers:
         step: _Pass,
         cache: LayerCache,
     ) -> torch.Tensor:
-        """q after its norm and rotation; k, after its own, and v are then in their pages."""
+        """q after its norm and rotation; writes k, after the same, and v into their pages."""
         assert step.batch.past is not None  # _prepare checked it
         slots = step.batch.past.slot_mapping
         rotation = self.layer_spec.rotary_of(i)

@@ -139,13 +139,13 @@ def load_checkpoint(
 def default_token_budget(spec: ModelSpec, device: torch.device) -> int:
     """Tokens of one forward pass where the caller names none.
 
-    From one step to the next a GPU idles for some 80 us, and its last wave of tiles is seldom full:
+    Between two steps a GPU is idle for about 80 us, and its last wave of tiles is seldom full:
     encoders take 5 % less time for 32k tokens a step than for 16k (H200, MiniLM and BERT-base), and
-    for more hardly less. A decoder's longest step is what its other sequences wait for.
+    with more the gain is small. In a causal model, other sequences wait for the longest step.
 
-    On a CPU each thread needs a few hundred rows for its GEMMs to hide their start. More costs
-    cache and memory, and saves barriers of the threads, which turn to waiting where other work has
-    the cores: MiniLM on two of them, both busy with other processes as well, takes 6.4 s of CPU
+    On a CPU each thread needs a few hundred rows to amortise the start of its GEMMs. More costs
+    cache and memory, and saves barriers of the threads, which wait longer where other work has the
+    cores: MiniLM on two of them, both busy with other processes as well, takes 6.4 s of CPU
     time for 100 texts at 1024 tokens a step, 5.1 s at 2048 and 4.4 s at 4096; on one thread 3.7 s.
     With 2048 its memory peaks where it does with 1024; with 4096 it is 27 MiB more.
     """
@@ -266,7 +266,7 @@ def resolve_dtype(
 ) -> torch.dtype:
     """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
 
-    So is what surrounds the GEMMs of "fp8", which wants_fp8 has looked at.
+    The same holds for everything but the GEMMs with "fp8", which wants_fp8 checks.
     """
     if dtype in ("auto", FP8):
         if device.type == "cpu":
@@ -354,7 +354,7 @@ def _no_head(spec: ModelSpec, architecture: str, kind: str) -> str:
 
 
 def _unknown_head(spec: ModelSpec, architecture: str) -> str:
-    """What bytetx can do with a checkpoint whose own task it does not have."""
+    """What bytetx can do with a checkpoint whose head it does not have."""
     stem = re.split("For|DoubleHeads", architecture)[0]
     names = {"sequence_classification": f"{stem}ForSequenceClassification"}
     names |= {"token_classification": f"{stem}ForTokenClassification"}

@@ -1,4 +1,4 @@
-"""Cosines and sines of a model's rotary positions, as tables with a row a position."""
+"""Cosines and sines of rotary positions, as tables with one row per position."""
 
 import math
 from dataclasses import dataclass
@@ -20,19 +20,19 @@ class RotaryTables:
     def of(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(cos, sin, rows of them) for the batch's tokens.
 
-        Dynamic scaling turns a text that is longer than the model was trained for by frequencies of
-        its own: then each token has its own row, and the other texts' rows are as ever.  A prompt's
-        tokens are turned by its whole length, whatever pieces it comes in, and each token after it
-        by the length that it makes.
+        With dynamic scaling, the frequencies of a text that is longer than the model was trained
+        for depend on its length: then each token has its own row, unchanged for shorter texts.
+        The tokens of a prompt are rotated by its total length, also in prefill chunks, and each
+        token after it by the length up to itself.
         """
         past, spec = batch.past, self.spec
         longest = batch.max_seqlen if past is None else past.max_kv_seqlen
-        has_prompts = past is not None and past.prompt_seqlens is not None
-        if spec.scaling != "dynamic" or not (has_prompts or longest > spec.original_positions):
+        prompts = None if past is None else past.prompt_seqlens
+        if spec.scaling != "dynamic" or (prompts is None and longest <= spec.original_positions):
             return self.cos, self.sin, batch.position_ids
         lengths = seqlens = batch.cu_seqlens.diff()
         if past is not None:
-            lengths = past.prompt_seqlens if has_prompts else past.kv_seqlens
+            lengths = past.kv_seqlens if prompts is None else prompts
         per_token = torch.repeat_interleave(lengths, seqlens, output_size=batch.total_tokens)
         per_token = per_token.maximum(batch.position_ids + 1)
         angles = batch.position_ids.float()[:, None] * _dynamic(spec, per_token)
@@ -51,7 +51,7 @@ def rotary_tables(
 
     frequencies: radians a token, f32 [dim / 2] on the CPU, instead of those that spec says.
     Source: RoFormer (arXiv 2104.09864), section 3.2; in f32 as Hugging Face computes them, for
-    angles in double would turn far positions by other amounts than the model was trained with.
+    angles in double would rotate far positions by other angles than the model was trained with.
     """
     positions = torch.arange(max_positions, dtype=torch.float32)
     angles = positions[:, None] * (frequencies_of(spec) if frequencies is None else frequencies)
@@ -84,16 +84,16 @@ def _dynamic(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor:
 
 def _llama3(spec: RotarySpec, plain: torch.Tensor) -> torch.Tensor:
     """Long wavelengths are stretched, short ones stay, those between are blended."""
-    turns = spec.original_positions * plain / (2 * math.pi)  # in the original context
+    num_turns = spec.original_positions * plain / (2 * math.pi)  # in the original context
     low, high = spec.low_freq_factor, spec.high_freq_factor
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    blend = ((num_turns - low) / (high - low)).clamp(0, 1)
     return (1 - blend) * plain / spec.factor + blend * plain
 
 
 def _yarn(spec: RotarySpec) -> torch.Tensor:
     """As llama3, with a ramp over the feature's index.  Source: YaRN (arXiv 2309.00071), 3.2."""
     powers = spec.theta ** _exponents(spec)
-    low, high = (_feature_of(spec, turns) for turns in (spec.beta_fast, spec.beta_slow))
+    low, high = (_feature_of(spec, n) for n in (spec.beta_fast, spec.beta_slow))
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
@@ -102,7 +102,7 @@ def _yarn(spec: RotarySpec) -> torch.Tensor:
     return ramp / (spec.factor * powers) + (1 - ramp) / powers
 
 
-def _feature_of(spec: RotarySpec, turns: float) -> float:
-    """Where the feature would be that turns this often within the original context."""
-    ratio = math.log(spec.original_positions / (turns * 2 * math.pi))
+def _feature_of(spec: RotarySpec, num_turns: float) -> float:
+    """The index of the feature that would make so many turns within the original context."""
+    ratio = math.log(spec.original_positions / (num_turns * 2 * math.pi))
     return spec.dim * ratio / (2 * math.log(spec.theta))

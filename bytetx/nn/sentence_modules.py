@@ -49,7 +49,7 @@ _POOLING_FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# The Transformer module's own file, under the names that it has had.
+# The config file of the Transformer module, under its names over the years.
 _TRANSFORMER_CONFIGS = (
     "sentence_bert_config.json",
     "sentence_roberta_config.json",
@@ -128,9 +128,9 @@ Module = Dense | LayerNorm | Normalize
 class SentenceSpec:
     """What a checkpoint says about its embeddings.
 
-    folder: where the transformer's own files lie.  pooling: modes whose vectors are joined.
+    folder: with the files of the transformer.  pooling: modes whose vectors are joined.
     is_declared: False where there is no modules.json and mean pooling is a guess.
-    max_seq_length: sentence-transformers' own limit in tokens.  modules: folder and config of what
+    max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
     follows pooling, in order; `load_modules` reads their weights.
     """
 
@@ -183,8 +183,8 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
         if kind == "Pooling":
             pooling = _pooling_config(module_folder(path, entry.get("path")))
             spec = replace(spec, is_declared=True, **pooling)
-        elif kind in _FOLLOWING:
-            # Normalize has no files, and a hub does not keep an empty folder.
+        elif kind in _AFTER_POOLING:
+            # Normalize has no files, and hubs drop empty folders.
             has_files = kind != "Normalize"
             module = module_folder(path, entry.get("path")) if has_files else folder
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
@@ -193,7 +193,7 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
 
 def load_modules(spec: SentenceSpec, *, device: torch.device) -> tuple[Module, ...]:
     """What follows pooling, in f32 on the device: vectors are few, and their digits count."""
-    return tuple(_FOLLOWING[kind](folder, device) for kind, folder in spec.modules)
+    return tuple(_AFTER_POOLING[kind](folder, device) for kind, folder in spec.modules)
 
 
 def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -220,7 +220,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
     name = str(entry.get("type"))
     kind = name.rpartition(".")[2]
-    known = ("Transformer", "Pooling", "Dropout", *_FOLLOWING)
+    known = ("Transformer", "Pooling", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"
@@ -253,11 +253,10 @@ def _pooling_config(folder: Path) -> dict[str, Any]:
 
 def _load_dense(folder: Path, device: torch.device) -> Dense:
     path = folder / "config.json"
-    config = {"module_input_name": "sentence_embedding", "bias": True} | read_fields(path, _DENSE)
-    if config["module_input_name"] != "sentence_embedding":
-        raise CheckpointError(
-            f"{path}: a Dense of {config['module_input_name']!r:.120} is not supported"
-        )
+    config = read_fields(path, _DENSE)
+    source = config.get("module_input_name", "sentence_embedding")
+    if source != "sentence_embedding":
+        raise CheckpointError(f"{path}: a Dense of {source!r:.120} is not supported")
     shape = (config.get("out_features"), config.get("in_features"))
     tensors = _tensors(folder, device)
     has_residual = config.get("use_residual", False)
@@ -265,7 +264,7 @@ def _load_dense(folder: Path, device: torch.device) -> Dense:
     if has_residual and shape[0] != shape[1]:
         residual = prepare_linear(_tensor(tensors, "residual.weight", shape, path), prepack=False)
     bias = None
-    if config["bias"]:
+    if config.get("bias", True):
         bias = _tensor(tensors, "linear.bias", shape[:1], path)
     name = config.get("activation_function", "torch.nn.modules.activation.Tanh")
     return Dense(
@@ -308,8 +307,8 @@ def _tensor(
     return tensor.clone()
 
 
-# What may follow pooling; Dropout does nothing where nothing is trained.
-_FOLLOWING: dict[str, Callable[[Path, torch.device], Module]] = {
+# Modules after pooling; Dropout does nothing in inference.
+_AFTER_POOLING: dict[str, Callable[[Path, torch.device], Module]] = {
     "Dense": _load_dense,
     "LayerNorm": _load_norm,
     "Normalize": lambda folder, device: Normalize(),

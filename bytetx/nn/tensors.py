@@ -48,7 +48,7 @@ class TensorLoader:
     ) -> torch.Tensor:
         """A tensor in the model's dtype and on its device; shares memory where nothing changes.
 
-        shape: of the whole tensor.  part: what of it is wanted; nothing else is held in memory.
+        shape: of the complete tensor.  part: what is read of it; nothing else is held in memory.
         """
         self.require([name])
         saved_shape, tensor = self._read(name, part)
@@ -68,15 +68,16 @@ class TensorLoader:
         return tensor
 
     def _read(self, name: str, part: Part | None) -> tuple[tuple[int, ...], torch.Tensor]:
-        """(shape of the whole tensor, the part of it)"""
-        is_saved = part is not None and isinstance(self.tensors, Weights)
-        tensor = None if is_saved else self.tensors[name].detach()
-        shape = self.tensors.shape(name) if is_saved else tuple(tensor.shape)
+        """(shape of the complete tensor, the part of it)"""
+        tensors = self.tensors
+        if part is not None and isinstance(tensors, Weights):
+            shape = tensors.shape(name)
+            return shape, tensors.read(name, part) if _has_part(shape, part) else torch.empty(0)
+        tensor = tensors[name].detach()
+        shape = tuple(tensor.shape)
         if part is None:
             return shape, tensor
-        if part.dim >= len(shape) or part.end > shape[part.dim]:
-            return shape, torch.empty(0)  # its shape is refused in a moment
-        return shape, self.tensors.read(name, part) if is_saved else take_part(tensor, part)
+        return shape, take_part(tensor, part) if _has_part(shape, part) else torch.empty(0)
 
     def norm(self, stem: str, size: int) -> NormWeight:
         return NormWeight(
@@ -124,8 +125,13 @@ class TensorLoader:
         return prepare_gated(gate, up, **biases, prepack=self.prepack)
 
 
+def _has_part(shape: tuple[int, ...], part: Part) -> bool:
+    """False for a shape that `tensor` refuses."""
+    return part.dim < len(shape) and part.end <= shape[part.dim]
+
+
 def fuse_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Tensors stacked along dim 0; no copy where they already lie one behind the other."""
+    """Tensors stacked along dim 0; no copy where they are already adjacent in memory."""
     first = tensors[0]
     if len(tensors) == 1:
         return first

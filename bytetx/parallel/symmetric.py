@@ -10,7 +10,8 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
+from torch._C._distributed_c10d import Backend, _register_process_group, _SymmetricMemory
+from torch.distributed.distributed_c10d import GroupName
 
 from bytetx.ops.comm_workspace import NUM_FLAGS, Workspace, make_workspace
 
@@ -20,7 +21,7 @@ _ALIGNMENT_BYTES = 1024
 
 
 def symmetric_workspace(
-    store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
+    store: dist.Store, backend: Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace | None:
     """A workspace on every rank, zeroed; None where the GPUs cannot access one another's memory.
 
@@ -51,7 +52,7 @@ def disable_multicast() -> None:
 
 
 def _shared(
-    store: dist.Store, backend: dist.Backend, *, device: torch.device, buffer_bytes: int
+    store: dist.Store, backend: Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
     if backend.size() > torch.cuda.device_count():
         os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
@@ -92,8 +93,9 @@ class NumberedStore(dist.Store):
         self._numbers: dict[tuple[str, str], int] = {}
         self._counts: dict[str, int] = {}
 
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(self._numbered(key), value)
+    def set(self, key: str, value: str | bytes) -> None:
+        # torch's stub takes str only; its exchanges of memory handles pass bytes.
+        self._store.set(self._numbered(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
         return self._store.get(self._numbered(key))
@@ -129,12 +131,12 @@ def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bo
     return all(store.get(f"{what}-{i}") == b"1" for i in range(size))
 
 
-def _register(store: dist.Store, backend: dist.Backend) -> tuple[str, dist.ProcessGroup]:
+def _register(store: dist.Store, backend: Backend) -> tuple[GroupName, dist.ProcessGroup]:
     """(the group's name in torch, unique among these processes; the group, which torch does not
     keep alive)."""
     if backend.rank() == 0:
         store.set("name", f"bytetx-{uuid4()}")
-    name = store.get("name").decode()
+    name = GroupName(store.get("name").decode())
     group = dist.ProcessGroup(store, backend.rank(), backend.size())
     is_gloo = isinstance(backend, dist.ProcessGroupGloo)
     kind = dist.ProcessGroup.BackendType.GLOO if is_gloo else dist.ProcessGroup.BackendType.NCCL

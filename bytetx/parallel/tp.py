@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Backend
 
 from bytetx.ops.comm_gemm import Peers
 from bytetx.ops.comm_workspace import Workspace
@@ -89,8 +91,9 @@ def join_group(
         from bytetx.parallel.symmetric import symmetric_workspace
 
         shared = dist.PrefixStore("bytetx-symmetric", store)
-        options = {"device": device, "buffer_bytes": workspace_bytes}
-        workspace = symmetric_workspace(shared, backend, **options)
+        workspace = symmetric_workspace(
+            shared, backend, device=device, buffer_bytes=workspace_bytes
+        )
     return TpGroup(
         rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
     )
@@ -120,13 +123,24 @@ def _backend(
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = _RENDEZVOUS_TIMEOUT
+    gloo_options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # no stub
+    gloo_options._timeout = _RENDEZVOUS_TIMEOUT
     # All ranks are processes of one machine, whose own name may resolve to nothing.
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    backend = dist.ProcessGroupGloo(store, rank, size, options)
+    gloo_options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    backend = dist.ProcessGroupGloo(store, rank, size, gloo_options)
     backend._set_default_timeout(_TIMEOUT)
     return backend
+
+
+class _Collectives(Protocol):
+    """What every backend of torch has; torch's stubs lack it."""
+
+    def _allgather_base(self, received: Tensor, sent: Tensor) -> dist.Work: ...
+    def _reduce_scatter_base(self, received: Tensor, sent: Tensor) -> dist.Work: ...
+    def allreduce(self, tensors: list[Tensor]) -> dist.Work: ...
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+    def barrier(self) -> dist.Work: ...
+    def abort(self) -> None: ...
 
 
 class GroupCollectives:
@@ -136,13 +150,15 @@ class GroupCollectives:
     as they are.
     """
 
-    def __init__(self, backend: dist.Backend, *, rank: int, size: int):
-        self._backend, self._rank, self._size = backend, rank, size
+    def __init__(self, backend: Backend, *, rank: int, size: int):
+        self._backend: _Collectives | None = cast(_Collectives, backend)
+        self._rank, self._size = rank, size
         self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
         self._is_aborted = False
         self.num_begun = 0  # collectives; the same on all ranks when they have done the same
 
-    def _begin(self) -> dist.Backend:
+    def _begin(self) -> _Collectives:
+        assert self._backend is not None  # no rank calls one after abort
         self.num_begun += 1
         return self._backend
 
@@ -220,6 +236,7 @@ class GroupCollectives:
         """A second call does nothing."""
         if not self._is_aborted:
             self._is_aborted = True
+            assert self._backend is not None  # only abort lets go of it
             self._backend.abort()
             if self._is_gloo:
                 self._backend = None  # its sockets and threads end with it

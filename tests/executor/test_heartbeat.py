@@ -1,4 +1,4 @@
-"""Whom heartbeats blame and when, by a test's own clock; frames and messages between ranks."""
+"""Which rank heartbeats name and when, by a simulated clock; frames and messages between ranks."""
 
 import pickle
 import socket
@@ -135,7 +135,7 @@ def test_a_process_that_imports_torch_has_two_minutes(monkeypatch: pytest.Monkey
 def test_messages_come_as_they_were_sent(message: Message) -> None:
     data = encode(message)
     assert decode(data) == message
-    if not isinstance(message, Forward):  # whose last field takes whole numbers of any count
+    if not isinstance(message, Forward):  # whose last field takes any number of integers
         for damaged in (data[:-1], data + b"\0"):
             with pytest.raises(ValueError, match="no message"):
                 decode(damaged)

@@ -20,16 +20,16 @@ from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup
 from bytetx.sampling_params import SamplingParams
 
-# The rule of the house for whole models in fp32; sums of ranks round in another order.
+# Of complete models in fp32; sums over ranks round in another order.
 TOLERANCE = 1e-4
-# Below 24 rows all ranks hold them, from there on they are dealt in tiles of 16, later of 32.
+# Below 24 rows all ranks hold them, from there on they are sharded in tiles of 16, later of 32.
 ROWS = RowScheme(24, ((64, 32), (0, 16)))
 # One row, none, fewer than ranks, a tile and one row (with empty shares), many that are ragged.
 BATCHES = [[1], [], [2, 0, 1], [24], [16, 17], [40, 1, 0, 33, 40, 7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 # Four heads, so that four ranks have one each.
 WIDER = {"num_attention_heads": 4}
-# The ways in which families lay their layers out, and fewer key heads than ranks.
+# Every layout of layers, and fewer key heads than ranks.
 DECODERS = {
     2: [
         "llama",
@@ -82,9 +82,9 @@ def states(model: Model, seqlens: list[int]) -> list[torch.Tensor]:
     return [*layers, last]
 
 
-def assert_same_states(shared: Model, whole: Model) -> None:
+def assert_same_states(shared: Model, local: Model) -> None:
     for seqlens in BATCHES:
-        found, wanted = states(shared, seqlens), states(whole, seqlens)
+        found, wanted = states(shared, seqlens), states(local, seqlens)
         for layer, x in enumerate(wanted):
             assert found[layer].shape == x.shape
             assert torch.allclose(found[layer], x, rtol=0, atol=TOLERANCE)
@@ -93,17 +93,17 @@ def assert_same_states(shared: Model, whole: Model) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_encoders(family: str, ranks: Ranks, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, family, head="ForMaskedLM", **WIDER)
-    shared, whole = on_ranks(folder, ranks), alone(folder)
-    assert_same_states(shared, whole)
+    shared, local = on_ranks(folder, ranks), alone(folder)
+    assert_same_states(shared, local)
     texts = random_texts(12, max_words=5)
-    assert np.allclose(shared.embed(texts), whole.embed(texts), atol=TOLERANCE)
+    assert np.allclose(shared.embed(texts), local.embed(texts), atol=TOLERANCE)
     mask = shared.tokenizer.token(shared.tokenizer.mask_token_id)
     masked = [f"a {mask} b {text}" for text in texts[:3]]
-    found, wanted = (model.fill_mask(masked, truncate=True) for model in (shared, whole))
+    found, wanted = (model.fill_mask(masked, truncate=True) for model in (shared, local))
     for ours, theirs in zip(found, wanted, strict=True):
         assert [fill.token for fill in ours] == [fill.token for fill in theirs]
     rows = torch.randn(5, shared.spec.hidden_size)
-    logits = [model.heads.masked_lm.forward(rows) for model in (shared, whole)]
+    logits = [model.heads.masked_lm.forward(rows) for model in (shared, local)]
     assert logits[0].shape == (5, shared.spec.vocab_size)
     assert torch.allclose(*logits, atol=TOLERANCE)
 
@@ -126,27 +126,27 @@ def test_tags(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def decoder(name: str, folder: Path) -> Path:
-    own = WIDER | {"rotary_pct": 0.5} if name.startswith("gpt_neox") else {}
-    return save(tiny_decoder(name, **own), folder)
+    config = WIDER | {"rotary_pct": 0.5} if name.startswith("gpt_neox") else {}
+    return save(tiny_decoder(name, **config), folder)
 
 
 @pytest.mark.parametrize("name", DECODERS[2])
 def test_decoders(name: str, ranks: Ranks, tmp_path: Path) -> None:
     """Hidden states; then greedy and sampled tokens, with prompts in pieces and thrown out."""
     if name not in DECODERS[ranks[0].size]:
-        pytest.skip("two ranks show what is its own")
+        pytest.skip("two ranks suffice for it")
     folder = decoder(name, tmp_path)
-    shared, whole = on_ranks(folder, ranks), alone(folder)
-    assert_same_states(shared, whole)
+    shared, local = on_ranks(folder, ranks), alone(folder)
+    assert_same_states(shared, local)
     prompts = random_ids([1, 13, 37, 2, 30])
     options = {"kv_cache_tokens": 96}
-    found, wanted = (m.generate(prompts, GREEDY, **options) for m in (shared, whole))
+    found, wanted = (m.generate(prompts, GREEDY, **options) for m in (shared, local))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
     sampled = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=6, seed=5, ignore_eos=True)
-    found, wanted = (m.generate(prompts, sampled) for m in (shared, whole))
+    found, wanted = (m.generate(prompts, sampled) for m in (shared, local))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
     if shared.heads.lm is not None:
-        for ours, theirs in zip(shared.score(prompts), whole.score(prompts), strict=True):
+        for ours, theirs in zip(shared.score(prompts), local.score(prompts), strict=True):
             assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-3
 
 
@@ -166,11 +166,11 @@ def test_bfloat16_within_twice_the_error_of_one_process(
         folder = save(tiny_model("bert", **WIDER), tmp_path)
     else:
         folder = decoder("llama", tmp_path)
-    exact, whole = alone(folder), alone(folder, "bfloat16")
+    exact, local = alone(folder), alone(folder, "bfloat16")
     shared = on_ranks(folder, ranks, torch.bfloat16)
     for seqlens in ([3, 2], [40, 1, 33, 40]):
         wanted = states(exact, seqlens)[-1]
-        found, plain = (states(model, seqlens)[-1].float() for model in (shared, whole))
+        found, plain = (states(model, seqlens)[-1].float() for model in (shared, local))
         noise = torch.finfo(torch.bfloat16).eps * wanted.abs().max()
         assert (found - wanted).abs().max() <= 2 * (plain - wanted).abs().max() + noise
 

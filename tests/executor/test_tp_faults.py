@@ -83,7 +83,7 @@ def test_a_rank_that_fails_says_why(tmp_path: Path) -> None:
 
 
 def test_an_error_is_no_answer() -> None:
-    """Whoever waits for what ranks have loaded is told that one of them failed."""
+    """A wait for replies raises the failure of a rank."""
     ours, theirs = map(Channel, socket.socketpair())
     workers = Workers([ours], [])
     theirs.send(FAILED, b"the disk is full")
@@ -104,7 +104,7 @@ def test_a_failure_of_rank_0_ends_the_group(tmp_path: Path) -> None:
     workers.close()
 
 
-def test_a_wait_in_vain_is_the_reason(tmp_path: Path) -> None:
+def test_an_expired_wait_is_the_reason(tmp_path: Path) -> None:
     """A kernel leaves who waited for whom; nothing else on that rank's side says so."""
     model, workers = shared_model(save_checkpoint(tmp_path, "bert", **WIDER), 2)
     executor, fault = model.checkpoint.executor, torch.tensor([1, 0, 1, 17, 4, 5, 0, 0])
@@ -125,16 +125,16 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         "print(process.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
-    own = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-    pid = int(own.stdout.readline())
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    pid = int(process.stdout.readline())
     assert is_running(pid)
-    own.kill()
-    own.wait()
+    process.kill()
+    process.wait()
     end = time.monotonic() + SECONDS
     while is_running(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not is_running(pid)
-    own.stdout.close()
+    process.stdout.close()
 
 
 def test_load_close_and_what_cannot_be_split(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_command_line(launcher: str, tmp_path: Path) -> None:
     command += ["--device", "cpu", "--temperature", "0", "--max-tokens", "5", "--threads", "1"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     shared = [*torchrun, *command] if launcher == "torchrun" else [*command, "--tp", "2"]
-    # torchrun looks for a free port and gives it back before a rank takes it: another process may.
+    # torchrun releases its free port before a rank binds it: another process may take it.
     together = run_python(shared, attempts=2 if launcher == "torchrun" else 1)
     assert together.count(b"\n") == 3
     assert together == run_python(command)
@@ -222,7 +222,7 @@ def test_a_rank_reads_its_share_alone(
     largest = max(p.numel() for p in model.parameters())
     assert largest == 4096 * 256
     assert max(sizes) == largest // size
-    # Norms, positions and biases of sums are whole on every rank, as are small layers of heads;
+    # Every rank has all norms, positions, biases of sums and small layers of heads;
     # a masked-LM head reads the words that are tied to it a second time.
     share = sum(p.numel() for p in model.parameters() if p.dim() == 2) / size
     head = 256 * 256 + largest / size if name == "bert" else 0
@@ -231,6 +231,6 @@ def test_a_rank_reads_its_share_alone(
 
 
 def blocks_of(spec: ModelSpec, rank: int, size: int) -> ShardedBlocks:
-    """Of a rank that has met no other one: enough to load."""
+    """Of a rank without a group: enough to load."""
     group = TpGroup(rank, size, torch.device("cpu"), None, None, row_scheme("cpu", size))
     return ShardedBlocks(spec, group, shard_model(spec, rank=rank, size=size))

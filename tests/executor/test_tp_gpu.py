@@ -102,17 +102,17 @@ def test_float32(kind: str, ranks: Ranks, request: pytest.FixtureRequest) -> Non
 def assert_same_as_one_gpu(folder: Path, ranks: Ranks, *, cuda_graphs: bool = True) -> None:
     """The same states, embeddings and greedy tokens in float32."""
     shared = Model(load_on_ranks(folder, *ranks, dtype=torch.float32), cuda_graphs=cuda_graphs)
-    whole = bytetx.load(folder, device="cuda", dtype="float32")
+    local = bytetx.load(folder, device="cuda", dtype="float32")
     for seqlens in BATCHES:
         seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
-        found, wanted = last_states(shared, seqlens), last_states(whole, seqlens)
+        found, wanted = last_states(shared, seqlens), last_states(local, seqlens)
         assert (found - wanted).abs().max() < 1e-3  # cuBLAS sums in other orders
     if not shared.spec.is_causal:
         texts = random_texts(40, max_words=5)
-        assert np.allclose(shared.embed(texts), whole.embed(texts), atol=1e-3)
+        assert np.allclose(shared.embed(texts), local.embed(texts), atol=1e-3)
         return
     prompts = random_ids([1, 13, 37, 2, 30, 64])
-    found, wanted = (model.generate(prompts, GREEDY) for model in (shared, whole))
+    found, wanted = (model.generate(prompts, GREEDY) for model in (shared, local))
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
 
 
@@ -133,14 +133,14 @@ def test_shares_that_differ(ranks: Ranks, tmp_path: Path) -> None:
 
 def assert_as_good_as_one_gpu(folder: Path, dtype: torch.dtype, ranks: Ranks) -> None:
     exact = bytetx.load(folder, device="cuda", dtype="float32")
-    whole = bytetx.load(folder, device="cuda", dtype=dtype)
+    local = bytetx.load(folder, device="cuda", dtype=dtype)
     shared = Model(load_on_ranks(folder, *ranks, dtype=dtype))
     has_workspace = shared.transformer.blocks.peers.workspace is not None
     assert has_workspace == (ranks[0].workspace is not None)
     for seqlens in BATCHES:
         seqlens = [min(n, shared.spec.max_positions) for n in seqlens]
         wanted = last_states(exact, seqlens)
-        errors = [(last_states(m, seqlens) - wanted).norm() for m in (shared, whole)]
+        errors = [(last_states(m, seqlens) - wanted).norm() for m in (shared, local)]
         noise = torch.finfo(dtype).eps * wanted.norm()
         assert errors[0] <= 2 * errors[1] + noise
 

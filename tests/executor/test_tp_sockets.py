@@ -92,15 +92,15 @@ def test_every_socket_is_on_loopback_at_rest_and_while_it_generates(model: Model
     found.append(listening(pids))
     done = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         while not done.is_set():
             found.append(listening(pids))
 
-    looker = threading.Thread(target=look)
-    looker.start()
+    polling = threading.Thread(target=poll)
+    polling.start()
     model.generate(random_ids([9, 20, 3]))
     done.set()
-    looker.join()
+    polling.join()
     assert len(found) > 1 and found[0]  # gloo's
     for address, _ in set().union(*found):
         assert address.startswith(LOOPBACK), address
@@ -176,14 +176,14 @@ def torchrun_variables(rank: int, port: int, size: int = 2) -> dict[str, str]:
 
 @pytest.fixture
 def poisoned_store(tmp_path: Path) -> Iterator[dist.TCPStore]:
-    """A store as torchrun's, in which a stranger was first to say where rank 0 is.
+    """A store as torchrun's, in which an attacker has set the address of rank 0.
 
-    Whoever goes there is sent a pickle that writes a file.
+    Who connects to it is sent a pickle that writes a file.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     key = bytes(32)
-    listener = Listener(str(tmp_path / "stranger"), authkey=key)
-    text = f'["{tmp_path / "stranger"}", "{key.hex()}"]'
+    listener = Listener(str(tmp_path / "attacker"), authkey=key)
+    text = f'["{tmp_path / "attacker"}", "{key.hex()}"]'
     for name in ("control", "bytetx-0/control"):
         store.set(name, text)
 
@@ -214,20 +214,20 @@ class Ended:
         return UNKNOWN_CODE
 
 
-def test_torchrun_ranks_do_not_go_where_the_store_sends_them(
+def test_torchrun_ranks_take_no_address_from_the_store(
     poisoned_store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 comes first and finds the stranger's word alone."""
+    """Rank 1 connects first and finds the attacker's address only."""
     monkeypatch.setattr(torchrun, "_Process", Ended)
-    own, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
-    leader_rank, rank = own
+    ranks, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
+    leader_rank, rank = ranks
     worker = threading.Thread(target=lambda: found.append(rank.connect()), daemon=True)
     worker.start()
     worker.join(0.5)
     leader = TorchrunLeader(leader_rank)
     with socket.socket(socket.AF_UNIX) as garbage, socket.socket(socket.AF_UNIX) as silent:
-        for stranger in (garbage, silent):
-            stranger.connect(leader_rank.address)
+        for connection in (garbage, silent):
+            connection.connect(leader_rank.address)
         garbage.sendall(pickle.dumps(Bomb(tmp_path / "written")))
         workers, store = leader.workers()
     worker.join(SECONDS)
@@ -265,9 +265,9 @@ def test_a_job_of_torchrun_with_a_poisoned_store(
 
 
 def test_ranks_that_are_never_used_end() -> None:
-    own = [TorchrunRank(rank, 2, f"never-connected-{os.getpid()}") for rank in (0, 1)]
-    leader, found = TorchrunLeader(own[0]), []
-    worker = threading.Thread(target=lambda: found.append(own[1].connect()))
+    ranks = [TorchrunRank(rank, 2, f"never-connected-{os.getpid()}") for rank in (0, 1)]
+    leader, found = TorchrunLeader(ranks[0]), []
+    worker = threading.Thread(target=lambda: found.append(ranks[1].connect()))
     worker.start()
     leader.close()
     worker.join(SECONDS)
@@ -275,29 +275,29 @@ def test_ranks_that_are_never_used_end() -> None:
 
 
 def test_a_socket_that_is_taken_is_an_error() -> None:
-    own = TorchrunRank(0, 2, f"taken-{os.getpid()}")
+    rank = TorchrunRank(0, 2, f"taken-{os.getpid()}")
     with socket.socket(socket.AF_UNIX) as other:
-        other.bind(own.address)
-        with pytest.raises(InputError, match="another process holds the socket at which torchrun"):
-            TorchrunLeader(own)
+        other.bind(rank.address)
+        with pytest.raises(InputError, match="another process holds the socket of torchrun"):
+            TorchrunLeader(rank)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 def test_another_users_processes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As rank 0, and as a worker."""
     monkeypatch.setattr(torchrun, "RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
-    own = [TorchrunRank(rank, 2, f"refused-{os.getpid()}") for rank in (0, 1)]
-    leader = TorchrunLeader(own[0])
+    ranks = [TorchrunRank(rank, 2, f"refused-{os.getpid()}") for rank in (0, 1)]
+    leader = TorchrunLeader(ranks[0])
     hello = struct.pack("<BII", 0, 4, 1)
-    says = f"s.connect({own[0].address!r}); s.sendall({hello!r}); assert not s.recv(1)"
+    says = f"s.connect({ranks[0].address!r}); s.sendall({hello!r}); assert not s.recv(1)"
     as_nobody(says).wait(SECONDS)
-    with pytest.raises(GroupError, match="1 of torchrun's 2 ranks did not come within 1 s: 1"):
+    with pytest.raises(GroupError, match="1 of torchrun's 2 ranks did not connect within 1 s: 1"):
         leader.workers()
-    listens = f"s.bind({own[0].address!r}); s.listen(); print(flush=True); s.accept()"
+    listens = f"s.bind({ranks[0].address!r}); s.listen(); print(flush=True); s.accept()"
     with as_nobody(listens) as impostor:
         impostor.stdout.readline()
         with pytest.raises(GroupError, match="another user's process holds the socket"):
-            own[1].connect()
+            ranks[1].connect()
         impostor.wait(SECONDS)
 
 
@@ -306,7 +306,7 @@ def as_nobody(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd="/")
 
 
-def test_ranks_of_a_job_meet_and_of_another_one_do_not() -> None:
+def test_ranks_of_one_job_have_one_name() -> None:
     first = torchrun_rank(torchrun_variables(0, 29500))
     assert first.name == torchrun_rank(torchrun_variables(1, 29500)).name
     assert first.name != torchrun_rank(torchrun_variables(1, 29501)).name
@@ -316,7 +316,7 @@ def test_ranks_of_a_job_meet_and_of_another_one_do_not() -> None:
         torchrun_rank(torchrun_variables(0, 29500) | {"LOCAL_WORLD_SIZE": "1"})
 
 
-def test_a_worker_that_sends_what_is_no_answer_ends_the_group() -> None:
+def test_an_invalid_reply_of_a_worker_ends_the_group() -> None:
     for data in (b"\xff" * 64, struct.pack("<BI", 5, 3) + b"abc", struct.pack("<BI", 99, 0)):
         ours, theirs = socket.socketpair()
         workers = Workers([Channel(ours)], [])
@@ -327,12 +327,12 @@ def test_a_worker_that_sends_what_is_no_answer_ends_the_group() -> None:
         theirs.close()
 
 
-def test_the_meeting_folder_is_private_and_gone_when_ranks_have_met(model: Model) -> None:
+def test_the_rendezvous_folder_is_private_and_removed_afterwards(model: Model) -> None:
     folder = new_rendezvous_folder()
     assert folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
     folder.rmdir()
-    met = model.checkpoint.executor.workers._folder
-    assert met.parent == folder.parent and not met.exists()
+    used = model.checkpoint.executor.workers._folder
+    assert used.parent == folder.parent and not used.exists()
 
 
 def test_the_command_line_takes_a_timeout(tmp_path: Path) -> None:

@@ -30,13 +30,13 @@ LIMIT_S = 1.0
 SECONDS = 60.0
 WIDER = {"num_attention_heads": 4}
 
-Odd = Callable[[str, int, str], None]
+Fault = Callable[[str, int, str], None]
 
 
 @pytest.fixture
-def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Odd:
-    """odd(when, rank, what): what a worker does at its next start, join, load or forward."""
-    folder = tmp_path / "odd"
+def fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fault:
+    """fault(when, rank, what): what a worker does at its next start, join, load or forward."""
+    folder = tmp_path / "faults"
     folder.mkdir()
     monkeypatch.setenv("FAULTY_WORKERS", str(folder))
     spawn = leader.spawn
@@ -94,7 +94,7 @@ def test_a_stopped_rank_at_rest(tp: int, tmp_path: Path) -> None:
     workers = model.checkpoint.executor.workers
     process = workers._processes[-1]
     process.send_signal(signal.SIGSTOP)
-    assert workers._has_ended.wait(SECONDS)  # nobody asks anything
+    assert workers._has_ended.wait(SECONDS)  # without a call
     error = (
         rf"rank {tp - 1} \(process {process.pid}\) is stopped .* for 1 s, .* load the model again"
     )
@@ -102,7 +102,7 @@ def test_a_stopped_rank_at_rest(tp: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["embed", "generate"])
-def test_a_stopped_rank_that_others_wait_for(what: str, odd: Odd, tmp_path: Path) -> None:
+def test_a_stopped_rank_that_others_wait_for(what: str, fault: Fault, tmp_path: Path) -> None:
     tp = {"embed": 3, "generate": 2}[what]
     if what == "embed":
         folder = save_checkpoint(tmp_path / "m", "bert", num_attention_heads=6, hidden_size=48)
@@ -112,7 +112,7 @@ def test_a_stopped_rank_that_others_wait_for(what: str, odd: Odd, tmp_path: Path
         model = loaded(save(tiny_decoder("llama"), tmp_path / "m"), tp)
         do = partial(model.generate, random_ids([9, 20, 3]))
     do()
-    odd("forward", tp - 1, "stop")
+    fault("forward", tp - 1, "stop")
     until_it_fails(do, rf"rank {tp - 1} \(process \d+\) is stopped")
     if what == "embed":
         assert_over(model, rf"rank {tp - 1} \(process \d+\) is stopped")
@@ -121,12 +121,12 @@ def test_a_stopped_rank_that_others_wait_for(what: str, odd: Odd, tmp_path: Path
 
 @pytest.mark.parametrize("when", ["start", "join", "load"])
 def test_a_rank_that_is_stopped_while_the_model_loads(
-    when: str, odd: Odd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups = []
     monkeypatch.setattr(launch, "Workers", recorded(groups, launch.Workers))
     tp = 3 if when == "load" else 2
-    odd(when, tp - 1, "stop")
+    fault(when, tp - 1, "stop")
     folder = save_checkpoint(tmp_path / "m", "bert", num_attention_heads=6, hidden_size=48)
     started = time.monotonic()
     with pytest.raises(GroupError, match=rf"rank {tp - 1} \(process \d+\) is stopped"):
@@ -145,17 +145,17 @@ def recorded(found: list[object], kind: type) -> Callable[..., object]:
     return make
 
 
-def test_a_rank_that_hangs_is_told_from_those_that_wait_for_it(odd: Odd, tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_named(fault: Fault, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "m", "bert", num_attention_heads=6, hidden_size=48)
     model = loaded(folder, 3)
     model.embed(SENTENCES)
-    odd("forward", 2, "hang")
+    fault("forward", 2, "hang")
     error = r"^rank 2 \(process \d+\) made no progress for \d+ s"
     until_it_fails(partial(model.embed, SENTENCES), error)
     assert_over(model, error)
 
 
-def test_short_stops_and_a_held_lock_end_nothing(odd: Odd, tmp_path: Path) -> None:
+def test_short_stops_and_a_held_lock_end_nothing(fault: Fault, tmp_path: Path) -> None:
     """Python's lock is held for longer than the limit by a rank that runs."""
     model = loaded(save_checkpoint(tmp_path / "m", "bert", **WIDER), 2)
     wanted = model.embed(SENTENCES)
@@ -163,7 +163,7 @@ def test_short_stops_and_a_held_lock_end_nothing(odd: Odd, tmp_path: Path) -> No
     process.send_signal(signal.SIGSTOP)
     threading.Timer(0.3 * LIMIT_S, lambda: process.send_signal(signal.SIGCONT)).start()
     assert np.array_equal(model.embed(SENTENCES), wanted)
-    odd("forward", 1, "hold")
+    fault("forward", 1, "hold")
     assert np.array_equal(model.embed(SENTENCES), wanted)
     model.close()
     assert process.poll() == 0
@@ -179,7 +179,7 @@ def test_short_stops_and_a_held_lock_end_nothing(odd: Odd, tmp_path: Path) -> No
         ("hang on the GPU", "float32"),
     ],
 )
-def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, odd: Odd, tmp_path: Path) -> None:
+def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, fault: Fault, tmp_path: Path) -> None:
     """With NCCL, and with the fused ops, whose kernels wait for ten seconds at most and then trap.
 
     The limits are shorter than that, and longer than graphs, handles and imports take.
@@ -188,7 +188,7 @@ def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, odd: Odd, tmp_path: 
     folder = save_checkpoint(tmp_path / "m", "bert", **sizes)
     model = bytetx.load(folder, device="cuda", dtype=dtype, tp=2, group_timeout=5)
     wanted = model.embed(SENTENCES)
-    odd("forward", 1, what)
+    fault("forward", 1, what)
     error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
     assert not any(is_running(p.pid) for p in model.checkpoint.executor.workers._processes)
@@ -199,7 +199,7 @@ def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, odd: Odd, tmp_path: 
 
 @pytest.mark.gpus(1)
 @pytest.mark.parametrize("what", ["stop", "hang", "hang on the GPU"])
-def test_ranks_that_share_a_gpu_that_stop_or_hang(what: str, odd: Odd, tmp_path: Path) -> None:
+def test_ranks_on_one_gpu_that_stop_or_hang(what: str, fault: Fault, tmp_path: Path) -> None:
     """One rank more than there are GPUs: fused ops, and gloo for what is not fused."""
     folder = save_checkpoint(tmp_path / "m", "bert", hidden_size=256, num_attention_heads=4)
     size, device = torch.cuda.device_count() + 1, torch.device("cuda", 0)
@@ -208,7 +208,7 @@ def test_ranks_that_share_a_gpu_that_stop_or_hang(what: str, odd: Odd, tmp_path:
     checkpoint = leader.load_on_ranks(folder, group, workers, dtype=torch.bfloat16)
     model = Model(checkpoint, cuda_graphs=False)  # gloo's collectives are no graph's
     wanted = model.embed(SENTENCES)
-    odd("forward", 1, what)
+    fault("forward", 1, what)
     error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
     assert not any(is_running(process.pid) for process in workers._processes)

@@ -64,10 +64,10 @@ def test_pieces_and_single_rows_with_a_past(name: str, tmp_path: Path) -> None:
     rows = [[] for _ in ids]
     for counts in ([7, 0, 1, 25], [13, 5, 1, 0], [20, 1, 0, 0], [0, 5, 0, 0]):
         steps = cached.step(ids, counts)
-        for own, some in zip(rows, steps, strict=True):
-            own.append(some)
-    for own, whole in zip(rows, loaded.rows(ids), strict=True):
-        assert_close(torch.cat(own), whole)
+        for pieces, piece in zip(rows, steps, strict=True):
+            pieces.append(piece)
+    for pieces, expected_rows in zip(rows, loaded.rows(ids), strict=True):
+        assert_close(torch.cat(pieces), expected_rows)
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral", "gpt2", "gpt_neox", "opt-post", "gptj"])
@@ -80,19 +80,19 @@ def test_greedy_tokens(name: str, tmp_path: Path) -> None:
     counts = [len(prompt) for prompt in prompts]
     for _ in range(20):
         rows = cached.step(ids, counts)
-        logits = head.forward(torch.stack([own[-1] for own in rows]))
-        for own, token in zip(ids, logits.argmax(1).tolist(), strict=True):
-            own.append(token)
+        logits = head.forward(torch.stack([pieces[-1] for pieces in rows]))
+        for sequence, token in zip(ids, logits.argmax(1).tolist(), strict=True):
+            sequence.append(token)
         counts = [1] * len(ids)
-    for prompt, own in zip(prompts, ids, strict=True):
+    for prompt, sequence in zip(prompts, ids, strict=True):
         options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
         model.generation_config.eos_token_id = None
         wanted = model.generate(torch.tensor([prompt]), pad_token_id=0, **options)
-        assert own == wanted[0].tolist()
+        assert sequence == wanted[0].tolist()
 
 
 def test_dynamic_scaling_beyond_the_trained_positions(tmp_path: Path) -> None:
-    """A long text's own length sets its frequencies; its batch mates stay what they are alone."""
+    """The length of a long text sets its frequencies; other texts of the batch do not change."""
     sizes = {"max_position_embeddings": 24}
     loaded = load(save(tiny_decoder("llama-dynamic", **sizes), tmp_path))
     assert loaded.spec.max_positions == 48
@@ -117,10 +117,10 @@ def test_up_to_the_last_position(name: str, tmp_path: Path) -> None:
 
 
 def test_yarn_with_every_number_given(tmp_path: Path) -> None:
-    own = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
+    yarn = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7}
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale_all_dim": 1.1}
     sizes = {"original_max_position_embeddings": 12}
-    model = tiny_decoder("llama", rope_parameters=rope | own | sizes)
+    model = tiny_decoder("llama", rope_parameters=rope | yarn | sizes)
     loaded = load(save(model, tmp_path))
     ids = random_ids([90])
     assert_close(loaded.rows(ids)[0], expected(model, ids[0]).hidden_states[-1][0])
@@ -128,18 +128,23 @@ def test_yarn_with_every_number_given(tmp_path: Path) -> None:
 
 def test_windows_as_older_files_have_them() -> None:
     config = {"model_type": "qwen2", "num_hidden_layers": 5, "sliding_window": 7}
-    own = build_spec(config | {"use_sliding_window": True, "max_window_layers": 3}).layer_spec
-    assert [own.window_of(i) for i in range(5)] == [0, 0, 0, 7, 7]
-    own = build_spec(config | {"use_sliding_window": False, "max_window_layers": 0}).layer_spec
-    assert [own.window_of(i) for i in range(5)] == [0] * 5
+    layers = build_spec(config | {"use_sliding_window": True, "max_window_layers": 3}).layer_spec
+    assert [layers.window_of(i) for i in range(5)] == [0, 0, 0, 7, 7]
+    layers = build_spec(config | {"use_sliding_window": False, "max_window_layers": 0}).layer_spec
+    assert [layers.window_of(i) for i in range(5)] == [0] * 5
 
 
 def test_rotary_numbers_as_older_files_have_them() -> None:
-    own = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500, "is_decoder": True}
-    rotary = build_spec(own | {"hidden_size": 64, "num_attention_heads": 2}).layer_spec.rotary
+    config = {
+        "model_type": "gpt_neox",
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 500,
+        "is_decoder": True,
+    }
+    rotary = build_spec(config | {"hidden_size": 64, "num_attention_heads": 2}).layer_spec.rotary
     assert (rotary.dim, rotary.theta, rotary.scaling) == (16, 500.0, "default")
-    own = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None, "pad_token_id": -1}
-    spec = build_spec(own | {"max_position_embeddings": 8192})
+    config = {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": None, "pad_token_id": -1}
+    spec = build_spec(config | {"max_position_embeddings": 8192})
     assert (spec.layer_spec.rotary.theta, spec.max_positions, spec.pad_token_id) == (5e5, 8192, 0)
     assert spec.num_kv_heads == spec.num_heads and spec.layer_spec.rotary.dim == spec.head_dim
 
@@ -194,7 +199,7 @@ def test_half_is_as_close_to_float64_as_transformers(
     loaded = load(save(tiny_decoder(name).to(dtype), tmp_path), dtype)
     head = heads.load_lm(loaded.spec, loaded.loader, word=loaded.transformer.embeddings.word)
     ids = random_ids([33, 64, 5])
-    # Loaded anew: to(dtype) would round the rotary frequencies, too, and double() keep them so.
+    # Loaded again: to(dtype) rounds the rotary frequencies, which double() does not restore.
     model = causal_class(name).from_pretrained(tmp_path, dtype=dtype)
     theirs = [expected(model, s).logits[0].double() for s in ids]
     exact_model = causal_class(name).from_pretrained(tmp_path, dtype=torch.float64)

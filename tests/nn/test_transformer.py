@@ -1,4 +1,4 @@
-"""A row's result depends on its own sequence alone, and on no memory that nobody wrote."""
+"""A row's result depends on its own sequence alone, and on no uninitialised memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_no_sequence_and_no_token(loaded: Loaded) -> None:
 
 @pytest.fixture
 def nan_filled_memory() -> Iterator[None]:
-    """torch.empty gives NaN: a value that nobody wrote shows wherever it is read."""
+    """torch.empty gives NaN, which shows wherever an uninitialised value is read."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -87,15 +87,15 @@ def test_unwritten_memory_never_shows(loaded: Loaded, request: pytest.FixtureReq
 
 def test_layers_handed_out_are_not_written_again(loaded: Loaded) -> None:
     batch = loaded.pack(random_ids([5, 9]))
-    kept, copies = [], []
+    seen, copies = [], []
 
     def keep(x: torch.Tensor) -> None:
-        kept.append(x)
+        seen.append(x)
         copies.append(x.clone())
 
     loaded.transformer.forward(batch, on_layer=keep)
-    assert len(kept) == 3
-    assert all(torch.equal(x, copy) for x, copy in zip(kept, copies, strict=True))
+    assert len(seen) == 3
+    assert all(torch.equal(x, copy) for x, copy in zip(seen, copies, strict=True))
 
 
 def peak_bytes(loaded: Loaded, lengths: list[int]) -> int:

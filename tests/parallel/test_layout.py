@@ -23,7 +23,7 @@ def llama(num_heads: int, num_kv_heads: int) -> ModelSpec:
 
 
 def joined(ranges: list[range]) -> list[int]:
-    return [i for own in ranges for i in own]
+    return [i for shard in ranges for i in shard]
 
 
 @given(st.sampled_from(LARGE), st.sampled_from(SMALL), st.sampled_from([1, 16, 64, 128]))

@@ -1,4 +1,4 @@
-"""The store through which ranks meet for symmetric memory, without a GPU."""
+"""The store of the rendezvous for symmetric memory, without a GPU."""
 
 from datetime import timedelta
 
