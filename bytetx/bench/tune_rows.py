@@ -100,7 +100,7 @@ def _measure(model: str, rows: int, ranks: Ranks) -> dict[int, float]:
     runs = {}
     for tile in (_REPLICATED, *_TILES):
         scheme = RowScheme(0 if tile else rows + 1, ((0, tile or 1),))
-        own = ShardedBlocks(spec, replace(group, rows=scheme), share.blocks.split)
+        own = ShardedBlocks(spec, replace(group, rows=scheme), share.blocks.shard)
         own.peers = share.blocks.peers
         runs[str(tile)] = layers_run(replace(share, blocks=own), batch, None)
     options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
