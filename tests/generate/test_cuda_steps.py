@@ -47,6 +47,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         runner._steps = CudaSteps(
             runner._transformer,
             runner._head,
+            executor=runner._executor,
             cache=runner.cache,
             last_tokens=runner._last_tokens,
             device=torch.device("cpu"),
