@@ -34,6 +34,13 @@ FP8_MAX = 448.0
 _MARGIN = 1.1
 
 
+def takes_fp8(spec: ModelSpec) -> bool:
+    """Whether _Fp8Rows computes the layers: post-norm ones of layer norms, without a gate."""
+    layers = spec.layer_spec
+    is_gated = "ffn_gate" in spec.layer
+    return layers.norm_placement == "post" and layers.norm == "layer_norm" and not is_gated
+
+
 class Fp8Norm(NormWeight):
     """A norm whose rows an FP8 GEMM reads: it writes them in E4M3 as well."""
 

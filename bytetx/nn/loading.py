@@ -18,6 +18,7 @@ from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.executor import Executor
+from bytetx.nn.fp8 import takes_fp8
 from bytetx.nn.heads import (
     ClassificationHead,
     LmHead,
@@ -223,6 +224,8 @@ def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -
         raise OptionError(
             f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
         )
+    if not takes_fp8(spec):
+        raise OptionError(f"dtype fp8 is not for layers as those of {spec.family}; use bfloat16")
     reason = native.why_no_kernel("fp8_linear", device)
     if reason is not None:
         raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")

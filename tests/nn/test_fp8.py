@@ -14,7 +14,7 @@ from bytetx.bench.texts import Lognormal, english_passages
 from bytetx.checkpoint.demo import demo_checkpoint
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import InputError
-from bytetx.nn.fp8 import inner_bound
+from bytetx.nn.fp8 import inner_bound, takes_fp8
 from bytetx.nn.loading import load_checkpoint
 from bytetx.nn.tensors import NormWeight
 from bytetx.nn.transformer import Transformer
@@ -71,6 +71,13 @@ def test_fp8_says_where_it_cannot_run(tmp_path: Path) -> None:
     folder = tiny.save(tiny.tiny_model("bert"), tmp_path)
     with pytest.raises(InputError, match="dtype fp8 cannot run on cpu: .*; use dtype float16"):
         bytetx.load(folder, device="cpu", dtype="fp8")
+
+
+def test_fp8_is_for_post_norm_encoders(tmp_path: Path) -> None:
+    spec = tiny.load(tiny.save(tiny.tiny_model("bert"), tmp_path)).spec
+    assert takes_fp8(spec)
+    assert not takes_fp8(replace(spec, layer_spec=replace(spec.layer_spec, norm_placement="pre")))
+    assert not takes_fp8(replace(spec, layer=dict(spec.layer) | {"ffn_gate": "gate.{i}"}))
 
 
 def test_embeddings_of_a_real_checkpoint() -> None:
