@@ -301,27 +301,8 @@ def _check_bias(
             raise ValueError(f"bias_positions must be in [0, {span}), got {low} to {high}")
 
 
-def _fake_varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    max_seqlen: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window: int = 0,
-    relative_bias: Tensor | None = None,
-    bias_positions: Tensor | None = None,
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 native.register(
-    "varlen_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, *, SymInt max_seqlen, "
-    "float? softmax_scale=None, bool causal=False, SymInt window=0, Tensor? relative_bias=None, "
-    "Tensor? bias_positions=None) -> Tensor",
-    fn=varlen_attention,
-    fake=_fake_varlen_attention,
+    varlen_attention,
+    without=["plan", "out"],
+    fake=lambda q, *_, **__: q.new_empty(q.shape),
 )

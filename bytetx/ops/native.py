@@ -1,8 +1,9 @@
 """The native core: hands out the kernels of _cpu and _cuda, and says what backs each op."""
 
+import inspect
 import logging
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -146,14 +147,29 @@ def launch_args(device: torch.device, isa: str = "auto") -> tuple[int, int, int,
 
 
 def register(
-    name: str, schema: str, *, fn: Callable[..., object], fake: Callable[..., object]
+    fn: Callable[..., object],
+    *,
+    fake: Callable[..., object],
+    name: str | None = None,
+    mutates: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> None:
     """Makes `fn` known to torch as torch.ops.bytetx.<name>, so that torch.compile sees one op.
 
-    schema: torch's schema text without the name, such as "(Tensor x, float eps) -> Tensor".
+    The schema is fn's signature; without: the optional parameters that it leaves out, such as plans
+    and outputs.
     fake: returns empty outputs of the right shape and dtype; it runs while torch traces.
+    name: fn's where None.  mutates: the parameters that fn writes to.
     The eager engine calls `fn` itself and pays nothing for this.
     """
+    name = name or fn.__name__
+    signature = inspect.signature(fn)
+    passed = [p for p in signature.parameters.values() if p.name not in without]
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(parameters=passed)  # type: ignore[attr-defined]
+    schema = torch.library.infer_schema(prototype, mutates_args=mutates)
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bytetx::{name}", fake, lib=_library)

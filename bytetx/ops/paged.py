@@ -58,16 +58,6 @@ def paged_attention(
     Raises ValueError on shape, dtype or device mismatch.
     Source: paged keys as in PagedAttention (arXiv 2309.06180), section 4.
     """
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[2])
-    operands = (q, k_cache, v_cache)
-    lengths = {
-        "cu_seqlens": cu_seqlens,
-        "page_table": page_table,
-        "kv_seqlens": kv_seqlens,
-        "max_seqlen": max_seqlen,
-        "max_kv_seqlen": max_kv_seqlen,
-    }
     _check_cache(k_cache, v_cache, q.shape[2], like=q)
     _check(q, k_cache, cu_seqlens, page_table, kv_seqlens)
     if max_kv_seqlen > page_table.shape[1] * k_cache.shape[1]:
@@ -79,11 +69,72 @@ def paged_attention(
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     if out is not None:
         require_out("out", out, like=q, shape=q.shape)
-    options = {"softmax_scale": softmax_scale, "window": window}
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[2])
     if torch.compiler.is_compiling():
-        attended = torch.ops.bytetx.paged_attention(*operands, **lengths, **options)
+        attended = torch.ops.bytetx.paged_attention(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens=cu_seqlens,
+            page_table=page_table,
+            kv_seqlens=kv_seqlens,
+            max_seqlen=max_seqlen,
+            max_kv_seqlen=max_kv_seqlen,
+            softmax_scale=softmax_scale,
+            window=window,
+        )
         return attended if out is None else out.copy_(attended)
-    return _attend(*operands, **lengths, **options, plan=plan, settled=settled, out=out)
+    has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
+    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
+        if plan is None:
+            plan = plan_paged_attention(
+                cu_seqlens,
+                kv_seqlens,
+                total_tokens=q.shape[0],
+                max_seqlen=max_seqlen,
+                max_kv_seqlen=max_kv_seqlen,
+                num_heads=q.shape[1],
+                num_kv_heads=k_cache.shape[2],
+                head_dim=q.shape[2],
+                window=window,
+            )
+            assert plan is not None  # takes_paged_plan said that there is a kernel
+        else:
+            _check_plan(plan, q, k_cache, kv_seqlens, window)
+        return run_planned(
+            q,
+            k_cache,
+            v_cache,
+            page_table,
+            plan,
+            softmax_scale=softmax_scale,
+            settled=settled,
+            out=out,
+        )
+    if _has_kernel(q, k_cache):
+        return run_kernel(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens=cu_seqlens,
+            page_table=page_table,
+            kv_seqlens=kv_seqlens,
+            softmax_scale=softmax_scale,
+            window=window,
+            out=out,
+        )
+    attended = reference.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens=cu_seqlens,
+        page_table=page_table,
+        kv_seqlens=kv_seqlens,
+        softmax_scale=softmax_scale,
+        window=window,
+    )
+    return attended if out is None else out.copy_(attended)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -102,11 +153,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         raise ValueError(f"k must have the cache's {k_cache.shape[2]} heads, got {k.shape[1]}")
     require_tensor("slot_mapping", slot_mapping, shape=k.shape[:1], dtypes=_INT32, device=k.device)
     require_contiguous("slot_mapping", slot_mapping)
-    run = torch.ops.bytetx.write_kv if torch.compiler.is_compiling() else _write
-    run(k, v, k_cache, v_cache, slot_mapping)
-
-
-def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    if torch.compiler.is_compiling():
+        torch.ops.bytetx.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     kernel = native.kernel("write_kv", k.device)
     if kernel is not None:
         operands = (k, v, k_cache, v_cache, slot_mapping)
@@ -126,65 +175,13 @@ def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping:
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    page_table: Tensor,
-    kv_seqlens: Tensor,
-    max_seqlen: int,
-    max_kv_seqlen: int,
-    softmax_scale: float,
-    window: int,
-    plan: PagedPlan | None = None,
-    settled: Settled = Settled.NOTHING,
-    out: Tensor | None = None,
-) -> Tensor:
-    lengths = {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
-    options = {"softmax_scale": softmax_scale, "window": window}
-    has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
-    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
-        made_for = {"max_seqlen": max_seqlen, "max_kv_seqlen": max_kv_seqlen, "window": window}
-        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, **made_for)
-        operands = (q, k_cache, v_cache, page_table)
-        return run_planned(*operands, plan, softmax_scale=softmax_scale, settled=settled, out=out)
-    if _has_kernel(q, k_cache):
-        return run_kernel(q, k_cache, v_cache, **lengths, **options, out=out)
-    attended = reference.paged_attention(q, k_cache, v_cache, **lengths, **options)
-    return attended if out is None else out.copy_(attended)
-
-
-def _plan_for(
-    plan: PagedPlan | None,
-    q: Tensor,
-    k_cache: Tensor,
-    cu_seqlens: Tensor,
-    kv_seqlens: Tensor,
-    *,
-    max_seqlen: int,
-    max_kv_seqlen: int,
-    window: int,
-) -> PagedPlan:
-    total_tokens, num_heads, head_dim = q.shape
-    if plan is None:
-        plan = plan_paged_attention(
-            cu_seqlens,
-            kv_seqlens,
-            total_tokens=total_tokens,
-            max_seqlen=max_seqlen,
-            max_kv_seqlen=max_kv_seqlen,
-            num_heads=num_heads,
-            num_kv_heads=k_cache.shape[2],
-            head_dim=head_dim,
-            window=window,
-        )
-        assert plan is not None  # takes_paged_plan said that there is a kernel
-        return plan
+def _check_plan(
+    plan: PagedPlan, q: Tensor, k_cache: Tensor, kv_seqlens: Tensor, window: int
+) -> None:
     params = plan.params
     heads = (params.num_heads, params.num_kv_heads, plan.head_dim)
     made_for = (params.batch_size, params.total_tokens, *heads, plan.window)
+    total_tokens, num_heads, head_dim = q.shape
     wanted = (len(kv_seqlens), total_tokens, num_heads, k_cache.shape[2], head_dim, window)
     if made_for != wanted:
         raise ValueError(
@@ -192,7 +189,6 @@ def _plan_for(
             f"head_dim, window) is {wanted}, the plan's {made_for}; make it with "
             "plan_paged_attention"
         )
-    return plan
 
 
 def _has_kernel(q: Tensor, k_cache: Tensor) -> bool:
@@ -286,39 +282,9 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tenso
         raise ValueError(f"k_cache must have pages of a power of two tokens, got {page_size}")
 
 
-def _fake_attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cu_seqlens: Tensor,
-    page_table: Tensor,
-    kv_seqlens: Tensor,
-    max_seqlen: int,
-    max_kv_seqlen: int,
-    softmax_scale: float,
-    window: int,
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
-def _fake_write(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
-) -> None:
-    pass
-
-
 native.register(
-    "paged_attention",
-    "(Tensor q, Tensor k_cache, Tensor v_cache, *, Tensor cu_seqlens, Tensor page_table, "
-    "Tensor kv_seqlens, SymInt max_seqlen, SymInt max_kv_seqlen, float softmax_scale, "
-    "SymInt window) -> Tensor",
-    fn=_attend,
-    fake=_fake_attend,
+    paged_attention,
+    without=["plan", "settled", "out"],
+    fake=lambda q, *_, **__: q.new_empty(q.shape),
 )
-native.register(
-    "write_kv",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
-    fn=_write,
-    fake=_fake_write,
-)
+native.register(write_kv, mutates=["k_cache", "v_cache"], fake=lambda *_, **__: None)

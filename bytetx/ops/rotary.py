@@ -63,15 +63,4 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> None:
         )
 
 
-def _fake_rotary(
-    x: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, *, is_interleaved: bool
-) -> None:
-    pass
-
-
-native.register(
-    "rotary",
-    "(Tensor(a!) x, Tensor cos, Tensor sin, Tensor position_ids, *, bool is_interleaved) -> ()",
-    fn=_rotate,
-    fake=_fake_rotary,
-)
+native.register(_rotate, name="rotary", mutates=["x"], fake=lambda *_, **__: None)
