@@ -29,8 +29,8 @@ class Past:
     page_size: tokens, a power of two.   max_kv_seqlen: the largest of kv_seqlens.   Host ints.
     prompt_seqlens: int32 [batch_size], tokens of each sequence's whole prompt, where a step's
         rotation depends on them (RotaryTables.of); None counts a sequence's keys as its prompt.
-    is_settled: whether earlier steps wrote all keys before this step's tokens, so that they may be
-        read while those of this step are being written.
+    allows_early_read: whether earlier steps wrote all keys before this step's tokens, so that they
+        may be read while those of this step are being written.
     """
 
     page_table: torch.Tensor
@@ -39,7 +39,7 @@ class Past:
     page_size: int
     max_kv_seqlen: int
     prompt_seqlens: torch.Tensor | None = None
-    is_settled: bool = False
+    allows_early_read: bool = False
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Past":
         """This past with its tensors on `device`."""

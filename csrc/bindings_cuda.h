@@ -18,12 +18,12 @@ struct FromPython<PeerMemory> {
 
 namespace {
 
-// (name, rows, columns, whether it is for few rows) by index
+// (name, rows, columns, whether it is for small m) by index
 py::list list_tilings(int32_t count, LinearTiling (*tiling)(int32_t)) {
     py::list tilings;
     for (int32_t i = 0; i < count; ++i) {
         const LinearTiling t = tiling(i);
-        tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_for_few_rows));
+        tilings.append(py::make_tuple(t.name, t.rows, t.columns, t.is_small_m));
     }
     return tilings;
 }
@@ -64,7 +64,7 @@ void bind_comm(py::module_& m) {
     bind(m, "all_gather_gemm", &all_gather_gemm);
     bind(m, "gemm_reduce_scatter", &gemm_reduce_scatter);
     bind(m, "gemm_all_reduce", &gemm_all_reduce);
-    bind(m, "all_reduce_rows", &all_reduce_rows);
+    bind(m, "all_reduce_one_shot", &all_reduce_one_shot);
     bind(m, "all_reduce_two_shot", &all_reduce_two_shot);
     bind(m, "sum_copies", &sum_copies);
     bind(m, "gemm_add_parts", &gemm_add_parts);
@@ -84,7 +84,7 @@ void bind_cuda(py::module_& m) {
           [] { return list_tilings(num_fp8_linear_tilings(), fp8_linear_tiling); });
     bind(m, "fp8_linear", &fp8_linear);
     bind(m, "quantize_rows", &quantize_rows);
-    bind(m, "most_likely", &most_likely);
+    bind(m, "argmax", &argmax);
     bind(m, "sample", &sample);
     m.def("attention_tile_rows", &attention_tile_rows);
     m.def("attention_plan_bytes", &attention_plan_bytes);

@@ -44,7 +44,7 @@ struct WriteKvParams {
 
 void write_kv(const WriteKvParams& p, const Launch& launch);
 
-// cuda only. Heads of q and k normed as by rms_norm, where weights are given, and turned as by
+// cuda only. Heads of q and k normalized as by rms_norm, where weights are given, and turned as by
 // rotary; q in place, k and v to their slots, as by write_kv. Keeps f32 between these steps.
 struct RotaryWriteKvParams {
     void* q;                      // [total_tokens, num_heads, head_dim], dtype
@@ -124,7 +124,8 @@ int64_t paged_plan_bytes(const PagedPlanParams& p);
 void paged_plan(const PagedPlanParams& p, const Launch& launch);
 
 // cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 128.
-// settled: 0 nothing; 1 plan, lengths and page table; 2 the keys before each sequence's rows, too.
+// early_read: 0 nothing; 1 plan, lengths and page table; 2 also the keys before each sequence's
+// rows.
 struct PlannedPagedAttentionParams {
     const void* q;
     const void* k_cache;
@@ -140,7 +141,7 @@ struct PlannedPagedAttentionParams {
     int64_t q_stride;
     float softmax_scale;
     DType dtype;
-    int32_t settled;  // what may be read while the kernel right before this one still runs
+    int32_t early_read;  // what may be read before the preceding kernel has ended (PDL)
 };
 int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim);
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);

@@ -28,7 +28,7 @@ struct PeerMemory {
     uint32_t* flags[kMaxPeers];  // num_flags words each, zero before the first call
     uint32_t* epochs;            // 16 words of this device alone, zero before the first call
     int64_t buffer_bytes;
-    int64_t num_flags;       // 32768, and an inbox: partial sums of gemm_all_reduce, twice
+    int64_t num_flags;       // 32768, and a staging buffer: partial sums of gemm_all_reduce, twice
     PeerFault* fault;        // in host memory that the device can write, zero at first; or null
     int64_t timeout_cycles;  // that a kernel waits for another rank before it traps
     int32_t rank;
@@ -41,7 +41,7 @@ using RowOffsets = std::array<int64_t, kMaxPeers + 1>;
 // cuda only. d = act(rows b^T + bias) of everyone's rows. A quarter of peers' buffers holds
 // them: (m + 128) * k elements.
 struct AllGatherGemmParams {
-    LinearParams linear;  // a: this rank's rows; m: rows of all; no residual, no splits
+    LinearParams linear;  // a: this rank's rows; m: rows of all; no residual, no split-k
     PeerMemory peers;
     RowOffsets row_offsets;
 };
@@ -51,9 +51,9 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 // cuda only. h = sum over ranks (a b^T + partial) + bias + residual, in f32 and in the order of
 // ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
 // has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
-// gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the inbox holds
-// size * m * n elements, or, of tilings whose name begins with dealt-, what all_reduce_two_shot
-// needs.
+// gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the staging buffer
+// holds size * m * n elements, or, of tilings whose name begins with dealt-, what
+// all_reduce_two_shot needs.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
@@ -77,9 +77,9 @@ void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
 // cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not
 // used.
-void all_reduce_rows(const GemmSumParams& p, const Launch& launch);
+void all_reduce_one_shot(const GemmSumParams& p, const Launch& launch);
 // The same in two exchanges: a row's owner, m / size rows rounded up each, sums it for all. Half of
-// the inbox holds all ranks' parts of an owner's rows, and m rows of sums.
+// the staging buffer holds all ranks' parts of an owner's rows, and m rows of sums.
 void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
 // Rows that copy engines move beside cuBLAS's GEMMs. After a barrier of all ranks each sends one
@@ -114,7 +114,7 @@ void sum_copies(const GemmSumParams& p, const Launch& launch);
 // cuda only. d = a b^T + bias + residual + sum over the other ranks of parts[rank], in f32 and in
 // this order: of some of this rank's rows, behind whose products is added what has come of them.
 struct GemmAddPartsParams {
-    LinearParams linear;  // tiling: 128x128 or 128x192; no activation, no splits
+    LinearParams linear;  // tiling: 128x128 or 128x192; no activation, no split-k
     const void* parts;    // [size, part_rows, n], the first m rows of each; this rank's is not read
     int64_t part_rows;
     int32_t rank, size;

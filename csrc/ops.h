@@ -58,20 +58,21 @@ struct QuantizeRowsParams {
 void quantize_rows(const QuantizeRowsParams& p, const Launch& launch);
 
 // cuda only. The first largest logit of each row, -1 where it is not finite or the row has a NaN.
-struct MostLikelyParams {
-    const void* logits;    // [num_rows, vocab_size], dtype, contiguous
-    const int32_t* seats;  // [num_rows], places of last_tokens; or null
-    int32_t* out;          // [num_rows]
-    int32_t* last_tokens;  // [seats + 1]: takes max(out[i], 0) at seats[i]; null with seats
+struct ArgmaxParams {
+    const void* logits;           // [num_rows, vocab_size], dtype, contiguous
+    const int32_t* slot_indices;  // [num_rows], places of last_tokens; or null
+    int32_t* out;                 // [num_rows]
+    int32_t* last_tokens;  // [slot_indices + 1]: takes max(out[i], 0) at slot_indices[i]; null with
+                           // slot_indices
     int64_t num_rows;
     int64_t vocab_size;
     DType dtype;
 };
 
-void most_likely(const MostLikelyParams& p, const Launch& launch);
+void argmax(const ArgmaxParams& p, const Launch& launch);
 
 // cuda only. A token of each row: drawn from softmax(logits / temperature) among those that the
-// limits keep, the first largest logit where the temperature is 0, -1 where most_likely gives that.
+// limits keep, the first largest logit where the temperature is 0, -1 where argmax gives that.
 struct SampleParams {
     const void* logits;        // [num_rows, vocab_size], dtype, contiguous; up to 524 288 tokens
     const float* temperature;  // [num_rows]
@@ -129,10 +130,10 @@ struct LinearParams {
     int64_t n;  // a multiple of 32; gated: of 64
     int64_t k;  // a multiple of 8
     Activation activation;
-    bool gated;      // with gelu, gelu_tanh or silu; only tilings of 64 or 128 columns
-    int32_t tiling;  // an index into linear_tilings()
-    int32_t splits;  // CTAs that share k, 1 to 8; tilings for few rows alone take more than 1
-    DType dtype;     // f16 or bf16
+    bool gated;       // with gelu, gelu_tanh or silu; only tilings of 64 or 128 columns
+    int32_t tiling;   // an index into linear_tilings()
+    int32_t split_k;  // CTAs that share k, 1 to 8; tilings for few rows alone take more than 1
+    DType dtype;      // f16 or bf16
 };
 
 // One way to cut the product: rows and columns of d that a tile has.
@@ -140,7 +141,7 @@ struct LinearTiling {
     const char* name;
     int32_t rows;
     int32_t columns;
-    bool is_for_few_rows;
+    bool is_small_m;
 };
 int32_t num_linear_tilings();
 LinearTiling linear_tiling(int32_t index);

@@ -167,8 +167,8 @@ def sum_layer(
         for x, w, partial in zip(xs, weights, partials, strict=True):
             h = h + F.linear(x.to(h), w.to(h)) + (0 if partial is None else partial.to(h))
         h = h + bias if has_bias else h
-        normed = rms(h, weight) if is_rms else F.layer_norm(h, (n,), weight, shift, EPS)
-        return normed[own[rank]], h[own[rank]]
+        normalized = rms(h, weight) if is_rms else F.layer_norm(h, (n,), weight, shift, EPS)
+        return normalized[own[rank]], h[own[rank]]
 
     return Layer(f"sum {m} {n} {k} dealt {is_dealt} {offsets}", call, expected)
 

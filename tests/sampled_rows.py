@@ -21,7 +21,7 @@ class Row:
 
 
 def columns_of(rows: list[Row], device: str = "cpu") -> dict[str, object]:
-    """The rows' parameters as sample() and choose_tokens() take them."""
+    """The rows' parameters as sample() and sample_tokens() take them."""
 
     def column(name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         return torch.tensor([getattr(row, name) for row in rows], dtype=dtype, device=device)

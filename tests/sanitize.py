@@ -13,17 +13,17 @@ from paged_steps import make_step
 from torch import Tensor
 
 from bytetx.ops import fp8_linear, linear, linear_norm
+from bytetx.ops.argmax import argmax
 from bytetx.ops.attention import varlen_attention
-from bytetx.ops.choice import choose_tokens
 from bytetx.ops.embedding import embed
 from bytetx.ops.gated import gated_linear, prepare_gated
 from bytetx.ops.linear_plan import LinearPlan, tilings
-from bytetx.ops.most_likely import most_likely
 from bytetx.ops.norm import layer_norm, rms_norm
 from bytetx.ops.paged import paged_attention
 from bytetx.ops.pooling import pool
 from bytetx.ops.quantize import empty_fp8_rows, quantize_rows
 from bytetx.ops.rotary_kv import rotary_write_kv
+from bytetx.ops.sample_tokens import sample_tokens
 from bytetx.ops.sampling import Filters
 
 if TYPE_CHECKING:
@@ -62,8 +62,8 @@ def run_linear() -> None:
         x, residual = some(m, k), some(m, n)
         w = linear.prepare_linear(some(n, k), some(n), prepack=False)
         for tiling in tilings():
-            for splits in (1, 2, 4, 8) if tiling.is_for_few_rows else (1,):
-                plan = LinearPlan(tiling.index, splits)
+            for split_k in (1, 2, 4, 8) if tiling.is_small_m else (1,):
+                plan = LinearPlan(tiling.index, split_k)
                 linear.run_kernel(x, w, plan=plan, activation="gelu")
                 linear.run_kernel(x, w, plan=plan, residual=residual)
     for n in linear_norm.WIDTHS:
@@ -130,15 +130,15 @@ def run_paged() -> None:
 
 
 def run_logits() -> None:
-    most_likely(some(5, 151_936), seats=ints(*range(5)), last_tokens=ints(*range(9)))
-    most_likely(some(300, 1000, dtype=torch.float32))
+    argmax(some(5, 151_936), slot_indices=ints(*range(5)), last_tokens=ints(*range(9)))
+    argmax(some(300, 1000, dtype=torch.float32))
     for n, vocab_size, dtype in ((3, 151_936, HALVES[1]), (70, 1000, torch.float32)):
         temperature, top_p, min_p = (some(n, dtype=torch.float32) + 0.6 for _ in range(3))
         top_k = torch.arange(n, device="cuda")
         options = {"seeds": top_k, "positions": top_k}
         for filters in (Filters(), Filters(top_k=top_k, top_p=top_p), Filters(min_p=min_p)):
             logits = some(n, vocab_size, dtype=dtype)
-            choose_tokens(logits, temperature, filters, **options)
+            sample_tokens(logits, temperature, filters, **options)
 
 
 def run_comm() -> None:

@@ -25,7 +25,7 @@ from bytetx.bench.lengths import dense, prefix_sums
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention
-from bytetx.ops.paged_plan import Settled, plan_paged_attention
+from bytetx.ops.paged_plan import EarlyRead, plan_paged_attention
 from bytetx.ops.rotary_kv import rotary_write_kv
 
 _PAGE_SIZE = 16
@@ -159,7 +159,7 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     caches = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(num_buffers)]
     q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
     q = torch.randn(q_size, device="cuda", dtype=dtype)
-    settled = Settled.KEYS if shape.seqlens.max() == 1 else Settled.TABLES  # as in a decoder
+    early_read = EarlyRead.KEYS if shape.seqlens.max() == 1 else EarlyRead.TABLES  # as in a decoder
     lengths = {
         "cu_seqlens": prefix_sums(shape.seqlens),
         "kv_seqlens": torch.from_numpy(shape.kv_seqlens).int().cuda(),
@@ -180,7 +180,7 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
             )
             for k, v in islice(in_turn, heads.num_layers):
                 paged_attention(
-                    *(q, k, v), **lengths, page_table=page_table, plan=plan, settled=settled
+                    *(q, k, v), **lengths, page_table=page_table, plan=plan, early_read=early_read
                 )
 
     num_calls = num_steps * heads.num_layers

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, graph_us, num_rotated
 from bytetx.bench.suite import Measurement
-from bytetx.ops.choice import choose_tokens
+from bytetx.ops.sample_tokens import sample_tokens
 from bytetx.ops.sampling import Filters, is_bad_row, sample
 
 _VOCABULARY = 151_936  # of Qwen3
@@ -58,7 +58,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         return torch.where(is_bad_row(x), -1, sample(x, ones, filters, **options))
 
     def ours(x: Tensor) -> Tensor:
-        return choose_tokens(x, ones, filters, **options)
+        return sample_tokens(x, ones, filters, **options)
 
     def in_turn(choose: Callable[[Tensor], Tensor]) -> Run:
         def run() -> None:

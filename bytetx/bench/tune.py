@@ -68,7 +68,7 @@ _EPS = 1e-12
 
 _ACTIVATIONS = {"gelu": "gelu", GATED: "silu"}
 
-Candidate = tuple[str, int]  # tiling or CUBLAS, splits
+Candidate = tuple[str, int]  # tiling or CUBLAS, split_k
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ def tune_layer(n: int, k: int, epilogue: str, dtype: str) -> Iterator[dict[str, 
         alone.us + _read_us(shape) < fused.us
         for shape, alone, fused in zip(shapes, plain, best, strict=True)
     ]
-    normed = [
+    normalized = [
         n in WIDTHS and _norms_faster(shape, alone, fused, left=is_left)
         for shape, alone, fused, is_left in zip(shapes, plain, best, left, strict=True)
     ]
-    flags = {"left_to_norm": left, **({"normed": normed} if n in WIDTHS else {})}
+    flags = {"left_to_norm": left, **({"normalized": normalized} if n in WIDTHS else {})}
     yield {**head, "epilogue": RESIDUAL, **_plans(best, flags)}
 
 
@@ -199,10 +199,10 @@ def _run(candidate: Candidate, operands: list[Operands], epilogue: str) -> None:
 
 
 def _caller(candidate: Candidate, epilogue: str) -> Callable[[Operands], torch.Tensor]:
-    name, splits = candidate
+    name, split_k = candidate
     if name == CUBLAS:
         return partial(_cublas, epilogue=epilogue)
-    plan = LinearPlan(_named(name).index, splits)
+    plan = LinearPlan(_named(name).index, split_k)
     return partial(_kernel, plan=plan, epilogue=epilogue)
 
 

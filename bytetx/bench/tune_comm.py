@@ -59,7 +59,7 @@ _MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _COPIED_ROWS = 256  # below, copies take longer to start than they hide
 _TWO_SHOT_ROWS = 64  # below, a second exchange costs more than it saves
 _DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
-_SPLITS = (1, 2, 4, 5)
+_SPLIT_KS = (1, 2, 4, 5)
 _SMS = 132
 # Samples of the first round and of the second, to which come those that take at most _NEAR times
 # the first one's best; the winner is the first candidate within _ALIKE of the best.
@@ -100,7 +100,7 @@ def tune_comm(suite: str, path: Path, ranks: Ranks, *, patterns: list[str]) -> I
             write_plans(path, line.layer, plans, device=torch.cuda.get_device_name())
         spent = time.perf_counter() - began
         left = spent / number * (len(lines) - number)
-        chosen = ", ".join(f"{m}: {p.way}/{p.splits} {us:.4g} us" for m, (p, us) in best.items())
+        chosen = ", ".join(f"{m}: {p.way}/{p.split_k} {us:.4g} us" for m, (p, us) in best.items())
         yield f"{line.layer.op} {line.name}: {chosen} ({spent:.0f} s, about {left:.0f} s to go)"
 
 
@@ -110,8 +110,8 @@ def write_plans(path: Path, layer: Layer, plans: Mapping[int, CommPlan], *, devi
     own = {name: getattr(layer, name) for name in ("op", "tp", "n", "k", "is_gated")}
     place = next((i for i, line in enumerate(lines) if own.items() <= line.items()), len(lines))
     old = lines[place]["plans"] if place < len(lines) else []
-    found = {m: (way, splits) for m, way, splits in old}
-    found |= {m: (plan.way, plan.splits) for m, plan in plans.items()}
+    found = {m: (way, split_k) for m, way, split_k in old}
+    found |= {m: (plan.way, plan.split_k) for m, plan in plans.items()}
     lines[place:] = [own | {"plans": [[m, *found[m]] for m in sorted(found)]}, *lines[place + 1 :]]
     body = ",\n  ".join(json.dumps(line) for line in lines)
     text = f'{{"device": {json.dumps(device)}, "lines": [\n  {body}\n]}}\n'
@@ -186,16 +186,16 @@ def _flop(layer: Layer, m: int) -> float:
 
 
 def _pushing(layer: Layer, m: int) -> list[CommPlan]:
-    """Tilings of gemm_all_reduce for m rows, whole and with each number of splits, few first."""
+    """Tilings of gemm_all_reduce for m rows, whole and with each number of split_k, few first."""
     found = []
     for name, rows, columns, is_for_few in native.gemm_all_reduce_tilings():
         if not is_for_few:
             found += [CommPlan(name)] * (m >= rows)
         elif (rows <= 64 or m > 64) and (rows > 64 or m <= 256):
             tiles = -(-m // rows) * -(-layer.n // columns)
-            fitting = (s for s in _SPLITS if s == 1 or tiles * s <= 2 * _SMS)
-            found += [CommPlan(name, splits) for splits in fitting]
-    return sorted(found, key=lambda plan: plan.splits)
+            fitting = (s for s in _SPLIT_KS if s == 1 or tiles * s <= 2 * _SMS)
+            found += [CommPlan(name, split_k) for split_k in fitting]
+    return sorted(found, key=lambda plan: plan.split_k)
 
 
 def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:

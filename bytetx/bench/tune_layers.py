@@ -97,7 +97,7 @@ def rounds(model: str, m: int, tp: int) -> list[Round]:
 def step_candidates(layer: Layer, m: int, plans: Plans) -> dict[str, Plans]:
     """Every way of a sum of m rows beside these plans of others, by name; the table's first."""
     ways = [plan_comm(layer, m), *every_way(layer, m)]
-    return {f"{plan.way}/{plan.splits}": {**plans, layer: plan} for plan in ways}
+    return {f"{plan.way}/{plan.split_k}": {**plans, layer: plan} for plan in ways}
 
 
 def prefill_candidates(model: str, m: int, tp: int) -> dict[str, Plans]:

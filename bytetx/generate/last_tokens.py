@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bytetx.ops.most_likely import most_likely
+from bytetx.ops.argmax import argmax
 
 
 class LastTokens:
@@ -35,4 +35,4 @@ class LastTokens:
 
     def store_argmax(self, logits: Tensor, slot_indices: Tensor) -> Tensor:
         """int32 [n]: the most likely token of each row, also stored; -1 where there is none."""
-        return most_likely(logits, seats=slot_indices, last_tokens=self._tokens)
+        return argmax(logits, slot_indices=slot_indices, last_tokens=self._tokens)

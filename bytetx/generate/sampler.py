@@ -12,8 +12,8 @@ from bytetx.generate.sampler_output import Logprobs, SamplerOutput
 from bytetx.generate.scheduler import ScheduledRow, SchedulerOutput, SequenceState
 from bytetx.generate.stopping import forbidden_tokens
 from bytetx.nn.heads import LogitRows, logits_block
-from bytetx.ops.choice import choose_tokens
-from bytetx.ops.most_likely import most_likely
+from bytetx.ops.argmax import argmax
+from bytetx.ops.sample_tokens import sample_tokens
 from bytetx.ops.sampling import (
     Biases,
     Filters,
@@ -114,7 +114,7 @@ class Sampler:
     def _sample(self, metadata: SamplingMetadata, logits: Tensor, output: SamplerOutput) -> None:
         params = metadata.params
         if metadata.is_greedy:
-            output.tokens = most_likely(logits)
+            output.tokens = argmax(logits)
             return
         processed, errors = self._apply_processors(metadata, self._adjust(metadata, logits))
         tokens = self._choose(metadata, processed)
@@ -209,7 +209,7 @@ class Sampler:
         params = metadata.params
         is_greedy = params["temperature"] == 0
         if is_greedy.all():
-            return most_likely(logits)
+            return argmax(logits)
         top_ks, top_ps, min_ps = (params[name] for name in ("top_k", "top_p", "min_p"))
         temperature, seeds, positions, top_k, top_p, min_p = self._upload(
             params["temperature"], params["seed"], metadata.positions, top_ks, top_ps, min_ps
@@ -221,7 +221,7 @@ class Sampler:
             max_top_k=int(top_ks.max()),
             has_open_nucleus=bool(((top_ps < 1) & (top_ks == 0)).any()),
         )
-        return choose_tokens(
+        return sample_tokens(
             logits,
             temperature,
             filters,

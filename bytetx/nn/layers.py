@@ -13,7 +13,7 @@ from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.paged import paged_attention, write_kv
-from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
+from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
 from bytetx.ops.rotary_kv import norm_heads, rotary_write_kv
 from bytetx.packed import PackedBatch
@@ -319,5 +319,5 @@ def _attend_paged(
         window=window,
         plan=plan,
         # The kernel right before this one is _write_kv's, which waits for those before it.
-        settled=Settled.KEYS if past.is_settled else Settled.TABLES,
+        early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
     )

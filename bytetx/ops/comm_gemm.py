@@ -170,7 +170,7 @@ def gemm_reduce_scatter(
     most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
     workspace = _kernel_workspace(peers)
-    fits = workspace is not None and comm_kernels.takes_slots(
+    fits = workspace is not None and comm_kernels.fits_slots(
         w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
     )
     options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
@@ -219,12 +219,12 @@ def gemm_all_reduce(
 
 
 def _with_slots(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> CommPlan:
-    """The plan of a gemm_all_reduce, or one that takes the inbox where the slots do not hold it."""
+    """The plan of a gemm_all_reduce, or one with the staging buffer where the slots are small."""
     workspace = _kernel_workspace(peers)
-    if workspace is None or not plan.takes_slots:
+    if workspace is None or not plan.uses_slots:
         return plan
     sizes = {"slot_rows": rows * peers.size, "buffer_bytes": workspace.buffer_bytes}
-    return plan if comm_kernels.takes_slots(w, **sizes) else CommPlan(CUBLAS_PUSH)
+    return plan if comm_kernels.fits_slots(w, **sizes) else CommPlan(CUBLAS_PUSH)
 
 
 def _sums_by_kernel(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> bool:
@@ -232,7 +232,7 @@ def _sums_by_kernel(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) ->
     if _kernel_workspace(peers) is None:
         return False
     sizes = {"rows": rows, "size": peers.size}
-    return comm_kernels.takes_inbox(w, **sizes, is_two_shot=plan.is_two_shot)
+    return comm_kernels.fits_staging(w, **sizes, is_two_shot=plan.is_two_shot)
 
 
 def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = False) -> CommPlan:
@@ -309,10 +309,10 @@ def _finish(sums: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tens
         return layer_norm(sums, norm.weight, norm.bias, **options), sums
     h = sums.float() + residual.float()
     if norm.kind == "rms_norm":
-        normed = reference.rms_norm(h, norm.weight, eps=norm.eps)
+        normalized = reference.rms_norm(h, norm.weight, eps=norm.eps)
     else:
-        normed = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
-    return normed.to(residual.dtype), h.to(residual.dtype)
+        normalized = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
+    return normalized.to(residual.dtype), h.to(residual.dtype)
 
 
 def _norm_sums(h: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:

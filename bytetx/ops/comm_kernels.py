@@ -18,15 +18,15 @@ from bytetx.ops.native_params import LinearParams, NormParams
 
 # That a kernel waits for another rank before it traps: about ten seconds of an H200.
 TIMEOUT_CYCLES = 20_000_000_000
-_MOST_FEATURES = 16384  # of a row that is summed and normed in registers
+_MOST_FEATURES = 16384  # of a row that is summed and normalized in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
 # Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
-INBOX_BYTES = 36 << 20  # 703 rows of 12288 features in two exchanges
-INBOX_FLAG = 32768  # kInbox of csrc/comm/peers.cuh: behind flags and counters
+STAGING_BYTES = 36 << 20  # 703 rows of 12288 features in two exchanges
+STAGING_FLAG = 32768  # kStaging of csrc/comm/peers.cuh: behind flags and counters
 # Of ways whose product another GEMM makes.
 _UNFUSED_KERNELS = {
     COPIED: "sum_copies",
-    **dict.fromkeys(PUSHES, "all_reduce_rows"),
+    **dict.fromkeys(PUSHES, "all_reduce_one_shot"),
     **dict.fromkeys(TWO_SHOTS, "all_reduce_two_shot"),
 }
 _QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
@@ -59,18 +59,18 @@ def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bo
     return fits and total_tokens > 0
 
 
-def takes_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
+def fits_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
     """Whether a kernel sums this weight's products from slots; slot_rows: of all slots."""
     return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
 
 
-def takes_inbox(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> bool:
-    """Whether a kernel sums this weight's products from inboxes; rows: of all ranks alike.
+def fits_staging(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> bool:
+    """Whether a kernel sums this weight's products from staging buffers; rows: of all ranks alike.
 
-    An inbox takes all ranks' rows, or parts of those that its rank owns, and all sums.
+    A staging buffer takes all ranks' rows, or parts of those that its rank owns, and all sums.
     """
     slot_rows = size * -(-rows // size) + rows if is_two_shot else size * rows
-    return _takes_sum(w, slot_rows=slot_rows, most_bytes=INBOX_BYTES)
+    return _takes_sum(w, slot_rows=slot_rows, most_bytes=STAGING_BYTES)
 
 
 def takes_copies(w: LinearWeight) -> bool:
@@ -154,7 +154,7 @@ def gemm_sum(
         n=w.n,
         k=w.k,
         tiling=tiling_index(op, plan.tiling) if plan.is_fused else 0,
-        splits=plan.splits,
+        split_k=plan.split_k,
         dtype=dtype,
     )
     norm = NormParams(

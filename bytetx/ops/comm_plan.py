@@ -49,7 +49,7 @@ _MOST_DEALT_ROWS = 384
 _STREAMED_ROWS = 64
 _MOST_COLUMNS = 64 * _NUM_SMS
 _SPLIT_FEATURES = 384  # k that one of several CTAs of a tile should have at least
-_MOST_SPLITS = 5  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
+_MAX_SPLIT_K = 5  # clusters of eight start late: 1024 columns, 2048 features, 6.3 us against 4.8
 # Tilings of the ops that deal rows: name -> columns, and what a tile of all_gather_gemm takes
 # beside its columns' share (two H200s, bf16, 4096 rows, 12288 features to 6144: 938 us and 992).
 _MANY_ROWS = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
@@ -58,11 +58,11 @@ _GATED_TILING = "128x128"
 
 @dataclass(frozen=True, slots=True)
 class CommPlan:
-    """way: the name of the fused kernel's tiling, or one without.  splits: CTAs that share k, of
+    """way: the name of the fused kernel's tiling, or one without.  split_k: CTAs that share k, of
     gemm_all_reduce."""
 
     way: str
-    splits: int = 1
+    split_k: int = 1
 
     @property
     def is_fused(self) -> bool:
@@ -79,8 +79,8 @@ class CommPlan:
         return self.way in TWO_SHOTS or self.way.startswith(DEALT)
 
     @property
-    def takes_slots(self) -> bool:
-        """Whether a gemm_all_reduce has its partial sums in slots, not in the inbox."""
+    def uses_slots(self) -> bool:
+        """Whether a gemm_all_reduce has its partial sums in slots, not in the staging buffer."""
         return self.way.startswith(MANY)
 
     @property
@@ -126,9 +126,9 @@ def plan_comm(layer: Layer, m: int) -> CommPlan:
     if line is not None:
         # Of another size of group, the plan where a rank has as many rows.
         alike = m * tp // layer.tp
-        _, way, splits = line[_bucket(layer.op, alike, [rows for rows, _, _ in line])]
+        _, way, split_k = line[_bucket(layer.op, alike, [rows for rows, _, _ in line])]
         # A table of another version may name a tiling that this build does not have.
-        plan = CommPlan(way, splits)
+        plan = CommPlan(way, split_k)
         if way in _UNFUSED or plan.tiling in tilings(layer):
             return plan
     return _by_rule(layer, m)
@@ -199,7 +199,7 @@ def _two_shot_by_rule(m: int, n: int, k: int) -> CommPlan:
     if m > _MOST_DEALT_ROWS or (m > 2 * _STREAMED_ROWS and n > _MOST_COLUMNS):
         return CommPlan(LINEAR_TWO_SHOT)
     pushed = _push_by_rule(m, n, k)
-    return CommPlan(DEALT + pushed.way, pushed.splits)
+    return CommPlan(DEALT + pushed.way, pushed.split_k)
 
 
 def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
@@ -213,10 +213,10 @@ def _push_by_rule(m: int, n: int, k: int) -> CommPlan:
     else:
         columns = 64 if rows == 256 or (is_narrow and m <= rows) else 128
     tiles = -(-m // rows) * -(-n // columns)
-    splits = math.ceil((0.45 if is_narrow else 0.9) * _NUM_SMS / tiles)
+    split_k = math.ceil((0.45 if is_narrow else 0.9) * _NUM_SMS / tiles)
     if not is_narrow and rows < 256:
-        splits = max(2, splits)
-    return CommPlan(f"{rows}x{columns}", max(1, min(_MOST_SPLITS, splits, k // _SPLIT_FEATURES)))
+        split_k = max(2, split_k)
+    return CommPlan(f"{rows}x{columns}", max(1, min(_MAX_SPLIT_K, split_k, k // _SPLIT_FEATURES)))
 
 
 def _measured_tp(layer: Layer) -> int:
@@ -250,11 +250,11 @@ def _nearest(layer: Layer) -> list[tuple[int, str, int]] | None:
 
 @cache
 def _table() -> dict[tuple[str, int, int, int, bool], list[tuple[int, str, int]]]:
-    """(op, tp, n, k, is_gated) -> (most rows, way, splits) by rising rows."""
+    """(op, tp, n, k, is_gated) -> (most rows, way, split_k) by rising rows."""
     text = (files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8")
     return {
         (line["op"], line["tp"], line["n"], line["k"], line["is_gated"]): [
-            (rows, way, splits) for rows, way, splits in line["plans"]
+            (rows, way, split_k) for rows, way, split_k in line["plans"]
         ]
         for line in json.loads(text)["lines"]
     }

@@ -162,7 +162,7 @@ def run_kernel(
         ACTIVATIONS.index(activation),
         is_gated,
         plan.tiling,
-        plan.splits,
+        plan.split_k,
         native.DTYPE_CODES[x.dtype],
         *native.launch_args(x.device),
     )

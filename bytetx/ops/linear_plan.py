@@ -28,10 +28,10 @@ _MAX_PLANS = 4096  # kept; batches come in few sizes
 _NUM_SMS = 132  # of an H200, on which the table was measured
 _USED_SMS = {3: 117, 4: 120, 6: 114, 8: 120}  # by clusters of so many CTAs
 # Few rows of logits of a large vocabulary are cuBLAS's: 151936 x 1024, bf16, takes it 88 us for 8
-# rows and 123 for 256, tiles for few rows 117 to 194, those for many 120 from 256 rows on (H200).
+# rows and 123 for 256, small-m tiles 117 to 194, those for many 120 from 256 rows on (H200).
 _WORDS, _WORDS_ROWS = 1 << 16, 256
 _GATED_COLUMNS = (64, 128)  # of tiles that can gate
-_SPLITS = (1, 2, 3, 4, 6, 8)
+_SPLIT_KS = (1, 2, 3, 4, 6, 8)
 _SPLIT_FEATURES = 128  # k that each of several CTAs of a tile has at least
 
 # Of the prediction: microseconds of a launch, and of a block of features of a tile, which is as
@@ -49,7 +49,7 @@ _FRUGAL = "128x192"
 _OTHERS = 1.04
 _BAND_ROWS = 2048
 _L2_BYTES = 24 << 20
-# Tiles for few rows take turns on an SM with few stages each, and share nothing that they read:
+# Small-m tiles take turns on an SM with few stages each, and share nothing that they read:
 # with such weights they lose that much and more from 256 rows on (1.3 to 1.7, 4096 to 49152 columns
 # and features).
 _TURNS_FROM_ROWS = 129
@@ -60,24 +60,24 @@ _ROUND_US = 0.66  # of CTAs that begin when others have ended
 
 @dataclass(frozen=True, slots=True)
 class LinearPlan:
-    """tiling: the kernel's index of it, or None for cuBLAS.  splits: CTAs that share k."""
+    """tiling: the kernel's index of it, or None for cuBLAS.  split_k: CTAs that share k."""
 
     tiling: int | None
-    splits: int = 1
+    split_k: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
     """A line of the table.
 
-    plans: (most rows, tiling, splits) by rising rows.  left_to_norm: those of the rows for which
-    a residual costs less where the norm behind the product reads it.  normed: those for which the
-    product, a residual and a layer norm are fastest as one kernel.
+    plans: (most rows, tiling, split_k) by rising rows.  left_to_norm: those of the rows for which
+    a residual costs less where the norm behind the product reads it.  normalized: those for which
+    the product, a residual and a layer norm are fastest as one kernel.
     """
 
     plans: tuple[tuple[int, str, int], ...]
     left_to_norm: frozenset[int] = frozenset()
-    normed: frozenset[int] = frozenset()
+    normalized: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,11 @@ class Tiling:
     name: str
     rows: int
     columns: int
-    is_for_few_rows: bool
+    is_small_m: bool
 
     def num_tiles(self, m: int, n: int) -> int:
         """Tiles that cover [m, n]; most for many rows come in pairs, one below the other."""
-        pair = 1 if self.is_for_few_rows or self.name.endswith("single") else 2
+        pair = 1 if self.is_small_m or self.name.endswith("single") else 2
         return -(-m // (pair * self.rows)) * pair * -(-n // self.columns)
 
 
@@ -108,12 +108,12 @@ def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearP
         return LinearPlan(None)
     if line is None:
         return _by_rule(tilings(), m, n, k)
-    _, name, splits = line.plans[_bucket(m, [rows for rows, _, _ in line.plans])]
+    _, name, split_k = line.plans[_bucket(m, [rows for rows, _, _ in line.plans])]
     if name == CUBLAS:
         return LinearPlan(None)
     by_name = {tiling.name: tiling.index for tiling in tilings()}
     # A table of another version may name a tiling that this build does not have.
-    return LinearPlan(by_name[name], splits) if name in by_name else _by_rule(tilings(), m, n, k)
+    return LinearPlan(by_name[name], split_k) if name in by_name else _by_rule(tilings(), m, n, k)
 
 
 @lru_cache(_MAX_PLANS)
@@ -133,7 +133,7 @@ def norms_rows(m: int, n: int, k: int, *, dtype: str) -> bool:
     if line is None:
         return False
     rows = [most for most, _, _ in line.plans]
-    return rows[_bucket(m, rows)] in line.normed
+    return rows[_bucket(m, rows)] in line.normalized
 
 
 @lru_cache(_MAX_PLANS)
@@ -185,44 +185,44 @@ def _table() -> dict[tuple[int, int, str, str], Line]:
     text = (files("bytetx.ops") / TABLE_FILE).read_text(encoding="utf-8")
     return {
         (line["n"], line["k"], line["dtype"], line["epilogue"]): Line(
-            plans=tuple((rows, name, splits) for rows, name, splits in line["plans"]),
+            plans=tuple((rows, name, split_k) for rows, name, split_k in line["plans"]),
             left_to_norm=frozenset(line.get("left_to_norm", ())),
-            normed=frozenset(line.get("normed", ())),
+            normalized=frozenset(line.get("normalized", ())),
         )
         for line in json.loads(text)["lines"]
     }
 
 
 def ranked_plans(able: Sequence[Tiling], m: int, n: int, k: int) -> list[tuple[float, Tiling, int]]:
-    """(predicted microseconds, tiling, splits) of every way to cut a product, by rising time."""
+    """(predicted microseconds, tiling, split_k) of every way to cut a product, by rising time."""
     return sorted(
         (
-            (_predicted_us(tiling, splits, m, n, k), tiling, splits)
+            (_predicted_us(tiling, split_k, m, n, k), tiling, split_k)
             for tiling in able
-            for splits in (_SPLITS if tiling.is_for_few_rows else (1,))
-            if splits == 1 or k >= splits * _SPLIT_FEATURES
+            for split_k in (_SPLIT_KS if tiling.is_small_m else (1,))
+            if split_k == 1 or k >= split_k * _SPLIT_FEATURES
         ),
         key=lambda plan: round(plan[0], 3),  # equal ones in the order of `able`
     )
 
 
-def _predicted_us(tiling: Tiling, splits: int, m: int, n: int, k: int) -> float:
+def _predicted_us(tiling: Tiling, split_k: int, m: int, n: int, k: int) -> float:
     """Of an H200: whole tiles, the spare rows and columns included, in whole waves.
 
     Fitted to what the plans of 220 products of BERT's sizes take, and of 125 of Llama's and
     GPT-3's: the plan that it chooses takes 3 % more in the mean than the fastest, and up to 28 %,
     of the large ones 1.3 and 11 %.
     """
-    if not tiling.is_for_few_rows:
+    if not tiling.is_small_m:
         return _predicted_many_us(tiling, m, n, k)
-    waves = -(-tiling.num_tiles(m, n) * splits // _USED_SMS.get(splits, _NUM_SMS))
-    blocks = -(-k // (_BLOCK_FEATURES * splits))
+    waves = -(-tiling.num_tiles(m, n) * split_k // _USED_SMS.get(split_k, _NUM_SMS))
+    blocks = -(-k // (_BLOCK_FEATURES * split_k))
     sums = tiling.rows * tiling.columns
     rows = min(tiling.rows, m)  # that are fetched
     block_us = max(sums * _SUM_US, (rows + tiling.columns) * _ROW_US)
     if waves > 1 and m >= _TURNS_FROM_ROWS and 2 * n * k > _L2_BYTES:
         block_us *= _TURNS
-    joining_us = 0.0 if splits == 1 else sums * _PUSH_US
+    joining_us = 0.0 if split_k == 1 else sums * _PUSH_US
     return _START_US + waves * (blocks * block_us + joining_us) + (waves - 1) * _ROUND_US
 
 

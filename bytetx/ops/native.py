@@ -31,13 +31,13 @@ OPS = (
     "rotary",
     "pool",
     "quantize_rows",
-    "most_likely",
+    "argmax",
     "sample",
     "fp8_linear",
     "all_gather_gemm",
     "gemm_reduce_scatter",
     "gemm_all_reduce",
-    "all_reduce_rows",
+    "all_reduce_one_shot",
     "all_reduce_two_shot",
     "sum_copies",
     "gemm_add_parts",
@@ -83,7 +83,7 @@ def why_no_kernel(op: str, device: torch.device) -> str | None:
 
 
 def linear_tilings() -> list[tuple[str, int, int, bool]]:
-    """(name, rows, columns, whether it is for few rows) of each tiling of the kernel `linear`."""
+    """(name, rows, columns, whether it is for small m) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
     return [] if isinstance(module, str) else module.linear_tilings()
 

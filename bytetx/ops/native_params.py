@@ -15,7 +15,7 @@ class LinearParams(NamedTuple):
     activation: int = 0
     gated: bool = False
     tiling: int = 0
-    splits: int = 1
+    split_k: int = 1
     dtype: int = 0
 
 

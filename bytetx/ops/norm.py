@@ -78,12 +78,12 @@ def _norm(
     if sum_out is not None or fp8_out is not None:
         _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
-        normed = getattr(torch.ops.bytetx, name)(x, *parameters, eps=eps, residual=residual)
-        return _store(normed, x, residual, out, sum_out, fp8_out)
+        normalized = getattr(torch.ops.bytetx, name)(x, *parameters, eps=eps, residual=residual)
+        return _store(normalized, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel(name, x.device)
     if kernel is None or not has_row_kernel(x):
-        normed = getattr(reference, name)(x, *parameters, eps=eps, residual=residual)
-        return _store(normed, x, residual, out, sum_out, fp8_out)
+        normalized = getattr(reference, name)(x, *parameters, eps=eps, residual=residual)
+        return _store(normalized, x, residual, out, sum_out, fp8_out)
     if out is None:
         out = torch.empty_like(x) if x.is_cuda else empty_rows(x.shape[0], x.shape[1:], x.dtype)
     fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
@@ -126,25 +126,25 @@ def run_kernel(
 
 
 def _store(
-    normed: Tensor,
+    normalized: Tensor,
     x: Tensor,
     residual: Tensor | None,
     out: Tensor | None,
     sum_out: Tensor | None,
     fp8_out: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """What a kernel does with `normed`, in torch; sum_out comes first, for out may be x."""
+    """What a kernel does with `normalized`, in torch; sum_out comes first, for out may be x."""
     if sum_out is not None:
         sum_out.copy_(x.float() + residual.float())
     if fp8_out is not None:
-        _store_fp8(normed, fp8_out)
-    return normed if out is None else out.copy_(normed)
+        _store_fp8(normalized, fp8_out)
+    return normalized if out is None else out.copy_(normalized)
 
 
-def _store_fp8(normed: Tensor, fp8_out: tuple[Tensor, Tensor]) -> Tensor:
-    for to, value in zip(fp8_out, reference.quantize_rows(normed), strict=True):
+def _store_fp8(normalized: Tensor, fp8_out: tuple[Tensor, Tensor]) -> Tensor:
+    for to, value in zip(fp8_out, reference.quantize_rows(normalized), strict=True):
         to.copy_(value)
-    return normed
+    return normalized
 
 
 def _check(

@@ -10,8 +10,8 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
 from bytetx.ops.paged_plan import (
+    EarlyRead,
     PagedPlan,
-    Settled,
     plan_paged_attention,
     run_planned,
     takes_paged_plan,
@@ -35,7 +35,7 @@ def paged_attention(
     softmax_scale: float | None = None,
     window: int = 0,
     plan: PagedPlan | None = None,
-    settled: Settled = Settled.NOTHING,
+    early_read: EarlyRead = EarlyRead.NOTHING,
     out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of each sequence's last tokens over all its keys: prefill pieces and decode.
@@ -52,7 +52,7 @@ def paged_attention(
     wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
     rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
     than the longest there.
-    settled: what may be read, on a GPU, before the kernel right before this call has ended.
+    early_read: what may be read, on a GPU, before the kernel right before this call has ended.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
     Raises ValueError on shape, dtype or device mismatch.
@@ -60,13 +60,7 @@ def paged_attention(
     """
     _check_cache(k_cache, v_cache, q.shape[2], like=q)
     _check(q, k_cache, cu_seqlens, page_table, kv_seqlens)
-    if max_kv_seqlen > page_table.shape[1] * k_cache.shape[1]:
-        raise ValueError(
-            f"page_table must have pages for max_kv_seqlen {max_kv_seqlen} keys, got "
-            f"{page_table.shape[1]} of {k_cache.shape[1]}"
-        )
-    if window < 0:
-        raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
+    _check_sizes(page_table, max_kv_seqlen, page_size=k_cache.shape[1], window=window)
     if out is not None:
         require_out("out", out, like=q, shape=q.shape)
     if softmax_scale is None:
@@ -87,7 +81,9 @@ def paged_attention(
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
     if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
-        if plan is None:
+        if plan is not None:
+            _check_plan(plan, q, k_cache, kv_seqlens, window)
+        else:
             plan = plan_paged_attention(
                 cu_seqlens,
                 kv_seqlens,
@@ -99,18 +95,10 @@ def paged_attention(
                 head_dim=q.shape[2],
                 window=window,
             )
-            assert plan is not None  # takes_paged_plan said that there is a kernel
-        else:
-            _check_plan(plan, q, k_cache, kv_seqlens, window)
+        assert plan is not None  # takes_paged_plan said that there is a kernel
+        operands = (q, k_cache, v_cache, page_table)
         return run_planned(
-            q,
-            k_cache,
-            v_cache,
-            page_table,
-            plan,
-            softmax_scale=softmax_scale,
-            settled=settled,
-            out=out,
+            *operands, plan, softmax_scale=softmax_scale, early_read=early_read, out=out
         )
     if _has_kernel(q, k_cache):
         return run_kernel(
@@ -271,6 +259,16 @@ def _check(
     require_contiguous("kv_seqlens", kv_seqlens)
 
 
+def _check_sizes(page_table: Tensor, max_kv_seqlen: int, *, page_size: int, window: int) -> None:
+    if max_kv_seqlen > page_table.shape[1] * page_size:
+        raise ValueError(
+            f"page_table must have pages for max_kv_seqlen {max_kv_seqlen} keys, got "
+            f"{page_table.shape[1]} of {page_size}"
+        )
+    if window < 0:
+        raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
+
+
 def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tensor) -> None:
     options = {"dtypes": (like.dtype,), "device": like.device}
     require_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), **options)
@@ -284,7 +282,7 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tenso
 
 native.register(
     paged_attention,
-    without=["plan", "settled", "out"],
+    without=["plan", "early_read", "out"],
     fake=lambda q, *_, **__: q.new_empty(q.shape),
 )
 native.register(write_kv, mutates=["k_cache", "v_cache"], fake=lambda *_, **__: None)

@@ -17,8 +17,11 @@ _MAX_HEAD_DIM = 128
 _ALIGNMENT_BYTES = 16
 
 
-class Settled(IntEnum):
-    """What the kernel right before a call on its stream leaves alone: it may be read meanwhile."""
+class EarlyRead(IntEnum):
+    """What a call may read before the preceding kernel of its stream has ended.
+
+    That kernel does not write it; the call begins early by programmatic dependent launch (PDL).
+    """
 
     NOTHING = 0
     TABLES = 1  # the plan, lengths and page table
@@ -110,7 +113,7 @@ def run_planned(
     *,
     softmax_scale: float,
     out: Tensor | None,
-    settled: Settled = Settled.NOTHING,
+    early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
     """The Hopper kernels on checked arguments that takes_paged_plan accepts."""
     if out is None:
@@ -127,7 +130,7 @@ def run_planned(
         q.stride(0),
         softmax_scale,
         native.DTYPE_CODES[q.dtype],
-        settled,
+        early_read,
         *native.launch_args(q.device),
     )
     return out

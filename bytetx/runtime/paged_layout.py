@@ -117,7 +117,7 @@ class PagedLayout:
             page_size,
             self.num_pages * page_size,
             # In decode, earlier steps wrote all keys but those of this step.
-            is_settled=self.is_decode,
+            allows_early_read=self.is_decode,
         )
         batch = PackedBatch(
             input_ids=views["slot_indices"] if self.is_decode else views["input_ids"],

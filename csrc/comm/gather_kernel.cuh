@@ -200,7 +200,7 @@ __device__ __forceinline__ void push_few_chunks(const GatherParams& p, S& s, int
 
 // One thread: this CTA's chunks of this rank's rows, to every peer.
 template <typename S>
-__device__ __forceinline__ void push_rows(const GatherParams& p, S& s) {
+__device__ __forceinline__ void one_shot_rows(const GatherParams& p, S& s) {
     const int mine =
         (p.own_chunks - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
         static_cast<int>(gridDim.x);
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (thread == 0) {
             produce_gathered(p, s.gemm, at);
         } else if (thread == 32) {
-            push_rows(p, s);
+            one_shot_rows(p, s);
         } else if (thread == 64 && blockIdx.x == 0) {
             announce(p);
         }

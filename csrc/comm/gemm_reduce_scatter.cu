@@ -5,12 +5,12 @@
 //
 // gemm_reduce_scatter: scatter_kernel.cuh stores tiles where they belong, sum_rows.cu sums; or
 // scatter_add_kernel.cuh's last tiles sum, and sum_rows.cu norms.
-// gemm_all_reduce: every rank sums all rows; push_kernel.cuh stores tiles of few rows in all
-// inboxes, scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner sums it for
-// all: its inbox alone takes the tiles, and two_shot.cu does the rest. The first is bound by the
-// matrix unit where k / tp_size is large (about 1500 to 2000 features at tp 8), by NVLink below;
-// the second by the weights' bytes and by latency. Source: Flux (arXiv 2406.06858), section 4.2;
-// its all-to-all in the epilogue.
+// gemm_all_reduce: every rank sums all rows; one_shot_kernel.cuh stores tiles of few rows in all
+// staging buffers, scatter_kernel.cuh those of some hundred rows in all slots. Or a row's owner
+// sums it for all: its staging buffer alone takes the tiles, and two_shot.cu does the rest. The
+// first is bound by the matrix unit where k / tp_size is large (about 1500 to 2000 features at tp
+// 8), by NVLink below; the second by the weights' bytes and by latency. Source: Flux (arXiv
+// 2406.06858), section 4.2; its all-to-all in the epilogue.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -23,7 +23,7 @@
 namespace bytetx {
 namespace {
 
-// Where tiles go: to all inboxes, to the inbox of their rows' owner, to all slots.
+// Where tiles go: to all staging buffers, to the staging buffer of their rows' owner, to all slots.
 enum class To { all, owner, all_slots };
 
 struct Entry {
@@ -57,7 +57,7 @@ void check_all_reduce(const GemmSumParams& p, To to) {
     constexpr auto kOp = "gemm_all_reduce";
     if (to == To::owner) return comm::check_two_shot(kOp, p);
     const int64_t most_bytes =
-        to == To::all_slots ? p.peers.buffer_bytes / 4 : comm::inbox_bytes(p.peers);
+        to == To::all_slots ? p.peers.buffer_bytes / 4 : comm::staging_bytes(p.peers);
     comm::check_sum(kOp, p, p.linear.m * p.peers.size, p.linear.m, most_bytes);
 }
 

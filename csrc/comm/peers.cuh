@@ -9,12 +9,12 @@
 // data, at the end of an all_gather_gemm or at the start of the sum after this one, and says that
 // it has begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it,
 // before. Partial sums of up to some hundred rows, and sums that their owner sends to all, go to an
-// inbox behind the flags instead, for odd and for even calls, and are not counted: a word of theirs
-// is never zero, and zero until it has come. So nobody waits until all of it is there, and no fence
-// stands between a word and the news of it. The reader sets it back. What copy engines bring has a
-// region of its own, of which this file knows nothing but the words that say that it has come
-// (kArrived; kEarly of the first of two copies), and that all ranks have read what came before
-// (kBarrier).
+// staging buffer behind the flags instead, for odd and for even calls, and are not counted: a word
+// of theirs is never zero, and zero until it has come. So nobody waits until all of it is there,
+// and no fence stands between a word and the news of it. The reader sets it back. What copy engines
+// bring has a region of its own, of which this file knows nothing but the words that say that it
+// has come (kArrived; kEarly of the first of two copies), and that all ranks have read what came
+// before (kBarrier).
 #pragma once
 
 #include <cstdint>
@@ -30,8 +30,8 @@ constexpr int kBarrier = 2 * kMaxPeers;  // [source] its last call that copies r
 constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
 constexpr int kEarly = 4 * kMaxPeers;    // [source] the last whose early copies have come
 constexpr int kCounters = 5 * kMaxPeers;
-constexpr int kNumKinds = 2;   // of counters: gathered pieces, tiles of partial sums
-constexpr int kInbox = 32768;  // behind the counters: the inbox
+constexpr int kNumKinds = 2;     // of counters: gathered pieces, tiles of partial sums
+constexpr int kStaging = 32768;  // behind the counters: the staging buffer
 // Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of
 // each source that it used.
 enum EpochWord : int {
@@ -41,7 +41,7 @@ enum EpochWord : int {
     kSumTicket = 3,
     kSumTiles = 4,
     kCopyEpoch = 9,   // of calls that copy rows: the last that has begun
-    kRowTicket = 10,  // rows that CTAs of sums from the inbox have asked for, in all calls
+    kRowTicket = 10,  // rows that CTAs of sums from the staging buffer have asked for, in all calls
     kRowsTaken = 11,  // the same, in all calls that have ended
     // Of a call in two exchanges: units and rows that were asked for, and CTAs that ask no more.
     kUnitTicket = 12,
@@ -55,18 +55,18 @@ enum class Counted : int { pieces = 0, tiles = 1 };
 struct Peers : PeerMemory {
     int64_t quarter_bytes;
     int counters_of_source;  // for one kind and parity
-    int64_t inbox_bytes;     // for one parity
+    int64_t staging_bytes;   // for one parity
 };
 
-inline int64_t inbox_bytes(const PeerMemory& memory) {
-    return memory.num_flags < kInbox ? 0 : (memory.num_flags - kInbox) / 8 * 16;
+inline int64_t staging_bytes(const PeerMemory& memory) {
+    return memory.num_flags < kStaging ? 0 : (memory.num_flags - kStaging) / 8 * 16;
 }
 
 inline Peers make_peers(const PeerMemory& memory) {
     Peers p{memory};
     p.quarter_bytes = memory.buffer_bytes / 4 / 1024 * 1024;
-    p.counters_of_source = (kInbox - kCounters) / (2 * kNumKinds * memory.size);
-    p.inbox_bytes = inbox_bytes(memory);
+    p.counters_of_source = (kStaging - kCounters) / (2 * kNumKinds * memory.size);
+    p.staging_bytes = staging_bytes(memory);
     return p;
 }
 
@@ -84,12 +84,12 @@ __host__ __device__ __forceinline__ uint8_t* quarter_at(const Peers& p, int owne
     return static_cast<uint8_t*>(p.buffers[owner]) + quarter * p.quarter_bytes;
 }
 
-__device__ __forceinline__ uint4* inbox_at(const Peers& p, int owner, uint32_t epoch) {
-    auto* inboxes = reinterpret_cast<uint8_t*>(p.flags[owner] + kInbox);
-    return reinterpret_cast<uint4*>(inboxes + (epoch & 1) * p.inbox_bytes);
+__device__ __forceinline__ uint4* staging_at(const Peers& p, int owner, uint32_t epoch) {
+    auto* staging = reinterpret_cast<uint8_t*>(p.flags[owner] + kStaging);
+    return reinterpret_cast<uint4*>(staging + (epoch & 1) * p.staging_bytes);
 }
 
-// A pair of 16-bit floats as an inbox takes it: of two zeros one is negative.
+// A pair of 16-bit floats as a staging buffer takes it: of two zeros one is negative.
 __device__ __forceinline__ uint32_t never_zero(uint32_t word) {
     return word == 0 ? 0x80000000u : word;
 }
@@ -205,8 +205,8 @@ __device__ __forceinline__ void wait_for_slots(const Peers& p, uint32_t epoch) {
     __syncwarp();
 }
 
-// By one thread of a sum's first kernel, behind its wait for the kernels before: slots, inbox and
-// counters of the last call are free for the next one.
+// By one thread of a sum's first kernel, behind its wait for the kernels before: slots, staging
+// buffer and counters of the last call are free for the next one.
 __device__ __forceinline__ void begin_sum(const Peers& p, uint32_t epoch) {
     const int tiles = static_cast<int>(load_acquire(p.epochs + kSumTiles));
     for (int source = 0; source < p.size; ++source) {

@@ -1,4 +1,4 @@
-// What the two kernels that sum rows over ranks share: see sum_rows.cu and sum_inbox.cu.
+// What the two kernels that sum rows over ranks share: see sum_rows.cu and sum_staging.cu.
 #pragma once
 
 #include <stdexcept>

@@ -127,8 +127,8 @@ __device__ __forceinline__ void sum_rows(const GroupedSumParams& p, const Ring& 
         if (!rows.is_summed && p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
+        store_normalized_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
+                                               p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
 }
 

@@ -1,5 +1,5 @@
-// What becomes of partial sums that all ranks have put into this one's slots or inbox: see
-// sum_rows.cu and sum_inbox.cu.
+// What becomes of partial sums that all ranks have put into this one's slots or staging buffer: see
+// sum_rows.cu and sum_staging.cu.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace bytetx::comm {
 
-// Rows of this rank and the tiles in which they come, if not into the inbox.
+// Rows of this rank and the tiles in which they come, if not into the staging buffer.
 struct SumShape {
     const void* parts = nullptr;        // all ranks' parts, which are there; or null: in slots
     int first_row = 0, num_rows = 0;    // of all rows
@@ -28,10 +28,12 @@ constexpr int kSendingCtas = 24, kSendingCluster = 4;
 // Behind the kernel that fills the slots, which has let this one start.
 void launch_sum(const GemmSumParams& p, const SumShape& shape, cudaStream_t stream);
 
-// The same of all rows, from the inbox. own_part: this rank's, where it is not there; or null.
-void launch_sum_inbox(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
+// The same of all rows, from the staging buffer. own_part: this rank's, where it is not there; or
+// null.
+void launch_sum_staging(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
 
-// The same where inboxes hold parts of their ranks' own rows: sums go to all, who norm them.
+// The same where staging buffers hold parts of their ranks' own rows: sums go to all, who norm
+// them.
 void launch_two_shot(const GemmSumParams& p, const void* own_part, cudaStream_t stream);
 void check_two_shot(const char* op, const GemmSumParams& p);
 

@@ -5,19 +5,20 @@
 //   = h out = norm(h), by all
 //
 // Each rank owns a block of rows. A first kernel sends rows to their owners, the first rows of all
-// owners first: the GEMM of push_kernel.cuh, or one of its own behind a product that is there. A
-// second one sums up the rows that this rank owns, a warp 512 features, and sends them to all; then
-// it norms all rows, in the order in which they come, each in the registers of a warp or of a CTA.
-// All of it goes through the inbox, so neither exchange has flags or fences, and both overlap. Sums
-// are f32 and in the order of ranks; what is normed is what was sent, so all ranks have the same
-// bits. Behind a product that is there half of the SMs norm alone: on one that sends, loads wait
-// behind its stores. An inbox holds parts [tp_size, rows of an owner, n], then sums [m, n]. Bytes
-// over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where everyone's rows to everyone, as in
-// push_rows.cu, take tp_size / 2 times as many; bound by the links, for few rows by latency.
+// owners first: the GEMM of one_shot_kernel.cuh, or one of its own behind a product that is there.
+// A second one sums up the rows that this rank owns, a warp 512 features, and sends them to all;
+// then it norms all rows, in the order in which they come, each in the registers of a warp or of a
+// CTA. All of it goes through the staging buffer, so neither exchange has flags or fences, and both
+// overlap. Sums are f32 and in the order of ranks; what is normalized is what was sent, so all
+// ranks have the same bits. Behind a product that is there half of the SMs norm alone: on one that
+// sends, loads wait behind its stores. A staging buffer holds parts [tp_size, rows of an owner,
+// n], then sums [m, n]. Bytes over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where
+// everyone's rows to everyone, as in one_shot_rows.cu, take tp_size / 2 times as many; bound by the
+// links, for few rows by latency.
 #include <algorithm>
 
 #include "comm/comm_tilings.cuh"
-#include "comm/inbox_row.cuh"
+#include "comm/staging_row.cuh"
 #include "comm/two_shot_unit.cuh"
 
 namespace bytetx {
@@ -161,8 +162,8 @@ __device__ __forceinline__ void norm_rows(const TwoShotParams& p, uint32_t epoch
         RowRegisters<T, Tiling> h;
         clear_row<T, Tiling>(h);
         add_row<T, Tiling>(h, words);
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
+        store_normalized_row<T, Tiling, kNorm>(h, lane, row, weight, bias, p.norm.hidden_size,
+                                               p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
 }
 
@@ -229,7 +230,7 @@ TwoShotParams make_params(const GemmSumParams& o, const void* own_part) {
 
 void check_two_shot(const char* op, const GemmSumParams& p) {
     const int64_t m = p.linear.m, size = std::max(p.peers.size, 1);
-    check_sum(op, p, size * rows_of_owner(m, size) + m, m, inbox_bytes(p.peers));
+    check_sum(op, p, size * rows_of_owner(m, size) + m, m, staging_bytes(p.peers));
     if (p.norm.sum_out == nullptr) {
         throw std::invalid_argument(std::string(op) + " norms what it has sent: it needs sum_out");
     }

@@ -1,8 +1,8 @@
 // The smallest piece of an all-reduce in two exchanges (two_shot.cu): where parts and sums lie in
-// an inbox, and how a warp sums some vectors of a row and sends them to all.
+// a staging buffer, and how a warp sums some vectors of a row and sends them to all.
 #pragma once
 
-#include "comm/inbox_row.cuh"
+#include "comm/staging_row.cuh"
 
 namespace bytetx::comm {
 
@@ -11,7 +11,7 @@ using UnitTiling = RowTiling<kWarpSize, 1, kUnitVecs / kWarpSize>;
 constexpr int kTogether = 4;  // ranks' parts that are looked at at once
 
 struct TwoShotParams : SumParams {
-    const void* own_part;  // [m, n], or null where it comes through the inbox as well
+    const void* own_part;  // [m, n], or null where it comes through the staging buffer as well
     int rows_of_owner;     // of each but the last ones
     bool has_roles;        // half of the SMs sum and send before they norm
 };
@@ -28,7 +28,7 @@ __device__ __forceinline__ Rows rows_of(const TwoShotParams& p, int owner) {
 __device__ __forceinline__ uint4* part_at(const TwoShotParams& p, int owner, uint32_t epoch,
                                           int source, int index) {
     const int64_t row = int64_t{source} * p.rows_of_owner + index;
-    return inbox_at(p.peers, owner, epoch) + row * (p.norm.hidden_size / 8);
+    return staging_at(p.peers, owner, epoch) + row * (p.norm.hidden_size / 8);
 }
 __device__ __forceinline__ uint4* sum_at(const TwoShotParams& p, int reader, uint32_t epoch,
                                          int row) {
@@ -58,7 +58,7 @@ class Unit {
         for (int source = 0; source < p_.peers.size; source += kTogether) add_parts(source);
     }
 
-    // To inboxes that are free: all ranks have sent parts of this call, and so begun it.
+    // To staging buffers that are free: all ranks have sent parts of this call, and so begun it.
     __device__ __forceinline__ void send() const {
         for (int turn = 1; turn <= p_.peers.size; ++turn) {
             const int reader = (p_.peers.rank + turn) % p_.peers.size;

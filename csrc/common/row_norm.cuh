@@ -220,10 +220,10 @@ __device__ __forceinline__ void store_words(const uint4 (&words)[Tiling::kVecsPe
 
 // out[row] = the norm of h * weight + bias, rounded once.
 template <typename T, typename Tiling, RowNorm kNorm, typename Parameter>
-__device__ __forceinline__ void store_normed_row(RowRegisters<T, Tiling>& h, int lane, int64_t row,
-                                                 const Parameter& weight, const Parameter& bias,
-                                                 int64_t hidden_size, float eps,
-                                                 const RowOutputs& to) {
+__device__ __forceinline__ void store_normalized_row(RowRegisters<T, Tiling>& h, int lane,
+                                                     int64_t row, const Parameter& weight,
+                                                     const Parameter& bias, int64_t hidden_size,
+                                                     float eps, const RowOutputs& to) {
     const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
     const float scale = centre_row<T, Tiling, kNorm>(h, lane, hidden_size, eps);
     uint4 words[Tiling::kVecsPerThread] = {};
@@ -270,9 +270,9 @@ __device__ __forceinline__ void norm_any_row(const LoadH& load_h, const void* we
     }
     const float scale = rsqrtf(row_sum<kCtaThreads>(squares) * inverse_size + eps);
     for (int64_t i = threadIdx.x; i < hidden_size; i += kCtaThreads) {
-        const float normed = (load_h(i) - mean) * scale;
+        const float normalized = (load_h(i) - mean) * scale;
         const float shift = bias ? static_cast<float>(bias[i]) : 0.0f;
-        store(i, normed * static_cast<float>(weight[i]) + shift);
+        store(i, normalized * static_cast<float>(weight[i]) + shift);
     }
 }
 

@@ -109,8 +109,8 @@ inline void normalize_columns(const float* h, int64_t stage_stride, const float*
     const Vec shift = bias != nullptr ? load_lanes(bias + i) : broadcast(0.0f);
     for (int r = 0; r < kRows; ++r) {
         const Vec centered = load(h + r * stage_stride + i) - broadcast(means[r]);
-        const Vec normed = multiply_add(centered * broadcast(scales[r]), factor, shift);
-        store_lanes(out + r * n + i, normed);
+        const Vec normalized = multiply_add(centered * broadcast(scales[r]), factor, shift);
+        store_lanes(out + r * n + i, normalized);
     }
 }
 

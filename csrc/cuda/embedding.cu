@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         if (typed & kBadToken) fill_nan<T, Tiling>(h);
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
-        store_normed_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
-                                           p.eps, {p.out, nullptr, nullptr, streams});
+        store_normalized_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
+                                               p.eps, {p.out, nullptr, nullptr, streams});
     }
 }
 

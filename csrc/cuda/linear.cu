@@ -4,7 +4,7 @@
 //
 // Two kernels, each in several tilings. linear_kernel.cuh: persistent, two warpgroups in turn on
 // tiles of their own, for many rows; bound by the matrix unit and the power it draws.
-// linear_few_rows.cuh: one tile a cluster whose CTAs share k, for few; bound by latency and the
+// linear_small_m.cuh: one tile a cluster whose CTAs share k, for few; bound by latency and the
 // weights' bytes. Which one runs is the caller's choice (bytetx/ops/linear_plan.py has the table).
 #include <cstdint>
 #include <stdexcept>
@@ -46,7 +46,7 @@ void check(const LinearParams& p) {
     if (p.n % (p.gated ? 64 : 32) != 0) fail("n % 32 == 0 (gated: n % 64 == 0)");
     if (p.k <= 0 || p.k % 8 != 0 || p.k > INT32_MAX) fail("k > 0 and k % 8 == 0");
     if (p.dtype == DType::f32) fail("f16 or bf16");
-    if (p.splits < 1 || p.splits > 8) fail("1 to 8 splits");
+    if (p.split_k < 1 || p.split_k > 8) fail("1 to 8 split_k");
     if (p.residual && (p.gated || p.activation != Activation::none)) {
         fail("no residual beside an activation or gates");
     }

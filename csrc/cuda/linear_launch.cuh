@@ -6,9 +6,9 @@
 
 #include "common/launch.cuh"
 #include "common/tensor_map.cuh"
-#include "cuda/linear_few_rows.cuh"
 #include "cuda/linear_kernel.cuh"
 #include "cuda/linear_residual.cuh"
+#include "cuda/linear_small_m.cuh"
 #include "ops.h"
 
 namespace bytetx::gemm {
@@ -145,20 +145,20 @@ inline bool are_crowded(int ctas, int ranks) {
     return ctas > (ranks > 2 ? num_sms() * 10 / 11 : num_sms());
 }
 
-// Fewer splits than asked for where k has not as many blocks, or shared memory no room. A stage for
-// every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched before the
-// kernel before has ended.
+// A smaller split-k than asked for where k has not as many blocks, or shared memory no room. A
+// stage for every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched
+// before the kernel before has ended.
 template <typename C, Epilogue kEpilogue, bool kGated>
-void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
+void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     using P = Parts<C, kEpilogue, kGated>;
-    constexpr int kStage = sizeof(FewRowsSmem<C>::stages), kHead = sizeof(FewRowsSmem<C>) - kStage;
+    constexpr int kStage = sizeof(SmallMSmem<C>::stages), kHead = sizeof(SmallMSmem<C>) - kStage;
     const auto parts_bytes = [](int ranks) {
         return P::are_used(ranks) ? P::memory_bytes(ranks) : 0;
     };
     const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
-    FewRowsParams p{make_params<C>(o), 0, (a_rows + C::kTileN) * kBlockK * kElementBytes};
+    SmallMParams p{make_params<C>(o), 0, (a_rows + C::kTileN) * kBlockK * kElementBytes};
     p.a = make_a_map(o, a_rows);
-    int ranks = std::clamp(o.splits, 1, p.num_k_blocks);
+    int ranks = std::clamp(o.split_k, 1, p.num_k_blocks);
     // Two stages at least: one is given back when the next one's products have begun.
     while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
     const int ctas = p.tiles_m * p.tiles_n * ranks;
@@ -174,7 +174,7 @@ void launch_few_rows(const LinearParams& o, cudaStream_t stream) {
     }
     const int smem_bytes = std::max(kHead + p.num_stages * kStage + parts_bytes(ranks),
                                     is_crowded ? 0 : kSmemBytesOfOne);
-    constexpr auto kKernel = gemm_few_rows_kernel<C, kEpilogue, kGated>;
+    constexpr auto kKernel = gemm_small_m_kernel<C, kEpilogue, kGated>;
     allow_smem_once<kKernel>(kMostSmemBytes);
     launch_kernel(kKernel, {dim3(ctas), dim3(C::Tile::kThreads), smem_bytes, stream, ranks}, p);
 }
@@ -193,8 +193,8 @@ void launch_persistent(const P& p, cudaStream_t stream) {
 
 template <typename C, Epilogue kEpilogue, bool kGated>
 void launch(const LinearParams& o, cudaStream_t stream) {
-    if constexpr (C::Tile::kIsForFewRows) {
-        launch_few_rows<C, kEpilogue, kGated>(o, stream);
+    if constexpr (C::Tile::kIsForSmallM) {
+        launch_small_m<C, kEpilogue, kGated>(o, stream);
     } else {
         const Params p = make_params<C>(o);
         launch_persistent<C, gemm_kernel<C, kEpilogue, kGated>, sizeof(Smem<C>)>(p, stream);
@@ -222,7 +222,7 @@ void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
         throw std::invalid_argument("linear: only tilings of 64 or 128 columns gate");
     }
     if (is_erf) return launch<C, Epilogue::erf, false>(o, stream);
-    if constexpr (!Tile::kIsForFewRows) {
+    if constexpr (!Tile::kIsForSmallM) {
         if (o.residual != nullptr) return launch_residual<T, Tile>(o, stream);
     }
     if (o.activation == Activation::none || o.activation == Activation::relu) {

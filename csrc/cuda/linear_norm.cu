@@ -3,7 +3,7 @@
 //   h = a b^T + bias + residual;  d = (h - mean(h)) * rsqrt(var(h) + eps) * weight + shift
 //
 // a [m, k], b [n, k], residual and d [m, n], n 384, 768 or 1024; f16 or bf16, f32 inside: h is not
-// rounded before it is normed.
+// rounded before it is normalized.
 //
 // linear_norm_kernel.cuh: a producer warp for a and b, one for residuals, two warpgroups that take
 // tiles in turn; the CTAs that share rows exchange the moments of their columns while the other

@@ -9,7 +9,7 @@
 #pragma once
 
 #include "cuda/linear_kernel.cuh"
-#include "cuda/linear_norm_edge.cuh"
+#include "cuda/linear_norm_epilogue.cuh"
 
 namespace bytetx::gemm {
 

@@ -1,4 +1,4 @@
-// How a GEMM whose rows are normed before they are stored is cut, and what its CTAs share.
+// How a GEMM whose rows are normalized before they are stored is cut, and what its CTAs share.
 #pragma once
 
 #include "cuda/linear_types.cuh"

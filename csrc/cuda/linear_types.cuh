@@ -74,7 +74,7 @@ struct Tiling {
     static constexpr int kClusterCtas = kClusterCtas_;  // that share columns, and so b
     static constexpr int kConsumers = 2;
     static constexpr int kTogether = 1;  // warpgroups that share a tile's rows
-    static constexpr bool kIsForFewRows = false;
+    static constexpr bool kIsForSmallM = false;
 };
 
 template <typename T, typename Tiling_>

@@ -83,8 +83,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         if constexpr (kWay != RowWay::once) load();
         if (p.sum_out != nullptr) store_row<T, Tiling>(p.sum_out, h, lane, row, num_vecs);
         uint8_t* out_fp8 = kWay == RowWay::once ? nullptr : p.out_fp8;
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, bias, hidden_size, p.eps,
-                                           {p.out, out_fp8, p.out_scale, streams});
+        store_normalized_row<T, Tiling, kNorm>(h, lane, row, weight, bias, hidden_size, p.eps,
+                                               {p.out, out_fp8, p.out_scale, streams});
         if constexpr (kWay == RowWay::once) return;
     }
 }
@@ -139,13 +139,13 @@ void launch_rows(const NormParams& p, const Launch& launch, cudaStream_t stream)
 // (H200). A row's bits are the same but for the first way.
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
-    constexpr int kFewRows = 264;             // two CTAs an SM of an H200
+    constexpr int kMaxRowsSmallCta = 264;     // two CTAs an SM of an H200
     constexpr int64_t kManyBytes = 20 << 20;  // of 50 that its L2 has
     if constexpr (kNorm != RowNorm::none && Tiling::kThreadsPerRow <= kWarpSize) {
         if (p.out_fp8 == nullptr) {
             if constexpr (Tiling::kThreadsPerRow == kWarpSize && Tiling::kVecsPerThread > 1) {
                 using Few = SpreadTiling<Tiling::kVecsPerThread>;
-                if (p.total_tokens <= kFewRows) {
+                if (p.total_tokens <= kMaxRowsSmallCta) {
                     return launch_rows<T, Few, kNorm, RowWay::once>(p, launch, stream);
                 }
             }

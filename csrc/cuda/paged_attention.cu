@@ -92,7 +92,7 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
     params.scale = p.softmax_scale * kLog2e;
-    params.settled = p.settled;
+    params.early_read = p.early_read;
     return params;
 }
 

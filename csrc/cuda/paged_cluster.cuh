@@ -9,8 +9,9 @@
 // q and out once, keys and values of the sequence once. What bounds a short sequence is the chain
 // of dependent trips: lengths and page table (at once), queries and keys (at once), shared memory
 // of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 4.7 us on an H200, 3.8
-// where its keys are settled; an empty kernel is 0.8, a pass over the same bytes 2.1 (2026-11-21).
-// A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of the copy rate.
+// where its keys may be read early; an empty kernel is 0.8, a pass over the same bytes 2.1
+// (2026-11-21). A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of
+// the copy rate.
 #pragma once
 
 #include "cuda/paged_cluster_rows.cuh"
@@ -111,8 +112,8 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     const uint32_t ring = shared_address(s.ring[warp]);
     constexpr uint32_t kStageBytes = 2 * C::kTileBytes;
     StagedQueries<C, C::kThreads> queries;
-    if (p.settled == 0) queries.load(p, item, kv_head, threadIdx.x);
-    bool has_waited = p.settled == 0;
+    if (p.early_read == 0) queries.load(p, item, kv_head, threadIdx.x);
+    bool has_waited = p.early_read == 0;
     const auto wait_once = [&] {
         if (!has_waited) wait_for_prior_kernel();
         has_waited = true;
@@ -128,11 +129,11 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     };
 #pragma unroll
     for (int stage = 0; stage < kClusterStages; ++stage) {
-        if (p.settled == 1 || ahead + kStepKeys > item.position) wait_once();
+        if (p.early_read == 1 || ahead + kStepKeys > item.position) wait_once();
         fetch(stage);
     }
     wait_once();
-    if (p.settled != 0) {
+    if (p.early_read != 0) {
         release_next_kernel();
         queries.load(p, item, kv_head, threadIdx.x);
     }
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtas)
     const int kv_head = index % p.num_kv_heads, unit = index / p.num_kv_heads;
     const int sequence = unit / params.units;
     const int* table = p.page_table + sequence * p.max_pages;
-    if (p.settled == 0) {
+    if (p.early_read == 0) {
         wait_for_prior_kernel();
         release_next_kernel();
     }

@@ -14,9 +14,9 @@
 //   join       adds the four warps' sums, writes them, and where it finishes a sequence's last
 //              chunk, joins all chunks in the order of the keys: who is last changes no bit
 //
-// Where the kernel right before wrote no more than q and this step's rows (settled), the plan, and
-// keys that are older, are read before it has ended. This holds for it alone: it must itself have
-// waited for those before it before it released this one.
+// Where the kernel right before wrote no more than q and this step's rows (early_read), the plan,
+// and keys that are older, are read before it has ended. This holds for it alone: it must itself
+// have waited for those before it before it released this one.
 #pragma once
 
 #include "cuda/paged_decode_compute.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, i
                                       int lane) {
     constexpr int kInts = sizeof(PagedItem) / sizeof(int);
     RingIndex<kItemsAhead> at;
-    if (p.settled != 0) wait_for_prior_kernel();
+    if (p.early_read != 0) wait_for_prior_kernel();
     for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
         StagedItem& staged = s.staged[at.index];
         const int own = next;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x == 0) init_barriers(s);
     __syncthreads();
-    if (p.settled == 0) wait_for_prior_kernel();
+    if (p.early_read == 0) wait_for_prior_kernel();
     const int record = load_record(p, blockIdx.x, lane);  // beside their number: some are cleared
     const int total = num_items(p);
     if (warp == kFetchWarp || warp == kFetchWarp + 1) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     } else if (warp == kScoutWarp) {
         scout(p, s, total, record, lane);
     } else {
-        if (p.settled != 0) wait_for_prior_kernel();
+        if (p.early_read != 0) wait_for_prior_kernel();
         if (warp == kJoinWarp) {
             join(p, s, total, lane);
         } else {

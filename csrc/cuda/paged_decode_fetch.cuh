@@ -45,7 +45,7 @@ struct Fetcher {
           half(of_half),
           lane(of_lane),
           total(num_items),
-          has_waited(p.settled == 0) {
+          has_waited(p.early_read == 0) {
         const int piece = lane % C::kPieces;
         row_bytes = int64_t{p.num_kv_heads} * p.head_dim * 2;
         lane_bytes = piece * 8 < p.head_dim ? 16 : 0;
@@ -115,7 +115,7 @@ struct Fetcher {
         for (int i = 0; i < steps; ++i, key += kStepKeys) {
             const uint8_t* first = cache + next;
             next = __shfl_sync(kFullMask, own_place, (i + 1) % 32);  // on its way during the copies
-            if (p.settled < 2 || num_fetched >= C::kStages || key + kStepKeys > keys.position) {
+            if (p.early_read < 2 || num_fetched >= C::kStages || key + kStepKeys > keys.position) {
                 wait_once();
             }
             const auto address =
@@ -160,8 +160,8 @@ struct Fetcher {
                   pages);
         }
         wait_once();
-        // Behind the wait: what the next kernel finds settled has ended. First thing or here:
-        // alike.
+        // After the wait: what the next kernel may read early has been written. First thing or
+        // here: alike.
         release_next_kernel();
         wait_for_copies<0>();
     }

@@ -33,7 +33,7 @@ struct DecodeParams {
     int head_dim;
     int window;
     float scale;  // of scores, to powers of two
-    int settled;
+    int early_read;
 };
 
 constexpr int kComputeWarps = 4;

@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
     for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};
-    // Only now, and behind a fence: attention whose keys are settled reads the plan without a wait.
+    // Only now, and behind a fence: attention that reads early takes the plan without a wait.
     __threadfence();
     __syncthreads();
     release_next_kernel();

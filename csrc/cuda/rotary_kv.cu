@@ -161,7 +161,7 @@ struct Turns {
 // RMS norm of a head of which each of its threads has two pieces. weight_of: that of piece 0 or 1.
 template <typename WeightOf>
 __device__ __forceinline__ void norm_head(float (&x)[2][kPiece], const HeadParams& params,
-                                          bool is_normed, const WeightOf& weight_of) {
+                                          bool is_normalized, const WeightOf& weight_of) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ void norm_head(float (&x)[2][kPiece], const HeadParam
     const float mean =
         group_sum(sum, 1 << params.group_shift) / static_cast<float>(params.own.head_dim);
     const float inverse = rsqrtf(mean + params.own.eps);
-    if (!is_normed) return;
+    if (!is_normalized) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const auto weight = weight_of(i);
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kIsFew ? 1 : 5)
         for (int i = 0; i < 2; ++i) early[i] = weight_of(i);
     }
     wait_for_prior_kernel();
-    // Not first: attention reads settled keys without a wait of its own, and its CTAs, placed that
+    // Not first: attention reads earlier keys without a wait of its own, and its CTAs, placed that
     // early, cost a decode step 4 us (16 rows) to 26 (256).
     release_next_kernel();
 #pragma unroll

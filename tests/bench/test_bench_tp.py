@@ -93,10 +93,10 @@ def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     pushes.append(("many-128x192", 128, 192, False))
     monkeypatch.setattr("bytetx.ops.native.gemm_all_reduce_tilings", lambda: pushes)
     few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
-    assert [(p.way, p.splits) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
+    assert [(p.way, p.split_k) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
     assert [p.way for p in few[-4:]] == ["linear-push", "cublas-push", "linear", "cublas"]
     more = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 512)
-    assert [(p.way, p.splits) for p in more[:3]] == [
+    assert [(p.way, p.split_k) for p in more[:3]] == [
         ("128x128", 1),
         ("many-128x192", 1),
         ("128x128", 2),
@@ -154,7 +154,7 @@ def test_two_rounds_choose_a_plan(
         rounds.append((list(numbers), samples))
         return dict(zip(numbers, second if len(rounds) == 2 else first, strict=True))
 
-    plans = [CommPlan("linear", splits) for splits in range(1, 5)]
+    plans = [CommPlan("linear", split_k) for split_k in range(1, 5)]
     assert tune_comm.choose(plans, clock)[0] == plans[best]
     assert rounds[0] == ([0, 1, 2, 3], 3)
     assert rounds[1:] == ([] if second is None else [([0, 2, 3], 7)])

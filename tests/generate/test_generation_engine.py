@@ -23,7 +23,7 @@ def alone(prompt: list[int], params: SamplingParams, **options) -> tuple:
     return whole(run(engine)[0, 0])
 
 
-def test_greedy_answers_are_the_most_likely_tokens() -> None:
+def test_greedy_answers_are_the_argmax_tokens() -> None:
     engine, runner, _ = engine_of()
     engine.add_request([1, 2, 3], GREEDY)
     text, token_ids, reason, stop = whole(run(engine)[0, 0])

@@ -195,7 +195,7 @@ def test_a_nucleus_of_nothing_but_nan_is_no_failure() -> None:
     assert 0 <= sample_rows(torch.full((1, 9), torch.nan), [Row(top_p=0.5)])[0] < 9
 
 
-def test_greedy_takes_the_most_likely() -> None:
+def test_greedy_takes_the_argmax() -> None:
     logits = torch.randn(7, 100)
     assert greedy(logits).tolist() == logits.argmax(1).tolist()
 
@@ -234,7 +234,7 @@ def test_nothing_to_change_keeps_every_bit() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3, 200])
-def test_logprobs_of_the_chosen_and_of_the_most_likely(k: int) -> None:
+def test_logprobs_of_the_chosen_and_of_the_argmax(k: int) -> None:
     logits = torch.randn(6, 50)
     chosen = torch.randint(50, (6,), dtype=torch.int32)
     got = top_logprobs(logits, chosen, k=k)

@@ -204,7 +204,7 @@ def test_sums_of_rows_that_all_ranks_hold_fit_the_inbox() -> None:
         weight = torch.empty(n, 64, dtype=torch.bfloat16, device="meta")
         w = LinearWeight(weight, None, n, 64, torch.bfloat16, is_prepacked=False, has_kernel=True)
         for size in (2,) if tp == 2 else (3, 4, 5, 8):
-            assert comm_kernels.takes_inbox(w, rows=most, size=size, is_two_shot=size > 2)
+            assert comm_kernels.fits_staging(w, rows=most, size=size, is_two_shot=size > 2)
 
 
 @pytest.mark.parametrize("way", ["128x192", "adding-128x128", "copied", "copied-128x192"])
@@ -224,7 +224,7 @@ def test_rows_that_no_kernel_sums_go_through_a_collective(way: str) -> None:
     x, weight, residual, vector = (torch.randn(*s) for s in ((m, k), (n, k), (m, n), (n,)))
     w = replace(prepare_linear(weight, prepack=False), has_kernel=True)
     h = F.linear(x, weight) + residual
-    normed, found = gemm_reduce_scatter(
+    normalized, found = gemm_reduce_scatter(
         x,
         w,
         peers=Peers(0, 1, Alone(), workspace),
@@ -234,4 +234,4 @@ def test_rows_that_no_kernel_sums_go_through_a_collective(way: str) -> None:
         plan=CommPlan(way),
     )
     assert torch.allclose(found, h, atol=1e-4)
-    assert torch.allclose(normed, F.layer_norm(h, (n,), vector, vector), atol=1e-3)
+    assert torch.allclose(normalized, F.layer_norm(h, (n,), vector, vector), atol=1e-3)

@@ -107,7 +107,7 @@ def test_a_tiling_that_was_not_built_is_the_rules_to_choose() -> None:
 
 @given(st.integers(1, 9999), st.integers(1, 64), st.integers(1, 99), st.integers(1, 99))
 def test_uneven_shares_agree_on_whether_a_kernel_runs(m: int, n: int, k: int, other: int) -> None:
-    """Each rank asks with a share of k of its own; its splits may differ."""
+    """Each rank asks with a share of k of its own; its split-k may differ."""
     plans = [plan_comm(replace(SUM, n=128 * n, k=64 * own, is_even=False), m) for own in (k, other)]
     assert plans[0].is_fused == plans[1].is_fused
     assert plans[0].way == plans[1].way
@@ -119,4 +119,4 @@ def test_the_table_that_ships() -> None:
         rows = [m for m, _, _ in line["plans"]]
         assert rows == sorted(set(rows)) and len(rows) > 1
         assert line["tp"] in (2, 4, 8)
-        assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
+        assert all(1 <= split_k <= 8 for _, _, split_k in line["plans"])

@@ -52,8 +52,8 @@ def test_against_float64(group: Group, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> None:
     for name, rows, *_ in native.gemm_all_reduce_tilings():
-        for splits in (1, 2, 3, 5, 8):
-            options = {"is_dealt": False, "plan": CommPlan(name, splits)}
+        for split_k in (1, 2, 3, 5, 8):
+            options = {"is_dealt": False, "plan": CommPlan(name, split_k)}
             layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
             check_layer(group, layer, dtype)
 
@@ -100,7 +100,7 @@ def test_an_all_reduce_whose_slots_do_not_fit_takes_the_inbox(group: Group) -> N
 
 @pytest.mark.parametrize("way", ["16x64", "dealt-16x64", "many-128x128", *PUSHES, *TWO_SHOTS])
 def test_sums_that_are_zero(group: Group, way: str) -> None:
-    """An inbox takes a word that is not there yet for zero."""
+    """A staging buffer takes a word that is not there yet for zero."""
     options = {"is_dealt": False, "plan": CommPlan(way), "factor": 0.0}
     layer = sum_layer(group, torch.bfloat16, max_rows=40, **options)
     check_layer(group, layer, torch.bfloat16)

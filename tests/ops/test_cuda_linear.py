@@ -20,11 +20,11 @@ from bytetx.ops.linear_plan import LinearPlan, tilings
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 HALVES = [torch.float16, torch.bfloat16]
-# (name, splits) of every way to cut a product, known before a GPU is looked for.
+# (name, split_k) of every way to cut a product, known before a GPU is looked for.
 CUTS = [
-    (name, splits)
-    for name, _, _, is_for_few_rows in native.linear_tilings()
-    for splits in ((1, 2, 3, 8) if is_for_few_rows else (1,))
+    (name, split_k)
+    for name, _, _, is_small_m in native.linear_tilings()
+    for split_k in ((1, 2, 3, 8) if is_small_m else (1,))
 ]
 ROWS = [1, 24, 63, 64, 65, 100, 128, 191, 300, 1000]
 
@@ -76,11 +76,11 @@ def index_of(name: str) -> int:
     return next(tiling.index for tiling in tilings() if tiling.name == name)
 
 
-@pytest.mark.parametrize(("name", "splits"), CUTS)
+@pytest.mark.parametrize(("name", "split_k"), CUTS)
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("m", ROWS)
-def test_every_tiling(name: str, splits: int, dtype: torch.dtype, m: int) -> None:
-    plan = LinearPlan(index_of(name), splits)
+def test_every_tiling(name: str, split_k: int, dtype: torch.dtype, m: int) -> None:
+    plan = LinearPlan(index_of(name), split_k)
     for n, k in ((32, 8), (224, 72), (384, 1024), (1152, 520)):
         x, w, residual = random_layer(m, n, k, dtype)
         for activation, rest in (("none", None), ("none", residual), ("gelu", None)):

@@ -10,7 +10,7 @@ from paged_steps import Step, assert_exact, make_step
 from torch import Tensor
 
 from bytetx.ops.paged import paged_attention, write_kv
-from bytetx.ops.paged_plan import PagedPlan, Settled, plan_paged_attention
+from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 
 pytestmark = pytest.mark.gpu
 
@@ -300,14 +300,14 @@ def test_settled_keys_are_read_early_and_new_ones_are_not(batch_size: int) -> No
     new = torch.randn(30, 2, batch_size, 4, 128, device="cuda").to(inputs.q.dtype)
     outs = torch.full((2, len(new), *inputs.q.shape), torch.nan, device="cuda").to(inputs.q.dtype)
 
-    def run(settled: Settled, out: Tensor) -> None:
+    def run(early_read: EarlyRead, out: Tensor) -> None:
         plan = inputs.plan()
         for (k, v), own in zip(new, out, strict=True):
             write_kv(k, v, inputs.k_cache, inputs.v_cache, slots)
-            inputs.attend(plan=plan, settled=settled, out=own)
+            inputs.attend(plan=plan, early_read=early_read, out=own)
 
-    run(Settled.NOTHING, outs[0])
-    graph, _ = captured(lambda: run(Settled.KEYS, outs[1]))
+    run(EarlyRead.NOTHING, outs[0])
+    graph, _ = captured(lambda: run(EarlyRead.KEYS, outs[1]))
     for _ in range(5):
         outs[1].fill_(torch.nan)
         graph.replay()
@@ -317,5 +317,5 @@ def test_settled_keys_are_read_early_and_new_ones_are_not(batch_size: int) -> No
 def test_settled_tables_change_no_bit() -> None:
     _, inputs = make([*MIXED, *DECODE, (1, 8000)], head_dim=128)
     plan, expected = inputs.plan(), inputs.attend()
-    for settled in Settled:
-        assert torch.equal(inputs.attend(plan=plan, settled=settled), expected)
+    for early_read in EarlyRead:
+        assert torch.equal(inputs.attend(plan=plan, early_read=early_read), expected)

@@ -28,13 +28,13 @@ def ids(*values: int) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 8, 50, 384, 1024, 1032, 4096, 9000, 20000])
-def test_embedded_row_is_the_normed_row_of_its_table(dtype: torch.dtype, width: int) -> None:
+def test_embedded_row_is_the_normalized_row_of_its_table(dtype: torch.dtype, width: int) -> None:
     table = torch.randn(211, width, device=CUDA).to(dtype)
     weight, bias = torch.randn(2, width, device=CUDA).to(dtype)
     shuffled = torch.randperm(211, device=CUDA).int()
-    normed = layer_norm(table, weight, bias, eps=1e-12)
+    normalized = layer_norm(table, weight, bias, eps=1e-12)
     got = embed(shuffled, None, None, word=table, norm_weight=weight, norm_bias=bias)
-    assert torch.equal(got, normed[shuffled.long()])
+    assert torch.equal(got, normalized[shuffled.long()])
     assert torch.equal(embed(shuffled, None, None, word=table), table[shuffled.long()])
     alone = embed(shuffled[7:8], None, None, word=table, norm_weight=weight, norm_bias=bias)
     assert torch.equal(alone, got[7:8])

@@ -50,28 +50,28 @@ def test_gates_times_values(device: str, activation: str, m: int, n: int, k: int
         check(device, dtype, activation, m=m, n=n, k=k, has_bias=m != 65)
 
 
-# (index, splits) of every way to cut a gated product, known before a GPU is looked for.
+# (index, split_k) of every way to cut a gated product, known before a GPU is looked for.
 CUTS = [
-    (index, splits)
-    for index, (_, _, columns, is_for_few_rows) in enumerate(native.linear_tilings())
+    (index, split_k)
+    for index, (_, _, columns, is_small_m) in enumerate(native.linear_tilings())
     if columns in (64, 128)
-    for splits in ((1, 2, 3, 4, 6, 8) if is_for_few_rows else (1,))
+    for split_k in ((1, 2, 3, 4, 6, 8) if is_small_m else (1,))
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("index", "splits"), CUTS)
+@pytest.mark.parametrize(("index", "split_k"), CUTS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("m", "n", "k"), [(200, 352, 1096), (5000, 2080, 3080)])
 def test_every_tiling_that_gates(
-    index: int, splits: int, dtype: torch.dtype, m: int, n: int, k: int
+    index: int, split_k: int, dtype: torch.dtype, m: int, n: int, k: int
 ) -> None:
     """The larger weight's tiles come in several bands of rows."""
-    torch.manual_seed(index + splits)
+    torch.manual_seed(index + split_k)
     x = torch.randn(m, k, device="cuda", dtype=dtype)
     gate, up = torch.randn(2, n, k, device="cuda", dtype=dtype) / k**0.5
     weight = prepare_gated(gate, up, prepack=False).fused
-    plan = LinearPlan(index, splits)
+    plan = LinearPlan(index, split_k)
     poison = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
     del poison  # whose memory is next
     ours = run_kernel(x, weight, plan=plan, activation="silu", is_gated=True)

@@ -56,8 +56,8 @@ def test_the_shipped_table_is_well_formed() -> None:
         assert line["epilogue"] in ("bias", "gelu", "residual", "gated")
         rows = [plan[0] for plan in line["plans"]]
         assert rows == sorted(set(rows)) and rows
-        assert all(1 <= splits <= 8 for _, _, splits in line["plans"])
-        for key in ("left_to_norm", "normed"):
+        assert all(1 <= split_k <= 8 for _, _, split_k in line["plans"])
+        for key in ("left_to_norm", "normalized"):
             assert set(line.get(key, ())) <= set(rows)
 
 
@@ -88,8 +88,8 @@ def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     left = [leaves_residual(m, 768, 768, dtype="fp16") for m in (64, 65, 512, 513)]
     assert left == [False, True, True, False]
     assert not leaves_residual(100, 768, 96, dtype="fp16")  # not in the table
-    normed = [norms_rows(m, 768, 768, dtype="bf16") for m in (512, 513, 10**6)]
-    assert normed == [False, True, True]
+    normalized = [norms_rows(m, 768, 768, dtype="bf16") for m in (512, 513, 10**6)]
+    assert normalized == [False, True, True]
     assert not norms_rows(4096, 768, 96, dtype="fp16")
 
 
@@ -120,14 +120,14 @@ def test_a_tiling_that_this_build_lacks_falls_back_to_the_rule(
 
 
 @pytest.mark.usefixtures("kernel_tilings")
-def test_few_rows_of_logits_are_left_to_cublas() -> None:
+def test_small_m_of_logits_are_left_to_cublas() -> None:
     plans = [plan_linear(m, 151936, 1024, dtype="bf16", epilogue="bias") for m in (1, 256, 257)]
     assert plans[:2] == [LinearPlan(None)] * 2 != plans[1:]
 
 
 @pytest.mark.usefixtures("kernel_tilings")
 def test_large_products_take_tiles_for_many_rows() -> None:
-    """Of GPT-3 and Llama-70B; tiles for few rows took 1.7 times as long at 9832 rows."""
+    """Of GPT-3 and Llama-70B; small-m tiles took 1.7 times as long at 9832 rows."""
     layers = [(18432, 12288), (12288, 24576), (49152, 12288), (10240, 8192), (8192, 28672)]
     for m in (1024, 1536, 3072, 9832, 16384):
         for n, k in layers:
@@ -144,8 +144,8 @@ def test_the_rule_names_a_tiling_that_the_kernel_takes(m: int, n: int, k: int) -
         plan = plan_linear(m, 32 * n, 8 * k, dtype="fp16", epilogue="bias")
         gated = plan_gated(m, 64 * n, 8 * k, dtype="fp16")
     clear()
-    assert plan.tiling is not None and 1 <= plan.splits <= 8
-    assert plan.splits == 1 or TILINGS[plan.tiling][3]
+    assert plan.tiling is not None and 1 <= plan.split_k <= 8
+    assert plan.split_k == 1 or TILINGS[plan.tiling][3]
     assert gated.tiling is not None and TILINGS[gated.tiling][2] in (64, 128)
 
 

@@ -55,22 +55,22 @@ def norm_case(
 
     def with_sum(run: Callable[..., Tensor]) -> Tensor:
         out, sum_out = torch.full((2, *x.shape), torch.nan, dtype=dtype, device=device)
-        normed = run(out=out, sum_out=sum_out if keeps_sum else None)
-        return torch.cat((normed, sum_out)) if keeps_sum else normed
+        normalized = run(out=out, sum_out=sum_out if keeps_sum else None)
+        return torch.cat((normalized, sum_out)) if keeps_sum else normalized
 
     def in_torch(to: torch.dtype) -> Tensor:
         h = x.to(to) + residual.to(to) if has_residual else x.to(to)
         values = [t.to(to) for t in parameters]
-        normed = (F.layer_norm if is_layer else F.rms_norm)(h, (width,), *values, eps=EPS)
-        return torch.cat((normed, h)) if keeps_sum else normed
+        normalized = (F.layer_norm if is_layer else F.rms_norm)(h, (width,), *values, eps=EPS)
+        return torch.cat((normalized, h)) if keeps_sum else normalized
 
     native_kernel = native.kernel(op, x.device)
     run = partial(norm.run_kernel, native_kernel, x, weight, bias if is_layer else None, **kw)
     public = partial(getattr(norm, op), x, *parameters, **kw)
 
     def plain() -> Tensor:
-        normed = getattr(reference, op)(x, *parameters, **kw)
-        return torch.cat((normed, (x.float() + other).to(dtype))) if keeps_sum else normed
+        normalized = getattr(reference, op)(x, *parameters, **kw)
+        return torch.cat((normalized, (x.float() + other).to(dtype))) if keeps_sum else normalized
 
     return Case(plain, lambda isa: with_sum(partial(run, isa=isa)),
                 lambda: with_sum(public), in_torch)  # fmt: skip

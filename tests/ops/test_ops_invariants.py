@@ -141,12 +141,12 @@ def test_norm_and_embedding_row_alone_equals_row_in_batch(dtype: torch.dtype, wi
     table, weight, bias = torch.randn(211, width).to(dtype), *torch.randn(2, width).to(dtype)
     every = torch.arange(211, dtype=torch.int32)
     embedded = embed(every, None, None, word=table, norm_weight=weight, norm_bias=bias)
-    normed = layer_norm(table, weight, bias, eps=1e-12)
-    assert torch.equal(embedded, normed)
+    normalized = layer_norm(table, weight, bias, eps=1e-12)
+    assert torch.equal(embedded, normalized)
     for rows in (slice(0, 1), slice(209, 211), slice(3, 150)):
-        assert torch.equal(layer_norm(table[rows], weight, bias, eps=1e-12), normed[rows])
+        assert torch.equal(layer_norm(table[rows], weight, bias, eps=1e-12), normalized[rows])
         alone = embed(every[rows], None, None, word=table, norm_weight=weight, norm_bias=bias)
-        assert torch.equal(alone, normed[rows])
+        assert torch.equal(alone, normalized[rows])
 
 
 @both_dtypes
@@ -248,7 +248,7 @@ def attend(**changes: object) -> Tensor:
     return varlen_attention(**given)
 
 
-def normed(**changes: object) -> Tensor:
+def normalized(**changes: object) -> Tensor:
     given = {"x": torch.ones(3, 8), "weight": torch.ones(8), "bias": torch.ones(8)} | changes
     return layer_norm(**given, eps=1e-5)
 
@@ -290,11 +290,15 @@ ERRORS: list[tuple[Callable[..., Tensor], dict[str, object], str]] = [
         r"bias_positions must be in \[0, 6\), got 0 to 6",
     ),
     (attend, {"out": torch.ones(6, 2, 8, dtype=F16)}, "out must be float32, got float16"),
-    (normed, {"x": torch.ones(8, 3).T}, r"x must be contiguous, got strides \[1, 3\]"),
-    (normed, {"weight": torch.ones(7)}, r"weight must have shape \[8\], got float32 \[7\] on cpu"),
-    (normed, {"bias": torch.ones(8, dtype=F16)}, "bias must be float32, got float16"),
-    (normed, {"residual": torch.ones(8, 3).T}, "residual must be contiguous"),
-    (normed, {"out": torch.ones(3, 16)[:, ::2]}, "out must be contiguous"),
+    (normalized, {"x": torch.ones(8, 3).T}, r"x must be contiguous, got strides \[1, 3\]"),
+    (
+        normalized,
+        {"weight": torch.ones(7)},
+        r"weight must have shape \[8\], got float32 \[7\] on cpu",
+    ),
+    (normalized, {"bias": torch.ones(8, dtype=F16)}, "bias must be float32, got float16"),
+    (normalized, {"residual": torch.ones(8, 3).T}, "residual must be contiguous"),
+    (normalized, {"out": torch.ones(3, 16)[:, ::2]}, "out must be contiguous"),
     (embedded, {"input_ids": ids(4, 5)}, r"input_ids\[1\] is 5, but the table has 5 rows"),
     (embedded, {"input_ids": ids(-1, 7)}, r"input_ids\[0\] is -1, but the table has 5 rows"),
     (embedded, {"position_ids": ids(0, 9)}, r"position_ids\[1\] is 9, but the table has 5 rows"),
@@ -360,8 +364,8 @@ def test_compiled_function_keeps_the_ops_whole() -> None:
     def block(x: Tensor) -> Tensor:
         heads = x.view(-1, 2, 8)
         attended = varlen_attention(heads, heads, heads, cu_seqlens, max_seqlen=4)
-        normed = layer_norm(attended.flatten(1), weight, weight, eps=1e-5, residual=x)
-        return pool(normed, cu_seqlens, mode="mean")
+        normalized = layer_norm(attended.flatten(1), weight, weight, eps=1e-5, residual=x)
+        return pool(normalized, cu_seqlens, mode="mean")
 
     x = torch.randn(6, 16)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=True)

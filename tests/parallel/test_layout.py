@@ -87,7 +87,7 @@ def test_encoders_split(family: str) -> None:
     assert joined([split.heads for split in splits]) == list(range(4))
 
 
-def test_few_rows_are_everywhere_and_many_are_dealt() -> None:
+def test_small_m_are_everywhere_and_many_are_dealt() -> None:
     scheme = RowScheme(100, ((1000, 128), (0, 16)))
     assert scheme.offsets(0, 2) is None
     assert scheme.offsets(99, 2) is None

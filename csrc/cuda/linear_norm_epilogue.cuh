@@ -1,4 +1,5 @@
-// The two ends of a tile whose rows are normed before they are stored: see linear_norm_kernel.cuh.
+// The two ends of a tile whose rows are normalized before they are stored: see
+// linear_norm_kernel.cuh.
 //
 // Registers of a thread: as linear_epilogue.cuh's. A quad of lanes has the rows of its tile, kRows
 // of them, and all of the CTA's columns.
@@ -73,7 +74,7 @@ struct RowNormEdge {
         add_residual(sums);
         centre(sums, mean, squares);
         join(mean, squares, scale, offset);
-        store_normed(sums, scale, offset);
+        store_normalized(sums, scale, offset);
     }
 
     template <typename Sums>
@@ -221,8 +222,8 @@ struct RowNormEdge {
     }
 
     template <typename Sums>
-    __device__ __forceinline__ void store_normed(const Sums& sums, const float (&scale)[kRows],
-                                                 const float (&offset)[kRows]) const {
+    __device__ __forceinline__ void store_normalized(const Sums& sums, const float (&scale)[kRows],
+                                                     const float (&offset)[kRows]) const {
         const int cta = static_cast<int>(blockIdx.x) % C::kGroupCtas;
         const int column = cta * C::kTileN + thread % 4 * 8;
         T* out = static_cast<T*>(p.d) + (m + row) * kStride + column;
@@ -237,8 +238,8 @@ struct RowNormEdge {
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
                     const auto value = [&](int e) {
-                        const float normed = fmaf(sums(at(i, q, e)), scale[i], offset[i]);
-                        return fmaf(normed, weight[e], shift[e]);
+                        const float normalized = fmaf(sums(at(i, q, e)), scale[i], offset[i]);
+                        return fmaf(normalized, weight[e], shift[e]);
                     };
                     words[i][e / 2] = pack(value(e), value(e + 1), T{});
                 }

@@ -1,13 +1,13 @@
 // The all-reduce behind a GEMM that stores nothing elsewhere: the first half, whose second is the
-// sum of sum_inbox.cu, with bias, residual and norm.
+// sum of sum_staging.cu, with bias, residual and norm.
 //
-//   inbox of every other rank [this rank] = partial                             partial [m, n], f16
-//   or bf16
+//   staging buffer of every other rank [this rank] = partial                             partial
+//   [m, n], f16 or bf16
 //
-// For numbers of rows at which cuBLAS's or linear()'s GEMM beats those of gemm_push.cu by more than
-// a pass over the product costs. A thread takes 16 bytes a time, four in flight, to every rank;
-// words come one by one (never_zero in peers.cuh), so sums begin while the rest is on its way.
-// Bytes: m * n * 2 over each link, as much through L2; bound by the links, up to some 2 MB by
+// For numbers of rows at which cuBLAS's or linear()'s GEMM beats those of gemm_one_shot.cu by more
+// than a pass over the product costs. A thread takes 16 bytes a time, four in flight, to every
+// rank; words come one by one (never_zero in peers.cuh), so sums begin while the rest is on its
+// way. Bytes: m * n * 2 over each link, as much through L2; bound by the links, up to some 2 MB by
 // latency.
 #include <stdexcept>
 #include <string>
@@ -31,7 +31,7 @@ struct PushRowsParams {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    push_rows_kernel(const __grid_constant__ PushRowsParams p) {
+    one_shot_rows_kernel(const __grid_constant__ PushRowsParams p) {
     wait_for_prior_kernel();
     // Only now: what follows relies on all kernels before this one having ended (sum_rows.cuh).
     release_next_kernel();
@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kInFlight; ++i) words[i] = comm::never_zero(words[i]);
         for (int turn = 1; turn < p.peers.size; ++turn) {
             const int peer = (p.peers.rank + turn) % p.peers.size;
-            uint4* inbox = comm::inbox_at(p.peers, peer, epoch) + own_place;
+            uint4* staging buffer = comm::staging_at(p.peers, peer, epoch) + own_place;
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
                 const int64_t place = first + i * step;
-                if (place < p.num_vecs) comm::store_relaxed(inbox + place, words[i]);
+                if (place < p.num_vecs) comm::store_relaxed(staging buffer + place, words[i]);
             }
         }
     }
@@ -64,18 +64,19 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void all_reduce_rows(const GemmSumParams& p, const Launch& launch) {
+void all_reduce_one_shot(const GemmSumParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
-    comm::check_sum("all_reduce_rows", p, o.m * p.peers.size, o.m, comm::inbox_bytes(p.peers));
+    comm::check_sum("all_reduce_one_shot", p, o.m * p.peers.size, o.m,
+                    comm::staging_bytes(p.peers));
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     const int64_t num_vecs = o.m * o.n / 8;
     launch_kernel(
-        push_rows_kernel,
+        one_shot_rows_kernel,
         {dim3(comm::kSendingCtas), dim3(kThreads), 0, stream, comm::kSendingCluster},
         PushRowsParams{static_cast<const uint4*>(o.residual), comm::make_peers(p.peers), num_vecs});
-    comm::launch_sum_inbox(p, o.residual, stream);
+    comm::launch_sum_staging(p, o.residual, stream);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -1,5 +1,5 @@
-// A row that comes into the inbox, as threads of its reader take it: what sum_inbox.cu and
-// two_shot.cu share.
+// A row that comes into the staging buffer, as threads of its reader take it: what sum_staging.cu
+// and two_shot.cu share.
 #pragma once
 
 #include "comm/sum_parts.cuh"
@@ -43,7 +43,7 @@ class ParameterReadAgain {
     const uint4* values_;
 };
 
-// A row in this rank's inbox: what has come of it.
+// A row in this rank's staging buffer: what has come of it.
 template <typename Tiling>
 __device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
                                      int num_vecs) {

@@ -1,11 +1,11 @@
-// The tiling of 128 rows and 64 columns for few rows: see linear_few_rows.cuh.
+// The tiling of 128 rows and 64 columns for small m: see linear_small_m.cuh.
 #include "cuda/linear_launch.cuh"
 #include "cuda/linear_tilings.cuh"
 
 namespace bytetx::gemm {
 
 void linear_few_128x64(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<FewRowsTiling<2, 1, 64>>(p, stream);
+    launch_tiling<SmallMTiling<2, 1, 64>>(p, stream);
 }
 
 }  // namespace bytetx::gemm

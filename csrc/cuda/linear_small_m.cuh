@@ -14,21 +14,21 @@ namespace bytetx::gemm {
 // Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums. kStages: at most; the
 // launch says how many.
 template <int kTogether_, int kRowBlocks_, int kTileN_, int kStages_ = 16>
-struct FewRowsTiling {
+struct SmallMTiling {
     static constexpr int kTogether = kTogether_;
     static constexpr int kRowBlocks = kRowBlocks_;
     static constexpr int kTileN = kTileN_;
     static constexpr int kStages = kStages_;
     static constexpr int kClusterCtas = 1;  // that share columns; those that share k come at launch
     static constexpr int kConsumers = 1;
-    static constexpr bool kIsForFewRows = true;
+    static constexpr bool kIsForSmallM = true;
     static constexpr int kConsumerThreads = kTogether * kWarpgroupThreads;
     static constexpr int kThreads = kConsumerThreads + 32;  // and a warp that fetches
 };
 
 // Rows of a tile that m does not have are not fetched: as zeros they would take as long as rows
 // that are there. What shared memory holds in their place stays in rows that are not stored.
-struct FewRowsParams : Params {
+struct SmallMParams : Params {
     int num_stages;
     int stage_bytes;  // that a stage gets
 };
@@ -43,7 +43,7 @@ __device__ __forceinline__ Share share_of(int num_blocks, int rank, int num_rank
 }
 
 template <typename C>
-struct FewRowsSmem {
+struct SmallMSmem {
     uint64_t full[C::kStages], empty[C::kStages];
     uint64_t arrived;
     struct {
@@ -52,18 +52,18 @@ struct FewRowsSmem {
 };
 
 template <typename C>
-__device__ __forceinline__ typename C::Element* a_of(FewRowsSmem<C>& s, int stage) {
+__device__ __forceinline__ typename C::Element* a_of(SmallMSmem<C>& s, int stage) {
     return s.stages[stage].a;
 }
 
 template <typename C>
-__device__ __forceinline__ typename C::Element* b_of(FewRowsSmem<C>& s, int stage) {
+__device__ __forceinline__ typename C::Element* b_of(SmallMSmem<C>& s, int stage) {
     return s.stages[stage].b;
 }
 
 // One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
 template <typename C>
-__device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>& s, Share share,
+__device__ __forceinline__ void fetch_all(const SmallMParams& p, SmallMSmem<C>& s, Share share,
                                           int m, int n) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const auto fetch_weights = [&](int stage, int block) {
@@ -88,9 +88,9 @@ __device__ __forceinline__ void fetch_all(const FewRowsParams& p, FewRowsSmem<C>
 
 template <typename C, Epilogue kEpilogue, bool kGated>
 __global__ void __launch_bounds__(C::Tile::kThreads)
-    gemm_few_rows_kernel(const __grid_constant__ FewRowsParams p) {
+    gemm_small_m_kernel(const __grid_constant__ SmallMParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<FewRowsSmem<C>*>(smem);
+    auto& s = *reinterpret_cast<SmallMSmem<C>*>(smem);
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
     const Parts<C, kEpilogue, kGated> parts{reinterpret_cast<float4*>(s.stages + p.num_stages),

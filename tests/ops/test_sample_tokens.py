@@ -7,7 +7,7 @@ from captured import captured
 from sampled_rows import Row, columns_of, distribution, splitmix
 from scipy.stats import chisquare
 
-from bytetx.ops.choice import choose_tokens
+from bytetx.ops.sample_tokens import sample_tokens
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -17,7 +17,7 @@ ROUNDING = 3e-6  # of a row's sum: f32 weights, and exp2 in place of exp
 
 
 def choose(logits: torch.Tensor, rows: list[Row], device: str) -> list[int]:
-    return choose_tokens(logits.to(device), **columns_of(rows, device)).tolist()
+    return sample_tokens(logits.to(device), **columns_of(rows, device)).tolist()
 
 
 def random_rows(num_rows: int, state: int) -> list[Row]:
@@ -122,7 +122,7 @@ def test_more_ties_than_the_list_holds(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_narrow_limits_take_the_most_likely(device: str) -> None:
+def test_narrow_limits_take_the_argmax(device: str) -> None:
     logits = torch.randn(50, 3001)
     for limit in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.0}, {"min_p": 1.0}):
         rows = [Row(**limit, position=place) for place in range(50)]
@@ -156,11 +156,11 @@ def test_draws_follow_the_exact_softmax(row: Row) -> None:
 def test_a_graph_holds_it() -> None:
     logits = torch.randn(9, 30000, device="cuda", dtype=torch.bfloat16)
     columns = columns_of([Row(top_k=50, top_p=0.9, seed=i) for i in range(9)], "cuda")
-    wanted = choose_tokens(logits, **columns)
-    graph, tokens = captured(lambda: choose_tokens(logits, **columns))
+    wanted = sample_tokens(logits, **columns)
+    graph, tokens = captured(lambda: sample_tokens(logits, **columns))
     logits.copy_(logits.flip(1))
     graph.replay()
-    assert tokens.equal(choose_tokens(logits, **columns)) and not tokens.equal(wanted)
+    assert tokens.equal(sample_tokens(logits, **columns)) and not tokens.equal(wanted)
 
 
 @pytest.mark.gpu
@@ -174,6 +174,6 @@ def test_a_vocabulary_beyond_the_kernel_s_runs_in_torch() -> None:
 def test_parameters_of_another_kind_are_refused() -> None:
     columns = columns_of([Row()], "cuda") | {"seeds": torch.zeros(1, device="cuda")}
     with pytest.raises(ValueError, match="seeds must be int64"):
-        choose_tokens(torch.zeros(1, 9, device="cuda"), **columns)
+        sample_tokens(torch.zeros(1, 9, device="cuda"), **columns)
     with pytest.raises(ValueError, match="logits must be contiguous"):
-        choose_tokens(torch.zeros(9, 2).t(), **columns_of([Row(), Row()]))
+        sample_tokens(torch.zeros(9, 2).t(), **columns_of([Row(), Row()]))

@@ -8,30 +8,30 @@ from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.sampling import greedy, is_bad_row
 
 
-def most_likely(
-    logits: Tensor, *, seats: Tensor | None = None, last_tokens: Tensor | None = None
+def argmax(
+    logits: Tensor, *, slot_indices: Tensor | None = None, last_tokens: Tensor | None = None
 ) -> Tensor:
     """int32 [n]: the first largest of each row of logits [n, vocab_size], -1 for a bad row.
 
     logits: f32, bf16 or f16, contiguous.  A bad row holds NaN or inf, or nothing but -inf.
-    seats: int32 [n], last_tokens: int32, or neither: last_tokens[seats[i]] becomes row i's token, 0
-    for a bad row; of rows with the same seat any one.
+    slot_indices: int32 [n], last_tokens: int32, or neither: last_tokens[slot_indices[i]] becomes
+    the token of row i, 0 for a bad row; of rows with the same slot index, that of any one.
     Raises ValueError on shape, dtype or device mismatch.
     """
     require_tensor("logits", logits, shape=(None, None))
     require_contiguous("logits", logits)
-    if (seats is None) != (last_tokens is None):
-        raise ValueError("seats and last_tokens must be given both, or neither")
-    if seats is not None and last_tokens is not None:
+    if (slot_indices is None) != (last_tokens is None):
+        raise ValueError("slot_indices and last_tokens must be given both, or neither")
+    if slot_indices is not None and last_tokens is not None:
         options = {"dtypes": (torch.int32,), "device": logits.device}
-        require_tensor("seats", seats, shape=logits.shape[:1], **options)
+        require_tensor("slot_indices", slot_indices, shape=logits.shape[:1], **options)
         require_tensor("last_tokens", last_tokens, shape=(None,), **options)
-    kernel = native.kernel("most_likely", logits.device)
+    kernel = native.kernel("argmax", logits.device)
     if kernel is not None and logits.dtype in native.DTYPE_CODES:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
         kernel(
             logits.data_ptr(),
-            0 if seats is None else seats.data_ptr(),
+            0 if slot_indices is None else slot_indices.data_ptr(),
             out.data_ptr(),
             0 if last_tokens is None else last_tokens.data_ptr(),
             *logits.shape,
@@ -40,6 +40,6 @@ def most_likely(
         )
         return out
     out = torch.where(is_bad_row(logits), -1, greedy(logits))
-    if seats is not None and last_tokens is not None:
-        last_tokens.index_copy_(0, seats.long(), out.clamp(min=0))
+    if slot_indices is not None and last_tokens is not None:
+        last_tokens.index_copy_(0, slot_indices.long(), out.clamp(min=0))
     return out

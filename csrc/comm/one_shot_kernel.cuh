@@ -4,7 +4,7 @@
 // tokens are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of
 // weights through a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out
 // k and add their sums up through distributed shared memory. On that way the sums are transposed;
-// each CTA stores its part of them into this rank's place in everyone's inbox.
+// each CTA stores its part of them into this rank's place in everyone's staging buffer.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -22,7 +22,7 @@ struct PushParams {
     int m, n;
     int num_k_blocks;
     int tiles_n;        // of weights
-    int rows_of_owner;  // whose inbox alone takes a row; 0: everyone's do
+    int rows_of_owner;  // whose staging buffer alone takes a row; 0: everyone's do
 };
 
 template <typename C>
@@ -117,8 +117,8 @@ __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float 
     }
 }
 
-// Number of this call, when all ranks' inboxes are free for it. The warp that fetches, while the
-// last of it is on its way; one lane has waited for the kernels before.
+// Number of this call, when all ranks' staging buffers are free for it. The warp that fetches,
+// while the last of it is on its way; one lane has waited for the kernels before.
 __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     uint32_t epoch = 0;
     if (threadIdx.x % 32 == 0) epoch = comm::this_epoch(peers, comm::kSumEpoch);
@@ -128,19 +128,19 @@ __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
 }
 
 // Eight features of a row, `within` elements from the product's first, to all ranks or to the row's
-// owner. Inboxes hold [size, m, n], or of the reader's own rows alone (two_shot.cu).
+// owner. Staging buffers hold [size, m, n], or of the reader's own rows alone (two_shot.cu).
 __device__ __forceinline__ void push_eight(const PushParams& p, uint32_t epoch, int row,
                                            int64_t within, const uint4& words) {
     const comm::Peers& peers = p.peers;
     if (p.rows_of_owner != 0) {
         const int owner = row / p.rows_of_owner;
         const int64_t skipped = int64_t{peers.rank - owner} * p.rows_of_owner * p.n;
-        comm::store_relaxed(comm::inbox_at(peers, owner, epoch) + (skipped + within) / 8, words);
+        comm::store_relaxed(comm::staging_at(peers, owner, epoch) + (skipped + within) / 8, words);
         return;
     }
     const int64_t place = (int64_t{peers.rank} * p.m * p.n + within) / 8;
     for (int peer = 0; peer < peers.size; ++peer) {
-        comm::store_relaxed(comm::inbox_at(peers, peer, epoch) + place, words);
+        comm::store_relaxed(comm::staging_at(peers, peer, epoch) + place, words);
     }
 }
 
@@ -196,7 +196,7 @@ __device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
 
 template <typename C>
 __global__ void __launch_bounds__(C::Tile::kThreads)
-    gemm_push_kernel(const __grid_constant__ PushParams p) {
+    gemm_one_shot_kernel(const __grid_constant__ PushParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<PushSmem<C>*>(smem);
     static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileN * kSumPitch<C> * sizeof(float));
@@ -256,21 +256,21 @@ void launch_push(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
     constexpr int kSmemBytes = sizeof(PushSmem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
     const PushParams p = make_push_params<C>(o, is_for_all);
-    const auto kernel = gemm_push_kernel<C>;
+    const auto kernel = gemm_one_shot_kernel<C>;
     allow_smem(kernel, kSmemBytes);
-    const int splits = std::min(std::max(o.linear.splits, 1), p.num_k_blocks);
+    const int split_k = std::min(std::max(o.linear.split_k, 1), p.num_k_blocks);
     const int tiles_m = (p.m + C::kTileN - 1) / C::kTileN;
     launch_kernel(
         kernel,
-        {dim3(tiles_m * p.tiles_n * splits), dim3(C::Tile::kThreads), kSmemBytes, stream, splits},
+        {dim3(tiles_m * p.tiles_n * split_k), dim3(C::Tile::kThreads), kSmemBytes, stream, split_k},
         p);
-    if (is_for_all) return comm::launch_sum_inbox(o, nullptr, stream);
+    if (is_for_all) return comm::launch_sum_staging(o, nullptr, stream);
     comm::launch_two_shot(o, nullptr, stream);
 }
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_push_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
+void launch_one_shot_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
     if (o.linear.dtype == DType::f16) {
         return launch_push<Config<cutlass::half_t, Tile>>(o, is_for_all, stream);
     }

@@ -1,7 +1,7 @@
 // The most likely token of each row of logits, and where the next step looks for it.
 //
 //   out[i] = first j of the largest logits[i, j], -1 where that is no finite number or one is NaN;
-//   last_tokens[seats[i]] = max(out[i], 0)
+//   last_tokens[slot_indices[i]] = max(out[i], 0)
 //
 // logits [num_rows, vocab_size] f32, f16, bf16. A cluster of 1 to 8 CTAs shares a row, so that few
 // rows still take many SMs. Each of 256 threads keeps the 16 bytes that hold its largest element,
@@ -142,8 +142,7 @@ __device__ Best<T> best_of(const T* row, int64_t size, int rank, int num_ctas) {
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    most_likely_kernel(const __grid_constant__ MostLikelyParams p) {
+__global__ void __launch_bounds__(kThreads) argmax_kernel(const __grid_constant__ ArgmaxParams p) {
     namespace cg = cooperative_groups;
     __shared__ Key warp_keys[kWarps], cta_key;
     const cg::cluster_group cluster = cg::this_cluster();
@@ -169,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
         if (lane == 0) {
             const int token = token_of(key);
             p.out[row] = token;
-            if (p.last_tokens) p.last_tokens[p.seats[row]] = max(token, 0);
+            if (p.last_tokens) p.last_tokens[p.slot_indices[row]] = max(token, 0);
         }
     }
     cluster.sync();  // no CTA ends while its cta_key may still be read
@@ -177,9 +176,9 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void most_likely(const MostLikelyParams& p, const Launch& launch) {
+void argmax(const ArgmaxParams& p, const Launch& launch) {
     if (p.vocab_size < 1 || p.vocab_size > INT32_MAX) {
-        throw std::invalid_argument("most_likely: vocab_size must be 1 to 2^31 - 1, got " +
+        throw std::invalid_argument("argmax: vocab_size must be 1 to 2^31 - 1, got " +
                                     std::to_string(p.vocab_size));
     }
     if (p.num_rows == 0) return;
@@ -189,7 +188,7 @@ void most_likely(const MostLikelyParams& p, const Launch& launch) {
     while (num_ctas < kMaxCtas && p.num_rows * num_ctas * 2 <= wanted) num_ctas *= 2;
     const LaunchShape shape{dim3(static_cast<unsigned>(p.num_rows * num_ctas)), dim3(kThreads), 0,
                             static_cast<cudaStream_t>(launch.stream), num_ctas};
-    dispatch_dtype(p.dtype, [&]<typename T>() { launch_kernel(most_likely_kernel<T>, shape, p); });
+    dispatch_dtype(p.dtype, [&]<typename T>() { launch_kernel(argmax_kernel<T>, shape, p); });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from captured import captured
 
-from bytetx.ops.most_likely import most_likely
+from bytetx.ops.argmax import argmax
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -23,7 +23,7 @@ def test_the_first_of_the_largest(
     logits = torch.randn(num_rows, vocab_size).mul(4).to(dtype)  # many ties in half types
     largest = logits.amax(dim=-1, keepdim=True) if num_rows else logits
     wanted = (logits == largest).int().argmax(dim=-1).int()
-    assert most_likely(logits.to(device)).cpu().equal(wanted)
+    assert argmax(logits.to(device)).cpu().equal(wanted)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -38,7 +38,7 @@ def test_bad_rows_have_none(dtype: torch.dtype, device: str) -> None:
     logits[4, 1] = -0.0
     logits[4, 0] = -0.0
     logits[5] = -3.0
-    tokens = most_likely(logits.to(device)).tolist()
+    tokens = argmax(logits.to(device)).tolist()
     assert tokens[:3] == [-1, -1, -1] and tokens[3] % 2 == 1 and tokens[4:] == [0, 0]
 
 
@@ -46,19 +46,23 @@ def test_bad_rows_have_none(dtype: torch.dtype, device: str) -> None:
 def test_tokens_are_remembered_by_seat(device: str) -> None:
     logits = torch.zeros(3, 100, device=device)
     logits[0, 5], logits[1, 99], logits[2, 0] = 1.0, 2.0, torch.nan
-    seats = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
+    slot_indices = torch.tensor([4, 0, 2], dtype=torch.int32, device=device)
     last_tokens = torch.full((6,), 7, dtype=torch.int32, device=device)
-    assert most_likely(logits, seats=seats, last_tokens=last_tokens).tolist() == [5, 99, -1]
+    assert argmax(logits, slot_indices=slot_indices, last_tokens=last_tokens).tolist() == [
+        5,
+        99,
+        -1,
+    ]
     assert last_tokens.tolist() == [99, 7, 0, 7, 5, 7]
-    with pytest.raises(ValueError, match="seats and last_tokens must be given both"):
-        most_likely(logits, seats=seats)
+    with pytest.raises(ValueError, match="slot_indices and last_tokens must be given both"):
+        argmax(logits, slot_indices=slot_indices)
 
 
 @pytest.mark.gpu
 def test_a_graph_holds_it() -> None:
     logits = torch.randn(9, 30000, device="cuda", dtype=torch.bfloat16)
-    wanted = most_likely(logits)
-    graph, tokens = captured(lambda: most_likely(logits))
+    wanted = argmax(logits)
+    graph, tokens = captured(lambda: argmax(logits))
     logits.copy_(logits.flip(1))
     graph.replay()
-    assert tokens.equal(most_likely(logits)) and not tokens.equal(wanted)
+    assert tokens.equal(argmax(logits)) and not tokens.equal(wanted)

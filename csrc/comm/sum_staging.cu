@@ -1,24 +1,24 @@
 // The second half of gemm_all_reduce for few rows: partial sums of all ranks as they come into the
-// inbox, summed up, with bias, residual and norm. What it gives, and in which order it adds: see
-// sum_rows.cu.
+// staging buffer, summed up, with bias, residual and norm. What it gives, and in which order it
+// adds: see sum_rows.cu.
 //
-// inbox [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word has come.
-// A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256 threads; what
-// does not come from other ranks is loaded before the wait. It starts beside the GEMM where both
-// fit an SM. A row takes some 4 us, most of them latency, so of more rows than SMs two share one;
-// those beyond the first of each CTA go to whoever is free, for beside a CTA that sends rows loads
-// wait. Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the inbox back; bound by latency and
-// the links.
+// staging buffer [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word
+// has come. A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256
+// threads; what does not come from other ranks is loaded before the wait. It starts beside the GEMM
+// where both fit an SM. A row takes some 4 us, most of them latency, so of more rows than SMs two
+// share one; those beyond the first of each CTA go to whoever is free, for beside a CTA that sends
+// rows loads wait. Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the staging buffer back;
+// bound by latency and the links.
 #include <algorithm>
 #include <type_traits>
 
-#include "comm/inbox_row.cuh"
+#include "comm/staging_row.cuh"
 #include "comm/sum_parts.cuh"
 
 namespace bytetx::comm {
 namespace {
 
-struct InboxParams : SumParams {
+struct StagingParams : SumParams {
     const void* own_part;
 };
 
@@ -31,11 +31,11 @@ template <typename Tiling, bool kShares>
 using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2), ParameterReadAgain,
                                         RowParameter<Tiling>>;
 
-// h = residual + bias + what each rank has put into the inbox, in the order of ranks, as it comes.
-// Two are looked at together where registers hold both. Before that one thread waits for the first
-// of this rank's own part, lest all of them read all along while weights are.
+// h = residual + bias + what each rank has put into the staging buffer, in the order of ranks, as
+// it comes. Two are looked at together where registers hold both. Before that one thread waits for
+// the first of this rank's own part, lest all of them read all along while weights are.
 template <typename T, typename Tiling, bool kShares>
-__device__ __forceinline__ void add_inbox(const InboxParams& p,
+__device__ __forceinline__ void add_inbox(const StagingParams& p,
                                           const SumParameter<Tiling, kShares>& bias, uint32_t epoch,
                                           int64_t row, int lane, int num_vecs,
                                           RowRegisters<T, Tiling>& h) {
@@ -46,26 +46,26 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p,
     clear_row<T, Tiling>(h);
     add_row<T, Tiling>(h, residual);
     add_parameter<T, Tiling>(h, bias, lane, num_vecs);
-    uint4* const inbox = inbox_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
+    uint4* const staging buffer = staging_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
     const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
     const auto is_here = [&](int source) {
         return source == p.peers.rank && p.own_part != nullptr;
     };
     const auto look = [&](RawRow<Tiling>& part, int source) {
         if (!is_here(source)) {
-            return peek<Tiling>(part, inbox + source * stride, lane, num_vecs);
+            return peek<Tiling>(part, staging buffer + source * stride, lane, num_vecs);
         }
         part.load(p.own_part, row, lane, num_vecs, load_coherent);
         return true;
     };
     const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
-        uint4* first = inbox + source * stride;
+        uint4* first = staging buffer + source * stride;
         wait_for_row<Tiling>(p.peers, source, part, is_whole, first, lane, num_vecs);
         add_row<T, Tiling>(h, part);
         if (!is_here(source)) clear_inbox<Tiling>(first, lane, num_vecs);
     };
     if (lane == 0 && p.own_part == nullptr) {
-        wait_for_word(p.peers, p.peers.rank, inbox + p.peers.rank * stride);
+        wait_for_word(p.peers, p.peers.rank, staging buffer + p.peers.rank * stride);
     }
     sync_row<Tiling>();
     constexpr int kTogether = kShares && Tiling::kVecsPerThread > 4 ? 1 : 2;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void add_inbox(const InboxParams& p,
 template <bool kShares>
 class RowsInTurn {
   public:
-    __device__ __forceinline__ RowsInTurn(const InboxParams& p, int stride)
+    __device__ __forceinline__ RowsInTurn(const StagingParams& p, int stride)
         : words_(p.peers.epochs), num_rows_(p.shape.num_rows), stride_(stride) {
         if constexpr (kShares) begin_ = __ldcg(words_ + kRowsTaken);
     }
@@ -115,7 +115,7 @@ class RowsInTurn {
 
 template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
-    sum_inbox_kernel(const __grid_constant__ InboxParams p) {
+    sum_staging_kernel(const __grid_constant__ StagingParams p) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
     release_next_kernel();
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
         if (p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
-        store_normed_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
-                                           p.norm.eps, {p.norm.out, nullptr, nullptr, false});
+        store_normalized_row<T, Tiling, kNorm>(h, lane, row, weight, norm_bias, p.norm.hidden_size,
+                                               p.norm.eps, {p.norm.out, nullptr, nullptr, false});
     }
     wait_for_prior_kernel();
     if (ends_call) {
@@ -145,8 +145,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
 }
 
 template <typename T, typename Tiling, RowNorm kNorm, bool kShares>
-void launch_rows(const InboxParams& p, cudaStream_t stream) {
-    const auto kernel = sum_inbox_kernel<T, Tiling, kNorm, kShares>;
+void launch_rows(const StagingParams& p, cudaStream_t stream) {
+    const auto kernel = sum_staging_kernel<T, Tiling, kNorm, kShares>;
     int device;
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));
     static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
@@ -159,9 +159,9 @@ void launch_rows(const InboxParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void launch_sum_inbox(const GemmSumParams& o, const void* own_part, cudaStream_t stream) {
+void launch_sum_staging(const GemmSumParams& o, const void* own_part, cudaStream_t stream) {
     const SumShape shape{.num_rows = static_cast<int>(o.linear.m)};
-    const InboxParams p{{o.norm, o.bias, make_peers(o.peers), shape}, own_part};
+    const StagingParams p{{o.norm, o.bias, make_peers(o.peers), shape}, own_part};
     dispatch_sum(o, [&]<typename T, typename Tiling, RowNorm kNorm>() {
         if constexpr (kCanShare<Tiling>) {
             if (shape.num_rows > num_sms()) {

@@ -10,7 +10,7 @@ from bytetx.ops.sampling import Filters, is_bad_row, sample
 _MAX_VOCAB_SIZE = 1 << 19  # kMaxChunks * kChunk in csrc/cuda/sample_row.cuh
 
 
-def choose_tokens(
+def sample_tokens(
     logits: Tensor,
     temperature: Tensor,
     filters: Filters,
