@@ -243,12 +243,14 @@ def _weights_bytes(checkpoint: LoadedCheckpoint) -> int:
 
 
 def _parts(owner: object, kind: type[T]) -> Iterator[T]:
-    """All objects of a type in nested lists, dataclasses and objects of this package."""
+    """All objects of a type in nested collections, dataclasses and objects of this package."""
     if isinstance(owner, kind):
         yield owner
     elif isinstance(owner, list | tuple):
         for part in owner:
             yield from _parts(part, kind)
+    elif isinstance(owner, dict):
+        yield from _parts(list(owner.values()), kind)
     elif type(owner).__module__.startswith("bytetx."):
         # Objects of the compiled modules have neither.
         own = getattr(owner, "__dict__", ())

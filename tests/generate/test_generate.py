@@ -278,7 +278,7 @@ def test_what_generate_refuses(text_model: Model, tmp_path: Path) -> None:
     assert bare.generate([[5]], GREEDY)[0].text == ""
 
 
-def test_sizes_are_counted_in_bytes(text_model: Model) -> None:
+def test_sizes_are_counted_in_bytes(text_model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = text_model.spec
     sizes = text_model.generation_sizes(kv_cache_tokens=100, max_num_seqs=3)
     assert (sizes.num_pages, sizes.kv_cache_tokens, sizes.max_num_seqs) == (7, 112, 3)
@@ -286,6 +286,12 @@ def test_sizes_are_counted_in_bytes(text_model: Model) -> None:
     assert sizes.cache_bytes == 112 * per_token
     weights = (text_model.checkpoint.folder / "model.safetensors").stat().st_size
     assert weights * 0.9 < sizes.weights_bytes < weights * 1.5
+    tables = text_model.transformer.layers.tables.values()  # of rotary positions
+    tables_bytes = sum(t.cos.nbytes + t.sin.nbytes for t in tables)
+    with monkeypatch.context() as patch:
+        patch.setattr(text_model.transformer.layers, "tables", {})
+        without = text_model.generation_sizes(kv_cache_tokens=100)
+    assert sizes.weights_bytes == without.weights_bytes + tables_bytes
     assert text_model.generation_sizes().kv_cache_tokens == 64 * 96
     with pytest.raises(DeviceMemoryError, match="lower kv_cache_tokens"):
         text_model.generate(["a"], kv_cache_tokens=10**13)
