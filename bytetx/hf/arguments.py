@@ -51,7 +51,9 @@ class Inputs:
     @property
     def main(self) -> torch.Tensor:
         """input_ids or inputs_embeds, whichever was given."""
-        return self.inputs_embeds if self.input_ids is None else self.input_ids
+        main = self.inputs_embeds if self.input_ids is None else self.input_ids
+        assert main is not None  # has_tokens was asked
+        return main
 
 
 def bind(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def take_cu_seqlens(given: dict[str, Any]) -> torch.Tensor | None:
     Raises InputError where they contradict each other, or a padded mask is given beside them.
     """
     found = {name: given.pop(name, None) for name in PACKED_NAMES}
-    sums = [found[name] for name in PACKED_NAMES[:3] if found[name] is not None]
+    sums: list[torch.Tensor] = [found[n] for n in PACKED_NAMES[:3] if found[n] is not None]
     if not sums:
         return None
     if not all(isinstance(s, torch.Tensor) for s in sums):
@@ -148,10 +150,10 @@ def reason_against(
     return None
 
 
-def is_whole(inputs: Inputs) -> bool:
+def has_tokens(inputs: Inputs) -> bool:
     """Whether there is exactly one of input_ids and inputs_embeds, of a shape with tokens.
 
-    The original forward has its own words for the other cases.
+    In other cases the original forward raises its error.
     """
     if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
         return False

@@ -1,8 +1,8 @@
 """Ids outside their tables: raised at once on a CPU, at a later call where a GPU found them."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -33,20 +33,27 @@ class BadIds:
         self._words: dict[tuple[int, int], _Words] = {}
 
     def run_forward(
-        self, transformer: Transformer, batch: PackedBatch, **options: Any
+        self,
+        transformer: Transformer,
+        batch: PackedBatch,
+        *,
+        on_layer: Callable[[torch.Tensor], None] | None = None,
+        on_kv: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """transformer.forward(batch, **options), with word of bad ids at a later call.
+        """Runs transformer.forward.
 
-        On a CPU they raise an InputError before it.
+        Bad ids raise InputError: on a CPU before it, on a GPU at a later call.
         """
-        if batch.device.type != "cuda":
+        words = None
+        if batch.device.type == "cuda":
+            words = self._words_on(batch.device)
+        else:
             _check_on_host(batch, transformer)
-            return transformer.forward(batch, **options)
-        words = self._words_on(batch.device)
-        if words is None:
-            return transformer.forward(batch, **options)
-        x = transformer.forward(replace(batch, bad_ids=words.on_device), **options)
-        words.on_host.copy_(words.on_device, non_blocking=True)
+        if words is not None:
+            batch = replace(batch, bad_ids=words.on_device)
+        x = transformer.forward(batch, on_layer=on_layer, on_kv=on_kv)
+        if words is not None:
+            words.on_host.copy_(words.on_device, non_blocking=True)
         return x
 
     def _words_on(self, device: torch.device) -> _Words | None:
@@ -80,7 +87,7 @@ class BadIds:
         named = [
             f"{name} with {bad}, where ids are 0 to {size - 1}"
             for name, bad, size in zip(NAMES, found, sizes, strict=True)
-            if bad
+            if bad and size is not None
         ]
         raise InputError(
             f"an earlier call of this model on this thread got {' and '.join(named)}; its outputs "

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
@@ -10,6 +10,7 @@ from torch import nn
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
+from bytetx.hf.engine_cache import EngineCache
 from bytetx.hf.forward import (
     HeadCall,
     PackedForward,
@@ -19,11 +20,13 @@ from bytetx.hf.forward import (
     head_call,
     layout_reason,
 )
-from bytetx.hf.kept_engine import EngineKeeper
 from bytetx.hf.padding import Layout, as_callers_tensor
-from bytetx.hf.pads import is_token_of, keeps_all, keeps_pads, kept_columns, loss_reads_pads
+from bytetx.hf.pads import is_token_of, loss_reads_pads, selected_columns, selects_all, selects_pads
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import linear, prepare_linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Causal base classes that can be wrapped, with the transformers output class that each returns.
 CAUSAL_OUTPUTS = {
@@ -46,8 +49,8 @@ class CausalForward(PackedForward):
 
     outputs = CAUSAL_OUTPUTS
 
-    def __init__(self, module: nn.Module, *, pads: str = "zeros"):
-        self.engines = EngineKeeper()
+    def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
+        self.engines = EngineCache()
         super().__init__(module, pads=pads)
 
     def forget(self) -> None:
@@ -151,17 +154,16 @@ class LmHeadForward(StandIn):
             base=self.module.base_model,
             reads_first=False,
             only_first=False,
-            reads_pads=keeps_pads(given) or loss_reads_pads(self.module, given),
-            shows_pads=keeps_all(given.get("logits_to_keep")),
+            reads_pads=selects_pads(given) or loss_reads_pads(self.module, given),
+            shows_pads=selects_all(given.get("logits_to_keep")),
             cu_seqlens=None,
         )
-        own = {name: given.pop(name, None) for name in ("labels", "logits_to_keep")}
-        own["num_items_in_batch"] = given.get("num_items_in_batch")
+        labels, logits_to_keep = given.pop("labels", None), given.pop("logits_to_keep", None)
         packed = base_forward(self.module).run_packed(given, call)
         if packed is None:
             with head_call(call):
                 return self.original(*args, **kwargs)
-        return self._output(packed, **own)
+        return self._output(packed, labels, logits_to_keep, given.get("num_items_in_batch"))
 
     def _output(
         self,
@@ -195,26 +197,29 @@ class LmHeadForward(StandIn):
         [num_kept, vocab_size] where a mask says which are kept.
         """
         layout, x = packed.layout, packed.x
-        if keeps_all(keep):
+        if keep is None or selects_all(keep):
             return layout.scatter(self._head(x))
-        kept = kept_columns(layout.scatter(x), keep)
+        kept = selected_columns(layout.scatter(x), keep)
         rows = kept.flatten(0, -2).contiguous()
-        return self._head(rows).unflatten(0, kept.shape[:-1])
+        logits: torch.Tensor = self._head(rows).unflatten(0, kept.shape[:-1])
+        return logits
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
-        head = self.module.get_output_embeddings()
+        head: nn.Module = self.module.get_output_embeddings()
         if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
-            return head(as_callers_tensor(rows))
+            logits: torch.Tensor = head(as_callers_tensor(rows))
+            return logits
         bias = None if head.bias is None else head.bias.detach()
         return linear(rows, prepare_linear(head.weight.detach(), bias, prepack=False))
 
 
-def base_forward(module: nn.Module) -> CausalForward:
+def base_forward(module: "PreTrainedModel") -> CausalForward:
     """What stands in for the forward of this head's base model."""
-    return module.base_model.__dict__["forward"]
+    forward: CausalForward = module.base_model.__dict__["forward"]
+    return forward
 
 
-def is_plain_head(head: nn.Module) -> bool:
+def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a head is a linear layer that nobody changed."""
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     return type(head) is nn.Linear and not has_hooks and "forward" not in head.__dict__

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,11 +24,14 @@ from bytetx.hf.padding import (
     padded_layout,
     position_ids_of,
 )
-from bytetx.hf.pads import keeps_pads, loss_reads_pads
+from bytetx.hf.pads import loss_reads_pads, selects_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.runtime.forking import computing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Base classes that can be wrapped, with the transformers output class that each returns.
 OUTPUTS = {
@@ -98,7 +101,7 @@ class StandIn(ABC):
 
     method = "forward"
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: "PreTrainedModel"):
         self.module = module
         self.__signature__ = inspect.signature(self.original)
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -110,12 +113,14 @@ class StandIn(ABC):
 
     @property
     def original(self) -> Callable[..., Any]:
-        return getattr(type(self.module), self.method).__get__(self.module)
+        original: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
+        return original
 
     @property
     def __code__(self) -> CodeType:
         """The original's: torch.export names a graph's inputs and source by it."""
-        return getattr(type(self.module), self.method).__code__
+        code: CodeType = getattr(type(self.module), self.method).__code__
+        return code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -124,7 +129,7 @@ class StandIn(ABC):
         return {"module": self.module}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)
+        type(self).__init__(self, **state)
 
     @abstractmethod
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +139,7 @@ class StandIn(ABC):
 class HeadForward(StandIn):
     """A head's own forward, run with word to its base model of what the head will read."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: "PreTrainedModel"):
         super().__init__(module)
         name = type(module).__name__
         self.is_multiple_choice = name.endswith("ForMultipleChoice")
@@ -176,7 +181,7 @@ class HeadForward(StandIn):
     def _reads_pads(self, given: Mapping[str, Any]) -> bool:
         # The loss of question answering is a softmax over every column.
         has_span = given.get("start_positions") is not None
-        return has_span or keeps_pads(given) or loss_reads_pads(self.module, given)
+        return has_span or selects_pads(given) or loss_reads_pads(self.module, given)
 
 
 class PackedForward(StandIn):
@@ -187,7 +192,7 @@ class PackedForward(StandIn):
 
     outputs = OUTPUTS
 
-    def __init__(self, module: nn.Module, *, pads: str = "zeros"):
+    def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
         super().__init__(module)
         self.pads = pads
         self.notices = Notices()
@@ -197,10 +202,13 @@ class PackedForward(StandIn):
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "pads": self.pads}
 
-    def apply_to_module(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True):
+    def apply_to_module(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
         """Stands in for module._apply (.to, .half, .cuda): lets go of the old parameters first."""
         self.forget()
-        return type(self.module)._apply(self.module, fn, recurse)
+        moved: nn.Module = type(self.module)._apply(self.module, fn, recurse)
+        return moved
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         call = _HEAD_CALL.get()
@@ -220,22 +228,24 @@ class PackedForward(StandIn):
         if cu_seqlens is not None:
             given = arguments.with_row(given)
         inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=cu_seqlens)
-        if not arguments.is_whole(inputs):
+        if not arguments.has_tokens(inputs):
             return None
+        transformer: Transformer | None = None
         reason = self._mode_reason()
         if reason is None:
             plan = self.current_plan()
-            reason = plan.reason or _plan_reason(plan, inputs)
+            transformer, reason = plan.transformer, plan.reason or _plan_reason(plan, inputs)
         reason = reason or self._argument_reason(given, inputs)
         if reason is None:
+            assert transformer is not None  # a plan without one has a reason
             layout = _layout_of(inputs)  # where it waits for a GPU, earlier calls have ended
-            self.bad_ids.raise_found(plan.transformer)
-            reason = self._layout_reason(inputs, layout, call, plan.transformer)
-        if reason is None:
-            if self.pads == "stock" and _shows_pads(inputs, layout, call):
+            self.bad_ids.raise_found(transformer)
+            reason = self._layout_reason(inputs, layout, call, transformer)
+            if reason is None and self.pads == "stock" and _shows_pads(inputs, layout, call):
                 return None  # as wrap was asked, so that there is nothing to warn of
-            with computing(inputs.main.device):
-                return self._pass(plan.transformer, inputs, layout)
+            if reason is None:
+                with computing(inputs.main.device):
+                    return self._pass(transformer, inputs, layout)
         if cu_seqlens is not None:
             raise InputError(
                 f"packed input (cu_seqlens) runs on bytetx alone, and here it cannot: {reason}"
@@ -284,7 +294,7 @@ class PackedForward(StandIn):
         only_first = call is not None and call.only_first
         if only_first or pooler is not None:
             first = layout.first_rows(x).unsqueeze(1)  # [batch_size, 1, hidden_size]
-        fields = {"last_hidden_state": first if only_first else layout.scatter(x)}
+        fields: dict[str, Any] = {"last_hidden_state": first if only_first else layout.scatter(x)}
         if pooler is not None:
             fields["pooler_output"] = pooler(first)
         if packed.layers:

@@ -1,9 +1,9 @@
 """What stands in for `generate` of a causal model: greedy decoding by continuous batching."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,8 +14,8 @@ from bytetx.generate.build import PAGE_SIZE
 from bytetx.hf import arguments
 from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
+from bytetx.hf.engine_cache import EngineCache, EngineNeeds
 from bytetx.hf.forward import StandIn
-from bytetx.hf.kept_engine import EngineKeeper, EngineNeeds
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
 from bytetx.nn.heads import LmHead
@@ -43,6 +43,17 @@ _THEIRS = "transformers' own generate"
 _CACHES = (None, "dynamic", "static", "hybrid")  # how transformers would hold what we hold in pages
 
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel
+
+    class GenerativeModel(PreTrainedModel):
+        """A model with transformers' GenerationMixin, whose types its models do not fulfil."""
+
+        generate: Callable[..., torch.Tensor]
+        _sample: Callable[..., torch.Tensor]
+        _prepare_generation_config: Callable[..., tuple[GenerationConfig, dict[str, object]]]
+
+
 class GenerateStandIn(StandIn):
     """`generate` of one model: transformers prepares, bytetx decodes where it decodes the same.
 
@@ -52,8 +63,9 @@ class GenerateStandIn(StandIn):
     """
 
     method = "generate"
+    module: "GenerativeModel"
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: "GenerativeModel"):
         super().__init__(module)
         self.notices = Notices()
 
@@ -109,6 +121,7 @@ class GenerateStandIn(StandIn):
             return plan.reason
         if plan.snapshot.is_training():
             return "an inner module is in training mode; call .eval()"
+        assert plan.transformer is not None  # a plan without one has a reason
         word, head = plan.transformer.embeddings.word, self.module.get_output_embeddings().weight
         if (head.dtype, head.device) != (word.dtype, word.device):
             return "the language model head has another dtype or device than the model"
@@ -118,7 +131,7 @@ class GenerateStandIn(StandIn):
 
     def _decode(
         self,
-        model: nn.Module,
+        model: "GenerativeModel",
         input_ids: torch.Tensor,
         logits_processor: Sequence[Any],
         stopping_criteria: Sequence[Any],
@@ -126,13 +139,13 @@ class GenerateStandIn(StandIn):
         **model_kwargs: Any,
     ) -> torch.Tensor:
         """Takes the place of transformers' `_sample`, with all that it has prepared."""
-        mask, shape = model_kwargs.get("attention_mask"), input_ids.shape
-        limits = _limits(logits_processor, stopping_criteria, width=shape[1])
+        mask, (num_rows, num_columns) = model_kwargs.get("attention_mask"), input_ids.shape
+        limits = _limits(logits_processor, stopping_criteria, width=num_columns)
         answers: list[list[int]] | str = "attention_mask has another shape than the input"
         if isinstance(limits, str):
             answers = limits
-        elif mask is None or mask.shape == shape:
-            layout = padded_layout(mask, *shape, input_ids.device)
+        elif mask is None or mask.shape == input_ids.shape:
+            layout = padded_layout(mask, num_rows, num_columns, input_ids.device)
             answers = self._answers(layout, layout.gather(input_ids), limits)
         if not isinstance(answers, str):
             return _padded(input_ids, answers, generation_config)
@@ -240,7 +253,7 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
 
 
 def _generate(
-    engines: EngineKeeper, checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
+    engines: EngineCache, checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
 ) -> list[list[int]]:
     """Greedy answers through an engine that is this call's alone; raises the first error."""
     lengths = [len(prompt) + limits.max_tokens for prompt in prompts]
@@ -256,7 +269,7 @@ def _generate(
             if piece.error is not None:
                 raise piece.error
             answers[rows[piece.request_id]] = list(piece.token_ids)
-    engines.give_back(taken)
+    engines.put(taken)
     return answers
 
 

@@ -33,25 +33,25 @@ def loss_reads_pads(module: nn.Module, given: Mapping[str, Any]) -> bool:
     return bool((counted & ~is_token).any())
 
 
-def keeps_pads(given: Mapping[str, Any]) -> bool:
+def selects_pads(given: Mapping[str, Any]) -> bool:
     """Whether logits_to_keep names logits that stand at pads.
 
     Without it the caller gets all logits, and knows which of them are pads'.
     """
     is_token, keep = is_token_of(given), given.get("logits_to_keep")
-    if is_token is None or keeps_all(keep):
+    if is_token is None or keep is None or selects_all(keep):
         return False
     if isinstance(keep, torch.Tensor):
         keep = keep.to(is_token.device)
-    return not bool(kept_columns(is_token.unsqueeze(2), keep).all())
+    return not bool(selected_columns(is_token.unsqueeze(2), keep).all())
 
 
-def keeps_all(keep: object) -> bool:
+def selects_all(keep: object) -> bool:
     """Whether logits_to_keep says that every logit is wanted."""
     return keep is None or (isinstance(keep, int) and keep == 0)
 
 
-def kept_columns(x: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
+def selected_columns(x: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
     """What logits_to_keep keeps of [num_rows, num_columns, size], as the installed transformers
     reads it: a tensor of two dimensions has a meaning of its own since 5.23."""
     from transformers import modeling_utils

@@ -1,11 +1,14 @@
 """PackedPast: a packed pass's keys and values as transformers' own cache, laid out on demand."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
 
 from bytetx.hf.padding import Layout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -17,7 +20,7 @@ class PackedPast(DynamicCache):
     zeros at pads, and is an ordinary DynamicCache from there on.
     """
 
-    def __init__(self, config: object, layout: Layout, rows: KeyValues):
+    def __init__(self, config: "PreTrainedConfig", layout: Layout, rows: KeyValues):
         """rows: each layer's keys and values, [total_tokens, num_kv_heads, head_dim]."""
         self._rows: KeyValues | None = None
         super().__init__(config=config)
@@ -48,5 +51,5 @@ def is_empty(past: object) -> bool:
 
 def _padded(rows: torch.Tensor, layout: Layout) -> torch.Tensor:
     """[total_tokens, heads, head_dim] -> [batch_size, heads, num_columns, head_dim]."""
-    padded = layout.scatter(rows.flatten(1)).unflatten(2, rows.shape[1:])
+    padded: torch.Tensor = layout.scatter(rows.flatten(1)).unflatten(2, rows.shape[1:])
     return padded.transpose(1, 2)

@@ -1,10 +1,11 @@
 """A base model's parameters as a Transformer, and what tells that the model was changed since."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, repeat
 from operator import is_
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +20,9 @@ from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.check import addresses
 from bytetx.runtime.forking import computing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
@@ -45,7 +49,7 @@ class Snapshot:
     Plain lists compared by C loops: about 60 us for the 12 layers of BERT-base.
     """
 
-    def __init__(self, base: nn.Module):
+    def __init__(self, base: "PreTrainedModel"):
         from bytetx.hf.stock import ReadValues
 
         links = list(_inner_modules(base))
@@ -106,7 +110,7 @@ class Snapshot:
         return any(tensor.requires_grad for tensor in self.tensors)
 
 
-def build_plan(base: nn.Module) -> Plan:
+def build_plan(base: "PreTrainedModel") -> Plan:
     """Inspects the base model and, where nothing is in the way, shares its parameters.
 
     The query, key and value parameters of each layer become views of one storage, and so do gate
@@ -126,7 +130,7 @@ def build_plan(base: nn.Module) -> Plan:
         return Plan(transformer, reason, snapshot)
 
 
-def separate_qkv(base: nn.Module) -> None:
+def separate_parameters(base: nn.Module) -> None:
     """Gives every parameter that shares a storage with its neighbours a storage of its own, and
     every one that was turned its old layout."""
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
@@ -139,16 +143,16 @@ def separate_qkv(base: nn.Module) -> None:
                 parameter.data = parameter.data.contiguous()
 
 
-def _share(base: nn.Module) -> Transformer:
+def _share(base: "PreTrainedModel") -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     spec = _spec_of(base)
     stems = [
         {key: stem.format(i=i) for key, stem in spec.layer.items()} for i in range(spec.num_layers)
     ]
-    if _is_turned(spec):
+    if _is_column_major(spec):
         for layer in stems:
             for key in layer.keys() & set(LINEARS):
-                _turn(parameters[f"{layer[key]}.weight"])
+                _to_column_major(parameters[f"{layer[key]}.weight"])
                 hook_state_dict(base.get_submodule(layer[key]))
     groups = [group for group in _FUSED if all(key in spec.layer for key in group)]
     for layer, group, part in product(stems, groups, ("weight", "bias")):
@@ -167,21 +171,26 @@ def _share(base: nn.Module) -> Transformer:
 
 def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
     """Turns positions by the model's own frequencies, which a cast to bf16 rounds."""
-    tables, module = transformer.layers.tables, getattr(base, "rotary_emb", None)
+    tables, rotary = transformer.layers.tables, getattr(base, "rotary_emb", None)
+    inv_freq: torch.Tensor | None = getattr(rotary, "inv_freq", None)
     spec = transformer.spec.layer_spec.rotary
-    if spec is None or not hasattr(module, "inv_freq"):
+    if spec is None or inv_freq is None:
         return
-    own = module.inv_freq.detach().float().cpu()
+    own = inv_freq.detach().float().cpu()
     expected = frequencies_of(spec)
     if own.shape != expected.shape:
         raise CheckpointError(f"rotary_emb's inv_freq has {len(own)} values, not {len(expected)}")
     if spec.scaling == "dynamic" or torch.allclose(own, expected, rtol=1e-6, atol=0):
         return
-    options = {"max_positions": transformer.spec.max_positions, "frequencies": own}
-    tables[spec] = rotary_tables(spec, device=tables[spec].cos.device, **options)
+    tables[spec] = rotary_tables(
+        spec,
+        device=tables[spec].cos.device,
+        max_positions=transformer.spec.max_positions,
+        frequencies=own,
+    )
 
 
-def _turn(parameter: nn.Parameter) -> None:
+def _to_column_major(parameter: nn.Parameter) -> None:
     """Lays a Conv1D's weight [k, n] out by columns: as a linear layer's [n, k], not held twice."""
     plain = _plain(parameter)
     if not plain.t().is_contiguous():
@@ -225,22 +234,22 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
     return plain.set_(parameter.untyped_storage(), parameter.storage_offset(), shape, strides)
 
 
-def _spec_of(base: nn.Module) -> ModelSpec:
+def _spec_of(base: "PreTrainedModel") -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
     spec = build_spec(base.config.to_dict())
-    layers = base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])
-    if spec.is_causal and len(layers) != spec.num_layers:
+    num_layers = len(base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])._modules)
+    if spec.is_causal and num_layers != spec.num_layers:
         raise CheckpointError(
-            f"the model has {len(layers)} layers, its config says {spec.num_layers}"
+            f"the model has {num_layers} layers, its config says {spec.num_layers}"
         )
-    return replace(spec, num_layers=len(layers))
+    return replace(spec, num_layers=num_layers)
 
 
-def _is_turned(spec: ModelSpec) -> bool:
+def _is_column_major(spec: ModelSpec) -> bool:
     return spec.layer_spec.weight_layout == "conv1d"
 
 
-def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
+def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) -> str | None:
     from bytetx.hf.stock import difference_from_stock
 
     is_causal = getattr(base.config, "is_causal", None)
@@ -262,10 +271,10 @@ def _reason_against(base: nn.Module, tensors: list[torch.Tensor]) -> str | None:
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:
-    return t.is_contiguous() or (_is_turned(spec) and t.dim() == 2 and t.t().is_contiguous())
+    return t.is_contiguous() or (_is_column_major(spec) and t.dim() == 2 and t.t().is_contiguous())
 
 
-def _changed_module(base: nn.Module) -> str | None:
+def _changed_module(base: "PreTrainedModel") -> str | None:
     spec, own_file = _spec_of(base), type(base).__module__
     activation = _activation_of(base.config, spec)
     for name, module in base.named_modules():

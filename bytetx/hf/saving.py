@@ -15,23 +15,24 @@ def hook_state_dict(module: nn.Module) -> None:
     is written to the parameter, as in a stock model, and afterwards it is not.
     """
     if _give_entries not in module._state_dict_hooks.values():
-        module.register_state_dict_pre_hook(_turn_back)
+        module.register_state_dict_pre_hook(_to_row_major)
         module._register_state_dict_hook(_give_entries)
 
 
 def unhook_state_dict(module: nn.Module) -> None:
     for hooks in (module._state_dict_hooks, module._state_dict_pre_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (_turn_back, _give_entries)]:
+        for key in [key for key, hook in hooks.items() if hook in (_to_row_major, _give_entries)]:
             del hooks[key]
 
 
-def _turn_back(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _to_row_major(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Lays turned weights out by rows."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in module._parameters.values():
             # In shared memory, other processes read the weight where it lies.
-            is_turned = parameter is not None and not parameter.is_contiguous()
-            if is_turned and not _is_in_shared_memory(parameter):
+            if parameter is not None and not (
+                parameter.is_contiguous() or _is_in_shared_memory(parameter)
+            ):
                 plain = parameter.detach().clone(memory_format=torch.contiguous_format)
                 with torch.inference_mode(parameter.is_inference()):
                     parameter.data = plain

@@ -1,9 +1,9 @@
 """What a stock forward reads beside parameters: whether it is what the model's config says."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -50,13 +50,22 @@ _FACTORIES = {torch.arange, torch.full, torch.linspace, torch.ones, torch.zeros}
 _PACKAGES = ("torch.", "transformers.")
 
 
+class _DynamicRotary(Protocol):
+    """A rotary embedding of transformers whose frequencies change with the length."""
+
+    max_seq_len_cached: int
+    original_max_seq_len: int
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+
 class ReadValues:
     """The attributes and buffers that the modules' forwards read; compared on every call.
 
     What changes by itself, the frequencies of dynamic rotary scaling, is not among them.
     """
 
-    def __init__(self, base: nn.Module, modules: list[nn.Module]):
+    def __init__(self, base: PreTrainedModel, modules: Sequence[nn.Module]):
         """modules: those below `base` whose forwards do not run as they are."""
         self.config = base.config
         self.config_values = copy.deepcopy(base.config.__dict__)
@@ -65,15 +74,15 @@ class ReadValues:
         read = [(owner, name) for owner, name in read if name in owner]
         self.owners = [owner for owner, _ in read]
         self.names = [name for _, name in read]
-        self.values = [_kept(owner[name]) for owner, name in read]
+        self.values = [_copied(owner[name]) for owner, name in read]
         # An attribute that comes later may stand in front of a method.
         self.dicts = [m.__dict__ for m in modules[1:] if type(m) not in _READ_ATTRIBUTES]
         self.base_dict = base.__dict__
         self.num_attributes: list[int] = []
-        buffers = [(m._buffers, name) for m in modules for name in _buffer_names(m)]
-        self.buffer_owners = [owner for owner, _ in buffers]
-        self.buffer_names = [name for _, name in buffers]
-        self.buffers = [owner[name] for owner, name in buffers]
+        buffers = [(m._buffers, name, t) for m in modules for name, t in _read_buffers(m)]
+        self.buffer_owners = [owner for owner, _, _ in buffers]
+        self.buffer_names = [name for _, name, _ in buffers]
+        self.buffers = [buffer for _, _, buffer in buffers]
         self.versions: list[int] = []
         self.growing = [(m, m.inv_freq, _version(m.inv_freq)) for m in modules if _grows(m)]
         self.kinds = list({type(m) for m in modules})
@@ -111,7 +120,7 @@ class ReadValues:
         return True
 
 
-def difference_from_stock(base: nn.Module, *, is_causal: bool) -> str | None:
+def difference_from_stock(base: PreTrainedModel, *, is_causal: bool) -> str | None:
     """What the forward of a module below `base` reads that is not as the config says, or None.
 
     Parameters are not compared, nor is the pooler, which runs as it is.
@@ -130,7 +139,7 @@ def difference_from_stock(base: nn.Module, *, is_causal: bool) -> str | None:
     return None
 
 
-def build_stock(base: nn.Module) -> nn.Module:
+def build_stock(base: PreTrainedModel) -> nn.Module:
     """A model of base's class and config: real buffers on the CPU, parameters without memory."""
     config = copy.deepcopy(base.config)
     # Whether another implementation can run here was asked when the model was loaded.
@@ -161,14 +170,14 @@ class _RealBuffers(TorchFunctionMode):
 
 
 def _difference(
-    module: nn.Module, twin: nn.Module, *, base: nn.Module, is_causal: bool
+    module: nn.Module, twin: nn.Module, *, base: PreTrainedModel, is_causal: bool
 ) -> str | None:
     if type(module) is not type(twin):
         return f" is {_name_of(module)}, the config says {_name_of(twin)}"
     forward_file = getattr(type(module).forward, "__module__", "")
     if not forward_file.startswith(_PACKAGES):
         return f"'s class has a forward of {forward_file}"
-    if type(module) is nn.ModuleList:
+    if type(module) is nn.ModuleList and isinstance(twin, nn.ModuleList):
         has_more = len(module) > len(twin)
         return f" has {len(module)} layers, the config says {len(twin)}" if has_more else None
     missing = {name for name, child in twin._modules.items() if child is not None}
@@ -188,13 +197,13 @@ def _difference(
         have, want = module.__dict__.get(name), twin.__dict__[name]
         if type(have) is not type(want) or have != want:
             return f"'s {name} is {have!r:.60}, the config says {want!r:.60}"
-    if _grows(twin) and not starts_as(module, module.original_inv_freq):
+    if _grows(module) and not starts_as(module, module.original_inv_freq):
         return "'s inv_freq was replaced"
-    for name in _buffer_names(twin):
+    for name, expected in _read_buffers(twin):
         if name == "inv_freq" and not _grows(twin):  # the plan turns by what it finds there
             continue
-        have, want = module._buffers.get(name), twin._buffers[name]
-        if have is None or have.shape != want.shape or not _is_equal(have, want):
+        buffer = module._buffers.get(name)
+        if buffer is None or buffer.shape != expected.shape or not _is_equal(buffer, expected):
             return f"'s {name} has other values than the config says"
     return None
 
@@ -214,19 +223,20 @@ def _names(module: nn.Module) -> Iterator[str]:
             yield name
 
 
-def _buffer_names(module: nn.Module) -> Iterator[str]:
+def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that the module's forward may read."""
     unread = ("inv_freq",) if _grows(module) else ("original_inv_freq",)
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in unread:
-            yield name
+            yield name, buffer
 
 
-def _grows(module: nn.Module) -> bool:
+def _grows(module: nn.Module) -> TypeGuard[_DynamicRotary]:
     """Whether it is a rotary embedding whose own forward changes its frequencies by the length."""
     return module.__dict__.get("rope_type") == "dynamic"
 
 
-def _kept(value: object) -> object:
+def _copied(value: object) -> object:
     """The value, or a copy of one that may be changed in place."""
     return copy.deepcopy(value) if isinstance(value, dict | list | set) else value
 
@@ -249,7 +259,7 @@ def _version(buffer: torch.Tensor) -> int:
     return -1 if buffer.is_inference() else buffer._version
 
 
-def starts_as(rotary: nn.Module, inv_freq: torch.Tensor, version: int | None = None) -> bool:
+def starts_as(rotary: _DynamicRotary, inv_freq: torch.Tensor, version: int | None = None) -> bool:
     """Whether dynamic rotary scaling, as long as texts are short, turns by these frequencies.
 
     Its forward replaces them once a text is long, and puts them back for the next short one.

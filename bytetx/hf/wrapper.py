@@ -1,6 +1,7 @@
 """wrap and unwrap: finding the base models in an object and replacing their forwards."""
 
-from typing import TypeVar
+from collections.abc import Collection
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -13,7 +14,12 @@ from bytetx.hf.causal import (
 )
 from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward, StandIn
 from bytetx.hf.generate import GenerateStandIn
-from bytetx.hf.plan import separate_qkv
+from bytetx.hf.plan import separate_parameters
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from bytetx.hf.generate import GenerativeModel
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -68,17 +74,18 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     for base in bases:
         _check_not_dispatched(base)
     for base in bases:
-        if not isinstance(base.__dict__.get("forward"), PackedForward):
+        forward = base.__dict__.get("forward")
+        if not isinstance(forward, PackedForward):
             kind = CausalForward if type(base).__name__ in CAUSAL_OUTPUTS else PackedForward
             forward = kind(base)
             forward.current_plan()
             base.forward = forward
-            base._apply = forward.apply_to_module
-        base.forward.pads = pads
+            base._apply = forward.apply_to_module  # type: ignore[method-assign]  # unwrap undoes it
+        forward.pads = pads
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
             module.forward = _head_kind(module)(module)
-            if isinstance(module.forward, LmHeadForward) and hasattr(module, "generate"):
+            if isinstance(module.forward, LmHeadForward) and _generates(module):
                 module.generate = GenerateStandIn(module)
     return model
 
@@ -96,14 +103,14 @@ def unwrap(model: ModelT) -> ModelT:
         if isinstance(forward, PackedForward):
             del module.forward, module._apply
             forward.forget()
-            separate_qkv(module)
+            separate_parameters(module)
         elif isinstance(forward, StandIn):
             del module.forward
             module.__dict__.pop("generate", None)
     return model
 
 
-def _base_models(model: object) -> list[nn.Module]:
+def _base_models(model: object) -> list["PreTrainedModel"]:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"wrap takes a loaded model, got {type(model).__name__}; load it first with "
@@ -120,13 +127,15 @@ def _base_models(model: object) -> list[nn.Module]:
     return bases
 
 
-def _is_transformers_class(module: nn.Module, names: object) -> bool:
+def _is_transformers_class(
+    module: nn.Module, names: Collection[str]
+) -> TypeGuard["PreTrainedModel"]:
     """Whether the module's class is transformers' own (a subclass may compute something else)."""
     kind = type(module)
     return kind.__module__.startswith("transformers.models.") and kind.__name__ in names
 
 
-def _is_head(module: nn.Module) -> bool:
+def _is_head(module: nn.Module) -> TypeGuard["PreTrainedModel"]:
     """Whether the module is one of transformers' heads on a base model that is wrapped."""
     base = getattr(module, "base_model", None)
     return (
@@ -137,7 +146,11 @@ def _is_head(module: nn.Module) -> bool:
     )
 
 
-def _head_kind(module: nn.Module) -> type[StandIn]:
+def _generates(module: nn.Module) -> TypeGuard["GenerativeModel"]:
+    return hasattr(module, "generate")
+
+
+def _head_kind(module: "PreTrainedModel") -> type[StandIn]:
     if not isinstance(module.base_model.__dict__["forward"], CausalForward):
         return HeadForward
     is_lm = type(module).__name__.endswith(("ForCausalLM", "LMHeadModel"))

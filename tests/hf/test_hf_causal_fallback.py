@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 import warnings
 
 import pytest
@@ -59,12 +60,18 @@ def call_both(stock, wrapped, inputs, text):
 )
 def test_calls_that_the_original_answers(name, inputs, text):
     stock = tiny_decoder(name)
+    wrapped = wrap(copy.deepcopy(stock))
     with torch.inference_mode():
         try:
             stock(**inputs)
-        except Exception as error:
-            pytest.skip(f"the stock model itself fails: {error}")
-        call_both(stock, wrap(copy.deepcopy(stock)), inputs, text)
+        except Exception as error:  # of this version of transformers: wrap raises the same
+            with (
+                pytest.warns(FallbackWarning, match=text),
+                pytest.raises(type(error), match=re.escape(str(error))),
+            ):
+                wrapped(**inputs)
+        else:
+            call_both(stock, wrapped, inputs, text)
 
 
 def test_attention_weights_and_other_caches():

@@ -267,7 +267,7 @@ def test_calls_share_one_engine_as_large_as_the_largest(monkeypatch):
         want = stock.generate(**inputs, **options)
         assert torch.equal(wrapped.generate(**inputs, **options), want)
     engine = idle_engine(wrapped)  # of the second call: as many prompts and as many tokens
-    monkeypatch.setattr("bytetx.hf.kept_engine.build_engine", None)
+    monkeypatch.setattr("bytetx.hf.engine_cache.build_engine", None)
     for inputs in (few, many):
         wrapped.generate(**inputs, **options)
         assert idle_engine(wrapped) is engine
