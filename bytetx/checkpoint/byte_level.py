@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 import tokenizers
 
@@ -14,7 +15,7 @@ def token_bytes(backend: tokenizers.Tokenizer) -> list[bytes] | None:
     Joined and read as UTF-8, with a replacement character for what is none, this is what `decode`
     gives without special tokens.
     """
-    decoder = json.loads(backend.to_str())["decoder"]
+    decoder = _decoder_of(backend)
     if decoder is None or decoder["type"] != "ByteLevel":
         return None
     vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -37,7 +38,7 @@ def token_pieces(backend: tokenizers.Tokenizer) -> list[str | None] | None:
 
     None also for tokens of one byte, whose neighbours say what character they are part of.
     """
-    decoder = json.loads(backend.to_str())["decoder"]
+    decoder = _decoder_of(backend)
     parts = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else []
     if parts[:3] != _JOINING or parts[3:] not in ([], [_STRIPPING]):
         return None
@@ -51,6 +52,15 @@ def token_pieces(backend: tokenizers.Tokenizer) -> list[str | None] | None:
     return found
 
 
+def _decoder_of(backend: tokenizers.Tokenizer) -> dict[str, Any] | None:
+    """The decoder as tokenizer.json describes it.
+
+    The whole backend as JSON would list every id up to the last, a minute for an id of billions.
+    """
+    decoder = backend.decoder
+    return None if decoder is None else json.loads(decoder.__getstate__())
+
+
 # Vocabularies have some 2 ** 18 tokens; a damaged id would take gigabytes for a table of all.
 _MAX_IDS = 1 << 24
 
@@ -59,7 +69,8 @@ def _num_ids(vocabulary: Mapping[str, int]) -> int:
     last = max(vocabulary.values(), default=-1)
     if last >= _MAX_IDS:
         raise CheckpointError(
-            f"tokenizer.json numbers a token {last}; ids are below {_MAX_IDS}, the file is damaged"
+            f"tokenizer.json numbers a token {last}; ids are below {_MAX_IDS}, "
+            "so the file is damaged: download or save it again"
         )
     return last + 1
 
