@@ -10,6 +10,7 @@ import re
 import tempfile
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import tokenizers
 
@@ -19,7 +20,13 @@ from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_co
 from bytetx.errors import CheckpointError
 
 # Each says that a checkpoint has a tokenizer, though not in the form that is read without help.
-_VOCABULARIES = ("vocab.txt", "vocab.json", "sentencepiece.bpe.model", "spiece.model")
+_VOCABULARIES = (
+    "vocab.txt",
+    "vocab.json",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tokenizer.model",
+)
 _OTHER_FILES = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
 # Keys of tokenizer_config.json that say how the vocabulary is used; none of them can name a file.
 _KEYS = (
@@ -59,7 +66,7 @@ def convert_vocabulary(folder: Path) -> tokenizers.Tokenizer:
             f"{folder} has no tokenizer.json; converting its vocabulary needs transformers: "
             "pip install transformers"
         ) from error
-    kind = config.get("tokenizer_class")
+    kind: str | None = config.get("tokenizer_class")
     if kind is not None and not _is_class_of(transformers, kind):
         raise CheckpointError(
             f"{folder / 'tokenizer_config.json'}: tokenizer_class {kind!r:.120} is none of "
@@ -82,11 +89,22 @@ def convert_vocabulary(folder: Path) -> tokenizers.Tokenizer:
         except BaseException as error:  # also panics of the Rust code, which are no Exceptions
             raise CheckpointError(
                 f"{folder} has no tokenizer.json, and transformers cannot convert its vocabulary: "
-                f"{type(error).__name__}: {error}"
+                f"{type(error).__name__}: {error}{_sentencepiece_hint(folder)}"
             ) from error
 
 
-def _config(folder: Path) -> dict[str, object]:
+def _sentencepiece_hint(folder: Path) -> str:
+    """What transformers, which asks for tiktoken instead, does not say."""
+    found = [name for name in _VOCABULARIES if (folder / name).is_file()]
+    if not found[0].endswith(".model"):
+        return ""
+    return (
+        f"; if {found[0]} is a SentencePiece model, run: pip install sentencepiece protobuf, or "
+        "give a checkpoint with tokenizer.json"
+    )
+
+
+def _config(folder: Path) -> dict[str, Any]:
     """tokenizer_config.json without what is not the vocabulary's business."""
     path = folder / "tokenizer_config.json"
     read_tokenizer_config(folder)  # the types of what is used later on, too

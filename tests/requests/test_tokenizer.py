@@ -89,6 +89,14 @@ def test_vocabulary_without_tokenizer_json_is_converted(tmp_path: Path) -> None:
     assert tokenizer.encode(["The dogs"])[0].ids == [2, 5, 6, 7, 3]
 
 
+def test_a_sentencepiece_model_alone_says_what_is_needed(tmp_path: Path) -> None:
+    """Texts were refused as if the checkpoint had no tokenizer at all."""
+    (tmp_path / "tokenizer.model").write_bytes(b"no model that any library reads")
+    shutil.copy(save_checkpoint(tmp_path / "other") / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match="no tokenizer.json.*pip install sentencepiece"):
+        load_tokenizer(tmp_path, max_positions=20)
+
+
 def test_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(CheckpointError, match="tokenizer.json cannot be used as a tokenizer"):
