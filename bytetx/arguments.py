@@ -2,11 +2,14 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from bytetx.errors import InputError, OptionError
 
 T = TypeVar("T")
+
+# Short names of dtypes and the full ones.
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_iterable(name: str, given: Iterable[T]) -> Iterable[T]:
@@ -40,7 +43,7 @@ def check_token_budget(token_budget: int) -> int:
 
 def check_group_timeout(given: object) -> None:
     """InputError unless `given` is a number of seconds, at least 1 (inf is one)."""
-    if isinstance(given, bool) or not isinstance(given, Real) or not given >= 1:
+    if isinstance(given, bool) or not isinstance(given, Real) or given < 1 or given != given:
         raise InputError(f"group_timeout must be at least 1 (seconds), got {given!r}")
 
 
@@ -58,8 +61,11 @@ def check_text(name: str, given: object) -> None:
 
 def check_names(name: str, given: object) -> None:
     """OptionError unless `given` is a collection of str; one str would be read by its letters."""
-    is_names = isinstance(given, Collection) and not isinstance(given, str | bytes)
-    if not is_names or not all(isinstance(entry, str) for entry in given):
+    if (
+        isinstance(given, str | bytes)
+        or not isinstance(given, Collection)
+        or not all(isinstance(entry, str) for entry in given)
+    ):
         raise OptionError(f"{name} must be a list of str, got {given!r}")
 
 
@@ -85,5 +91,5 @@ def chosen_layers(layers: object, *, num_states: int) -> tuple[int, ...]:
     return tuple(layer % num_states for layer in chosen)
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -7,8 +7,9 @@ import mmap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -113,7 +114,7 @@ class SavedTensor:
             ) from error
         return tensor
 
-    def _read_rows(self, file: BinaryIO, tensor: torch.Tensor, part: Part | None) -> None:
+    def _read_rows(self, file: BufferedReader, tensor: torch.Tensor, part: Part | None) -> None:
         row = math.prod(self.shape[1:])
         rows = range(self.shape[0] if self.shape else 1)
         flat = tensor.view(-1)
@@ -127,7 +128,7 @@ class SavedTensor:
                 piece.copy_(self._staged(file, piece.shape))
 
     def _read_columns(
-        self, file: BinaryIO, tensor: torch.Tensor, columns: tuple[range, ...]
+        self, file: BufferedReader, tensor: torch.Tensor, columns: tuple[range, ...]
     ) -> None:
         """Whole rows, some at a time, for a row's part may be smaller than what a disk reads."""
         file.seek(self.offset)
@@ -135,14 +136,13 @@ class SavedTensor:
             staged = self._staged(file, (len(piece), self.shape[1]))
             piece.copy_(take_part(staged, Part(1, columns)))
 
-    def _staged(self, file: BinaryIO, shape: tuple[int, ...]) -> torch.Tensor:
+    def _staged(self, file: BufferedReader, shape: tuple[int, ...]) -> torch.Tensor:
         staged = torch.empty(shape, dtype=_DTYPES[self.dtype])
         self._fill(file, staged)
         return staged
 
-    def _fill(self, file: BinaryIO, tensor: torch.Tensor) -> None:
-        room = tensor.view(-1).view(torch.uint8).numpy()
-        if file.readinto(room) != room.nbytes:
+    def _fill(self, file: BufferedReader, tensor: torch.Tensor) -> None:
+        if file.readinto(tensor.view(-1).view(torch.uint8).numpy().data) != tensor.nbytes:
             raise CheckpointError(f"{self.path} ends within tensor {self.name!r}; save it again")
 
 
@@ -173,7 +173,7 @@ class Weights(Mapping[str, torch.Tensor]):
         on_tensor: called before each tensor is read; what it raises ends the reading.
         """
         self._saved: dict[str, SavedTensor] = {}
-        for path in _safetensors_files(folder, spec):
+        for path in weight_files(folder, spec):
             for tensor in read_header(path):
                 name = _canonical(tensor.name, spec.prefix)
                 if other := self._saved.get(name):
@@ -332,7 +332,11 @@ def _canonical(saved: str, prefix: str) -> str:
     return name
 
 
-def _safetensors_files(folder: Path, spec: ModelSpec) -> list[Path]:
+def weight_files(folder: Path, spec: ModelSpec) -> list[Path]:
+    """The safetensors files of a checkpoint: model.safetensors, else those that the index names.
+
+    Raises CheckpointError where there are none.
+    """
     single = folder / "model.safetensors"
     if single.is_file():
         return [single]
@@ -359,7 +363,8 @@ def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     """Tensor name -> shard's file name, which may not lead out of the folder."""
-    weight_map = read_json(folder / _INDEX, {"weight_map": TABLE}).get("weight_map")
+    index = read_json(folder / _INDEX, {"weight_map": TABLE})
+    weight_map: dict[str, str] | None = index.get("weight_map")
     if weight_map is None:
         raise CheckpointError(f"{folder / _INDEX}: weight_map must be a table of tensor names")
     for name in weight_map.values():

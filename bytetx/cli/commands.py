@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,8 +16,12 @@ from bytetx.bench.cli import app as bench_app
 from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
 from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
 
-# What click calls UsageError and ClickException; typer names only their child.
-_, UsageError, CommandError = typer.BadParameter.__mro__[:3]
+if TYPE_CHECKING:
+    from bytetx.executor.torchrun import TorchrunLeader
+
+    CommandError = UsageError = typer.BadParameter
+else:  # what click calls UsageError and ClickException; typer names only their child
+    _, UsageError, CommandError = typer.BadParameter.__mro__[:3]
 
 app = typer.Typer(
     help="Transformer inference on packed tokens: no pad token is ever computed.",
@@ -40,8 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (open until the process ends)
     try:
         with _torchrun(arguments) as ranks:
-            options = {"prog_name": "bytetx", "standalone_mode": False, "obj": ranks}
-            sys.exit(app(arguments or ["--help"], **options) or 0)
+            sys.exit(
+                app(arguments or ["--help"], prog_name="bytetx", standalone_mode=False, obj=ranks)
+                or 0
+            )
     except CommandError as error:
         if error.format_message():  # a group of commands alone prints its help and has none
             _print_error(error.format_message())
@@ -54,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def _torchrun(arguments: Sequence[str]) -> Iterator[Any]:
+def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
     """The ranks that torchrun started, of which this one is the leader; None where it started none.
 
     Of torchrun its environment is trusted, and its store is not used: it listens on every

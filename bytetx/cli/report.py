@@ -3,7 +3,7 @@
 import platform
 from dataclasses import asdict
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +11,9 @@ from rich.text import Text
 
 from bytetx import __version__
 from bytetx.checkpoint.demo import DEMO_PACKAGE
+
+if TYPE_CHECKING:
+    from bytetx.model import Model
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "sentence-transformers")
 _MIB = 1 << 20
@@ -39,11 +42,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def checkpoint_report(model: Any) -> dict[str, Any]:
-    """What the loaded model says of itself, and what is in its weights files."""
-    from bytetx.checkpoint.weights import read_header
+def checkpoint_report(model: "Model") -> dict[str, Any]:
+    """What the loaded model says of itself, and the size and dtypes of its weight files."""
+    from bytetx.checkpoint.weights import read_header, weight_files
 
-    paths = sorted(model.checkpoint.sentence.folder.glob("*.safetensors"))
+    paths = weight_files(model.checkpoint.sentence.folder, model.checkpoint.spec)
     dtypes = {tensor.dtype for path in paths for tensor in read_header(path)}
     return {
         **model.info(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
@@ -39,7 +40,6 @@ from bytetx.runtime.forking import check_device_after_fork
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
 
 
@@ -277,9 +277,9 @@ def resolve_dtype(
         return saved if saved in (torch.float16, torch.bfloat16) else torch.float16
     resolved = dtype
     if isinstance(dtype, str):
-        resolved = DTYPES.get(_SHORT_DTYPES.get(dtype, dtype), dtype)
+        resolved = DTYPES.get(DTYPE_ALIASES.get(dtype, dtype), dtype)
     if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
-        known = ", ".join([*DTYPES, *_SHORT_DTYPES])
+        known = ", ".join([*DTYPES, *DTYPE_ALIASES])
         raise OptionError(f"dtype must be auto, {known} or {FP8}, got {dtype!r}")
     return resolved
 

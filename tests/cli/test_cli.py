@@ -182,7 +182,7 @@ def test_an_output_that_exists_is_kept(bytetx: Bytetx, texts: Path, encoder: Pat
     assert bytetx("embed", texts, "-m", encoder, "-o", "v.npy", "--overwrite").code == 0
     before = Path("v.npy").read_bytes()
     ran = bytetx("embed", texts, "-m", encoder, "-o", "v.npy", "--resume")
-    assert ran.code == 0 and "nothing is left to resume" in ran.err
+    assert ran.code == 0 and "there is nothing to resume" in ran.err
     assert Path("v.npy").read_bytes() == before
 
 
@@ -206,12 +206,12 @@ def test_ctrl_c_says_how_to_go_on(
 
     monkeypatch.setattr(job._GoodValues, "__iter__", interrupted)
     monkeypatch.setattr(job, "COMMIT_ROWS", 1)
-    ran = bytetx(*arguments)
+    ran = bytetx(*arguments, "--dtype", "fp32")
     assert ran.code == 130 and ran.err.startswith("interrupted: ") and "--resume" in ran.err
     assert "is unfinished" in bytetx(*arguments).err
-    ran = bytetx(*arguments, "--resume", "--dtype", "bfloat16")
-    assert ran.code == 1 and "dtype was 'auto' and is 'bfloat16' now" in ran.err
-    ran = bytetx(*arguments, "--resume")
+    ran = bytetx(*arguments, "--resume", "--dtype", "bf16")
+    assert ran.code == 1 and "dtype was 'float32' and is 'bfloat16' now" in ran.err
+    ran = bytetx(*arguments, "--resume", "--dtype", "float32")  # fp32 was taken for another dtype
     assert ran.code == 0 and "900 texts" in ran.err
     assert Path("v.npy").read_bytes() == Path("whole.npy").read_bytes()
 
@@ -296,6 +296,16 @@ def test_info_of_a_causal_model_showed_labels_and_pooling(bytetx: Bytetx, tmp_pa
     assert "language model" in out
     for row in ("labels", "LABEL_", "pooling", "prompts"):
         assert row not in out
+
+
+def test_info_opened_weight_files_that_the_index_does_not_name(
+    bytetx: Bytetx, encoder: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(encoder, folder)
+    expected = json.loads(bytetx("info", "-m", folder, "--json").out)["checkpoint"]
+    (folder / "old.safetensors").write_bytes(b"no weights")
+    assert json.loads(bytetx("info", "-m", folder, "--json").out)["checkpoint"] == expected
 
 
 def test_info_counted_no_parameters_in_a_subfolder(bytetx: Bytetx, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import Shape
 from bytetx.cli.files.resume import Counts, Progress, skip_done
 from bytetx.cli.files.terminal import closing_line, short
-from bytetx.cli.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_whole
+from bytetx.cli.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_complete
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, OptionError
 
@@ -264,9 +264,9 @@ def test_an_output_that_is_there_is_kept_unless_it_may_go(
     out.touch()
     with OutputLock(check_output(out)) as lock:
         with pytest.raises(OutputError, match="--overwrite"):
-            is_whole(lock, resume=False, overwrite=False)
-        assert not is_whole(lock, resume=False, overwrite=True)
-        assert is_whole(lock, resume=True, overwrite=False)
+            is_complete(lock, resume=False, overwrite=False)
+        assert not is_complete(lock, resume=False, overwrite=True)
+        assert is_complete(lock, resume=True, overwrite=False)
     out.unlink()
     with pytest.raises(KeyboardInterrupt):
         run(texts, out, stop_after=30)

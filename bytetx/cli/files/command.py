@@ -9,13 +9,14 @@ import typer
 from rich.console import Console
 
 from bytetx import __version__
+from bytetx.arguments import DTYPE_ALIASES
 from bytetx.cli.files.job import run_job
 from bytetx.cli.files.lock import OutputLock, OutputPaths, check_output
 from bytetx.cli.files.options import JobOptions
 from bytetx.cli.files.parquet import ParquetForm
 from bytetx.cli.files.parquet_reader import kept_types
 from bytetx.cli.files.reader import open_sources, read_records
-from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, Source
+from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, Source, Value
 from bytetx.cli.files.resume import Progress, model_identity, skip_done
 from bytetx.cli.files.tasks import Task, is_unicode
 from bytetx.cli.files.terminal import JobBar, closing_line, tell, waiting
@@ -25,7 +26,7 @@ from bytetx.cli.files.writer import (
     StdoutOutput,
     begin_or_go_on,
     find_unfinished,
-    is_whole,
+    is_complete,
 )
 from bytetx.errors import BytetxError, InputError, OptionError, StepError
 
@@ -116,11 +117,14 @@ def _run_rows(options: JobOptions, task: Task, shape: Shape) -> None:
 
 def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> Iterator[Record]:
     """Every query with all documents; a query that could not be read stays its error."""
-    documents = tuple(record.value for record in read_records(sources, shape))
+    documents: list[Value | InputError] = []
+    for record in read_records(sources, shape):
+        assert not isinstance(record.value, RankRequest)  # the shape names columns
+        documents.append(record.value)
     for query in queries:
         value = query.value
         if isinstance(value, str):
-            value = RankRequest(value, documents)
+            value = RankRequest(value, tuple(documents))
         elif not isinstance(value, InputError):
             value = RecordError(query.where, "a query must be a string, got token ids")
         yield replace(query, value=value)
@@ -159,12 +163,13 @@ def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ..
     paths = check_output(path)
     _check_no_input(paths, inputs)
     with OutputLock(paths) as lock:
-        allowed = {"resume": options.resume, "overwrite": options.overwrite}
-        unfinished = find_unfinished(lock, **allowed)
-        if unfinished is None and is_whole(lock, **allowed):
+        unfinished = find_unfinished(lock, resume=options.resume, overwrite=options.overwrite)
+        if unfinished is None and is_complete(
+            lock, resume=options.resume, overwrite=options.overwrite
+        ):
             tell(
                 console,
-                f"{path} is whole; nothing is left to resume; --overwrite would make it again",
+                f"{path} is complete: there is nothing to resume; --overwrite writes it again",
             )
             return
         _run_job(options, task, inputs, keep=keep, console=console, lock=lock, was=unfinished)
@@ -274,7 +279,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
         "task": task.name,
         "model": model_identity(folder),
         "device": options.device,
-        "dtype": options.dtype,
+        "dtype": DTYPE_ALIASES.get(options.dtype, options.dtype),
         "tp": options.tp if options.ranks is None else options.ranks.size,
         "column": options.column,
         "keep": list(keep),

@@ -5,11 +5,14 @@ from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
+
+if TYPE_CHECKING:
+    from bytetx.executor.torchrun import TorchrunLeader
 
 # Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
 MAX_THREADS = 1024
@@ -160,7 +163,7 @@ class JobOptions:
         bool,
         typer.Option("--overwrite", help="Replace an existing output.", rich_help_panel=_OUTPUT),
     ] = False
-    ranks: Any = None  # those that torchrun started (parallel.torchrun.TorchrunLeader)
+    ranks: "TorchrunLeader | None" = None  # the ranks that torchrun started
 
     @property
     def output_path(self) -> Path | None:

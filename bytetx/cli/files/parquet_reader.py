@@ -114,13 +114,14 @@ def is_json_type(kind: "pa.DataType") -> bool:
         return is_json_type(kind.value_type)
     is_string = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
     is_number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
-    return is_string or is_number or types.is_boolean(kind) or types.is_null(kind)
+    return bool(is_string or is_number or types.is_boolean(kind) or types.is_null(kind))
 
 
 def _is_binary(kind: "pa.DataType") -> bool:
     from pyarrow import types
 
-    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    is_variable = types.is_binary(kind) or types.is_large_binary(kind)
+    return bool(is_variable or types.is_fixed_size_binary(kind))
 
 
 def _text_encoder(kind: "pa.DataType", name: str) -> "Callable[[pa.Array], list[Any]]":
@@ -162,7 +163,8 @@ def _rows(batch: "pa.RecordBatch", shape: Shape) -> Iterator[tuple[dict[str, Any
 
 def _values(column: "pa.Array") -> list[Any]:
     try:
-        return column.to_pylist()
+        values: list[Any] = column.to_pylist()
+        return values
     except UnicodeDecodeError:  # arrow checks strings when they are taken out, not when read
         return [_value(cell) for cell in column]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bytetx.cli.files.records import (
     BadLine,
@@ -129,7 +129,9 @@ def _read_source(source: Source, shape: Shape, start_bytes: int) -> Iterator[Rec
         return
     read = {"text": _read_text, "jsonl": _read_jsonl, "csv": _read_csv}[source.format]
     if source.path is None:
-        yield from read(source, _Lines(sys.stdin.buffer, source, start_bytes), shape)
+        # typeshed calls it a BinaryIO, which has no peek.
+        stdin = cast(BufferedReader, sys.stdin.buffer)
+        yield from read(source, _Lines(stdin, source, start_bytes), shape)
         return
     try:
         file = source.path.open("rb")

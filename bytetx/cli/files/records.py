@@ -115,10 +115,12 @@ def take_value(row: Mapping[str, Any], shape: Shape) -> Value | RankRequest:
     values = [_take(row, column, shape) for column in shape.columns]
     if len(values) == 1:
         return values[0]
+    texts = []
     for column, value in zip(shape.columns, values, strict=True):
         if not isinstance(value, str):
             raise BadLine(f"column {column!r} must be a string in a pair, got token ids")
-    return (values[0], values[1])
+        texts.append(value)
+    return (texts[0], texts[1])
 
 
 def refuse_undecodable(texts: Iterable[object]) -> None:

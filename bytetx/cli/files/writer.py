@@ -99,7 +99,7 @@ def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> Progr
     return progress
 
 
-def is_whole(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
+def is_complete(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
     """Whether an output is there and is to stay. Raises OutputError where it is only in the way.
 
     Ask where nothing is unfinished.
