@@ -11,6 +11,7 @@ import weakref
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from bytetx.errors import InputError
 
@@ -70,10 +71,10 @@ class RendererProcess:
                 f"`{sys.executable} -c 'import bytetx.checkpoint.chat_renderer'` to see why"
             )
 
-    def ask(self, request: object) -> tuple[bytes, str]:
+    def ask(self, request: tuple[Any, ...] | list[Any]) -> tuple[bytes, str]:
         """(kind, text) of the answer: TEXT with the text, or why there is none.
 
-        request: of marshal's types.  After TOO_MUCH the process has ended.
+        request: entries of types that marshal takes.  After TOO_MUCH the process has ended.
         """
         try:
             self._connection.send_bytes(marshal.dumps(request))

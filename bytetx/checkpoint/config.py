@@ -1,6 +1,5 @@
 """config.json read by a family's key names, with the family's defaults; every value is checked."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,7 +93,7 @@ class Values:
         return num_kv_heads
 
     def intermediate_size(self, hidden_size: int) -> int:
-        multiple = self.architecture.get("intermediate_multiple")
+        multiple: int | None = self.architecture.get("intermediate_multiple")
         size = self.size_or_none("intermediate_size")
         if size is None and multiple is not None:
             return multiple * hidden_size
@@ -160,7 +159,6 @@ class Values:
 
 def positive_number(key: object, value: object) -> float:
     """A finite number above 0 (true and false are none); CheckpointError names the key."""
-    is_number = type(value) in (int, float) and abs(value) < 1e300
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e300:
         raise CheckpointError(f"config.json: {key} must be a positive number, got {value!r}")
     return float(value)

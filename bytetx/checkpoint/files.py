@@ -72,8 +72,7 @@ def resolve_checkpoint(
         raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
     if str(path_or_id).startswith((".", "/", "~")):
         raise CheckpointError(f"there is no folder {folder}; give a checkpoint's folder or hub id")
-    options = {"revision": revision, "local_files_only": local_files_only}
-    folder = _snapshot(str(path_or_id), **options)
+    folder = _snapshot(str(path_or_id), revision=revision, local_files_only=local_files_only)
     names = _names(folder)
     if not local_files_only and not any(name.endswith(".safetensors") for name in names):
         names = _hub_names(str(path_or_id), revision) or names
@@ -217,24 +216,24 @@ def transformer_folder(folder: Path) -> Path:
     if not path.is_file():
         return folder
     modules = read_json_objects(path, MODULES)
-    places = [
+    names = [
         module.get("path", "")
         for module in modules
         if str(module.get("type", "")).rpartition(".")[2] == "Transformer"
     ]
-    if not places:
+    if not names:
         kinds = ", ".join(str(module.get("type")) for module in modules)
         raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
-    return module_folder(path, places[0])
+    return module_folder(path, names[0])
 
 
-def module_folder(path: Path, place: object) -> Path:
-    """The folder `place` that modules.json, at `path`, names; it must be there and inside."""
-    if not PATH.accepts(place):
-        raise CheckpointError(f"{path}: module path {place!r:.120} must lie inside the folder")
-    if not (path.parent / place).is_dir():
-        raise CheckpointError(f"{path} names the folder {place!r}, which is not there")
-    return path.parent / place
+def module_folder(path: Path, name: object) -> Path:
+    """The existing subfolder `name` that modules.json, at `path`, gives for a module."""
+    if not isinstance(name, str) or not PATH.accepts(name):
+        raise CheckpointError(f"{path}: module path {name!r:.120} must lie inside the folder")
+    if not (path.parent / name).is_dir():
+        raise CheckpointError(f"{path} names the folder {name!r}, which does not exist")
+    return path.parent / name
 
 
 def load_config(folder: Path) -> dict[str, Any]:

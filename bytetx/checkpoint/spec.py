@@ -97,8 +97,9 @@ class ModelSpec:
     def max_plain_prompt(self) -> int | None:
         """Tokens of a prompt beyond which its keys depend on its length; None: they never do."""
         rotary = self.layer_spec.rotary
-        is_dynamic = rotary is not None and rotary.scaling == "dynamic"
-        return rotary.original_positions if is_dynamic else None
+        if rotary is None or rotary.scaling != "dynamic":
+            return None
+        return rotary.original_positions
 
     def workspace_bytes(self, total_tokens: int, itemsize: int) -> int:
         """Bytes of activations and ids that a forward pass of `total_tokens` holds at its peak.

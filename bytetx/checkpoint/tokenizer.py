@@ -16,7 +16,7 @@ from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_to
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
 
-Text = str | tuple[str, str]
+Text = str | tuple[str, str]  # one text or a pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class Tokenizer:
         self.mask_token_id = self._special_id(config, "mask_token")
         self.pad_token_id = self._special_id(config, "pad_token")
         frame = ("cls_token", "sep_token", "bos_token", "eos_token", "pad_token")
-        self.frame_ids = {self._special_id(config, name) for name in frame} - {None}
+        frame_ids = (self._special_id(config, name) for name in frame)
+        self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
@@ -96,7 +97,7 @@ class Tokenizer:
         if token_ids is None:
             raise CheckpointError(f"{self.name} gives token ids that need more than 32 bits")
         is_truncated = np.zeros(len(encodings), dtype=bool)
-        for row in np.flatnonzero(seqlens >= self.max_tokens):
+        for row in np.flatnonzero(seqlens >= self.max_tokens).tolist():
             is_truncated[row] = bool(encodings[row].overflowing)
         return Tokens(token_ids, seqlens, is_truncated)
 
@@ -112,7 +113,8 @@ class Tokenizer:
         decoder = self.backend.decoder
         if decoder is None:
             return " ".join(tokens)
-        return _checked(self.name, lambda: decoder.decode(list(tokens)))
+        text: str = _checked(self.name, lambda: decoder.decode(list(tokens)))
+        return text
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids, with the clean-up of spaces that the checkpoint asks for."""
@@ -124,8 +126,10 @@ class Tokenizer:
 
     def decode_plain(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids as the tokenizer's own decoder gives it."""
-        options = {"skip_special_tokens": skip_special_tokens}
-        return _checked(self.name, lambda: self.backend.decode(list(token_ids), **options))
+        return _checked(
+            self.name,
+            lambda: self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens),
+        )
 
     @property
     def is_word_aware(self) -> bool:
@@ -161,8 +165,16 @@ def load_tokenizer(
         return None
     limit = max_seq_length or config.get("model_max_length") or max_positions
     max_tokens = min(int(limit), max_positions)
-    options = {"config": config, "do_lower_case": do_lower_case, "name": str(path)}
-    return _checked(str(path), lambda: Tokenizer(backend, max_tokens=max_tokens, **options))
+    return _checked(
+        str(path),
+        lambda: Tokenizer(
+            backend,
+            max_tokens=max_tokens,
+            config=config,
+            do_lower_case=do_lower_case,
+            name=str(path),
+        ),
+    )
 
 
 def _check_merges(path: Path, raw: bytes) -> None:

@@ -59,7 +59,11 @@ class CudaQueue:
         Returns its outputs in pinned memory, the event after which they are there, and what must
         stay alive until then.
         """
-        bucket, capture = self._sizes(step, task)
+        capture = task.capture if self._is_capturable else None
+        bucket = None
+        if capture is not None:
+            sizes = step.batch.total_tokens, step.batch.batch_size
+            bucket = bucket_of(*sizes, max_tokens=self._max_tokens)
         has_types = step.batch.token_type_ids is not None
         exact = Bucket(step.batch.total_tokens, step.batch.batch_size, num_fillers=0)
         layout = encode_layout(bucket or exact, has_token_types=has_types)
@@ -68,8 +72,8 @@ class CudaQueue:
             layout.write(pinned.array, step)
             source = pinned.tensor[: layout.num_ints]
             captured = None
-            if bucket is not None and self._graphs is not None:
-                captured = self._find_graph(layout, capture, step, task)
+            if capture is not None and bucket is not None and self._graphs is not None:
+                captured = self._find_graph(self._graphs, layout, capture, step, task)
             if captured is not None:
                 captured.block.copy_(source, non_blocking=True)
                 captured.graph.replay()
@@ -80,7 +84,7 @@ class CudaQueue:
                 outputs = task.compute(
                     self._transformer, layout.read(block, step, max_seqlen=max_seqlen)
                 )
-            if bucket is not None:
+            if capture is not None and bucket is not None:
                 num_rows = exact.batch_size if capture.rows == "sequences" else exact.total_tokens
                 outputs = tuple(output[:num_rows] for output in outputs)
             copies, is_done = self._copy_out(outputs, is_static=captured is not None)
@@ -100,13 +104,6 @@ class CudaQueue:
     def num_graphs(self) -> int:
         return 0 if self._graphs is None else len(self._graphs)
 
-    def _sizes(self, step: Step, task: Task) -> tuple[Bucket | None, Capture | None]:
-        capture = task.capture
-        if capture is None or not self._is_capturable:
-            return None, capture
-        sizes = step.batch.total_tokens, step.batch.batch_size
-        return bucket_of(*sizes, max_tokens=self._max_tokens), capture
-
     def _max_seqlen(self, bucket: Bucket, step: Step, *, is_padded: bool) -> int:
         """Of the batch, or where it is padded of every batch that its bucket holds."""
         if not is_padded:
@@ -114,13 +111,13 @@ class CudaQueue:
         return min(bucket.total_tokens, self._transformer.spec.max_positions)
 
     def _find_graph(
-        self, layout: EncodeLayout, capture: Capture, step: Step, task: Task
+        self, graphs: GraphCache, layout: EncodeLayout, capture: Capture, step: Step, task: Task
     ) -> CapturedStep | None:
         key = (layout, capture.key)
-        captured = self._graphs.find(key)
-        if captured is None and self._graphs.is_due(key):
+        captured = graphs.find(key)
+        if captured is None and graphs.is_due(key):
             max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)
-            captured = self._graphs.capture(
+            captured = graphs.capture(
                 key,
                 partial(_compute, self._transformer, layout, step, task, max_seqlen),
                 num_ints=layout.num_ints,
@@ -143,9 +140,10 @@ class CudaQueue:
 
     def __del__(self) -> None:
         # A graph is not destroyed under its own run.
-        if not sys.is_finalizing() and getattr(self, "_graphs", None) is not None:
+        graphs: GraphCache | None = getattr(self, "_graphs", None)
+        if not sys.is_finalizing() and graphs is not None:
             with suppress(RuntimeError):
-                self._graphs.clear()
+                graphs.clear()
 
 
 def _compute(

@@ -27,8 +27,8 @@ class Part:
 
     step: Step
     tensors: tuple[torch.Tensor, ...]
+    device: torch.device
     is_done: torch.cuda.Event | None = None
-    device: torch.device | None = None
     keep: object = None
 
     def is_ready(self) -> bool:
@@ -122,9 +122,9 @@ class Runner:
     def _start(self, requests: Requests, task: Task[R]) -> Part:
         step = self._step(requests)
         if self._queue is None:
-            return Part(step, task.compute(self.transformer, step))
+            return Part(step, task.compute(self.transformer, step), self.device)
         copies, is_done, keep = self._queue.start(step, task)
-        return Part(step, copies, is_done, self.device, keep)
+        return Part(step, copies, self.device, is_done, keep)
 
     def _step(self, requests: Requests) -> Step:
         spec, prompts = self.transformer.spec, requests.prompt_tokens

@@ -27,6 +27,8 @@ Prepare = Callable[[Sequence[T], int], Window]
 _WINDOWS_AHEAD = 2
 # Steps launched and not collected: one runs, one waits behind it, one is copied to the host.
 _STEPS_RUNNING = 3
+# Fills a window's list until its steps have ended; each text gets a result or its error.
+_NO_RESULT = InputError("the engine gave no result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,12 @@ def in_order(
     finished: Generator[Finished[R], None, None],
 ) -> Generator[list[R | InputError], None, None]:
     """Each window's results in the caller's order; a text that failed is its InputError."""
-    results: list[R | InputError | None] = []
+    results: list[R | InputError] = []
     with closing(finished):
         for step in map(_owned, finished):
             start = step.window.start
             if not results:
-                results = [None] * step.window.num_texts
+                results = [_NO_RESULT] * step.window.num_texts
             for index, result in zip(step.indices.tolist(), step.results, strict=True):
                 results[index - start] = result
             for failure in step.failures:
@@ -108,8 +110,9 @@ def in_order(
 
 def _owned(step: Finished[R]) -> Finished[R]:
     """Rows of an array may be kept for long: not as views of a whole step in pinned memory."""
-    is_array = isinstance(step.results, np.ndarray)
-    return replace(step, results=step.results.copy()) if is_array else step
+    if isinstance(step.results, np.ndarray):
+        return replace(step, results=step.results.copy())
+    return step
 
 
 class _WindowsAhead(Generic[T]):

@@ -3,18 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeGuard
 
 import numpy as np
 import tokenizers
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.checkpoint.tokenizer import Tokenizer, Tokens
+from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
-from bytetx.requests.token_ids import Errors, check_range, flatten_ids, no_tokens
+from bytetx.requests.token_ids import Errors, Ids, are_all, check_range, flatten_ids, no_tokens
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
-Input = str | tuple[str, str] | Sequence[int] | np.ndarray
+Input = Text | Ids
 
 _TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first window
 _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
@@ -44,16 +45,18 @@ class InputReader:
         """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
         if isinstance(item, str):
             return int(len(item) * self._tokens_per_character) + 1
+        if _is_pair(item):
+            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
         try:
-            length = len(item)
+            return len(item) or 1
         except TypeError:  # no input at all; read() names it
             return 1
-        if length == 2 and _is_pair(item):
-            return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
-        return length or 1
 
-    def read(self, inputs: Sequence[Input], start: int) -> Window:
-        """Inputs as columns, numbered from `start`; strings are tokenised in one call."""
+    def read(self, inputs: Sequence[object], start: int) -> Window:
+        """Inputs as columns, numbered from `start`; strings are tokenised in one call.
+
+        What is no Input is an error of its text.
+        """
         errors: Errors = {}
         texts, ids = _by_kind(inputs, start)
         pieces = []
@@ -74,8 +77,12 @@ class InputReader:
         failures = [Failure(index, errors[index]) for index in sorted(errors)]
         return Window(start, len(inputs), requests, failures)
 
-    def _read_texts(self, texts: Mapping[int, str | Sequence[str]], errors: Errors) -> Requests:
+    def _read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
         """Columns of strings and pairs; the rows in `errors` among them are to be dropped."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            errors.update((index, _no_tokenizer(index)) for index in texts)
+            return _no_requests()
         given = self._checked_texts(texts, errors)
         if not given:
             return _no_requests()
@@ -84,29 +91,30 @@ class InputReader:
         if set(map(type, given.values())) != {str}:
             is_pair = [not isinstance(text, str) for text in given.values()]
         if self.with_alignment or any(is_pair):
-            encodings = self.tokenizer.encode(
-                list(given.values()), with_offsets=self.with_alignment
-            )
-            tokens = self.tokenizer.tokens(encodings)
-            if any(is_pair) and self.spec.num_token_types > 1 and self.tokenizer.has_token_types:
+            encodings = tokenizer.encode(list(given.values()), with_offsets=self.with_alignment)
+            tokens = tokenizer.tokens(encodings)
+            if any(is_pair) and self.spec.num_token_types > 1 and tokenizer.has_token_types:
                 types = _type_ids(encodings, tokens, is_pair)
             if self.with_alignment:
                 alignments = list(map(_alignment, encodings, (texts[index] for index in given)))
         else:
-            tokens = self.tokenizer.encode_ids(list(given.values()))
+            tokens = tokenizer.encode_ids(list(given.values()))
+        prompt_tokens = None
+        if self.prompt:
+            prompt_tokens = np.full(len(given), self._count_prompt_tokens(tokenizer), np.int32)
         requests = Requests(
             np.fromiter(given, dtype=np.int64, count=len(given)),
             tokens.seqlens,
             tokens.token_ids,
             tokens.is_truncated,
             types,
-            np.full(len(given), self._count_prompt_tokens(), np.int32) if self.prompt else None,
+            prompt_tokens,
             alignments,
         )
-        self._check_tokens(requests, errors)
+        self._check_tokens(requests, tokenizer, errors)
         return requests
 
-    def _learn_density(self, texts: Iterable[str | Sequence[str]], num_tokens: int) -> None:
+    def _learn_density(self, texts: Iterable[Text], num_tokens: int) -> None:
         """Later windows are sized by the first one's tokens: which texts run together depends on
         the input alone, and never on which thread was faster."""
         num_characters = sum(
@@ -115,45 +123,38 @@ class InputReader:
         density = num_tokens / max(num_characters, 1)
         self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
 
-    def _checked_texts(
-        self, texts: Mapping[int, str | Sequence[str]], errors: Errors
-    ) -> Mapping[int, str | tuple[str, str]]:
-        """What the tokenizer is given, by place in the caller's order; the others are errors."""
-        if self.tokenizer is None:
-            errors.update((index, _no_tokenizer(index)) for index in texts)
-            return {}
-        strings = texts.values()
-        if not self.prompt and set(map(type, strings)) == {str} and all(map(str.isascii, strings)):
+    def _checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
+        """What the tokenizer is given, by index in the caller's order; the others are errors."""
+        given = list(texts.values())
+        if not self.prompt and are_all(given, str) and all(map(str.isascii, given)):
             return texts
-        checked = {}
+        checked: dict[int, Text] = {}
         for index, text in texts.items():
             if isinstance(text, str):
                 if text.isascii() or _is_unicode(text, index, errors):
-                    checked[index] = text
+                    checked[index] = self.prompt + text
             elif self.prompt:
                 errors[index] = InputError(
                     f"texts[{index}] is a pair; a prompt goes with single texts only"
                 )
             elif all(_is_unicode(part, index, errors) for part in text):
-                checked[index] = tuple(text)
-        if self.prompt:
-            return {index: self.prompt + text for index, text in checked.items()}
+                checked[index] = text
         return checked
 
-    def _check_tokens(self, requests: Requests, errors: Errors) -> None:
+    def _check_tokens(self, requests: Requests, tokenizer: Tokenizer, errors: Errors) -> None:
         """Finds texts that are too long or have no token the model knows."""
         if not self.truncate and requests.is_truncated.any():
             for index in requests.indices[requests.is_truncated].tolist():
                 errors[index] = TooLongError(
-                    f"texts[{index}] has more than the {self.tokenizer.max_tokens} tokens this "
+                    f"texts[{index}] has more than the {tokenizer.max_tokens} tokens this "
                     "model takes; shorten it, or pass truncate=True"
                 )
         for index in requests.indices[requests.seqlens == 0].tolist():
             errors.setdefault(index, no_tokens(index))
-        if self.tokenizer.vocab_size > self.spec.vocab_size:
+        if tokenizer.vocab_size > self.spec.vocab_size:
             self._check_range(requests, errors)
 
-    def _read_ids(self, items: Mapping[int, Input], errors: Errors) -> Requests:
+    def _read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""
         columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
         limit = self.spec.max_positions
@@ -186,7 +187,9 @@ class InputReader:
                 errors.setdefault(index, error)
 
     def _check_masks(self, requests: Requests, errors: Errors) -> None:
+        assert self.tokenizer is not None  # the task looked for its mask token
         mask_token_id = self.tokenizer.mask_token_id
+        assert mask_token_id is not None
         rows = zip(requests.indices.tolist(), requests.split(), requests.is_truncated, strict=True)
         for index, ids, is_truncated in rows:
             if not (ids == mask_token_id).any():
@@ -195,30 +198,34 @@ class InputReader:
                 error = InputError(f"texts[{index}] has no {mask} to fill{cut}")
                 errors.setdefault(index, error)
 
-    def _count_prompt_tokens(self) -> int:
+    def _count_prompt_tokens(self, tokenizer: Tokenizer) -> int:
         """Tokens of the prompt alone, without the special token that would end it."""
         if self._prompt_tokens is None:
-            encoding = self.tokenizer.encode([self.prompt])[0]
-            ends_special = bool(encoding.ids) and encoding.ids[-1] in self.tokenizer.frame_ids
+            encoding = tokenizer.encode([self.prompt])[0]
+            ends_special = bool(encoding.ids) and encoding.ids[-1] in tokenizer.frame_ids
             self._prompt_tokens = len(encoding.ids) - ends_special
         return self._prompt_tokens
 
 
-def _by_kind(
-    inputs: Sequence[Input], start: int
-) -> tuple[dict[int, str | Sequence[str]], dict[int, Input]]:
-    """Strings and pairs, and everything else, each by its place in the caller's order."""
-    numbered = dict(enumerate(inputs, start))
-    kinds = set(map(type, inputs))
-    if kinds == {str}:
-        return numbered, {}
-    if kinds == {np.ndarray}:
-        return {}, numbered
-    texts = {i: item for i, item in numbered.items() if isinstance(item, str) or _is_pair(item)}
-    return texts, {i: item for i, item in numbered.items() if i not in texts} if texts else numbered
+def _by_kind(inputs: Sequence[object], start: int) -> tuple[dict[int, Text], dict[int, object]]:
+    """Strings and pairs, and everything else, each by its index in the caller's order."""
+    if are_all(inputs, str):
+        return dict(enumerate(inputs, start)), {}
+    if are_all(inputs, np.ndarray):
+        return {}, dict(enumerate(inputs, start))
+    texts: dict[int, Text] = {}
+    ids: dict[int, object] = {}
+    for index, item in enumerate(inputs, start):
+        if isinstance(item, str):
+            texts[index] = item
+        elif _is_pair(item):
+            texts[index] = (item[0], item[1])
+        else:
+            ids[index] = item
+    return texts, ids
 
 
-def _is_pair(item: object) -> bool:
+def _is_pair(item: object) -> TypeGuard[tuple[str, str]]:
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         return False
     return isinstance(item[0], str) and isinstance(item[1], str)
@@ -256,12 +263,12 @@ def _type_ids(
     encodings: Sequence[tokenizers.Encoding], tokens: Tokens, is_pair: Sequence[bool]
 ) -> np.ndarray:
     """int32 [total_tokens]; only a pair has types other than 0."""
-    types = chain.from_iterable(encoding.type_ids for encoding in encodings)
-    types = np.fromiter(types, dtype=np.int32, count=len(tokens.token_ids))
+    type_ids = chain.from_iterable(encoding.type_ids for encoding in encodings)
+    types = np.fromiter(type_ids, dtype=np.int32, count=len(tokens.token_ids))
     return types * np.repeat(np.asarray(is_pair, dtype=np.int32), tokens.seqlens)
 
 
-def _alignment(encoding: tokenizers.Encoding, text: Input) -> Alignment:
+def _alignment(encoding: tokenizers.Encoding, text: Text) -> Alignment:
     return Alignment(
         text if isinstance(text, str) else None,
         encoding.offsets,
@@ -286,7 +293,7 @@ def _in_order(pieces: Sequence[Requests]) -> Requests:
         types = np.concatenate([types, np.zeros(ids.total_tokens, dtype=np.int32)])
     if prompts is not None:
         prompts = np.concatenate([prompts, np.zeros(len(ids), dtype=np.int32)])
-    if texts.alignments is not None:
+    if texts.alignments is not None and ids.alignments is not None:
         alignments = [*texts.alignments, *ids.alignments]
     both = Requests(
         np.concatenate([texts.indices, ids.indices]),

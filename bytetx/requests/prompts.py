@@ -33,7 +33,9 @@ class PromptReader:
 
     def read(self, prompts: Sequence[Prompt]) -> list[list[int] | InputError]:
         """The token ids of the next prompts, an InputError for each that cannot be run."""
-        start, errors, plain = self._num_read, {}, []
+        start = self._num_read
+        errors: dict[int, InputError] = {}
+        plain: list[object] = []
         self._num_read += len(prompts)
         for index, prompt in enumerate(prompts, start):
             try:
@@ -51,8 +53,8 @@ class PromptReader:
         read |= errors
         return [read[index] for index in range(start, self._num_read)]
 
-    def _plain(self, prompt: Prompt) -> str | Sequence[int]:
-        """A chat as token ids; strings and token ids as they are."""
+    def _plain(self, prompt: object) -> object:
+        """A chat as token ids; anything else as it is."""
         if isinstance(prompt, Mapping):
             raise InputError("one message is no prompt; a chat is a list of messages")
         if not isinstance(prompt, list | tuple) or not prompt:

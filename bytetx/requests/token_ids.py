@@ -1,21 +1,25 @@
 """Sequences of token ids that a caller gave -> columns, without a loop over tokens."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import TypeGuard, TypeVar
 
 import numpy as np
 
 from bytetx.errors import InputError
 from bytetx.ops.int_lists import flatten_int_lists
 
-Errors = dict[int, InputError]  # by place in the caller's order
+Ids = Sequence[int] | np.ndarray
+Errors = dict[int, InputError]  # by index in the caller's order
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class IdColumns:
     """Sequences of ids behind one another.
 
-    indices: int64 [num_texts], places in the caller's order.  seqlens: int32 [num_texts].
+    indices: int64 [num_texts], in the caller's order.  seqlens: int32 [num_texts].
     token_ids: [total_tokens], any integer type; whether they fit the model is not checked yet.
     """
 
@@ -27,10 +31,15 @@ class IdColumns:
 def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors) -> IdColumns:
     """The items that are one-dimensional sequences of integers; `errors` names the others.
 
-    items: by place in the caller's order.
+    items: by index in the caller's order.
     """
     given = list(items.values())
-    token_ids = _flatten_lists(given) if type(given[0]) is list else _flatten_arrays(given)
+    rows: Sequence[Sized] = []
+    token_ids = None
+    if are_all(given, list):
+        rows, token_ids = given, _flatten_lists(given)
+    elif are_all(given, np.ndarray):
+        rows, token_ids = given, _flatten_arrays(given)
     if token_ids is None:  # of several kinds, or with something wrong: one by one
         checked: dict[int, np.ndarray] = {}
         for index, item in items.items():
@@ -38,11 +47,11 @@ def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors)
                 checked[index] = _checked_ids(item, index, vocab_size)
             except InputError as error:
                 errors[index] = error
-        items, given = checked, list(checked.values())
-        token_ids = np.concatenate([np.empty(0, dtype=np.int32), *given])
+        items, rows = checked, list(checked.values())
+        token_ids = np.concatenate([np.empty(0, dtype=np.int32), *checked.values()])
     return IdColumns(
-        np.fromiter(items, dtype=np.int64, count=len(given)),
-        np.fromiter(map(len, given), dtype=np.int32, count=len(given)),
+        np.fromiter(items, dtype=np.int64, count=len(rows)),
+        np.fromiter(map(len, rows), dtype=np.int32, count=len(rows)),
         token_ids,
     )
 
@@ -64,17 +73,18 @@ def no_tokens(index: int) -> InputError:
     )
 
 
-def _flatten_lists(items: Sequence[object]) -> np.ndarray | None:
-    """Ids of plain lists of int, or None where one item is not that."""
-    if set(map(type, items)) != {list} or not all(items):
-        return None
-    return flatten_int_lists(items, total=sum(map(len, items)))
+def are_all(items: Sequence[object], kind: type[T]) -> TypeGuard[Sequence[T]]:
+    """Whether every item is of exactly this type; False for no items."""
+    return set(map(type, items)) == {kind}
 
 
-def _flatten_arrays(items: Sequence[object]) -> np.ndarray | None:
+def _flatten_lists(items: Sequence[list[int]]) -> np.ndarray | None:
+    """Ids of lists, or None where one is empty or holds anything but int."""
+    return flatten_int_lists(items, total=sum(map(len, items))) if all(items) else None
+
+
+def _flatten_arrays(items: Sequence[np.ndarray]) -> np.ndarray | None:
     """Ids of one-dimensional arrays of one integer type, or None where one item is not that."""
-    if set(map(type, items)) != {np.ndarray}:
-        return None
     kinds = {(item.dtype, item.ndim, item.size > 0) for item in items}
     dtype, ndim, has_ids = kinds.pop()
     if kinds or ndim != 1 or not has_ids or dtype.kind not in "iu":

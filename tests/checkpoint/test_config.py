@@ -236,7 +236,7 @@ def test_a_transformer_beside_modules_json(tmp_path: Path) -> None:
             "path must be a path inside the folder, got '/etc'",
         ),
         ('[{"type": "x.Transformer", "path": 3}]', "path must be a path inside the folder, got 3"),
-        ('[{"type": "x.Transformer", "path": "gone"}]', "'gone', which is not there"),
+        ('[{"type": "x.Transformer", "path": "gone"}]', "'gone', which does not exist"),
     ],
 )
 def test_damaged_modules_json(content: str, message: str, tmp_path: Path) -> None:

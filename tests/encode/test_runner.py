@@ -158,7 +158,7 @@ def test_a_lost_device_says_to_restart() -> None:
         def synchronize(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    part = Part(Step(requests(), pack([[1, 2]] * 3), None), (), Dead(), CUDA)
+    part = Part(Step(requests(), pack([[1, 2]] * 3), None), (), CUDA, Dead())
     with pytest.raises(DeviceLostError, match=r"cuda:0 failed .* 3 texts .*illegal.* restart the"):
         part.outputs()
 
