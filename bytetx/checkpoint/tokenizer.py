@@ -57,7 +57,6 @@ class Tokenizer:
             _lower_case(backend)
         self.backend = backend
         self.max_tokens = max_tokens
-        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.unk_token_id = self._special_id(config, "unk_token")
         self.mask_token_id = self._special_id(config, "mask_token")
         self.pad_token_id = self._special_id(config, "pad_token")

@@ -151,8 +151,7 @@ class InputReader:
                 )
         for index in requests.indices[requests.seqlens == 0].tolist():
             errors.setdefault(index, no_tokens(index))
-        if tokenizer.vocab_size > self.spec.vocab_size:
-            self._check_range(requests, errors)
+        self._check_range(requests, errors)  # a tokenizer may have ids that the model has not
 
     def _read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""
@@ -181,6 +180,8 @@ class InputReader:
         if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
             return
         for index, row in zip(requests.indices.tolist(), requests.split(), strict=True):
+            if not len(row):
+                continue
             try:
                 check_range(row, index, vocab_size)
             except InputError as error:

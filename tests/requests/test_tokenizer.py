@@ -235,6 +235,18 @@ def test_tokenizer_larger_than_the_model(tmp_path: Path) -> None:
         bytetx.load(folder).embed(["unbelievable!"])
 
 
+def test_a_gap_in_the_tokenizers_ids(tmp_path: Path) -> None:
+    """No more tokens than the model has, and one whose id is beyond its table."""
+    folder = save_checkpoint(tmp_path)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    word = next(word for word in vocabulary if word.isalpha() and len(word) > 2)
+    vocabulary[word] = 512
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    result = bytetx.load(folder).embed([word, "a"], on_error="return")
+    assert "holds token id 512" in str(result.errors[0]) and list(result.errors) == [0]
+
+
 @given(st.text(max_size=40))
 def test_any_text_embeds_or_is_named(model: bytetx.Model, text: str) -> None:
     result = model.embed([text, "a"], truncate=True, on_error="return")
