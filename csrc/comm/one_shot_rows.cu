@@ -52,11 +52,11 @@ __global__ void __launch_bounds__(kThreads)
         for (int i = 0; i < kInFlight; ++i) words[i] = comm::never_zero(words[i]);
         for (int turn = 1; turn < p.peers.size; ++turn) {
             const int peer = (p.peers.rank + turn) % p.peers.size;
-            uint4* staging buffer = comm::staging_at(p.peers, peer, epoch) + own_place;
+            uint4* staging = comm::staging_at(p.peers, peer, epoch) + own_place;
 #pragma unroll
             for (int i = 0; i < kInFlight; ++i) {
                 const int64_t place = first + i * step;
-                if (place < p.num_vecs) comm::store_relaxed(staging buffer + place, words[i]);
+                if (place < p.num_vecs) comm::store_relaxed(staging + place, words[i]);
             }
         }
     }
