@@ -46,26 +46,26 @@ __device__ __forceinline__ void add_inbox(const StagingParams& p,
     clear_row<T, Tiling>(h);
     add_row<T, Tiling>(h, residual);
     add_parameter<T, Tiling>(h, bias, lane, num_vecs);
-    uint4* const staging buffer = staging_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
+    uint4* const staging = staging_at(p.peers, p.peers.rank, epoch) + row * num_vecs + lane;
     const int64_t stride = int64_t{p.shape.num_rows} * num_vecs;
     const auto is_here = [&](int source) {
         return source == p.peers.rank && p.own_part != nullptr;
     };
     const auto look = [&](RawRow<Tiling>& part, int source) {
         if (!is_here(source)) {
-            return peek<Tiling>(part, staging buffer + source * stride, lane, num_vecs);
+            return peek<Tiling>(part, staging + source * stride, lane, num_vecs);
         }
         part.load(p.own_part, row, lane, num_vecs, load_coherent);
         return true;
     };
     const auto finish = [&](RawRow<Tiling>& part, bool is_whole, int source) {
-        uint4* first = staging buffer + source * stride;
+        uint4* first = staging + source * stride;
         wait_for_row<Tiling>(p.peers, source, part, is_whole, first, lane, num_vecs);
         add_row<T, Tiling>(h, part);
         if (!is_here(source)) clear_inbox<Tiling>(first, lane, num_vecs);
     };
     if (lane == 0 && p.own_part == nullptr) {
-        wait_for_word(p.peers, p.peers.rank, staging buffer + p.peers.rank * stride);
+        wait_for_word(p.peers, p.peers.rank, staging + p.peers.rank * stride);
     }
     sync_row<Tiling>();
     constexpr int kTogether = kShares && Tiling::kVecsPerThread > 4 ? 1 : 2;
