@@ -1,4 +1,4 @@
-"""A forward call's arguments: read by name, checked, and told apart from what bytetx leaves."""
+"""A forward call's arguments: bound to names, checked, and compared with what bytetx supports."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,12 +29,12 @@ _READ = {
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The tensors of one call, and what the caller wants back.
+    """The tensors of one call, and the outputs that it requests.
 
     input_ids, position_ids, token_type_ids: int [num_rows, num_columns]; attention_mask: the same
     shape, or another that bytetx leaves; inputs_embeds: [num_rows, num_columns, embedding_size].
     cu_seqlens: int [batch_size + 1] where the one row holds packed sequences.
-    past: of a causal model, keys and values to go on from.  use_cache: whether it gives its own.
+    past: a causal model's earlier keys and values.  use_cache: whether to return its own.
     """
 
     input_ids: torch.Tensor | None
@@ -126,7 +126,7 @@ def read_inputs(
 def reason_against(
     given: Mapping[str, Any], inputs: Inputs, config: object, *, also_read: Collection[str] = ()
 ) -> str | None:
-    """Why this call's arguments are for the original forward, or None.
+    """Why this call's arguments need the original forward, or None.
 
     also_read: names that this model's forward reads beside those that every one does.
     """

@@ -1,4 +1,4 @@
-"""Ids outside their tables: raised at once on a CPU, at a later call where a GPU found them."""
+"""Ids outside their tables: an error at once on a CPU, at a later call on a GPU."""
 
 import threading
 from collections.abc import Callable
@@ -22,11 +22,10 @@ class _Words:
 
 
 class BadIds:
-    """What GPUs found in one model's calls; each thread has its own words on each GPU.
+    """Bad ids that GPUs found in one model's calls; each thread has its own words on each GPU.
 
-    Waiting for a GPU before a call returns would cost the call its overlap: the words are copied
-    to the host behind it, and read by the thread's next call.  They stay where they are as long as
-    the model's stand-in does, for a CUDA graph may write them at any time.
+    A call does not wait for the GPU: the words are copied to the host after it, and the thread's
+    next call reads them.  Their addresses never change, because a CUDA graph may write them.
     """
 
     def __init__(self) -> None:
@@ -71,7 +70,7 @@ class BadIds:
         return self._words[key]
 
     def raise_found(self, transformer: Transformer) -> None:
-        """Raises InputError, once, where a call of this thread that has ended met a bad id."""
+        """Raises InputError, once, where an earlier call of this thread had a bad id."""
         device = transformer.embeddings.word.device
         words = self._words.get(_key_of(device)) if device.type == "cuda" else None
         if words is None:
@@ -82,7 +81,7 @@ class BadIds:
         if not torch.cuda.is_current_stream_capturing():
             words.on_device.zero_()
             words.on_host.copy_(words.on_device, non_blocking=True)
-            torch.cuda.current_stream(device).synchronize()  # older copies may be on their way
+            torch.cuda.current_stream(device).synchronize()  # older copies may not have ended
         sizes = _table_sizes(transformer)
         named = [
             f"{name} with {bad}, where ids are 0 to {size - 1}"

@@ -1,4 +1,4 @@
-"""What stands in for the forward of a causal base model, and for those of its heads."""
+"""Replacements of the forward of a causal base model, and of those of its heads."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -43,8 +43,8 @@ _OWN_NAMES = ("past_key_values", "cache_position")
 class CausalForward(PackedForward):
     """A causal base model's forward on packed rows: a token sees those before it.
 
-    past_key_values come as transformers' own cache; a call that goes on from them is for the
-    original forward, which reads them there.
+    past_key_values are transformers' own cache; a call that continues from them runs the original
+    forward.
     """
 
     outputs = CAUSAL_OUTPUTS
@@ -99,7 +99,7 @@ class CausalForward(PackedForward):
 
 
 class CausalHeadForward(StandIn):
-    """The own forward of another head, with word to its base model of whether it reads pads."""
+    """Runs another head's original forward; tells its base model whether it reads pads."""
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
@@ -214,26 +214,26 @@ class LmHeadForward(StandIn):
 
 
 def base_forward(module: "PreTrainedModel") -> CausalForward:
-    """What stands in for the forward of this head's base model."""
+    """The replaced forward of this head's base model."""
     forward: CausalForward = module.base_model.__dict__["forward"]
     return forward
 
 
 def is_plain_head(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a head is a linear layer that nobody changed."""
+    """Whether a head is an unchanged linear layer."""
     has_hooks = head._forward_hooks or head._forward_pre_hooks
     return type(head) is nn.Linear and not has_hooks and "forward" not in head.__dict__
 
 
 def holes_reason(layout: Layout, spec: ModelSpec) -> str | None:
-    """Why a mask is for the original forward, whose windows count a row's columns, or None."""
+    """Why a mask needs the original forward, whose windows count a row's columns, or None."""
     if layout.has_holes and any(spec.layer_spec.window_of(i) for i in range(spec.num_layers)):
         return "a mask with holes under a sliding window"
     return None
 
 
 def hidden_states_of(packed: PackedPass) -> dict[str, Any]:
-    """The field of an output, where it was asked for."""
+    """The output field hidden_states, if it was requested."""
     if not packed.layers:
         return {}
     states = (*packed.layers[:-1], packed.x)
@@ -247,11 +247,11 @@ def _past_reason(inputs: Inputs) -> str | None:
 
     if is_empty(inputs.past) and inputs.use_cache:
         return None
-    return "past_key_values hold keys and values, which it goes on from, or are no DynamicCache"
+    return "past_key_values hold keys and values already, or are no DynamicCache"
 
 
 def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | None:
-    """Why positions, or what a token sees by them, are for the original forward."""
+    """Why positions, or the attention that they imply, need the original forward, or None."""
     rotary, positions = spec.layer_spec.rotary, inputs.position_ids
     if inputs.token_type_ids is not None:
         return "token_type_ids add word embeddings in this family"
@@ -269,11 +269,11 @@ def _position_reason(inputs: Inputs, layout: Layout, spec: ModelSpec) -> str | N
         low, high = map(int, layout.gather(positions).aminmax())
         length = high + 1
         if low < 0:
-            return "position_ids below 0 turn backwards, which bytetx has no tables for"
+            return "position_ids below 0 have no rotary tables in bytetx"
     elif layout.is_packed:
         length = layout.max_seqlen
     if length > limit:
-        return f"{length} positions are more than the {limit} that bytetx turns for this model"
+        return f"{length} positions are more than the {limit} of the model's rotary tables"
     return None
 
 

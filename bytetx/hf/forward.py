@@ -1,4 +1,4 @@
-"""What stands in for a base model's forward, and for that of a head on top of it."""
+"""Replacements of a base model's forward, and of the forward of a head on it."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -49,11 +49,11 @@ _FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNext
 
 @dataclass(frozen=True, slots=True)
 class HeadCall:
-    """What a head tells the base model that it is about to call.
+    """What a head tells its base model before it calls it.
 
     reads_first: the head reads column 0; only_first: and no other column.
-    reads_pads: what stands at pads changes what the head answers for tokens, or its loss.
-    shows_pads: the head's output holds values of pads, which nobody else reads.
+    reads_pads: the values at pads change the head's output at tokens, or its loss.
+    shows_pads: the head's output has values at pads.
     """
 
     base: nn.Module
@@ -70,7 +70,7 @@ _HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default
 
 @contextmanager
 def head_call(call: HeadCall) -> Iterator[None]:
-    """While it is open, the call's base model knows what the head will read."""
+    """In this context, the call's base model knows what the head reads."""
     token = _HEAD_CALL.set(call)
     try:
         yield
@@ -108,7 +108,7 @@ class StandIn(ABC):
         self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
         # torch.compile leaves the call to this code and compiles what is around it.
         self.run = torch.compiler.disable(
-            self._run, reason="a wrapped model is not compiled; unwrap it for one whole graph"
+            self._run, reason="a wrapped model is not compiled; unwrap it for one full graph"
         )
 
     @property
@@ -137,7 +137,7 @@ class StandIn(ABC):
 
 
 class HeadForward(StandIn):
-    """A head's own forward, run with word to its base model of what the head will read."""
+    """Runs a head's original forward; tells its base model what the head reads."""
 
     def __init__(self, module: "PreTrainedModel"):
         super().__init__(module)
@@ -205,7 +205,7 @@ class PackedForward(StandIn):
     def apply_to_module(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """Stands in for module._apply (.to, .half, .cuda): lets go of the old parameters first."""
+        """Replaces module._apply (.to, .half, .cuda): drops the plan first."""
         self.forget()
         moved: nn.Module = type(self.module)._apply(self.module, fn, recurse)
         return moved
@@ -220,8 +220,7 @@ class PackedForward(StandIn):
         return self._output(self._fields(packed, call), return_dict=packed.inputs.return_dict)
 
     def run_packed(self, given: dict[str, Any], call: HeadCall | None) -> PackedPass | None:
-        """The call's pass on packed rows, or None where the original is to run, with the reason
-        said."""
+        """Runs the call on packed rows; None, with a notice, where the original must run."""
         cu_seqlens = arguments.take_cu_seqlens(given)
         if call is not None and cu_seqlens is None:
             cu_seqlens = call.cu_seqlens
@@ -242,7 +241,7 @@ class PackedForward(StandIn):
             self.bad_ids.raise_found(transformer)
             reason = self._layout_reason(inputs, layout, call, transformer)
             if reason is None and self.pads == "stock" and _shows_pads(inputs, layout, call):
-                return None  # as wrap was asked, so that there is nothing to warn of
+                return None  # the caller chose this with wrap(pads="stock")
             if reason is None:
                 with computing(inputs.main.device):
                     return self._pass(transformer, inputs, layout)
@@ -254,7 +253,7 @@ class PackedForward(StandIn):
         return None
 
     def current_plan(self) -> Plan:
-        """The plan for the model as it is now, made anew where it was changed."""
+        """The current plan, built again where the model was changed."""
         plan = self.plan  # read once: another thread may be moving the model
         if plan is None or not plan.snapshot.is_current():
             self.forget()
@@ -262,7 +261,7 @@ class PackedForward(StandIn):
         return plan
 
     def forget(self) -> None:
-        """Lets go of what was made over the parameters as they were."""
+        """Drops what was built over the old parameters."""
         self.plan = None
 
     def _mode_reason(self) -> str | None:
@@ -306,7 +305,7 @@ class PackedForward(StandIn):
         from transformers import modeling_outputs
 
         name = type(self.module).__name__
-        if not return_dict and name == "MPNetModel":  # its tuple keeps the place of a None pooler
+        if not return_dict and name == "MPNetModel":  # its tuple has an entry for a missing pooler
             hidden_states = fields.get("hidden_states")
             rest = () if hidden_states is None else (hidden_states,)
             return (fields["last_hidden_state"], fields.get("pooler_output"), *rest)
@@ -315,7 +314,7 @@ class PackedForward(StandIn):
 
 
 def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
-    """Why the modes and gradients of this call are for the original forward, or None."""
+    """Why the modes and gradients of this call need the original forward, or None."""
     if plan.snapshot.is_training():
         return "an inner module is in training mode; call .eval()"
     if torch.is_autocast_enabled(inputs.main.device.type):
@@ -341,7 +340,7 @@ def _layout_of(inputs: Inputs) -> Layout:
 
 
 def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
-    """Why a padded batch is for the original forward, or None."""
+    """Why a padded batch needs the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (
             "the head reads the first column, and a row starts with padding; "
@@ -349,8 +348,8 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
         )
     if call is not None and call.reads_pads and layout.token_indices is not None:
         return (
-            "the head's answer depends on what it finds at pads; labels there are to be -100, and "
-            "logits_to_keep is to name tokens, to run on bytetx"
+            "the head's output depends on the values at pads; to run on bytetx, set labels at pads "
+            "to -100 and let logits_to_keep select tokens"
         )
     bias = transformer.layers.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
@@ -359,7 +358,7 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
 
 
 def _shows_pads(inputs: Inputs, layout: Layout, call: HeadCall | None) -> bool:
-    """Whether the call's output holds what was computed at pads."""
+    """Whether the call's output has values at pads."""
     if layout.token_indices is None:
         return False
     is_seen = call is None or call.shows_pads or inputs.output_hidden_states

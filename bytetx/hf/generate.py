@@ -1,4 +1,4 @@
-"""What stands in for `generate` of a causal model: greedy decoding by continuous batching."""
+"""The replacement of a causal model's `generate`: greedy decoding by continuous batching."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from bytetx.nn.sentence_modules import SentenceSpec
 from bytetx.ops.linear import prepare_linear
 from bytetx.sampling_params import SamplingParams
 
-# Arguments of generate that say what goes on from where; any other one is transformers' own.
+# The inputs of generate; any other argument is an option of transformers.
 _INPUTS = ("inputs", "input_ids", "attention_mask")
 _OPTIONS = (
     "logits_processor",
@@ -73,12 +73,12 @@ class GenerateStandIn(StandIn):
         reason = self._call_reason(args, kwargs)
         if reason is None:
             return self.original(*args, **kwargs | {"custom_generate": self._decode})
-        self.notices.say(reason, who=_THEIRS)
+        self.notices.say(reason, runs=_THEIRS)
         with silent():  # one notice is enough
             return self.original(*args, **kwargs)
 
     def _call_reason(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Why the call as it stands is transformers', or None; its errors are transformers' too."""
+        """Why transformers must run the call, or None; errors of the call are transformers' too."""
         given = arguments.bind(self.names, args, kwargs)
         for name in _OPTIONS:
             value = given.pop(name, None)
@@ -138,7 +138,7 @@ class GenerateStandIn(StandIn):
         generation_config: Any,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Takes the place of transformers' `_sample`, with all that it has prepared."""
+        """Replaces transformers' `_sample`, with its prepared arguments."""
         mask, (num_rows, num_columns) = model_kwargs.get("attention_mask"), input_ids.shape
         limits = _limits(logits_processor, stopping_criteria, width=num_columns)
         answers: list[list[int]] | str = "attention_mask has another shape than the input"
@@ -149,7 +149,7 @@ class GenerateStandIn(StandIn):
             answers = self._answers(layout, layout.gather(input_ids), limits)
         if not isinstance(answers, str):
             return _padded(input_ids, answers, generation_config)
-        self.notices.say(answers, who=_THEIRS)
+        self.notices.say(answers, runs=_THEIRS)
         with silent():
             return type(model)._sample(
                 model,
@@ -163,7 +163,7 @@ class GenerateStandIn(StandIn):
     def _answers(
         self, layout: Layout, ids: torch.Tensor, limits: "_Limits"
     ) -> list[list[int]] | str:
-        """The tokens after each row's, or why they are transformers' to find."""
+        """The tokens that follow each row, or why transformers must generate them."""
         forward = base_forward(self.module)
         checkpoint = _checkpoint_of(forward, self.module.get_output_embeddings())
         if reason := _layout_reason(layout, limits.max_tokens, checkpoint.spec):
@@ -231,14 +231,14 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
     """The wrapped model as what `bytetx.load` would have read; nothing is copied."""
     transformer = forward.current_plan().transformer
     assert transformer is not None  # the stand-in asked before
-    word, nowhere = transformer.embeddings.word, Path()
+    word, no_folder = transformer.embeddings.word, Path()
     bias = None if lm_head.bias is None else lm_head.bias.detach()
     decoder = prepare_linear(lm_head.weight.detach(), bias, prepack=False)
     head = LmHead(decoder, decoder.n)
     return LoadedCheckpoint(
-        folder=nowhere,
+        folder=no_folder,
         spec=transformer.spec,
-        sentence=SentenceSpec(nowhere),
+        sentence=SentenceSpec(no_folder),
         modules=(),
         transformer=transformer,
         heads=Heads(lm=head),
@@ -255,7 +255,7 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
 def _generate(
     engines: EngineCache, checkpoint: LoadedCheckpoint, prompts: list[list[int]], limits: _Limits
 ) -> list[list[int]]:
-    """Greedy answers through an engine that is this call's alone; raises the first error."""
+    """Greedy answers by an engine that no other call uses; raises the first error."""
     lengths = [len(prompt) + limits.max_tokens for prompt in prompts]
     num_tokens = sum(-(-length // PAGE_SIZE) * PAGE_SIZE for length in lengths)
     taken = engines.take(checkpoint, EngineNeeds(len(prompts), num_tokens, max(lengths)))

@@ -1,4 +1,4 @@
-"""Saying, once, that the original forward runs instead of bytetx's."""
+"""Warnings, once for each reason, that the original forward runs."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ class FallbackWarning(UserWarning):
 
 
 class Notices:
-    """Reasons that one wrapped model has given already."""
+    """The reasons that one wrapped model has warned of."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()
 
-    def say(self, reason: str, *, who: str = "the original forward") -> None:
-        """Warns the first time that `reason` comes."""
+    def say(self, reason: str, *, runs: str = "the original forward") -> None:
+        """Warns at the first occurrence of `reason`."""
         if reason not in self.said and not _IS_SILENT.get():
             self.said.add(reason)
-            warnings.warn(f"bytetx: {who} runs: {reason}", FallbackWarning, 2)
+            warnings.warn(f"bytetx: {runs} runs: {reason}", FallbackWarning, 2)
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """While it is open, what follows from a reason that was said is not said again."""
+    """Suppresses notices in this context, because the caller has already warned."""
     token = _IS_SILENT.set(True)
     try:
         yield

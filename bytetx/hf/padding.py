@@ -12,14 +12,14 @@ _INT32 = torch.iinfo(torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where each packed token stands in the caller's rectangle of [num_rows, num_columns].
+    """The position of each packed token in the caller's tensor of [num_rows, num_columns].
 
     token_indices: int64 [total_tokens], flat positions; None where every position is a token.
     columns: int64 [total_tokens], index of each token in its row (in its sequence, if packed).
     cu_seqlens: int32 [batch_size + 1] on the device; seqlens: int32 [batch_size] on the host.
     starts_with_padding: whether a row that has tokens does not start with one.
-    has_holes: whether a row's tokens do not stand side by side.
-    is_packed: the caller's rectangle is one row of sequences already, [1, total_tokens].
+    has_holes: whether a row's tokens are not contiguous.
+    is_packed: the caller's tensor is one row of packed sequences, [1, total_tokens].
     """
 
     num_rows: int
@@ -166,7 +166,7 @@ def position_ids_of(
     position_ids: torch.Tensor | None,
     position_offset: int,
 ) -> torch.Tensor:
-    """int32 [total_tokens] by the family's own Hugging Face rule, on the caller's rectangle.
+    """int32 [total_tokens] by the family's Hugging Face rule, on the caller's tensor.
 
     The caller's own position_ids [1 or num_rows, num_columns] win.  BERT, DistilBERT, ELECTRA
     (offset 0): the column.  RoBERTa's kin and MPNet: tokens that are not the pad token

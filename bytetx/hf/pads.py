@@ -1,4 +1,4 @@
-"""Whether what a head answers depends on what stands at pads, by the call's arguments."""
+"""Whether a head's output depends on the values at pads, by the call's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,7 +34,7 @@ def loss_reads_pads(module: nn.Module, given: Mapping[str, Any]) -> bool:
 
 
 def selects_pads(given: Mapping[str, Any]) -> bool:
-    """Whether logits_to_keep names logits that stand at pads.
+    """Whether logits_to_keep selects logits at pads.
 
     Without it the caller gets all logits, and knows which of them are pads'.
     """
@@ -47,7 +47,7 @@ def selects_pads(given: Mapping[str, Any]) -> bool:
 
 
 def selects_all(keep: object) -> bool:
-    """Whether logits_to_keep says that every logit is wanted."""
+    """Whether logits_to_keep selects every logit."""
     return keep is None or (isinstance(keep, int) and keep == 0)
 
 
@@ -62,7 +62,7 @@ def selected_columns(x: torch.Tensor, keep: int | torch.Tensor) -> torch.Tensor:
 
 
 def _has_own_loss(module: nn.Module) -> bool:
-    """Whether somebody gave the head a loss that may count the labels that are ignored here."""
+    """Whether the head has a custom loss, which may count the labels that are ignored here."""
     own = getattr(module, "mlm_loss_fct", None)  # DistilBERT's, a module
     if own is not None and getattr(own, "ignore_index", None) != _IGNORED_LABEL:
         return True

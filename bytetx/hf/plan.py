@@ -1,4 +1,4 @@
-"""A base model's parameters as a Transformer, and what tells that the model was changed since."""
+"""Plan: a Transformer over a base model's parameters, and a check that the model is unchanged."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -84,12 +84,12 @@ class Snapshot:
         self.read_values = ReadValues(base, self.modules)
 
     def seal(self) -> None:
-        """Remembers where the parameters lie, after the last of them was moved."""
+        """Records the addresses of the parameters, after the last of them was moved."""
         self.addresses = addresses(self.tensors)
         self.read_values.seal()
 
     def is_current(self) -> bool:
-        """Whether the model is still the one that the snapshot was taken of."""
+        """Whether the model is unchanged since the snapshot."""
         return (
             all(map(is_, map(dict.get, self.parents, self.names), self.modules))
             and list(map(len, self.parents)) == self.num_children
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def build_plan(base: "PreTrainedModel") -> Plan:
-    """Inspects the base model and, where nothing is in the way, shares its parameters.
+    """Inspects the base model and, where it is supported, shares its parameters.
 
     The query, key and value parameters of each layer become views of one storage, and so do gate
     and value of a gated layer, so that they run as one GEMM without being held twice; a Conv1D's
@@ -131,8 +131,8 @@ def build_plan(base: "PreTrainedModel") -> Plan:
 
 
 def separate_parameters(base: nn.Module) -> None:
-    """Gives every parameter that shares a storage with its neighbours a storage of its own, and
-    every one that was turned its old layout."""
+    """Undoes build_plan: gives every fused parameter a separate storage, and every column-major one
+    its row-major layout."""
     with computing(), _BUILD_LOCK, torch.inference_mode(False), torch.no_grad():
         for module in base.modules():
             unhook_state_dict(module)
@@ -170,7 +170,7 @@ def _share(base: "PreTrainedModel") -> Transformer:
 
 
 def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
-    """Turns positions by the model's own frequencies, which a cast to bf16 rounds."""
+    """Builds rotary tables from the model's frequencies, which a cast to bf16 rounds."""
     tables, rotary = transformer.layers.tables, getattr(base, "rotary_emb", None)
     inv_freq: torch.Tensor | None = getattr(rotary, "inv_freq", None)
     spec = transformer.spec.layer_spec.rotary
@@ -191,14 +191,14 @@ def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
 
 
 def _to_column_major(parameter: nn.Parameter) -> None:
-    """Lays a Conv1D's weight [k, n] out by columns: as a linear layer's [n, k], not held twice."""
+    """Lays a Conv1D's weight [k, n] out by columns, as a linear layer's [n, k], without a copy."""
     plain = _plain(parameter)
     if not plain.t().is_contiguous():
         _point_at(parameter, _shared_as([plain], plain.t().contiguous()).t())
 
 
 def _fuse(parameters: list[nn.Parameter]) -> None:
-    """Moves parameters into one storage, one behind the other; the old storages are released."""
+    """Concatenates parameters in one storage; the old storages are released."""
     if len(parameters) < 2:
         return
     rows = [_plain(parameter) for parameter in parameters]
@@ -212,14 +212,14 @@ def _fuse(parameters: list[nn.Parameter]) -> None:
 
 
 def _shared_as(old: list[torch.Tensor], new: torch.Tensor) -> torch.Tensor:
-    """new, in memory that processes share where the old tensors are."""
+    """The new tensor, in shared memory where the old ones are."""
     is_shared = not new.is_cuda and any(t.is_shared() for t in old)
     return new.share_memory_() if is_shared else new
 
 
 def _point_at(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    """Gives the parameter the tensor's memory; one made in inference mode stays of that mode, for
-    torch runs no operation on a mixture."""
+    """Gives the parameter the tensor's memory. A parameter made in inference mode keeps that mode,
+    because torch runs no operation on a mixture."""
     with torch.inference_mode(parameter.is_inference()):
         parameter.data = _plain(tensor)
 

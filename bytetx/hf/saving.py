@@ -1,4 +1,4 @@
-"""What `state_dict` gives of parameters that were fused or turned: tensors as the stock model's."""
+"""Hooks by which `state_dict` gives fused or column-major parameters as the stock model does."""
 
 from typing import Any
 
@@ -7,12 +7,12 @@ from torch import nn
 
 
 def hook_state_dict(module: nn.Module) -> None:
-    """Lets the module's state_dict give parameters in the layout that files need.
+    """Makes the module's state_dict give parameters in the layout that files need.
 
-    A fused parameter's entry has a storage of its own over the same memory, so that safetensors
-    does not take it for a duplicate and nothing is held twice.  A turned weight gets its old layout
-    back first, until the next packed call turns it again; until then, what is written to the entry
-    is written to the parameter, as in a stock model, and afterwards it is not.
+    The entry of a fused parameter has a separate storage over the same memory, so that safetensors
+    does not take it for a duplicate and no memory is copied.  A column-major weight becomes
+    row-major first, until the next packed call lays it out by columns again.  Until then, writing
+    to the entry writes to the parameter, as in a stock model; afterwards it does not.
     """
     if _give_entries not in module._state_dict_hooks.values():
         module.register_state_dict_pre_hook(_to_row_major)
@@ -26,10 +26,10 @@ def unhook_state_dict(module: nn.Module) -> None:
 
 
 def _to_row_major(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Lays turned weights out by rows."""
+    """Lays column-major weights out by rows."""
     with torch.inference_mode(False), torch.no_grad():
         for parameter in module._parameters.values():
-            # In shared memory, other processes read the weight where it lies.
+            # Other processes read a weight in shared memory in place.
             if parameter is not None and not (
                 parameter.is_contiguous() or _is_in_shared_memory(parameter)
             ):
@@ -44,20 +44,20 @@ def _give_entries(
     for name in module._parameters:
         entry = entries.get(f"{prefix}{name}")
         if not isinstance(entry, torch.Tensor) or isinstance(entry, nn.Parameter):
-            continue  # absent, or wanted as it is (keep_vars)
-        if not entry.is_contiguous():  # another thread turned it again, or it is in shared memory
+            continue  # absent, or a Parameter (keep_vars)
+        if not entry.is_contiguous():  # by another thread, or in shared memory
             entries[f"{prefix}{name}"] = entry.contiguous()
         elif entry.untyped_storage().nbytes() > entry.nbytes and not _is_in_shared_memory(entry):
             entries[f"{prefix}{name}"] = _with_own_storage(entry)
 
 
 def _with_own_storage(t: torch.Tensor) -> torch.Tensor:
-    """The same memory under a storage that begins and ends with this contiguous tensor."""
+    """A tensor over the same memory, with a storage of exactly its bytes."""
     start = t.storage_offset() * t.itemsize
     part = t.untyped_storage()[start : start + t.nbytes]
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(part, 0, t.shape, t.stride())
 
 
 def _is_in_shared_memory(t: torch.Tensor) -> bool:
-    """Whether other processes may hold it; torch calls every CUDA tensor shared."""
+    """Whether other processes may use it; torch calls every CUDA tensor shared."""
     return not t.is_cuda and t.is_shared()

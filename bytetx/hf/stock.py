@@ -1,4 +1,4 @@
-"""What a stock forward reads beside parameters: whether it is what the model's config says."""
+"""Compares what a stock forward reads besides parameters with the model's config."""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ _READ_ATTRIBUTES = {
     nn.Dropout: (),
     Conv1D: ("nf",),
 }
-# Attributes that no forward in eval mode reads, or that bytetx compares in another way.
+# Attributes that no forward in eval mode reads, or that bytetx compares elsewhere.
 _UNREAD = {
     "activation_dropout",
     "attention_dropout",
@@ -89,7 +89,7 @@ class ReadValues:
         self.forwards = [kind.forward for kind in self.kinds]
 
     def seal(self) -> None:
-        """Remembers what the plan itself may have changed."""
+        """Records the values that the plan itself may have changed."""
         self.num_attributes = self._count_attributes()
         self.versions = list(map(_version, self.buffers))
 
@@ -116,7 +116,7 @@ class ReadValues:
         changed = {key for key in now.keys() | then.keys() if now.get(key) != then.get(key)}
         if changed - _UNREAD_CONFIG:
             return False
-        self.config_values = copy.deepcopy(now)  # for the short way of the next calls
+        self.config_values = copy.deepcopy(now)  # the next calls compare equal at once
         return True
 
 
@@ -200,7 +200,7 @@ def _difference(
     if _grows(module) and not starts_as(module, module.original_inv_freq):
         return "'s inv_freq was replaced"
     for name, expected in _read_buffers(twin):
-        if name == "inv_freq" and not _grows(twin):  # the plan turns by what it finds there
+        if name == "inv_freq" and not _grows(twin):  # the plan uses the values of the buffer
             continue
         buffer = module._buffers.get(name)
         if buffer is None or buffer.shape != expected.shape or not _is_equal(buffer, expected):
@@ -260,7 +260,7 @@ def _version(buffer: torch.Tensor) -> int:
 
 
 def starts_as(rotary: _DynamicRotary, inv_freq: torch.Tensor, version: int | None = None) -> bool:
-    """Whether dynamic rotary scaling, as long as texts are short, turns by these frequencies.
+    """Whether dynamic rotary scaling uses these frequencies as long as texts are short.
 
     Its forward replaces them once a text is long, and puts them back for the next short one.
     """

@@ -28,42 +28,41 @@ PADS = ("zeros", "stock")
 
 
 def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
-    """The same object, its forward running on packed tokens from now on.
+    """Replaces the model's forward by one on packed tokens and returns the same object.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet or
     ELECTRA, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Qwen2 or Qwen3, bare or with
     any of its heads; a SentenceTransformer or CrossEncoder; or any module that holds one of these.
-    pads: what a caller finds at pads, see below.  Wrapping again changes `pads` and nothing else.
+    pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
-    Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at
-    every token; at pads, hidden states are zeros (and a row without tokens is all zeros), where
-    Hugging Face has numbers without meaning; pooler_output reads a row's first token even where
-    pads stand before it.  A mean over all rows of a padded batch, pads included, is thus another
-    number: pads="stock" gives Hugging Face's at pads, too.  It runs the original forward, without a
-    warning, for each batch that has pads which the output shows (hidden states, logits of every
-    token), since pads then cost what tokens cost; batches without pads, heads on the first token,
-    logits_to_keep and generate run packed as ever.
+    Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
+    token.  At pads, hidden states are zeros, where Hugging Face has meaningless numbers; a row
+    without tokens is all zeros; pooler_output reads a row's first token even after left padding.
+    A mean over a padded batch that includes pads therefore differs.  pads="stock" gives Hugging
+    Face's values at pads: it runs the original forward, without a warning, for each batch whose
+    output has values at pads (hidden states, logits of every token).  Batches without pads, heads
+    on the first token, logits_to_keep and generate still run packed.
 
     Packed input: input_ids [1, total_tokens] or [total_tokens] with cu_seqlens (or cu_seq_lens_q
-    and cu_seq_lens_k), int [batch_size + 1]; a head that reads the first token then gives one row a
-    sequence.
+    and cu_seq_lens_k), int [batch_size + 1]; a head that reads the first token then gives one row
+    for each sequence.
 
-    A causal model's past_key_values are transformers' own cache, laid out when somebody looks into
-    it (use_cache=False holds none); a call that goes on from one runs the original forward.  Its
-    generate decodes greedily by continuous batching, to transformers' own tokens; sampling, beams,
-    and what else changes logits or ends answers, run transformers' loop, and it says so once.  Its
-    pages, and a GPU's graphs, stay for the next call, until the model is moved or unwrapped.
+    A causal model's past_key_values are transformers' own cache, filled when it is first read;
+    use_cache=False allocates none.  A call with a filled cache runs the original forward.  Greedy
+    generate uses continuous batching and gives transformers' own tokens.  Sampling, beams, and
+    options that change logits or stop answers run transformers' loop, with one warning.  The KV
+    cache and CUDA graphs are reused by later calls, until the model is moved or unwrapped.
 
-    Ids outside their tables raise InputError: on a CPU at once; on a GPU, which is not waited for,
-    the call gives NaN where they count, and the thread's next packed call raises.
+    Ids outside their tables raise InputError: on a CPU at once; on a GPU the call gives NaN in the
+    rows that depend on them, and the thread's next packed call raises.
 
-    The parameters are shared, not copied; query, key and value of a layer become views of one
-    storage, and so do gate and value; GPT-2's weights are turned in place.  state_dict still gives
-    contiguous tensors with storages of their own over the same memory, which safetensors and torch
-    save as the stock model's; GPT-2's weights are turned back for it, until the next packed call
-    turns them again, and only until then is writing to its entries writing to the model.  Where
-    bytetx cannot give the model's answer (training, gradients, attention weights, changed modules),
-    the original forward runs, and a FallbackWarning says so once a reason.
+    The parameters are shared, not copied: query, key and value of a layer become views of one
+    storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  state_dict
+    gives contiguous tensors with separate storages over the same memory, which safetensors and
+    torch save as the stock model's.  It lays GPT-2's weights out by rows until the next packed
+    call; only until then does writing to its entries write to the model.  Where bytetx cannot give
+    the model's output (training, gradients, attention weights, changed modules), the original
+    forward runs, and a FallbackWarning names each reason once.
     Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
     transformers is too old or accelerate has spread the model over devices.
     """
@@ -91,9 +90,9 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
 
 
 def unwrap(model: ModelT) -> ModelT:
-    """The same object with everything that wrap did undone; one never wrapped stays as it is.
+    """Undoes wrap and returns the same object; a model that was never wrapped is unchanged.
 
-    Query, key and value parameters get storages of their own again.
+    Query, key and value parameters get separate storages again.
     Raises TypeError where model is no torch module.
     """
     if not isinstance(model, nn.Module):

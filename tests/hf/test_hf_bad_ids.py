@@ -85,7 +85,7 @@ def test_what_stands_at_pads_is_not_looked_at():
 
 
 def test_positions_below_zero_of_a_rotary_model_run_the_original():
-    """As attention_mask.cumsum(1) - 1 has them at pads, which nobody looks at."""
+    """As attention_mask.cumsum(1) - 1 has them at pads, which nothing reads."""
     from bytetx.hf import FallbackWarning
 
     stock = tiny_decoder("llama", "Model")

@@ -145,7 +145,7 @@ def test_a_past_is_what_the_original_goes_on_from(name, side):
         filled = transformers.DynamicCache(config=stock.config)
         assert wrapped(**inputs, past_key_values=filled).past_key_values is filled
         want = stock(**following, past_key_values=want.past_key_values).logits
-        with pytest.warns(FallbackWarning, match="goes on from"):
+        with pytest.warns(FallbackWarning, match="hold keys and values already"):
             first = wrapped(**following, past_key_values=have.past_key_values).logits
         second = wrapped(**following, past_key_values=filled).logits
     assert largest_difference(first, want) < TOLERANCE

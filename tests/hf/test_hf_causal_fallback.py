@@ -33,7 +33,7 @@ def call_both(stock, wrapped, inputs, text):
     want = stock(**inputs)
     first = next(name for name in ("logits", "last_hidden_state") if name in want)
     for output in (have, again):
-        # GPT-2's weights are turned, which a GEMM may sum in another order.
+        # GPT-2's weights are column-major, and a GEMM may sum in another order.
         assert largest_difference(output[first], want[first]) < 1e-5
     return want, have
 
@@ -41,9 +41,13 @@ def call_both(stock, wrapped, inputs, text):
 @pytest.mark.parametrize(
     ("name", "inputs", "text"),
     [
-        ("llama", LEFT | {"labels": LABELS}, "what it finds at pads"),
-        ("opt", RIGHT | {"logits_to_keep": 1}, "what it finds at pads"),
-        ("gpt2", RIGHT | {"logits_to_keep": torch.tensor([3, 20])}, "what it finds at pads"),
+        ("llama", LEFT | {"labels": LABELS}, "the values at pads"),
+        ("opt", RIGHT | {"logits_to_keep": 1}, "the values at pads"),
+        (
+            "gpt2",
+            RIGHT | {"logits_to_keep": torch.tensor([3, 20])},
+            "the values at pads",
+        ),
         ("gpt2", LEFT | {"token_type_ids": LEFT["attention_mask"]}, "token_type_ids add"),
         ("mistral", HOLES, "a mask with holes under a sliding window"),
         ("gpt_neo", HOLES, "a mask with holes under a sliding window"),
@@ -161,7 +165,7 @@ def test_copies_pickles_and_a_head_with_a_hook():
 
 
 def test_a_half_model_moves_with_its_layout():
-    """GPT-2's weights are turned: what .to and load_state_dict make of them is right again."""
+    """GPT-2's weights are column-major; .to and load_state_dict still give right values."""
     stock = tiny_decoder("gpt2")
     wrapped = wrap(copy.deepcopy(stock))
     with torch.inference_mode():

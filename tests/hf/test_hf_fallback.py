@@ -85,7 +85,7 @@ def test_arguments_that_the_original_takes(extra, text):
 
 
 class Scaled(nn.Linear):
-    """A linear layer somebody put in the place of the model's."""
+    """A linear layer that replaces one of the model."""
 
     def forward(self, x):
         return 2 * super().forward(x)

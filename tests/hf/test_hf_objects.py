@@ -184,7 +184,7 @@ def test_export_takes_the_original_forward():
         with pytest.warns(FallbackWarning, match="exported"):
             exported = torch.export.export(model, (), inputs, strict=False)
         assert largest_difference(exported.module()(**inputs).logits, want) < 1e-4
-        with pytest.raises(Exception, match="unwrap it for one whole graph"):
+        with pytest.raises(Exception, match="unwrap it for one full graph"):
             torch.compile(model, fullgraph=True, backend="eager")(**inputs)
 
 

@@ -1,4 +1,4 @@
-"""wrap: losses and logits that depend on pads, and what a caller finds at pads."""
+"""wrap: losses and logits that depend on pads, and the values at pads."""
 
 import copy
 import pickle
@@ -72,7 +72,7 @@ def test_the_loss_of_labels_at_pads_is_the_stock_models(family, head, side):
     inputs = padded_inputs(SEQLENS, side=side)
     inputs |= {"labels": labels_of(inputs, counts_pads=True)} | more_inputs(family, head)
     is_masked = (family, head) == ("electra", "ForPreTraining")  # by its own loss
-    want, have = both(tiny_model(family, head), inputs, None if is_masked else "it finds at pads")
+    want, have = both(tiny_model(family, head), inputs, None if is_masked else "the values at pads")
     assert abs(have.loss - want.loss) < TOLERANCE
 
 
@@ -91,7 +91,7 @@ def test_labels_that_do_not_count_at_pads_run_packed(family, head):
 @pytest.mark.parametrize("name", TOKEN_DECODERS)
 def test_token_labels_at_pads_of_a_causal_model(name):
     stock, inputs = tiny_decoder(name, "ForTokenClassification"), padded_inputs(SEQLENS)
-    for counts_pads, text in ((True, "it finds at pads"), (False, None)):
+    for counts_pads, text in ((True, "the values at pads"), (False, None)):
         labels = labels_of(inputs, counts_pads=counts_pads)
         want, have = both(stock, inputs | {"labels": labels}, text)
         assert abs(have.loss - want.loss) < TOLERANCE
@@ -112,7 +112,7 @@ def test_a_loss_of_the_users_own_may_read_pads(name):
         inputs["labels"] = labels_of(inputs, counts_pads=True)
     else:
         stock.loss_function = sum_of_all
-    want, have = both(stock, inputs, "it finds at pads")
+    want, have = both(stock, inputs, "the values at pads")
     assert abs(have.loss - want.loss) < TOLERANCE
 
 
@@ -121,14 +121,16 @@ KEPT = [1, torch.tensor([13, 2]), torch.tensor([[8, 13], [0, 0], [13, 1]])]
 
 @pytest.mark.parametrize("keep", KEPT, ids=["last", "columns", "columns of each row"])
 @pytest.mark.parametrize("name", NINE + [f"{f} {h}" for f, h in SHIFTED_HEADS])
-def test_logits_kept_at_pads_are_the_stock_models(name, keep):
+def test_logits_selected_at_pads_are_the_stock_models(name, keep):
     """With zeros there, the likeliest token of a right-padded row was token 0."""
     stock = tiny_decoder(name) if name in NINE else tiny_model(*name.split())
     if isinstance(keep, torch.Tensor) and keep.dim() == 2 and not slices_by_row():
         pytest.skip("this transformers keeps the same columns of every row")
-    want, have = both(stock, padded_inputs(SEQLENS) | {"logits_to_keep": keep}, "it finds at pads")
+    want, have = both(
+        stock, padded_inputs(SEQLENS) | {"logits_to_keep": keep}, "the values at pads"
+    )
     assert have.logits.shape == want.logits.shape
-    # GPT-2's weights are turned, which a GEMM may sum in another order.
+    # GPT-2's weights are column-major, and a GEMM may sum in another order.
     assert largest_difference(have.logits, want.logits) < TOLERANCE
 
 
@@ -139,7 +141,7 @@ def slices_by_row():
 
 
 @pytest.mark.parametrize("name", [*NINE, "roberta ForCausalLM"])
-def test_logits_kept_at_tokens_run_packed(name):
+def test_logits_selected_at_tokens_run_packed(name):
     stock = tiny_decoder(name) if name in NINE else tiny_model(*name.split())
     right, left = padded_inputs(SEQLENS), padded_inputs(SEQLENS, side="left")
     calls = [left | {"logits_to_keep": 1}, right | {"logits_to_keep": torch.tensor([0])}]

@@ -1,4 +1,4 @@
-"""wrap: files, state dicts and copies of a model whose weights were fused or turned."""
+"""wrap: files, state dicts and copies of a model with fused or column-major weights."""
 
 import copy
 import io
@@ -96,7 +96,7 @@ def test_a_state_dict_takes_no_memory_of_its_own(models):
     _, wrapped = models
     for _ in range(2):
         state = wrapped.state_dict()
-        # A turned weight is laid out anew for the parameter itself.
+        # A column-major weight is laid out by rows for the parameter itself.
         own = {t.data_ptr() for t in (*wrapped.parameters(), *wrapped.buffers())}
         assert {t.data_ptr() for t in state.values()} <= own
         assert all(t.is_contiguous() for t in state.values())
