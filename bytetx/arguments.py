@@ -1,4 +1,4 @@
-"""What a caller asked of a task: options that are checked by name before anything runs."""
+"""Checks of options; each error names the option, what it must be and what was given."""
 
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
@@ -13,7 +13,7 @@ DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def check_iterable(name: str, given: Iterable[T]) -> Iterable[T]:
-    """`given` itself; InputError where it is one text, or holds no texts at all."""
+    """Returns `given`; InputError where it is one text or not iterable."""
     if isinstance(given, str | bytes):
         one = "str" if isinstance(given, str) else "bytes"
         raise InputError(f"{name} must be an iterable of texts, got one {one}; put it in a list")
@@ -36,7 +36,7 @@ def check_positive(name: str, given: object) -> None:
 
 
 def check_token_budget(token_budget: int) -> int:
-    """The budget itself, in tokens; OptionError unless it is a positive integer."""
+    """Returns the budget, in tokens; OptionError unless it is a positive integer."""
     check_positive("token_budget", token_budget)
     return token_budget
 
@@ -60,7 +60,7 @@ def check_text(name: str, given: object) -> None:
 
 
 def check_names(name: str, given: object) -> None:
-    """OptionError unless `given` is a collection of str; one str would be read by its letters."""
+    """OptionError unless `given` is a collection of str; one str would be split into letters."""
     if (
         isinstance(given, str | bytes)
         or not isinstance(given, Collection)
@@ -70,7 +70,7 @@ def check_names(name: str, given: object) -> None:
 
 
 def chosen_modes(pooling: object, *, known: Sequence[str]) -> tuple[str, ...]:
-    """The pooling modes that one str or several name; OptionError for none or one not known."""
+    """The pooling modes as a tuple; OptionError where there is none or one is unknown."""
     modes = (pooling,) if isinstance(pooling, str) else pooling
     modes = tuple(modes) if isinstance(modes, Iterable) else ()
     if not modes or not all(mode in known for mode in modes):

@@ -1,4 +1,4 @@
-"""Errors that a user can meet; each says what was given, what is needed and what to do."""
+"""The errors of bytetx; each says what was given, what is needed and what to do."""
 
 
 class BytetxError(ValueError):

@@ -1,4 +1,4 @@
-"""What a loaded checkpoint is, as one table for programs and for `bytetx info`."""
+"""The facts of a loaded checkpoint as a dictionary, for programs and `bytetx info`."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def checkpoint_info(
 
 
 def checkpoint_line(checkpoint: LoadedCheckpoint, *, max_tokens: int) -> str:
-    """The same in a few words, such as "bert, 22.7M parameters, float32 on cpu, ..."."""
+    """The main facts in one line, such as "bert, 22.7M parameters, float32 on cpu, ..."."""
     shard = checkpoint.transformer.blocks.shard
     shared = "" if shard is None else f" and {shard.size - 1} more"
     return (

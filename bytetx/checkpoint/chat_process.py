@@ -30,15 +30,15 @@ _RUN = (
 class RendererProcess:
     """bytetx.checkpoint.chat_renderer in a process that ends with this object or with this process.
 
-    It runs with nothing of the caller's: no stdin, no terminal, no search path of modules but that
-    of jinja2 and bytetx.  One thread at a time may call `ask`.
+    It inherits no stdin, no terminal and no module search path but that of jinja2 and bytetx.
+    One thread at a time may call `ask`.
     """
 
     def __init__(self, *, seconds: float):
         """seconds: of an answer, from which the process limits its own processor time."""
         if not sys.executable or getattr(sys, "frozen", False):
             raise InputError(
-                "a chat template runs in a process of its own, and this Python is part of another "
+                "a chat template runs in a separate process, and this Python is part of another "
                 "program (sys.executable) that cannot start one; give prompts as text"
             )
         self._seconds = seconds
@@ -52,12 +52,12 @@ class RendererProcess:
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    process_group=0,  # a terminal's Ctrl-C is the caller's to deal with
+                    process_group=0,  # Ctrl-C on the terminal reaches the caller only
                 )
             except OSError as error:
                 ours.close()
                 raise InputError(
-                    f"a chat template runs in a process of its own, and {sys.executable} cannot be "
+                    f"a chat template runs in a separate process, and {sys.executable} cannot be "
                     f"started: {error}; give prompts as text"
                 ) from error
         self._connection = Connection(ours.detach())
@@ -114,6 +114,6 @@ def _end(process: subprocess.Popen[bytes], connection: Connection, owner: int) -
 
 
 def _search_path() -> list[str]:
-    """Where the packages are that the process imports, behind the standard library."""
+    """The folders of the packages that the process imports, after the standard library."""
     found = [find_spec(name) for name in ("bytetx", "jinja2", "markupsafe")]
     return [str(Path(spec.origin).parents[1]) for spec in found if spec and spec.origin]

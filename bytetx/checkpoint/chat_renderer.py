@@ -34,8 +34,8 @@ _SMALL_CHAT = [{"role": "user", "content": "a"}]
 def main(arguments: Sequence[str]) -> None:
     """Answers requests at a file descriptor until its other side is closed.
 
-    arguments: the descriptor, and the seconds that an answer may take: where nobody ends this
-    process in time, the kernel does.
+    arguments: the descriptor, and the seconds that an answer may take; the kernel ends this process
+    where its parent does not.
     """
     connection, seconds = Connection(int(arguments[0])), float(arguments[1])
     with suppress(OSError, ValueError):
@@ -63,11 +63,11 @@ def main(arguments: Sequence[str]) -> None:
             kind, text = BROKEN if prompt is None else REFUSED, _describe(error)
         connection.send_bytes(kind + text.encode("utf-8", "surrogatepass"))
         if kind == TOO_MUCH:
-            os._exit(1)  # nobody knows what an exhausted heap still holds
+            os._exit(1)  # after a MemoryError the state of the heap is unknown
 
 
 def _limit_processor_time(seconds: float) -> None:
-    """From now on; counted in whole seconds."""
+    """Limits processor time from now on; the kernel counts full seconds."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     soft = math.ceil(used.ru_utime + used.ru_stime + seconds) + 1
     with suppress(OSError, ValueError):

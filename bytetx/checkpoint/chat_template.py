@@ -1,9 +1,9 @@
 """ChatTemplate: a chat's messages -> the text that the checkpoint's model was tuned on.
 
-A template is a program that somebody else wrote, and one step of it can take the interpreter longer
-than any deadline: 'a' * 10**10, 10 ** 10 ** 10, the text of a list that holds another twice, which
-holds another twice. Nothing within a process stops such a step, so a template runs in a process of
-its own, which is killed after its time and has limits of memory and output.
+A template is an untrusted program, and one of its operations can run for longer than any deadline:
+'a' * 10**10, 10 ** 10 ** 10, the text of a list that holds another twice, which holds another
+twice. Nothing within a process interrupts such an operation, so a template runs in a separate
+process, which is killed on a timeout and has limits of memory and output.
 """
 
 import threading
@@ -25,7 +25,7 @@ _SECONDS = 5.0
 class ChatTemplate:
     """A checkpoint's Jinja template, run in a sandbox: it sees the messages and nothing else.
 
-    Its process starts with the first chat and ends with this object; threads take turns.
+    Its process starts with the first chat and ends with this object. Threads may share it.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     """
     config = read_tokenizer_config(folder)
     source, path = config.get("chat_template"), folder / "tokenizer_config.json"
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        source, path = read_text(own), own
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        source, path = read_text(jinja), jinja
     if isinstance(source, list):  # several by name
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if source is None:

@@ -10,7 +10,7 @@ from bytetx.errors import CheckpointError
 # What a feed-forward or a head may apply; bytetx.ops.linear runs each of them.
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
-# Keys that say nothing about an encoder; there they would be read by no one.
+# Keys of causal families only; nothing reads them for an encoder.
 _CAUSAL_KEYS = {
     "config": {
         "num_kv_heads",
@@ -108,7 +108,7 @@ _NULLABLE = {
     "attention_types",
 }
 
-# A size that config.json gives needs the tensor or the facts that go with it, and the other way.
+# Keys that need each other: a size in config.json, and the tensor or facts that use it.
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
@@ -226,7 +226,7 @@ def _check_architecture(where: str, architecture: dict[str, Any]) -> None:
 
 
 def _check_tensors(where: str, table: dict[str, Any]) -> None:
-    """Which tensors a family must have follows from how it computes."""
+    """Checks that a family has exactly the tensors that its architecture needs."""
     architecture, embeddings = table["architecture"], table["embeddings"]
     is_causal = architecture.get("causal", False)
     is_learned = architecture["positions"] == "learned"

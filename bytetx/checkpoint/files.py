@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are, a local folder or a hub id, and its config.json."""
+"""Finds a checkpoint, in a local folder or on the hub, and reads its config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -95,11 +95,11 @@ _ADAPTER = (
 def _names(folder: Path) -> list[str]:
     """The files of a folder, and of its subfolders, which may be modules with their own weights."""
     try:
-        own = sorted(folder.iterdir())
-        inner = [path for part in own if part.is_dir() for path in sorted(part.iterdir())]
+        outer = sorted(folder.iterdir())
+        inner = [path for part in outer if part.is_dir() for path in sorted(part.iterdir())]
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    return [path.relative_to(folder).as_posix() for path in own + inner if path.is_file()]
+    return [path.relative_to(folder).as_posix() for path in outer + inner if path.is_file()]
 
 
 def _check_kind(where: str, names: list[str]) -> None:
@@ -132,7 +132,7 @@ def _check_hub_weights(repo: str, names: list[str]) -> None:
 
 
 def _snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Path:
-    """A hub repository's files in the local cache. Each way to fail has an error of its own."""
+    """A hub repository's files in the local cache. Each cause of failure has its own message."""
     at = "" if revision is None else f" at revision {revision!r}"
     try:
         return Path(
@@ -163,7 +163,8 @@ def _snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Pat
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
             f"{repo!r} is no local folder, it is not in the local hub cache{at}, and "
-            f"{_unasked(error, local_files_only)}; download it once while online, or give a folder"
+            f"{_offline_reason(error, local_files_only)}; download it once while online, or give a "
+            "folder"
         ) from error
     except Exception as error:  # the hub's client also raises what its HTTP library does
         raise CheckpointError(
@@ -171,7 +172,7 @@ def _snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Pat
         ) from error
 
 
-def _unasked(error: Exception, local_files_only: bool) -> str:
+def _offline_reason(error: Exception, local_files_only: bool) -> str:
     """Why the hub gave nothing."""
     cause = error.__cause__
     if local_files_only:
@@ -201,7 +202,7 @@ def _checked_path(path_or_id: str | Path) -> Path:
     try:
         path = Path(path_or_id).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long; ~ of nobody
+    except (OSError, RuntimeError) as error:  # a name that is too long; ~ of an unknown user
         raise CheckpointError(f"{str(path_or_id)!r} cannot be opened: {error}") from error
     return path
 
@@ -210,7 +211,7 @@ def transformer_folder(folder: Path) -> Path:
     """Where config.json and the weights are: `folder`, or the subfolder of it that a
     sentence-transformers modules.json names for its Transformer module (such as 0_Transformer).
 
-    Raises CheckpointError where modules.json is damaged, names no such module, or leads outside.
+    Raises CheckpointError where modules.json is damaged, lacks such a module, or leaves the folder.
     """
     path = folder / "modules.json"
     if not path.is_file():
@@ -245,10 +246,10 @@ def load_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", _CONFIG)
     auto_map = config.get("auto_map")
     classes = auto_map if isinstance(auto_map, dict) else {}
-    if own := [name for name in classes if str(name).startswith(_MODEL_CLASSES)]:
+    if custom := [name for name in classes if str(name).startswith(_MODEL_CLASSES)]:
         raise CheckpointError(
             f"{folder / 'config.json'}: auto_map names the checkpoint's own code for "
-            f"{', '.join(own)}, and bytetx never runs such code; where the weights are those of a "
-            f"plain {config.get('model_type')!r}, remove auto_map from a copy of the file"
+            f"{', '.join(custom)}, and bytetx never runs such code; where the weights are those of "
+            f"a plain {config.get('model_type')!r}, remove auto_map from a copy of the file"
         )
     return config

@@ -1,7 +1,7 @@
-"""The files beside a checkpoint's weights: read whole within limits, and checked key by key.
+"""Reads the JSON and text files of a checkpoint, with limits of size, and checks each key.
 
 Every JSON or text file of a checkpoint is read here, and each reader declares the keys that it
-uses as a table of Fields. A file that somebody damaged is then a CheckpointError with its path,
+uses as a table of Fields. A damaged file is then a CheckpointError with its path,
 the key, what the key must be and what it is, and never an error from where the value is used.
 """
 

@@ -21,7 +21,7 @@ Text = str | tuple[str, str]  # one text or a pair
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Token ids of several texts, special tokens included, behind one another.
+    """Token ids of several texts, special tokens included, concatenated.
 
     token_ids: int32 [total_tokens].  seqlens: int32 [num_texts].  is_truncated: bool [num_texts].
     """
@@ -177,7 +177,7 @@ def load_tokenizer(
 
 
 def _check_merges(path: Path, raw: bytes) -> None:
-    """Raises CheckpointError for merges that make tokenizers abort the whole process.
+    """Raises CheckpointError for merges that make tokenizers abort the process.
 
     Where a BPE model has a prefix of continued words, it cuts so many bytes off the second part of
     each merge. Hardly any model has one, and the file is read here for those alone.

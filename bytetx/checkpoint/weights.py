@@ -26,13 +26,13 @@ _DTYPES = {
 # The format's own limit: a longer header is a damaged length, not a list of tensors.
 _MAX_HEADER_BYTES = 100_000_000
 
-# Tensors from here on are read into pages of their own; below, a page's rounding would show.
+# Larger tensors are read into separate pages; for smaller ones, rounding up to pages costs more.
 _MIN_MAPPED_BYTES = 1 << 20
 
-# Numbers that are read and cast at once where the dtype changes.
+# Elements that are read and cast at a time where the dtype changes.
 _PIECE_NUMBERS = 1 << 20
 
-# Last parts of the names that quantised tensors have, and who writes them.
+# The last part of the names of quantised tensors, and the tools that write them.
 _QUANTIZED = {
     "qweight": "GPTQ or AWQ",
     "qzeros": "GPTQ or AWQ",
@@ -51,7 +51,7 @@ _OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a tensor: ranges of one dim, 0 or 1, put behind one another."""
+    """A part of a tensor: ranges of one dim, 0 or 1, concatenated."""
 
     dim: int
     ranges: tuple[range, ...]
@@ -62,15 +62,15 @@ class Part:
 
 
 def take_part(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """The part of a tensor at hand, contiguous; a view where it lies in one piece."""
+    """The part of a tensor in memory, contiguous; a view where possible."""
     pieces = [tensor.narrow(part.dim, r.start, len(r)) for r in part.ranges]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
-    return whole.contiguous()
+    taken = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=part.dim)
+    return taken.contiguous()
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where one tensor lies: its file, its saved name, and its bytes from the file's start."""
+    """The position of one tensor: its file, its saved name, and its bytes from the file's start."""
 
     path: Path
     name: str
@@ -80,11 +80,11 @@ class SavedTensor:
     num_bytes: int
 
     def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
-        """The tensor in memory of its own, cast to dtype (None: as saved) piece by piece.
+        """A copy of the tensor in memory, cast to dtype (None: as saved) in pieces.
 
-        part: what of it is wanted, inside its shape; the rest passes through pieces at most.
-        Read, not mapped: a mapping would keep the file's pages beside the prepacked copies (two
-        models in memory), and a file cut short under it would end the process.
+        part: the part to read, inside its shape.
+        The file is not mapped: its pages would stay in memory next to the prepacked copies, and
+        truncating the file would kill the process.
         """
         if self.dtype not in _DTYPES:
             raise CheckpointError(
@@ -130,7 +130,7 @@ class SavedTensor:
     def _read_columns(
         self, file: BufferedReader, tensor: torch.Tensor, columns: tuple[range, ...]
     ) -> None:
-        """Whole rows, some at a time, for a row's part may be smaller than what a disk reads."""
+        """Reads full rows in pieces, because a row's part may be smaller than a disk block."""
         file.seek(self.offset)
         for piece in tensor.split(max(1, _PIECE_NUMBERS // self.shape[1])):
             staged = self._staged(file, (len(piece), self.shape[1]))
@@ -147,10 +147,10 @@ class SavedTensor:
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Unwritten memory; a large tensor's goes back to the system as soon as it is dropped.
+    """Uninitialised memory; that of a large tensor returns to the system when it is freed.
 
-    From the heap, such tensors leave holes between the prepacked copies that are kept: 115 MiB
-    beside the 418 MiB of a BERT-base, with glibc.
+    On the heap, freed tensors leave holes between the prepacked copies: 115 MiB for the 418 MiB of
+    a BERT-base, with glibc.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _MIN_MAPPED_BYTES:
@@ -161,8 +161,8 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors of a checkpoint by canonical name: the base model's without prefix, heads as saved.
 
-    Opening reads the headers only; each look-up reads one tensor anew, and nothing is kept open.
-    `used` and `unused()` tell what a model took.
+    Opening reads the headers only; each look-up reads one tensor from its file, and no file stays
+    open.  `used` and `unused()` list the tensors that a model read and did not read.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._saved[name].shape
 
     def read(self, name: str, part: Part) -> torch.Tensor:
-        """A part of a tensor, inside its shape; the whole one is never in memory."""
+        """A part of a tensor, inside its shape; only the part is allocated."""
         return self._next(name).read(self._dtype, part=part)
 
     def _next(self, name: str) -> SavedTensor:
@@ -228,7 +228,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all floating tensors; position ids, which old versions saved, are none."""
+        """Elements of all floating tensors, without position ids, which old versions saved."""
         return sum(math.prod(t.shape) for t in self._saved.values() if t.dtype in _DTYPES)
 
     @property
@@ -320,7 +320,7 @@ def _saved_tensor(path: Path, name: str, entry: Any, data_start: int) -> SavedTe
 
 def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not a whole safetensors file ({what}); download or save it again"
+        f"{path} is not a complete safetensors file ({what}); download or save it again"
     )
 
 
@@ -362,7 +362,7 @@ def _refuse_quantized(folder: Path, names: Iterable[str]) -> None:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Tensor name -> shard's file name, which may not lead out of the folder."""
+    """Tensor name -> shard's file name, which must be in the folder."""
     index = read_json(folder / _INDEX, {"weight_map": TABLE})
     weight_map: dict[str, str] | None = index.get("weight_map")
     if weight_map is None:
@@ -376,7 +376,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _check_index(folder: Path, saved: set[str]) -> None:
-    """Raises CheckpointError where the index of a sharded checkpoint promises absent tensors."""
+    """Raises CheckpointError where the index of a sharded checkpoint names missing tensors."""
     if (folder / "model.safetensors").is_file():
         return
     absent = sorted(_weight_map(folder).keys() - saved)
@@ -388,7 +388,7 @@ def _check_index(folder: Path, saved: set[str]) -> None:
 
 
 def _no_weights(folder: Path, spec: ModelSpec) -> str:
-    """What to do about a folder without safetensors, by what it has instead."""
+    """The error for a folder without safetensors, by the files that it has."""
     pickles = [p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern)]
     if not pickles:
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:12])

@@ -1,4 +1,4 @@
-"""The command line: batch jobs over files, and what this machine and a checkpoint are."""
+"""The command line: batch jobs over files, and reports on the machine and a checkpoint."""
 
 import json
 import os
@@ -61,11 +61,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @contextmanager
 def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
-    """The ranks that torchrun started, of which this one is the leader; None where it started none.
+    """The ranks that torchrun started, on rank 0, the leader; None where torchrun started none.
 
-    Of torchrun its environment is trusted, and its store is not used: it listens on every
-    interface. Ranks talk to processes of the same user on this machine, and to nobody else.
-    Any other rank is a worker until rank 0 closes, and ends here.
+    Only torchrun's environment is used. Its store is not, because it listens on every interface:
+    ranks connect to processes of the same user on this machine only. Every other rank is a worker
+    until the leader closes, and exits here.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ or arguments[:1] == ["bench"]:
         yield None
@@ -112,10 +112,10 @@ def embed(
     prompt: Annotated[str | None, typer.Option(help="Text to put before every text.")] = None,
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")] = None,
     dimensions: Annotated[
-        int | None, typer.Option(min=1, help="Keep the first numbers and normalise again.")
+        int | None, typer.Option(min=1, help="Keep the first dimensions and normalise again.")
     ] = None,
 ) -> None:
-    """One vector a text: float32 rows in .npy, a row a line; errors are rows of NaN."""
+    """One vector for each text: float32 rows in .npy; the row of an error is NaN."""
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import embed_task
 
@@ -162,7 +162,7 @@ def tag(
 @app.command()
 @with_job_options
 def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
-    """The best fillings of each mask of each text."""
+    """The best tokens for each mask of each text."""
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import fill_mask_task
 
@@ -189,31 +189,31 @@ def generate(
     ] = 1.0,
     top_p: Annotated[
         float,
-        typer.Option(help="Most likely tokens that together have this probability; above 0."),
+        typer.Option(help="Sample from the likeliest tokens with this total probability; above 0."),
     ] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Most likely tokens; 0 or -1 is all.")] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from so many tokens; 0 or -1 is all.")] = 0,
     min_p: Annotated[
-        float, typer.Option(help="Tokens with this share of the most likely one's probability.")
+        float, typer.Option(help="Sample from tokens with this share of the highest probability.")
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1, tokens of the prompt and the answer become unlikelier.")
+        float, typer.Option(help="Above 1, tokens of the prompt and the answer become less likely.")
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option(help="Taken from logits of tokens in the answer; -2 to 2.")
+        float, typer.Option(help="Subtracted from the logits of tokens in the answer; -2 to 2.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="The same, times how often they are in it; -2 to 2.")
+        float, typer.Option(help="The same, times the count of the token in the answer; -2 to 2.")
     ] = 0.0,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     stop: Annotated[
-        list[str] | None, typer.Option(help="Text that ends an answer; may be given again.")
+        list[str] | None, typer.Option(help="Text that ends an answer; may be given several times.")
     ] = None,
     kv_cache_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Size of the cache; what fits the memory if not given."),
+        typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),
     ] = None,
 ) -> None:
-    """What a causal language model goes on with after each prompt or chat."""
+    """A causal language model's answer to each prompt or chat."""
     from bytetx.cli.files.command import run_prompt_job
     from bytetx.cli.files.tasks import generate_task
 
@@ -245,12 +245,12 @@ def rerank(
     ] = None,
     query_file: Annotated[
         str | None,
-        typer.Option(help="Rank them for each query of this file; --column holds for it, too."),
+        typer.Option(help="Rank them for each query of this file; --column applies to it, too."),
     ] = None,
     top_k: TopK = None,
     raw_scores: RawScores = False,
 ) -> None:
-    """Documents by their score for a query, one line a query.
+    """Documents sorted by their score for a query, one line for each query.
 
     Without --query and --query-file, FILES are .jsonl with {"query", "documents"} on each line.
     """
@@ -275,7 +275,7 @@ def info(
     offline: Annotated[bool, typer.Option("--offline", help="Never ask the hub.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
 ) -> None:
-    """What runs each operation on this machine, and what a checkpoint is."""
+    """The kernels of each operation on this machine, and a checkpoint's sizes and heads."""
     from bytetx.cli.report import checkpoint_report, machine_report, print_report
     from bytetx.nn.loading import check_placement
 

@@ -1,4 +1,4 @@
-"""What `bytetx info` tells: versions, what backs each op on this machine, what a checkpoint is."""
+"""The report of `bytetx info`: versions, the kernels of each op, and a checkpoint's facts."""
 
 import platform
 from dataclasses import asdict
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 def machine_report() -> dict[str, Any]:
-    """Versions, threads, and for each op what runs it here."""
+    """Versions, threads, and the kernels that run each op on this machine."""
     import torch
 
     from bytetx.ops.native import backend_report
@@ -56,7 +56,7 @@ def checkpoint_report(model: "Model") -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
-    """The report as a table for a person; `--json` is for programs."""
+    """Prints the report as a table; programs use `--json`."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -94,7 +94,7 @@ def _checkpoint_rows(info: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _backend_rows(backends: dict[str, Any]) -> list[tuple[str, str]]:
-    """Ops that one thing backs share a row; those that nothing runs here have none."""
+    """One row for each backend with its ops; ops without a backend here have no row."""
     rows = []
     for title, device in (("on the CPU", "cpu"), ("on a GPU", "cuda")):
         ops_of: dict[str, list[str]] = {}

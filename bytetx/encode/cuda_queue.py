@@ -1,4 +1,4 @@
-"""Steps on one GPU, queued behind one another on a stream of their own.
+"""Runs steps on one GPU, queued on a separate stream.
 
 A step costs the host its packing, one copy in from pinned memory, one graph launch (or the
 kernels one by one) and one copy out to pinned memory; nothing waits for the GPU. On an H200 the
@@ -48,7 +48,8 @@ class CudaQueue:
         self._ring = PinnedRing()
         self._lock = threading.Lock()
         self._stream, self._copy_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights are on their way
+        # The weights may still be copied.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
 
     @torch.inference_mode()
     def start(
@@ -96,7 +97,7 @@ class CudaQueue:
         torch.cuda.synchronize(self._device)
 
     def release_memory(self) -> bool:
-        """Lets go of the graphs; False where there was nothing to let go of."""
+        """Destroys the graphs; False where there are none."""
         with self._lock:
             return self._graphs is not None and self._graphs.clear()
 

@@ -1,4 +1,4 @@
-"""What a step that failed says to the texts that were in it."""
+"""The errors of the texts of a failed step."""
 
 import torch
 
@@ -11,8 +11,8 @@ def memory_error(
     error: Exception, requests: Requests, device: torch.device, *, where: str
 ) -> DeviceMemoryError:
     return DeviceMemoryError(
-        f"{_describe_step(requests)} does not fit the memory of {device}, not even in a step of "
-        f"its own ({where}: {first_line(error)}); free memory there, cut the text "
+        f"{_describe_step(requests)} does not fit the memory of {device}, not even alone in a "
+        f"step ({where}: {first_line(error)}); free memory there, cut the text "
         "(truncate=True), or load the model in float16 or on another device"
     )
 
@@ -22,7 +22,7 @@ def step_error(
 ) -> StepError:
     return StepError(
         f"a kernel failed on {device} in a step of {_describe_step(requests)}, {where}: "
-        f"{first_line(error)}; the other steps go on. `bytetx info` says what backs each op; "
+        f"{first_line(error)}; other steps are not affected. `bytetx info` lists the kernels; "
         "cuda_graphs=False and a smaller token_budget rule out two causes"
     )
 

@@ -48,7 +48,7 @@ class Launched:
     """A step whose forward pass was started; `outputs()` waits until it is done.
 
     step: the requests that run, their batch on the host.  failures: those that the device could
-    not run.  parts: one, or several where the whole step did not fit the device's memory.
+    not run.  parts: one, or several where the step did not fit the device's memory.
     executor: what tells why a rank or the device is lost.
     """
 
@@ -103,15 +103,15 @@ class Runner:
         """
         parts: list[Part] = []
         failures: list[Failure] = []
-        waiting, may_give_back = [requests], True
+        waiting, may_release_graphs = [requests], True
         while waiting:
             piece = waiting.pop()
             try:
                 parts.append(self._start(piece, task))
             except (RuntimeError, MemoryError) as error:
                 where = self._examine(error, piece)
-                if faults.is_out_of_memory(error) and may_give_back:
-                    may_give_back = False  # graphs may come back at once: cut steps after that
+                if faults.is_out_of_memory(error) and may_release_graphs:
+                    may_release_graphs = False  # captured again, they would fill it again
                     if self._queue is not None and self._queue.release_memory():
                         waiting.append(piece)
                         continue
@@ -168,5 +168,5 @@ class Runner:
 def _joined(requests: Requests, failures: list[Failure]) -> Requests:
     """The requests without those that failed, in their order."""
     failed = {failure.index for failure in failures}
-    kept = [row for row, index in enumerate(requests.indices.tolist()) if index not in failed]
-    return requests.take(np.asarray(kept, dtype=np.int64))
+    rows = [row for row, index in enumerate(requests.indices.tolist()) if index not in failed]
+    return requests.take(np.asarray(rows, dtype=np.int64))

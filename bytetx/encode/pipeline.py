@@ -1,4 +1,4 @@
-"""A whole run: windows tokenised ahead of the forward pass, results in the caller's order."""
+"""Runs a task on a stream: tokenises windows ahead, gives results in the caller's order."""
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -35,7 +35,7 @@ _NO_RESULT = InputError("the engine gave no result")
 class Finished(Generic[R]):
     """The results of one step, or of none in a window that has nothing to run.
 
-    indices: int64 [num_texts], places in the caller's order.  results: one a text, in that order.
+    indices: int64 [num_texts], in the caller's order.  results: one a text, in that order.
     is_last: nothing of the window is missing but its failures.  failures: of this step.
     """
 
@@ -70,7 +70,7 @@ def run(
         try:
             while True:
                 ahead.check_process()
-                # While no window is ready there is time to collect; the steps behind go on.
+                # While no window is ready there is time to collect; queued steps keep running.
                 if running and not ahead.is_ready():
                     yield _collect(running.popleft(), task, runner, counter)
                     continue
@@ -109,7 +109,7 @@ def in_order(
 
 
 def _owned(step: Finished[R]) -> Finished[R]:
-    """Rows of an array may be kept for long: not as views of a whole step in pinned memory."""
+    """Copies array rows, which a caller may hold, out of the pinned memory of their step."""
     if isinstance(step.results, np.ndarray):
         return replace(step, results=step.results.copy())
     return step
@@ -148,9 +148,9 @@ class _WindowsAhead(Generic[T]):
             return ready
         if not self._queue:
             return None
-        following = self._queue.popleft()
+        next_window = self._queue.popleft()
         self._pull()
-        return following.result()
+        return next_window.result()
 
     def close(self) -> None:
         if self._pool is not None and self._process.is_this:
@@ -169,7 +169,7 @@ class _WindowsAhead(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """A launched step of a window, or None in the place of one where nothing can run."""
+    """A launched step of a window; launched is None for a window without runnable texts."""
 
     window: Window
     launched: Launched | None

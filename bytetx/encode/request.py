@@ -1,4 +1,4 @@
-"""Requests: texts as the engine sees them, in columns; failures; and the counts of a whole run."""
+"""Requests: the engine's texts, in columns; failures; and the counts of a run."""
 
 import time
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ class Alignment:
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """Texts that are ready to run, in columns, so that no work on them is a loop over texts.
+    """Texts that are ready to run, in columns, so that no operation loops over texts.
 
-    indices: int64 [num_texts], places in the caller's order.  seqlens: int32 [num_texts].
+    indices: int64 [num_texts], in the caller's order.  seqlens: int32 [num_texts].
     token_ids: int32 [total_tokens], special tokens included.  is_truncated: bool [num_texts].
     token_type_ids: int32 [total_tokens], None means 0 everywhere.
     prompt_tokens: int32 [num_texts], tokens of the prompt at each start, None means 0 everywhere.
@@ -67,16 +67,16 @@ class Requests:
         """The texts at `rows`, in that order."""
         seqlens = self.seqlens[rows]
         ends = np.cumsum(seqlens)
-        shifts = self.cu_seqlens[rows] - (ends - seqlens)  # from a token's new place to its old one
-        places = np.repeat(shifts, seqlens)
-        places += np.arange(len(places))
+        shifts = self.cu_seqlens[rows] - (ends - seqlens)  # from a token's new index to its old one
+        tokens = np.repeat(shifts, seqlens)
+        tokens += np.arange(len(tokens))
         types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
         return Requests(
             self.indices[rows],
             seqlens,
-            self.token_ids[places],
+            self.token_ids[tokens],
             self.is_truncated[rows],
-            None if types is None else types[places],
+            None if types is None else types[tokens],
             None if prompts is None else prompts[rows],
             None if alignments is None else [alignments[row] for row in rows],
         )
@@ -112,7 +112,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the caller's texts, from number `start` on: those that can run, and the rest.
+    """Consecutive texts of the caller, from number `start`: those that can run, and failures.
 
     requests: in the caller's order.  failures: in the caller's order.
     """

@@ -1,4 +1,4 @@
-"""Which texts run together: windows of the input, and steps of at most a budget of tokens."""
+"""Chooses the texts of a step: windows of the input, steps of at most token_budget tokens."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
@@ -9,9 +9,9 @@ from bytetx.encode.request import Requests
 
 T = TypeVar("T")
 
-_BUDGET_PARTS = 32  # sizes of steps that are told apart; the buckets of CUDA graphs are as fine
-# A window ends a little before its steps are full: tokens are only estimated, and steps share what
-# there is evenly, so that a little more than fits would make all of them a good deal emptier.
+_BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have the same
+# A window ends a little before its steps are full: tokens are only estimated, and steps get equal
+# shares, so that a slight excess adds a step and leaves all of them much emptier.
 _WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.

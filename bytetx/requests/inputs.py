@@ -1,4 +1,4 @@
-"""What a caller gave -> requests: strings, pairs and token ids, each checked on its own."""
+"""Inputs to requests: strings, pairs and token ids, each checked separately."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

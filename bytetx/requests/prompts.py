@@ -1,4 +1,4 @@
-"""What a caller wants gone on with -> token ids: strings, token ids and chats."""
+"""Prompts to token ids: strings, token ids and chats."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,7 @@ from bytetx.runtime.forking import computing
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Message]
 
-# Stands for a prompt that is an error already, so that the others keep their places.
+# Replaces a prompt that is an error already, so that the others keep their index.
 _NOTHING = (0,)
 
 
@@ -91,6 +91,6 @@ class PromptReader:
 
 
 def _respelled(error: InputError) -> InputError:
-    """The same in words for prompts, which are never cut."""
+    """The error in terms of prompts, which are never truncated."""
     text = str(error).replace("texts[", "prompts[", 1).replace(", or pass truncate=True", "")
     return type(error)(text)

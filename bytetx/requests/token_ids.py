@@ -1,4 +1,4 @@
-"""Sequences of token ids that a caller gave -> columns, without a loop over tokens."""
+"""Sequences of token ids to columns, without a loop over tokens."""
 
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class IdColumns:
-    """Sequences of ids behind one another.
+    """Concatenated sequences of ids.
 
     indices: int64 [num_texts], in the caller's order.  seqlens: int32 [num_texts].
     token_ids: [total_tokens], any integer type; whether they fit the model is not checked yet.

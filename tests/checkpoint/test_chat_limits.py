@@ -139,7 +139,7 @@ def test_two_templates_do_not_share_a_process() -> None:
     assert one.render(CHAT) == "one system"
 
 
-def test_a_process_that_somebody_killed_is_started_again() -> None:
+def test_a_killed_process_is_started_again() -> None:
     shared = template("{{ messages[0].role }}")
     assert shared.render(CHAT) == "system"
     shared._process._process.kill()
@@ -206,7 +206,7 @@ def test_the_process_ends_with_a_killed_owner(source: str) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process does anything: what nobody waits for stays as a zombie."""
+    """Whether the process runs; without a wait for it, it stays as a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

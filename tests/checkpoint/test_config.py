@@ -161,7 +161,7 @@ def test_what_a_hub_repository_holds_instead(
         resolve_checkpoint("someone/model")
 
 
-def test_a_client_error_that_nobody_foresaw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class ProxyError(Exception):
         """As the hub's HTTP library has its own, which are no OSError."""
 

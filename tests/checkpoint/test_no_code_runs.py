@@ -24,7 +24,7 @@ AUTO_MAP = {
 
 
 def own_code(folder: Path) -> Path:
-    """A module that writes a file where somebody imports it; the file's path."""
+    """A module that writes a file when it is imported; the path of that file."""
     mark = folder.parent / "the code ran"
     (folder / "own.py").write_text(
         f"open({str(mark)!r}, 'w').close()\n"
@@ -84,7 +84,7 @@ def name_in_another_config(folder: Path) -> None:
     path.write_text(json.dumps(settings))
 
 
-WAYS = [
+ATTACKS = [
     name_in_tokenizer_config,
     name_in_tokenizer_class,
     name_in_config,
@@ -93,14 +93,14 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=[way.__name__ for way in WAYS])
+@pytest.mark.parametrize("attack", ATTACKS, ids=[attack.__name__ for attack in ATTACKS])
 def test_code_of_a_checkpoint_runs_when_a_line_consents(
-    way: Callable[[Path], None], tmp_path: Path
+    attack: Callable[[Path], None], tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path / "model")
     without_tokenizer_json(folder)
     mark = own_code(folder)
-    way(folder)
+    attack(folder)
     ran = embed(folder)
     assert not mark.exists()
     if ran.returncode == 0:

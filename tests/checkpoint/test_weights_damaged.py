@@ -141,7 +141,7 @@ def test_overlaps_and_gaps_say_which_tensors(tmp_path: Path) -> None:
 def test_damaged_files(damage: str, bert: Path) -> None:
     path = bert / "model.safetensors"
     path.write_bytes((damaged_files() | damaged_layouts())[damage](path.read_bytes()))
-    with pytest.raises(CheckpointError, match="model.safetensors is not a whole safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a complete safetensors file"):
         load(bert)
 
 

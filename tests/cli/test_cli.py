@@ -175,7 +175,7 @@ def test_a_model_without_the_head_is_an_error_and_leaves_nothing(
     assert bytetx("rerank", texts, "-q", "q", "-m", encoder).code == 1
 
 
-def test_an_output_that_exists_is_kept(bytetx: Bytetx, texts: Path, encoder: Path) -> None:
+def test_an_existing_output_is_not_replaced(bytetx: Bytetx, texts: Path, encoder: Path) -> None:
     Path("v.npy").write_text("mine")
     ran = bytetx("embed", texts, "-m", encoder, "-o", "v.npy")
     assert ran.code == 1 and "--overwrite" in ran.err and Path("v.npy").read_text() == "mine"
@@ -282,7 +282,7 @@ def test_a_closed_stdout_ends_the_job_quietly(
     assert ran.code == 1 and ran.err == ""
 
 
-def test_info_listed_kernels_that_nobody_needs(bytetx: Bytetx, no_gpu: None) -> None:
+def test_info_listed_unneeded_kernels(bytetx: Bytetx, no_gpu: None) -> None:
     out = bytetx("info").out
     assert "varlen_attention" in out and "linear" in out
     for absent in ("no kernel", "all_gather_gemm", "fp8_linear", "sm_90a", "was not built"):

@@ -96,7 +96,7 @@ def test_overwrite_replaced_the_input(bytetx: Bytetx, encoder: Path, tmp_path: P
     Path("folder").symlink_to(tmp_path)
     for name in ("t.jsonl", "folder/t.jsonl"):
         ran = bytetx("embed", path, "-m", encoder, "-o", name, "--overwrite")
-        assert ran.code == 2 and "is an input, too" in ran.err
+        assert ran.code == 2 and "is an input and" in ran.err
     assert path.read_text() == '{"text": "mine"}\n'
 
 

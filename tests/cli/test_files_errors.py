@@ -86,7 +86,7 @@ def test_a_disk_that_fails_under_an_input_was_a_traceback_and_kept_nothing(
     num_whole_lines = "\n".join(rows)[:20_000].count("\n")
     assert ran.code == 1 and ran.err.count("\n") == 1, ran.err
     assert "a.jsonl cannot be read: Input/output error; " in ran.err
-    assert f"{num_whole_lines:,} results are kept; go on with" in ran.err
+    assert f"{num_whole_lines:,} results are saved; continue with" in ran.err
     assert bytetx(*own, out, "--resume").code == 0
     assert Path(out).read_bytes() == Path(f"whole-{out}").read_bytes()
 
@@ -251,7 +251,7 @@ def test_an_input_that_stands_beside_the_output_was_deleted(bytetx: Bytetx, enco
         Path(name).write_text('{"text": "mine"}\n')
         own = ("embed", name, "-m", encoder, "-o", "v.npy", "--input-format", "jsonl")
         ran = bytetx(*own, "--overwrite")
-        assert ran.code == 2 and "is an input, too" in ran.err, ran.err
+        assert ran.code == 2 and "is an input and" in ran.err, ran.err
         assert Path(name).read_text() == '{"text": "mine"}\n'
         Path(name).unlink()
 
@@ -265,7 +265,7 @@ def test_overwrite_replaced_the_file_of_queries(bytetx: Bytetx, tmp_path: Path) 
         Path("docs.jsonl").unlink(missing_ok=True)
         Path("docs.jsonl").hardlink_to("docs.txt")
         ran = bytetx(*own, out)
-        assert ran.code == 2 and "is an input, too" in ran.err
+        assert ran.code == 2 and "is an input and" in ran.err
     assert Path("q.jsonl").read_text() == '{"text": "mine"}\n'
 
 

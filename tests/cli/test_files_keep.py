@@ -26,9 +26,7 @@ def write_rows(name: str) -> None:
     Path(name).write_text("\n".join(lines))
 
 
-def test_kept_columns_stand_in_jsonl_rows_and_in_those_of_errors(
-    bytetx: Bytetx, encoder: Path
-) -> None:
+def test_copied_columns_are_in_jsonl_rows_and_errors(bytetx: Bytetx, encoder: Path) -> None:
     write_rows("a.jsonl")
     ran = bytetx("embed", "a.jsonl", "-m", encoder, "--keep", "id,more", "--keep", "text")
     assert ran.code == 0, ran.err
@@ -40,7 +38,7 @@ def test_kept_columns_stand_in_jsonl_rows_and_in_those_of_errors(
 
 
 @pytest.mark.parametrize("task", ["embed", "classify"])
-def test_kept_columns_of_jsonl_get_their_types_in_parquet(
+def test_copied_columns_of_jsonl_get_their_types_in_parquet(
     bytetx: Bytetx, encoder: Path, classifier: Path, task: str
 ) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
@@ -80,7 +78,7 @@ def parquet_columns() -> dict:
     }
 
 
-def test_kept_columns_of_parquet_keep_their_types(bytetx: Bytetx, encoder: Path) -> None:
+def test_copied_columns_of_parquet_have_their_types(bytetx: Bytetx, encoder: Path) -> None:
     columns = parquet_columns()
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -117,7 +115,7 @@ def test_values_without_one_type_become_text(bytetx: Bytetx, encoder: Path) -> N
     assert found["z"] == ["\\ud800", "é"]
 
 
-def test_kept_columns_of_csv_and_text(bytetx: Bytetx, encoder: Path) -> None:
+def test_copied_columns_of_csv_and_text(bytetx: Bytetx, encoder: Path) -> None:
     Path("a.csv").write_bytes(b"id,text\n07,one\ncaf\xe9,two\n3,caf\xe9\n4\n")
     rows = bytetx("embed", "a.csv", "-m", encoder, "--keep", "id").rows
     assert [row["id"] for row in rows] == ["07", None, "3", None]
@@ -127,7 +125,7 @@ def test_kept_columns_of_csv_and_text(bytetx: Bytetx, encoder: Path) -> None:
     assert [row["text"] for row in rows] == ["one", ""]
 
 
-def test_kept_columns_of_queries(bytetx: Bytetx, tmp_path: Path) -> None:
+def test_copied_columns_of_queries(bytetx: Bytetx, tmp_path: Path) -> None:
     ranker = save_checkpoint(tmp_path / "rank", head="ForSequenceClassification", num_labels=1)
     Path("docs.txt").write_text("big apple\nfox\n")
     Path("q.csv").write_text("id,text\n7,city\n8,animal\n")
@@ -145,13 +143,13 @@ def test_kept_columns_of_queries(bytetx: Bytetx, tmp_path: Path) -> None:
     ("arguments", "code", "says"),
     [
         (("--keep", "id,date"), 1, "has no column 'date'; its columns: id, text (give --keep)"),
-        (("--keep", "index"), 2, "have index, embedding, error of their own"),
+        (("--keep", "index"), 2, "have index, embedding, error already"),
         (("--keep", "id,id"), 2, "names 'id' twice"),
         (("--keep", "id,"), 2, "empty name"),
-        (("--keep", "id", "-o", "v.npy"), 2, "holds vectors alone"),
+        (("--keep", "id", "-o", "v.npy"), 2, ".npy has no columns but vectors"),
     ],
 )
-def test_columns_that_cannot_be_kept_are_one_line(
+def test_columns_that_cannot_be_copied_are_one_line(
     bytetx: Bytetx, encoder: Path, arguments: tuple[str, ...], code: int, says: str
 ) -> None:
     Path("a.csv").write_text("id,text\n1,x\n")

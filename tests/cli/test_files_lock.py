@@ -126,7 +126,7 @@ def test_where_the_file_system_cannot_lock_the_file_is_the_lock(
 
 def test_a_lock_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "v.npy.lock").symlink_to("elsewhere")
-    with pytest.raises(BytetxError, match="v.npy.lock cannot be made"):
+    with pytest.raises(BytetxError, match="v.npy.lock cannot be created"):
         OutputLock(OutputPaths(tmp_path / "v.npy"))
     (tmp_path / "u.npy.lock").write_text("not of bytetx")
     with OutputLock(OutputPaths(tmp_path / "u.npy")):

@@ -23,7 +23,7 @@ from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import Shape
 from bytetx.cli.files.resume import Counts, Progress, skip_done
 from bytetx.cli.files.terminal import closing_line, short
-from bytetx.cli.files.writer import StagedOutput, begin_or_go_on, find_unfinished, is_complete
+from bytetx.cli.files.writer import StagedOutput, begin_or_resume, find_unfinished, is_complete
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError, OptionError
 
@@ -83,7 +83,7 @@ def run_locked(lock: OutputLock, source: Path, encoder, *, resume: bool, stop_af
 
 def found(lock: OutputLock, what: dict, *, resume: bool) -> Progress:
     unfinished = find_unfinished(lock, resume=resume, overwrite=False)
-    return begin_or_go_on(unfinished, what, lock, overwrite=False)
+    return begin_or_resume(unfinished, what, lock, overwrite=False)
 
 
 def embedding_lines() -> LineEncoder:
@@ -236,7 +236,7 @@ def test_disk_full_keeps_what_is_committed(
         return pwrite(descriptor, data[: max(1, len(data) // 2)], offset)  # short writes, too
 
     monkeypatch.setattr("bytetx.cli.files.writer.os.pwrite", full)
-    with pytest.raises(OutputError, match="No space left on device; .* results are kept"):
+    with pytest.raises(OutputError, match="No space left on device; .* results are saved"):
         run(texts, out)
     monkeypatch.setattr("bytetx.cli.files.writer.os.pwrite", pwrite)
     run(texts, out, resume=True)
@@ -256,7 +256,7 @@ def test_check_output_refuses_before_any_work(tmp_path: Path) -> None:
     assert "is a folder" in problem("d.npy")
 
 
-def test_an_output_that_is_there_is_kept_unless_it_may_go(
+def test_an_existing_output_stays_without_overwrite(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bytetx.cli.files.job.COMMIT_ROWS", 3)

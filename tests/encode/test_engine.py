@@ -1,4 +1,4 @@
-"""A run as a whole: order, streams, threads, memory, and the real MiniLM."""
+"""The engine: order, streams, threads, memory, and the real MiniLM."""
 
 import logging
 import subprocess

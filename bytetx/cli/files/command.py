@@ -1,4 +1,4 @@
-"""From a command's options to a finished output: check all that is cheap, load, run, close."""
+"""Runs a command: checks its options and files, loads the model, runs the job."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from bytetx.cli.files.writer import (
     Output,
     StagedOutput,
     StdoutOutput,
-    begin_or_go_on,
+    begin_or_resume,
     find_unfinished,
     is_complete,
 )
@@ -35,8 +35,8 @@ from bytetx.errors import BytetxError, InputError, OptionError, StepError
 class Inputs:
     """What a job reads.
 
-    sources: whose rows the output has; `--keep` takes their columns.  also: further files that it
-    reads.  read: all records, from the first one on.
+    sources: the output has a row for each of their records; `--keep` copies their columns.
+    also: further files that it reads.  read: all records, from the first.
     """
 
     sources: list[Source]
@@ -116,7 +116,7 @@ def _run_rows(options: JobOptions, task: Task, shape: Shape) -> None:
 
 
 def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> Iterator[Record]:
-    """Every query with all documents; a query that could not be read stays its error."""
+    """Every query with all documents; a query that could not be read stays an error."""
     documents: list[Value | InputError] = []
     for record in read_records(sources, shape):
         assert not isinstance(record.value, RankRequest)  # the shape names columns
@@ -131,7 +131,7 @@ def _ranking(queries: Iterable[Record], sources: list[Source], shape: Shape) -> 
 
 
 def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
-    """The columns that `--keep` names, once they are known not to be in the way."""
+    """The columns that `--keep` names, checked against the columns of the output."""
     names = [name for given in options.keep or () for name in given.split(",")]
     taken = ("index", *task.columns, "error")
     for number, name in enumerate(names):
@@ -141,19 +141,19 @@ def _keep(options: JobOptions, task: Task) -> tuple[str, ...]:
             raise typer.BadParameter(f"--keep names {name!r} twice")
         if name in taken:
             raise typer.BadParameter(
-                f"--keep {name}: rows of {task.name} have {', '.join(taken)} of their own; rename "
+                f"--keep {name}: rows of {task.name} have {', '.join(taken)} already; rename "
                 "that column of the input"
             )
     path = options.output_path
     if names and path is not None and path.suffix.lower() == ".npy":
         raise typer.BadParameter(
-            f"--keep: {path} holds vectors alone; write .jsonl or .parquet to keep columns"
+            f"--keep: .npy has no columns but vectors, got {path}; write .jsonl or .parquet"
         )
     return tuple(names)
 
 
 def _run(options: JobOptions, task: Task, inputs: Inputs, *, keep: tuple[str, ...] = ()) -> None:
-    """Runs a job, with the lock of its output held from before any state is read to the end."""
+    """Runs a job under the lock of its output, which is taken before any state is read."""
     path = options.output_path
     console = Console(stderr=True, highlight=False)
     _check_output_options(options, task)
@@ -185,13 +185,13 @@ def _run_job(
     lock: OutputLock | None = None,
     was: Progress | None = None,
 ) -> None:
-    """lock: of the output, None for stdout.  was: the unfinished job's state, to go on with."""
+    """lock: of the output, None for stdout.  was: the state of the unfinished job to resume."""
     path, suffix = options.output_path, options.output_suffix
     folder = _checkpoint_folder(options, task)
     job = _job(options, task, folder, keep=keep)
     progress = Progress(job)
     if lock is not None:
-        progress = begin_or_go_on(was, job, lock, overwrite=options.overwrite)
+        progress = begin_or_resume(was, job, lock, overwrite=options.overwrite)
     parquet = None
     if suffix == ".parquet":
         parquet = ParquetForm(task.columns, keep, kept_types(inputs.sources, keep))
@@ -224,10 +224,11 @@ def _check_output_options(options: JobOptions, task: Task) -> None:
     path = options.output_path
     if options.ranks is not None and options.tp not in (None, options.ranks.size):
         raise typer.BadParameter(
-            f"--tp {options.tp}: torchrun started {options.ranks.size} ranks, which all take part"
+            f"--tp {options.tp} does not match the {options.ranks.size} ranks that torchrun "
+            "started; leave --tp out"
         )
     if options.resume and options.overwrite:
-        raise typer.BadParameter("--resume goes on, --overwrite starts again; give one of them")
+        raise typer.BadParameter("--resume and --overwrite exclude each other; give one of them")
     if options.resume and path is None:
         raise typer.BadParameter("--resume needs an output file; give -o")
     if options.output_suffix == ".npy" and task.name != "embed":
@@ -240,14 +241,14 @@ def _check_no_input(paths: OutputPaths, inputs: Inputs) -> None:
     for source in (*inputs.sources, *inputs.also):
         for path in paths.all:
             if source.path is not None and _is_same_file(source.path, path):
-                beside = "" if path == paths.final else f", and the job of {paths.name} writes it"
+                role = "the output" if path == paths.final else f"a file that {paths.name} needs"
                 raise typer.BadParameter(
-                    f"{source.path} is an input, too{beside}; give the output another name"
+                    f"{source.path} is an input and {role}; give the output another name"
                 )
 
 
 def _is_same_file(one: Path, other: Path) -> bool:
-    """False where one is not there; asked in one step, as another job may just be removing it."""
+    """False where one does not exist; one call, because another job may be removing it."""
     try:
         return one.samefile(other)
     except OSError:
@@ -266,14 +267,13 @@ def _checkpoint_folder(options: JobOptions, task: Task) -> Path:
         )
     if task.name != "embed":
         raise typer.BadParameter(
-            f"{task.name} needs --model; the demo checkpoint, which is taken without it, has no "
-            "such head and can only embed"
+            f"{task.name} needs --model: the default, the demo checkpoint, can only embed"
         )
     return demo_checkpoint()
 
 
 def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]) -> dict[str, Any]:
-    """What a job that resumes must have in common with the one that was killed."""
+    """What must be equal for a job to be resumed."""
     return {
         "bytetx": __version__,
         "task": task.name,
@@ -289,7 +289,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
 
 
 def _load(options: JobOptions, folder: Path) -> Any:
-    # Imported here: torch takes seconds, which checks of files and options must not wait for.
+    # Imported late: torch takes seconds, and checks of files and options need not wait for it.
     import torch
 
     from bytetx.model import load
@@ -315,7 +315,7 @@ def _what_is_left(output: Output, path: Path | None) -> str:
     num_texts = output.progress.counts.num_texts
     if path is None or num_texts == 0:
         return f"{num_texts:,} results were written"
-    return f"{num_texts:,} results are kept; go on with the same command and --resume"
+    return f"{num_texts:,} results are saved; continue with the same command and --resume"
 
 
 def _print_closing(console: Console, output: Output, *, task: Task, path: Path | None) -> None:
@@ -327,4 +327,4 @@ def _print_closing(console: Console, output: Output, *, task: Task, path: Path |
     line = closing_line(counts, what=what, errors_at=errors_at)
     tell(console, line)
     if 0 < counts.num_texts == counts.num_errors:
-        raise BytetxError(f"every text failed; {errors_at or 'the output'} says why for each")
+        raise BytetxError(f"every text failed; the errors are in {errors_at or 'the output'}")

@@ -17,7 +17,7 @@ NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result, encoded. list_line: for the list beside it, where `data` has no room for it."""
+    """One encoded result. list_line: for the separate list, where `data` cannot hold it."""
 
     data: bytes
     list_line: bytes = b""
@@ -28,7 +28,7 @@ class Encoder(Protocol):
     """Turns results into the bytes of an unfinished output."""
 
     def header(self, num_rows: int) -> bytes:
-        """What stands before the rows; its size never changes."""
+        """The bytes before the rows; their number never changes."""
 
     def encode(self, index: int, result: Any, kept: Mapping[str, Any] = NO_COLUMNS) -> Row:
         """The row of the result of text `index`; an exception is a result too.
@@ -40,7 +40,7 @@ class Encoder(Protocol):
 class VectorEncoder:
     """Rows of float32 after a .npy header. An error is a row of NaN and a line in the list.
 
-    So is a row with columns to copy: these wait in the list until it all becomes parquet.
+    Columns to copy are lines in the list, too, until both become parquet.
     """
 
     def __init__(self, dim: int):
@@ -48,11 +48,11 @@ class VectorEncoder:
 
     def header(self, num_rows: int) -> bytes:
         shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({num_rows}, {self._dim}), }}"
-        room = NPY_HEADER_BYTES - 10  # magic (6), version (2), length of the rest (2)
+        header_bytes = NPY_HEADER_BYTES - 10  # magic (6), version (2), length of the rest (2)
         return (
             b"\x93NUMPY\x01\x00"
-            + room.to_bytes(2, "little")
-            + shape.encode("ascii").ljust(room - 1)
+            + header_bytes.to_bytes(2, "little")
+            + shape.encode("ascii").ljust(header_bytes - 1)
             + b"\n"
         )
 

@@ -1,4 +1,4 @@
-"""A batch job: records in, results out in the same order, committed as they come."""
+"""A batch job: reads records, and commits their results in the same order."""
 
 import time
 from collections import deque
@@ -58,7 +58,7 @@ def run_job(
 
 
 class _GoodValues:
-    """What the model gets to see; `pending` gets every record, in order.
+    """The values that the model reads; `pending` gets every record, in order.
 
     failure: what ended the inputs early.
     """
@@ -79,7 +79,7 @@ class _GoodValues:
 
 
 def _merge(results: Stream, pending: deque[Record]) -> Iterator[tuple[Record, Any]]:
-    """Each record with its result; those that were errors already stand where they were read."""
+    """Each record with its result, in input order; records that are errors are their own result."""
     for result in results:
         while isinstance(pending[0].value, InputError):
             yield pending[0], pending.popleft().value
@@ -106,7 +106,7 @@ class _Rows:
         self._start_time = self._commit_time = time.monotonic()
 
     def add(self, record: Record, result: Any, *, stats: RunStats) -> None:
-        """Encodes a row; commits those before it where they are due and their window is whole.
+        """Encodes a row; commits earlier rows if a commit is due and their window is complete.
 
         A window's results come out together and its tokens are counted at once, so a commit
         between windows is soon enough and makes the counts of a resumed job exact.

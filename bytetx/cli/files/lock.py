@@ -1,4 +1,4 @@
-"""The names beside an output while a job writes it, and the lock that one job at a time holds."""
+"""The files next to an output while a job writes it, and the lock that one job at a time holds."""
 
 import errno
 import fcntl
@@ -19,10 +19,10 @@ class OutputError(BytetxError):
 
 
 class OutputPaths:
-    """An output and what stands beside it while the job runs.
+    """The paths of an output and of the files next to it while the job runs.
 
-    name: as the user gave it.  final: where it lies; a name that is a symbolic link is followed,
-    as a shell does, so that a job through the link and one on the file meet the same lock.
+    name: as the user gave it.  final: the name with a symbolic link resolved, so that a job on the
+    link and a job on the file take the same lock.
     """
 
     def __init__(self, name: Path):
@@ -41,7 +41,7 @@ class OutputPaths:
 
     @property
     def partial_list(self) -> Path:
-        """What rows of a .npy have no room for: one JSON line a row that has something to say."""
+        """One JSON line for each row of a .npy that has an error or copied columns."""
         return self._beside(".list.partial")
 
     @property
@@ -49,26 +49,26 @@ class OutputPaths:
         return self._beside(".progress.json")
 
     @property
-    def whole(self) -> Path:
-        """What becomes the output by a rename."""
+    def complete(self) -> Path:
+        """The file that is renamed to the output."""
         return self._beside(".tmp") if self.suffix == ".parquet" else self.partial
 
     @property
     def errors(self) -> Path:
-        """The list of errors that stays beside a .npy."""
+        """The list of errors that remains next to a .npy."""
         return self._beside(".errors.jsonl")
 
     @property
     def all(self) -> tuple[Path, ...]:
         own = (self.final, self.lock, self.partial, self.partial_list, self.progress)
-        return (*own, temporary_of(self.progress), self.whole, self.errors)
+        return (*own, temporary_of(self.progress), self.complete, self.errors)
 
     def _beside(self, suffix: str) -> Path:
         return self.final.with_name(self.final.name + suffix)
 
 
 def check_output(path: Path) -> OutputPaths:
-    """Raises an error where the name or the folder of an output will not do, whatever is there."""
+    """Raises an error where the name or the folder of an output cannot be used."""
     if path.suffix.lower() not in OUTPUT_SUFFIXES:
         raise OptionError(
             f"the output's name must end in {', '.join(OUTPUT_SUFFIXES)}, got {str(path)!r}; "
@@ -82,7 +82,7 @@ def check_output(path: Path) -> OutputPaths:
         raise OutputError(f"{path} is a folder; give a file name, such as {path.name}/out.jsonl")
     folder = paths.final.parent
     if not folder.is_dir():
-        raise OutputError(f"{path} cannot be written: there is no folder {folder}; make it first")
+        raise OutputError(f"{path} cannot be written: there is no folder {folder}; create it first")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(f"{path} cannot be written: no permission to write in {folder}")
     return paths
@@ -100,20 +100,20 @@ def _check_names(paths: OutputPaths) -> None:
             hint = ""
             if error.errno == errno.ENAMETOOLONG:
                 hint = (
-                    f"; give a shorter name, as files such as {longest.name[-24:]} stand beside it "
-                    "while the job runs"
+                    f"; give a shorter name: the job also writes {longest.name[-24:]} and other "
+                    "files next to it"
                 )
             message = f"{paths.name} cannot be written: {error.strerror}{hint}"
             raise OutputError(message) from error
 
 
 class OutputLock(AbstractContextManager["OutputLock"]):
-    """The right to write one output; who has none reads and writes nothing beside it.
+    """The exclusive lock of one output; a job without it reads and writes no file of the output.
 
-    It is `flock` on `<name>.lock`, which ends with the process, however that ends. The file has no
-    other use and is never renamed; its holder deletes it last of all. Whoever locks a file that was
-    deleted meanwhile sees that the name is another file's by then, and starts again. Where the file
-    system has no `flock`, making the file is the lock, which a killed job leaves behind.
+    It is `flock` on `<name>.lock`, which the kernel releases when the process ends. The lock file
+    is never renamed, and its holder deletes it last. A job that locks a file which was deleted in
+    the meantime finds that the name refers to another file, and tries again. Where the file system
+    has no `flock`, creating the file is the lock, and a killed job leaves it behind.
     """
 
     def __init__(self, paths: OutputPaths):
@@ -125,7 +125,7 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         self.release()
 
     def release(self) -> None:
-        """Deletes the file while it is still locked, so that nobody can hold one without a name."""
+        """Deletes the file while it is still locked, so that no other job locks a deleted file."""
         try:
             if _is_at(self.paths.lock, self._descriptor) and not os.fstat(self._descriptor).st_size:
                 self.paths.lock.unlink(missing_ok=True)
@@ -172,17 +172,17 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         except OSError as error:
             if not is_new:
                 raise OutputError(
-                    f"{self.paths.name} may be being written by another bytetx: there is "
+                    f"another bytetx may be writing {self.paths.name}: there is "
                     f"{self.paths.lock}, on a file system that cannot lock ({error.strerror}); "
                     "delete that file if no job runs"
                 ) from error
 
     def _failure(self, error: OSError) -> OutputError:
-        return OutputError(f"{self.paths.lock} cannot be made: {error.strerror}")
+        return OutputError(f"{self.paths.lock} cannot be created: {error.strerror}")
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the open file is the one that has this name."""
+    """Whether the path still names this open file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Records out of parquet inputs, and the types of the columns that are copied from them."""
+"""Reads records from parquet inputs, and the types of the columns to copy."""
 
 import base64
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,7 @@ def import_parquet(name: str) -> Any:
 def read_parquet(source: Source, shape: Shape, start_bytes: int) -> Iterator[Record]:
     """One record a row. A string that is not UTF-8 is an error of its row.
 
-    Raises InputError where the file as a whole cannot be read.
+    Raises InputError where the file itself cannot be read.
     """
     parquet = import_parquet(source.name)
     from pyarrow import ArrowException

@@ -1,4 +1,4 @@
-"""Records out of text, jsonl, csv and parquet inputs; a broken line is a record with its error."""
+"""Reads records from text, jsonl, csv and parquet; a broken line is a record with its error."""
 
 import csv
 import json
@@ -101,9 +101,9 @@ def read_records(sources: Sequence[Source], shape: Shape) -> Iterator[Record]:
 
     A text file gives one record a line, blank lines too, so that record i is line i. A jsonl file
     gives one a line that is not blank, csv and parquet one a row.
-    What is wrong with a whole input (no such column, binary content, a disk that cannot be read)
-    raises InputError; for files this happens before the first record of any input where their
-    beginning shows it.
+    An error of the input itself (no such column, binary content, a disk that cannot be read) raises
+    InputError. If the beginning of a file shows it, this happens before the first record of any
+    input.
     """
     for source in sources:
         if source.is_regular:

@@ -1,4 +1,4 @@
-"""What one record of an input is, and how it is taken out of a row of named columns."""
+"""Record: one text of an input, and how it is read from a row of named columns."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +12,9 @@ Value = str | tuple[str, str] | list[int] | Chat
 
 
 class RecordError(InputError):
-    """What is wrong with one record.
+    """A record that cannot be read.
 
-    problem: the same without the input's name and line, which change where a file is renamed.
+    problem: the error without the name of the input and the line, which change with file names.
     """
 
     def __init__(self, where: str, problem: object):
@@ -23,7 +23,7 @@ class RecordError(InputError):
 
 
 class BadLine(Exception):
-    """What is wrong with one line or row; the reader adds where it stands."""
+    """A line or row that cannot be read; the reader adds its position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class RankRequest:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One text of the inputs, or what is wrong with it.
+    """One text of the inputs, or its error.
 
     end_bytes: bytes of all inputs up to the end of this record; what a progress bar counts.
-    where: the input and the line or row in it, as errors name it.
+    where: the input and its line or row, for errors.
     kept: the columns to copy into the output; None for each that could not be read.
     """
 
@@ -92,10 +92,7 @@ class Shape:
 
 
 def check_columns(source: Source, names: Sequence[str], shape: Shape) -> None:
-    """Raises InputError, which ends the job, where the input as a whole lacks a column.
-
-    It does so, too, where a column that is needed is there twice.
-    """
+    """Raises InputError, which ends the job, where a needed column is missing or named twice."""
     for column in shape.needed:
         if column not in names:
             option = "--keep" if column in shape.keep else "--column"
@@ -109,7 +106,7 @@ def check_columns(source: Source, names: Sequence[str], shape: Shape) -> None:
 
 
 def take_value(row: Mapping[str, Any], shape: Shape) -> Value | RankRequest:
-    """What a row says of the columns that `shape` names. Raises BadLine."""
+    """The value of the columns that `shape` names. Raises BadLine."""
     if shape.rank_requests:
         return _take_request(row)
     values = [_take(row, column, shape) for column in shape.columns]

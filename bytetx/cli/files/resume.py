@@ -1,4 +1,4 @@
-"""What a killed job leaves beside its output: how far it came, and for which inputs and options."""
+"""The progress file of a job: committed rows, and the inputs and options that they are for."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from bytetx.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a job has done so far, over all its runs.
+    """What a job has done so far, in all its runs.
 
     num_pad_tokens: tokens that a padded run in batches of 32, in arrival order, computes on top.
     """
@@ -31,13 +31,13 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One committed state of a job; rows beyond it are written again when the job resumes.
+    """One committed state of a job; later rows are written again when the job resumes.
 
-    job: what must be the same to go on: task, options and model.
-    digest: of the records that the committed rows answer.
-    data_bytes, list_bytes: size of the unfinished output and of the list of rows beside it.
-    replaces: whether --overwrite was given, so that an output that is there may be replaced.
-    whole_bytes: size of the whole output, from when nothing but its renames is left to do.
+    job: what must be equal to resume: task, options and model.
+    digest: of the records of the committed rows.
+    data_bytes, list_bytes: sizes of the unfinished output and of the list of rows next to it.
+    replaces: whether --overwrite was given, so that an existing output may be replaced.
+    complete_bytes: size of the complete output, set when only its renames are left to do.
     """
 
     job: Mapping[str, Any]
@@ -46,11 +46,11 @@ class Progress:
     data_bytes: int = 0
     list_bytes: int = 0
     replaces: bool = False
-    whole_bytes: int | None = None
+    complete_bytes: int | None = None
 
 
 def save_progress(progress: Progress, path: Path) -> None:
-    """Replaces the file in one step: a reader finds the old state or the new one, whole."""
+    """Replaces the file atomically: a reader finds the old state or the new one."""
     temporary = temporary_of(path)
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(asdict(progress), file)
@@ -60,7 +60,7 @@ def save_progress(progress: Progress, path: Path) -> None:
 
 
 def temporary_of(path: Path) -> Path:
-    """The name under which `save_progress` writes."""
+    """The temporary file of `save_progress`."""
     return path.with_name(path.name + ".tmp")
 
 
@@ -72,7 +72,7 @@ def load_progress(path: Path) -> Progress:
         return Progress(**state, counts=counts)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
-            f"{path} does not say how far the job came ({error}); start again with --overwrite"
+            f"{path} is no readable progress file ({error}); start again with --overwrite"
         ) from error
 
 
@@ -84,14 +84,14 @@ def check_same_job(progress: Progress, job: Mapping[str, Any], path: Path) -> No
         key = differing[0]
         raise InputError(
             f"{path} is of another job: {key} was {was.get(key)!r} and is {now.get(key)!r} now; "
-            "give the same options as then, or start again with --overwrite"
+            "give the same options, or start again with --overwrite"
         )
 
 
 def digest_record(digest: str, record: Record) -> str:
-    """The digest of a sequence of records, from the digest of all but the last and the last.
+    """The digest of a sequence of records, from the digest of all but the last, and the last.
 
-    Where a record stands is not part of it, so that inputs may be renamed, moved and split.
+    File names and line numbers are not part of it, so that inputs may be renamed, moved and split.
     """
     parts = [digest, type(record.value).__name__, repr(_content(record.value))]
     if record.kept:
@@ -109,10 +109,10 @@ def _content(value: object) -> object:
 
 
 def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None:
-    """Takes the records that are answered already; InputError where they are not the same ones.
+    """Skips the records whose rows are committed; InputError where they are not the same records.
 
-    Comparing what was read, and not names or times of files, holds for pipes and for inputs that
-    were moved or have grown since, and finds an edit in the part that is done.
+    Comparing contents, not names or times of files, also works for pipes and for inputs that were
+    moved or have grown since, and finds edits in the part that is done.
     """
     num_done = progress.counts.num_texts
     digest, num_read = "", 0

@@ -1,4 +1,4 @@
-"""The tasks as batch jobs see them: how the model runs a stream, how its answers are spelled."""
+"""The tasks as batch jobs: how the model runs a stream, and how results are encoded."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def embed_task(options: dict[str, Any]) -> Task:
     """options: keyword arguments of Model.embed."""
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
-        # No text at all: what is wrong with the options shows now, and the size of a vector.
+        # A call without texts checks the options early and gives the size of a vector.
         dim = model.embed([], **options).vectors.shape[1]
         is_rows = suffix in (".npy", ".parquet")
         encoder = VectorEncoder(dim) if is_rows else LineEncoder(_vector_json(dim))
@@ -112,7 +112,7 @@ def _list_task(
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         run = getattr(model, method)
-        run([], **options)  # what is wrong with the model or the options shows now
+        run([], **options)  # checks the model and the options early
         return _streaming(run, options), _line_encoder(to_json, suffix)
 
     return Task(name, options, {key: [dict(fields)]}, open_task)
@@ -139,7 +139,7 @@ def score_task(options: dict[str, Any]) -> Task:
 
 
 def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
-    """What the model goes on with: {"index", "text", "finish_reason", "num_prompt_tokens",
+    """The model's answers: {"index", "text", "finish_reason", "num_prompt_tokens",
     "num_tokens"}. params: of SamplingParams.  sizes: keyword arguments of Model.engine."""
     try:
         sampling = SamplingParams(**params)
@@ -153,7 +153,7 @@ def generate_task(params: dict[str, Any], sizes: dict[str, Any]) -> Task:
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
         options = {"params": sampling, **sizes}
-        model.generate([], **options)  # what is wrong with the model or the options shows now
+        model.generate([], **options)  # checks the model and the options early
         return _streaming(model.generate, options), _line_encoder(to_json, suffix)
 
     def describe(model: Any) -> str:
@@ -172,7 +172,7 @@ def rerank_task(options: dict[str, Any]) -> Task:
     """Hits of each query, best first. options: keyword arguments of Model.rerank."""
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
-        model.rerank("", [], **options)  # what is wrong with the model or the options shows now
+        model.rerank("", [], **options)  # checks the model and the options early
 
         def run(requests: Iterator[RankRequest]) -> Stream:
             return _RankStream(model, requests, options)

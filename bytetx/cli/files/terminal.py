@@ -1,4 +1,4 @@
-"""What a person sees of a job on stderr: a progress bar while it runs, one line when it ends."""
+"""Progress of a job on stderr: a bar while it runs, one line when it ends."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -50,7 +50,7 @@ class JobBar:
 
 
 def _show_nothing(counts: Counts, end_bytes: int) -> None:
-    """What stands in for a bar where there is no terminal."""
+    """The callback where there is no terminal."""
 
 
 def _make_progress(console: Console, has_total: bool) -> Any:
@@ -72,7 +72,7 @@ def _make_progress(console: Console, has_total: bool) -> Any:
 
 
 def tell(console: Console, line: str) -> None:
-    """Prints a line as it is; a stderr that is full or gone costs the job nothing."""
+    """Prints a line without markup; ignores a stderr that is full or closed."""
     with suppress(OSError):
         console.print(line, markup=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""Results into .npy, .jsonl and .parquet, staged beside the output so that a killed job resumes."""
+"""Results into .npy, .jsonl and .parquet, staged next to the output so that a job can resume."""
 
 import os
 import sys
@@ -32,14 +32,14 @@ class Output(Protocol):
         """Writes rows and makes `progress` the committed state; sizes in it are filled in."""
 
     def finish(self) -> None:
-        """Gives the output its name and form."""
+        """Writes the final form and renames it to the output."""
 
     def close(self) -> None:
-        """Lets go of files; an unfinished output stays as it is."""
+        """Closes files; an unfinished output stays as it is."""
 
 
 class StdoutOutput:
-    """Lines to stdout as they come; nothing to resume."""
+    """Writes lines to stdout at once; such a job cannot resume."""
 
     def __init__(self) -> None:
         if sys.stdout is None:
@@ -68,27 +68,27 @@ class StdoutOutput:
 
 
 def _forget_stdout() -> None:
-    """Drops what is buffered: Python would try to write it once more, and complain, at exit."""
+    """Drops buffered output, which Python would otherwise try to write again at exit."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> Progress | None:
-    """What a job that ended early left; None where there is nothing to go on with.
+    """The committed state of a job that ended early, or None.
 
-    What only its renames were missing is put in its place first. Raises OutputError where an output
-    is there that may not be replaced, InputError where what was left cannot be gone on with.
+    Finishes the renames of a job that had written all rows. Raises OutputError where an output
+    exists that may not be replaced, InputError where the state cannot be resumed.
     """
     paths = lock.paths
     if overwrite:
         return None
-    progress = _settled(paths)
+    progress = _finish_renames(paths)
     if progress is None:
         return None
     if not resume:
         raise OutputError(
-            f"{paths.name} is unfinished, from a job that ended early; go on with --resume, or "
-            "start again with --overwrite"
+            f"{paths.name} is unfinished, from a job that ended early; continue it with --resume, "
+            "or start again with --overwrite"
         )
     _check_replaces(paths, progress)
     if not _is_all_there(paths, progress):
@@ -100,9 +100,9 @@ def find_unfinished(lock: OutputLock, *, resume: bool, overwrite: bool) -> Progr
 
 
 def is_complete(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
-    """Whether an output is there and is to stay. Raises OutputError where it is only in the way.
+    """Whether a finished output exists, where no unfinished job does.
 
-    Ask where nothing is unfinished.
+    Raises OutputError where it exists and neither --resume nor --overwrite was given.
     """
     if overwrite or not lock.paths.final.exists():
         return False
@@ -113,12 +113,12 @@ def is_complete(lock: OutputLock, *, resume: bool, overwrite: bool) -> bool:
     )
 
 
-def begin_or_go_on(
+def begin_or_resume(
     unfinished: Progress | None, job: Mapping[str, Any], lock: OutputLock, *, overwrite: bool
 ) -> Progress:
-    """The unfinished job's committed state, or that of one not begun.
+    """The unfinished job's committed state, or the state of a new job.
 
-    Raises InputError where the unfinished job is not this one.
+    Raises InputError where the unfinished job has other options.
     """
     if unfinished is None:
         return Progress(job, replaces=overwrite)
@@ -127,10 +127,10 @@ def begin_or_go_on(
 
 
 class StagedOutput:
-    """An output that is appended to under `<name>.partial` and renamed when it is whole.
+    """An output that is appended to as `<name>.partial` and renamed when it is complete.
 
-    Rows count from the moment that `<name>.progress.json` says so: after the rows themselves are
-    on the disk. What stands beyond is written over, so a kill at any moment costs those rows only.
+    A row is committed when `<name>.progress.json` counts it, which happens after the row is on the
+    disk. Later bytes are overwritten on resumption, so a killed job loses uncommitted rows only.
     """
 
     def __init__(
@@ -141,9 +141,9 @@ class StagedOutput:
         progress: Progress,
         parquet: ParquetForm | None = None,
     ):
-        """lock: held until after `close`.  progress: what `begin_or_go_on` said.
+        """lock: held until after `close`.  progress: from `begin_or_resume`.
 
-        parquet: columns and types, where the output is one.
+        parquet: columns and types of a parquet output.
         """
         self.paths = lock.paths
         self.progress = progress
@@ -158,7 +158,7 @@ class StagedOutput:
             self._begin()
 
     def _begin(self) -> None:
-        """Throws away what another job left; from its progress file on, in one step."""
+        """Deletes the files of an earlier job, its progress file first."""
         job, replaces = self.progress.job, self.progress.replaces
         try:
             self.paths.progress.unlink(missing_ok=True)
@@ -189,10 +189,10 @@ class StagedOutput:
         self.progress = now
 
     def finish(self) -> None:
-        """Makes the output whole, says so in the progress file, and only then renames.
+        """Completes the output, records that in the progress file, and then renames.
 
-        A kill before that file is written leaves a job to resume; after it, renames that the next
-        job on this output does first of all.
+        A job killed before the record can be resumed; after it, the next job on this output
+        finishes the renames.
         """
         num_rows, paths = self.progress.counts.num_texts, self.paths
         try:
@@ -203,8 +203,8 @@ class StagedOutput:
                 os.ftruncate(self._open_list(), self.progress.list_bytes)
             if self._parquet is not None:
                 self._write_parquet(self._parquet)
-            whole_bytes = paths.whole.stat().st_size
-            self.progress = replace(self.progress, whole_bytes=whole_bytes)
+            complete_bytes = paths.complete.stat().st_size
+            self.progress = replace(self.progress, complete_bytes=complete_bytes)
             _check_replaces(paths, self.progress)
             save_progress(self.progress, paths.progress)
             _publish(paths, self.progress)
@@ -212,7 +212,7 @@ class StagedOutput:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Ends the job: committed rows of an unfinished one stay; one without any leaves none."""
+        """Closes the files. An unfinished job's committed rows stay; without any, no file does."""
         os.close(self._data)
         if self._list is not None:
             os.close(self._list)
@@ -222,14 +222,14 @@ class StagedOutput:
                 _remove_leftovers(self.paths)
 
     def _check_staged(self) -> None:
-        """Raises OutputError where the rows are no longer under their name, or not all of them."""
+        """Raises OutputError where the file of rows was removed, replaced or cut."""
         is_there = self.paths.partial.exists() and os.path.samestat(
             self.paths.partial.stat(), os.fstat(self._data)
         )
         if not is_there or not _is_all_there(self.paths, self.progress):
             raise OutputError(
                 f"{self.paths.partial} was removed, replaced or cut while the job ran; "
-                f"{self.paths.name} is not touched: start again with --overwrite"
+                f"{self.paths.name} is unchanged: start again with --overwrite"
             )
 
     def _open_list(self) -> int:
@@ -242,26 +242,26 @@ class StagedOutput:
         if isinstance(self._encoder, VectorEncoder):
             vectors = np.load(paths.partial, mmap_mode="r")
             lines = paths.partial_list if self.progress.list_bytes > 0 else None
-            vectors_to_parquet(vectors, lines, paths.whole, form=form)
+            vectors_to_parquet(vectors, lines, paths.complete, form=form)
         else:
-            lines_to_parquet(paths.partial, paths.whole, form=form)
-        _sync(paths.whole)
+            lines_to_parquet(paths.partial, paths.complete, form=form)
+        _sync(paths.complete)
 
     def _failure(self, error: OSError) -> OutputError:
         num_done = self.progress.counts.num_texts
         return OutputError(
             f"{self.paths.name} cannot be written: {error.strerror or error}; {num_done:,} results "
-            "are kept: make room and go on with --resume"
+            "are saved: free disk space and continue with --resume"
         )
 
 
-def _settled(paths: OutputPaths) -> Progress | None:
-    """The progress of an unfinished job, once what a killed one had left to rename is renamed."""
+def _finish_renames(paths: OutputPaths) -> Progress | None:
+    """The progress of an unfinished job; finishes the renames of one that wrote all rows."""
     if not paths.progress.exists():
         _remove_leftovers(paths)
         return None
     progress = load_progress(paths.progress)
-    if progress.whole_bytes is None:
+    if progress.complete_bytes is None:
         return progress
     try:
         _publish(paths, progress)
@@ -271,17 +271,17 @@ def _settled(paths: OutputPaths) -> Progress | None:
 
 
 def _publish(paths: OutputPaths, progress: Progress) -> None:
-    """Gives the whole output its name. Each step may have been done already by a killed job."""
-    if paths.whole.exists():
-        if paths.whole.stat().st_size != progress.whole_bytes:
+    """Renames the complete output. A killed job may have done some of the steps already."""
+    if paths.complete.exists():
+        if paths.complete.stat().st_size != progress.complete_bytes:
             raise OutputError(
-                f"{paths.whole} is not the {progress.whole_bytes:,} bytes that {paths.progress} "
-                f"counts; {paths.name} is not touched: start again with --overwrite"
+                f"{paths.complete} is not the {progress.complete_bytes:,} bytes that "
+                f"{paths.progress} counts; {paths.name} is unchanged: start again with --overwrite"
             )
         _check_replaces(paths, progress)
         if paths.suffix == ".npy":
             _publish_errors(paths, progress)
-        paths.whole.replace(paths.final)
+        paths.complete.replace(paths.final)
         with suppress(OSError):  # not every file system knows it of folders
             _sync(paths.final.parent)
     _remove_leftovers(paths)
@@ -296,14 +296,14 @@ def _publish_errors(paths: OutputPaths, progress: Progress) -> None:
 
 
 def _remove_leftovers(paths: OutputPaths, *, but: Path | None = None) -> None:
-    leftovers = (paths.partial, paths.partial_list, temporary_of(paths.progress), paths.whole)
+    leftovers = (paths.partial, paths.partial_list, temporary_of(paths.progress), paths.complete)
     for path in leftovers:
         if path != but:
             path.unlink(missing_ok=True)
 
 
 def _is_all_there(paths: OutputPaths, progress: Progress) -> bool:
-    """Whether the rows that the progress counts are on the disk."""
+    """Whether the files have all rows that the progress counts."""
     needed = {paths.partial: progress.data_bytes, paths.partial_list: progress.list_bytes}
     return all(
         path.exists() and path.stat().st_size >= num_bytes
@@ -313,11 +313,11 @@ def _is_all_there(paths: OutputPaths, progress: Progress) -> bool:
 
 
 def _check_replaces(paths: OutputPaths, progress: Progress) -> None:
-    """Raises OutputError where an output came to be while the job ran, by whoever made it."""
+    """Raises OutputError where another program created the output while the job ran."""
     if paths.final.exists() and not progress.replaces:
         raise OutputError(
-            f"{paths.name} is there now and was not when its unfinished job began; move it away "
-            "and go on with --resume, or start again with --overwrite"
+            f"{paths.name} exists now and did not when its unfinished job began; move it away "
+            "and continue with --resume, or start again with --overwrite"
         )
 
 
@@ -325,7 +325,7 @@ _OPEN_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
 
 
 def _write(descriptor: int, data: bytes, offset: int) -> None:
-    """All of `data` at `offset`, on the disk before this returns."""
+    """Writes all of `data` at `offset` and flushes it to the disk."""
     view = memoryview(data)
     while view:
         written = os.pwrite(descriptor, view, offset)
@@ -334,7 +334,7 @@ def _write(descriptor: int, data: bytes, offset: int) -> None:
 
 
 def _sync(path: Path) -> None:
-    """What was written to a file, or renamed in a folder, is on the disk after this."""
+    """Flushes a file, or the renames in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
