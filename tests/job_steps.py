@@ -206,7 +206,7 @@ class Jobs:
             path.unlink()
 
     def check(self, when: str) -> None:
-        """The output is whole, and nothing else stands beside it."""
+        """The output is complete, and no other file is next to it."""
         found = {path.name[3:]: path.read_bytes() for path in self.folder.glob("out*")}
         assert found.keys() == self.expected.keys(), f"{when}: {sorted(found)}"
         assert found == self.expected, f"{when}: other bytes"
@@ -228,7 +228,7 @@ class Jobs:
 
 
 def check_second(jobs: Jobs, second: Process, code: int | None, when: str) -> None:
-    """A second job either found the output whole, or was refused in one line."""
+    """A second job either found the output complete, or was refused in one line."""
     said = second.said
     assert code in (0, 1), f"{when}: {code} {said}"
     if code == 1:
@@ -321,7 +321,7 @@ def killed_while_it_replaces(jobs: Jobs, **when: Any) -> int:
         assert jobs.out.read_bytes() in (old, jobs.expected[jobs.suffix]), f"step {step}"
         said = jobs.run("--resume")
         if jobs.out.read_bytes() == old:  # killed before it had left anything to go on with
-            assert "nothing is left to resume" in said, f"step {step}: {said}"
+            assert "there is nothing to resume" in said, f"step {step}: {said}"
             jobs.run("--overwrite")
         jobs.check(f"step {step}")
         step += jobs.every
