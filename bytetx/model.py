@@ -109,13 +109,13 @@ def load(
 class Model(GenerationMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
-    It is pickled by its folder and options: another process loads it anew.  A forked child
+    It is pickled as its folder and options, and loaded again in another process.  A forked child
     computes with one thread, or raises a ForkError: start processes by spawn.
     Every task takes any iterable of inputs (a str, a pair of str, or a sequence of token ids that
-    already has its special tokens) and answers in the caller's order. Common options:
+    already has its special tokens) and returns results in the caller's order. Common options:
     truncate: cut a text beyond the model's positions; else it is a TooLongError.
     on_error: "raise" a bad text's InputError, or "return" it in place of that text's result.
-    stream: an iterator that pulls inputs as it goes, instead of everything at the end.
+    stream: return an iterator that reads inputs as needed, instead of all results at the end.
     show_progress: a bar on stderr that counts texts.
     """
 
@@ -217,7 +217,7 @@ class Model(GenerationMixin):
         """One f32 vector a text, as sentence-transformers' encode gives it.
 
         prompt, prompt_name: text put before every str; None is the checkpoint's default.
-        dimensions: keep the first ones, normalised anew where the model normalises.
+        dimensions: keep the first ones, and normalise again where the model normalises.
         pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
         checkpoint says.  A failed text's vector is NaN, its error in `errors`.
         """
@@ -406,9 +406,9 @@ class Model(GenerationMixin):
         stream: bool = False,
         show_progress: bool = False,
     ) -> Results[Any] | Stream[Any]:
-        """The best top_k fillings of every mask token of each text, mask by mask.
+        """The top_k best tokens for every mask token of each text.
 
-        targets: score these words only, by their probability in the whole vocabulary.
+        targets: score these words only, by their probability in the full vocabulary.
         """
         check_top_k(top_k, may_be_none=False)
         if targets is not None and not isinstance(targets, str):

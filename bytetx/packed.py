@@ -1,4 +1,4 @@
-"""PackedBatch: the one type that flows through bytetx, and the ways into and out of it."""
+"""PackedBatch, the batch type of bytetx, and conversions to and from padded tensors."""
 
 from array import array
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Past:
     slot_mapping: int32 [total_tokens], where each token's key and value go:
         page * page_size + offset, or -1 for nowhere.
     page_size: tokens, a power of two.   max_kv_seqlen: the largest of kv_seqlens.   Host ints.
-    prompt_seqlens: int32 [batch_size], tokens of each sequence's whole prompt, where a step's
+    prompt_seqlens: int32 [batch_size], tokens of each sequence's full prompt, where a step's
         rotation depends on them (RotaryTables.of); None counts a sequence's keys as its prompt.
     allows_early_read: whether earlier steps wrote all keys before this step's tokens, so that they
         may be read while those of this step are being written.

@@ -36,16 +36,16 @@ class SamplingParams:
 
     n: 1 ... 16384, answers to each prompt; 1 where temperature is 0.
     max_tokens: at least 1, the most tokens of an answer, fewer where the model's positions or the
-    cache end before; None goes on until there.
+    cache end before; None sets no other limit.
     min_tokens: 0 ... max_tokens; in these first tokens, nothing that ends an answer is chosen or
     looked for, and no end-of-text token is chosen even with ignore_eos.
     temperature: 0 ... 2, taken as it is (vLLM raises what is above 0 and below 0.01 to 0.01).
     top_k: keeps the k most likely tokens; 0 and -1 keep all.  top_p: above 0, at most 1; keeps the
     most likely tokens that together have this probability.  min_p: 0 ... 1; keeps tokens with at
-    least this share of the most likely one's probability.  A tie at a limit is kept whole.
+    least this share of the most likely one's probability.  All tokens of a tie at a limit are kept.
     repetition_penalty: above 0; divides positive and multiplies other logits of tokens that are in
-    the prompt or the answer.  presence_penalty: -2 ... 2; is taken from logits of tokens in the
-    answer.  frequency_penalty: -2 ... 2; the same, times how often they are in it.
+    the prompt or the answer.  presence_penalty: -2 ... 2; is subtracted from logits of tokens in
+    the answer.  frequency_penalty: -2 ... 2; the same, times the count of the token in it.
     logit_bias: token id -> what is added to its logit, a finite number or -inf, which forbids it.
     seed: -2**63 ... 2**64 - 1; the same seed gives the same answer, whatever runs beside it. None
     and -1 draw a seed.
