@@ -147,7 +147,7 @@ class Contest:
             "ours-fp16": self.bert.transformer,
         }
         runs = {
-            name: partial(engine.encode, lambda: inputs.x, inputs.batch)
+            name: partial(engine.layers.run, lambda: inputs.x, inputs.batch)
             for name, engine in engines.items()
         }
         with torch.inference_mode():

@@ -18,6 +18,7 @@ Where there are too many graphs, the least recently used one is evicted. A captu
 tried again, and its steps run eagerly.
 """
 
+import gc
 import logging
 import threading
 from collections import OrderedDict
@@ -56,6 +57,18 @@ class CapturedStep:
     @property
     def output_bytes(self) -> int:
         return sum(output.nbytes for output in self.outputs)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs in a cycle would be destroyed by the thread that captures, which ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphCache:
@@ -160,7 +173,7 @@ class GraphCache:
     @contextmanager
     def _captured_by(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Captures what is launched inside; other threads may allocate and wait meanwhile."""
-        with OnStream(self._stream):
+        with OnStream(self._stream), _no_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 yield

@@ -165,6 +165,35 @@ def test_threads_share_a_model_and_models_a_gpu(folders: dict[str, Path]) -> Non
     assert [worker.result() for worker in workers] == [[]] * 4
 
 
+def test_graphs_that_the_garbage_collector_finds_during_a_capture(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their destruction by the thread that captures would end its capture."""
+    model = load(folders["Model"])
+    capture_begin, gone = torch.cuda.CUDAGraph.capture_begin, load(folders["Model"])
+    batch = batch_of(0, num_texts=6)
+    expected = [gone.embed(batch).vectors for _ in range(3)][-1]
+    assert queue_of(gone).num_graphs == 1
+    cycle = [gone]
+    cycle.append(cycle)
+
+    def begin(graph: torch.cuda.CUDAGraph, **options: object) -> None:
+        nonlocal gone, cycle
+        capture_begin(graph, **options)
+        gone = cycle = None
+        assert len([[] for _ in range(10_000)])  # allocations start the collector
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begin)
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for _ in range(3):
+            np.testing.assert_array_equal(model.embed(batch).vectors, expected)
+    finally:
+        gc.set_threshold(*threshold)
+    assert queue_of(model).num_graphs == 1
+
+
 def test_few_graphs_are_kept(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     model = load(folders["Model"])
