@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ def attention_suite(*, patterns: list[str]) -> Suite:
 def shapes() -> list[Shape]:
     """The length profiles that the project's targets are stated for."""
     draw = Lengths()
-    generative = {"num_heads": 16, "head_dim": 128, "dtype": "bf16", "causal": True}
+    generative = partial(Shape, num_heads=16, head_dim=128, dtype="bf16", causal=True)
     return [
         Shape("mean-9", draw.lognormal(9, 0.8, 2048, 1, 512)),
         Shape("mean-20", draw.lognormal(20, 0.8, 2048, 1, 512)),
@@ -54,8 +55,8 @@ def shapes() -> list[Shape]:
         Shape("a06-1024", draw.uniform(1024, 64)),
         Shape("dense-4096", dense(4096, 16)),
         Shape("longdoc", draw.lognormal(300 * math.exp(1.1**2 / 2), 1.1, 64, 1, 8192)),
-        Shape("causal-dense-2048", dense(2048, 16), **generative),
-        Shape("causal-sharegpt", draw.lognormal(161, 1.35, 128, 4, 1024), **generative),
+        generative("causal-dense-2048", dense(2048, 16)),
+        generative("causal-sharegpt", draw.lognormal(161, 1.35, 128, 4, 1024)),
         Shape("one-128", dense(128, 1)),
         Shape("one-512", dense(512, 1)),
     ]

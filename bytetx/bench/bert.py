@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from bytetx.bench.lengths import prefix_sums
 from bytetx.bench.rivals import quiet
@@ -49,9 +49,10 @@ def random_bert(
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    config = BertConfig(**sizes)
+    config = BertConfig.from_dict(sizes)
     with quiet(), torch.device(device):
-        model = BertModel(config, add_pooling_layer=False).to(dtype).eval()
+        model: Any = BertModel(config, add_pooling_layer=False)
+        model = model.to(dtype).eval()
     spec = build_spec(config.to_dict())
     transformer = Transformer.from_tensors(
         spec, model.state_dict(), dtype=dtype, device=device, prepack=True
@@ -155,7 +156,7 @@ class PackedTorch:
     The strongest encoder that a user can write in an afternoon; runs under a CUDA graph as it is.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):  # transformers' BertModel
         self.layers = [_packed_layer(layer) for layer in model.encoder.layer]
         self.num_heads = model.config.num_attention_heads
 
@@ -175,10 +176,11 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool = False
 ) -> Tensor:
     """FlashAttention-2's varlen kernel as torch ships it."""
-    return torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False),
         scale=q.shape[-1] ** -0.5,
     )[0]
+    return out
 
 
 @torch.inference_mode()
@@ -194,7 +196,7 @@ def compiled_finish(bert: Bert) -> Finish:
     return finish
 
 
-def compiled_layers(encoder: nn.Module) -> nn.Module:
+def compiled_layers(encoder: Any) -> Any:
     """A copy of transformers' encoder whose layers go through torch.compile, one graph for all."""
     encoder = copy.deepcopy(encoder)
     for layer in encoder.layer:
@@ -202,7 +204,7 @@ def compiled_layers(encoder: nn.Module) -> nn.Module:
     return encoder
 
 
-def _packed_layer(layer: nn.Module) -> PackedLayer:
+def _packed_layer(layer: Any) -> PackedLayer:
     attention, output = layer.attention.self, layer.attention.output
     projections = (attention.query, attention.key, attention.value)
     with torch.no_grad():

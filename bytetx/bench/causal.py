@@ -88,7 +88,8 @@ def padded_generate(model: Any, prompts: Sequence[list[int]], num_tokens: int) -
     given = answers.shape[1] - longest
     if given != num_tokens:
         raise RuntimeError(f"it gave {given} tokens of {num_tokens}")
-    return answers[:, longest:].tolist()
+    tokens: list[list[int]] = answers[:, longest:].tolist()
+    return tokens
 
 
 def prefill_work(spec: ModelSpec, requests: Sequence[Request]) -> Work:

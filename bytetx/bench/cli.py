@@ -355,7 +355,7 @@ def _run_suite(console: Console, suite: "Suite", *, command: str, record: Path |
 
     versions = ", ".join(f"{name} {version}" for name, version in suite.versions.items())
     console.print(f"{suite.device}; {versions}", highlight=False, soft_wrap=True)
-    done, seen = [], set()
+    done, seen = [], set[str]()
     for measured, notes in run_suite(suite, command=command, record_to=record):
         done.append(measured)
         console.print(summary_line(measured), highlight=False, markup=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -146,7 +147,9 @@ class Contest:
     def _lengths(self, inputs: Inputs) -> list[int]:
         """Tokens of each input, special tokens included."""
         if isinstance(inputs[0], str):
-            return [len(encoding.ids) for encoding in self.model.tokenizer.encode(inputs)]
+            assert self.model.tokenizer is not None
+            strings = cast(Sequence[str], inputs)
+            return [len(encoding.ids) for encoding in self.model.tokenizer.encode(strings)]
         return [len(ids) for ids in inputs]
 
 

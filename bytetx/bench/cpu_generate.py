@@ -39,7 +39,7 @@ def measure_generate(
         return Model(model.checkpoint).generate(prompts, params)
 
     rival = partial(padded_generate, theirs, prompts, num_tokens)
-    notes = _differences([answer.token_ids for answer in ours()], rival())
+    notes = _differences([list(answer.token_ids) for answer in ours()], rival())
     timing = measure.alternate(
         ours,
         {"transformers": rival},

@@ -73,13 +73,17 @@ def decode_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    cases = [*shapes(), *sampling.shapes()]
+    cases: list[Shape | sampling.Shape] = [*shapes(), *sampling.shapes()]
     return gpu_suite("decode", cases, _measure_any, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
     """Decode rows, prompts and pieces of them, mixed steps, and the writing of keys."""
-    ragged = partial(np.random.default_rng(0).integers, 100, 2049)
+    draw = np.random.default_rng(0)
+
+    def ragged(batch: int) -> np.ndarray:
+        return draw.integers(100, 2049, batch)
+
     found = []
     for model in MODELS:
         for batch in (1, 16, 64, 256):
@@ -97,8 +101,8 @@ def shapes() -> list[Shape]:
             Shape(f"prefill-{model}-ragged", model, prompts, prompts),
             Shape(f"chunks-{model}-16x512-after-4096", model, dense(512, 16), dense(4608, 16)),
         ]
-        rows, keys = np.array([1] * 64 + [1024, 1024]), ragged(66)
-        found.append(Shape(f"mixed-{model}", model, rows, np.maximum(rows, keys)))
+        rows = np.array([1] * 64 + [1024, 1024])
+        found.append(Shape(f"mixed-{model}", model, rows, np.maximum(rows, ragged(66))))
         for tokens in (64, 8192):
             rows = dense(tokens, 1)
             found.append(Shape(f"write-{model}-{tokens}", model, rows, rows, is_write=True))
@@ -160,19 +164,19 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
     q = torch.randn(q_size, device="cuda", dtype=dtype)
     early_read = EarlyRead.KEYS if shape.seqlens.max() == 1 else EarlyRead.TABLES  # as in a decoder
-    lengths = {
-        "cu_seqlens": prefix_sums(shape.seqlens),
-        "kv_seqlens": torch.from_numpy(shape.kv_seqlens).int().cuda(),
-        "max_seqlen": int(shape.seqlens.max()),
-        "max_kv_seqlen": int(shape.kv_seqlens.max()),
-    }
+    cu_seqlens = prefix_sums(shape.seqlens)
+    kv_seqlens = torch.from_numpy(shape.kv_seqlens).int().cuda()
+    max_seqlen, max_kv_seqlen = int(shape.seqlens.max()), int(shape.kv_seqlens.max())
     page_table = _random_pages(num_pages)
 
     def ours() -> None:
         in_turn = cycle(caches)
         for _ in range(num_steps):
             plan = plan_paged_attention(
-                **lengths,
+                cu_seqlens,
+                kv_seqlens,
+                max_seqlen=max_seqlen,
+                max_kv_seqlen=max_kv_seqlen,
                 total_tokens=shape.total_tokens,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
@@ -180,7 +184,16 @@ def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
             )
             for k, v in islice(in_turn, heads.num_layers):
                 paged_attention(
-                    *(q, k, v), **lengths, page_table=page_table, plan=plan, early_read=early_read
+                    q,
+                    k,
+                    v,
+                    cu_seqlens=cu_seqlens,
+                    kv_seqlens=kv_seqlens,
+                    max_seqlen=max_seqlen,
+                    max_kv_seqlen=max_kv_seqlen,
+                    page_table=page_table,
+                    plan=plan,
+                    early_read=early_read,
                 )
 
     num_calls = num_steps * heads.num_layers
@@ -251,15 +264,28 @@ def _write_runs(shape: Shape) -> tuple[dict[str, Run], int]:
     positions = torch.randint(_NUM_POSITIONS, (tokens,), device="cuda").int()
     slots = torch.randperm(tokens, device="cuda").int()
     q_norm, k_norm = torch.rand(2, heads.head_dim, device="cuda").to(dtype)
-    norms = {"q_norm": q_norm, "k_norm": k_norm, "eps": _EPS}
-    tables = (angles.cos(), angles.sin(), positions)
+    cos_table, sin_table = angles.cos(), angles.sin()
 
     def ours() -> None:
         for qkv, cache in zip(rows, caches, strict=True):
-            rotary_write_kv(*qkv.split(parts, dim=1), *tables, *cache, slots, **norms)
+            q, k, v = qkv.split(parts, dim=1)
+            rotary_write_kv(
+                q,
+                k,
+                v,
+                cos_table,
+                sin_table,
+                positions,
+                cache[0],
+                cache[1],
+                slots,
+                q_norm=q_norm,
+                k_norm=k_norm,
+                eps=_EPS,
+            )
 
     def theirs() -> None:
-        cos, sin = (F.embedding(positions, t).repeat(1, 2)[:, None] for t in tables[:2])
+        cos, sin = (F.embedding(positions, t).repeat(1, 2)[:, None] for t in (cos_table, sin_table))
         for qkv, cache in zip(rows, caches, strict=True):
             q, k, v = qkv.split(parts, dim=1)
             for x, weight in ((q, q_norm), (k, k_norm)):

@@ -67,8 +67,10 @@ def encoder_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    options = {"patterns": patterns, "unit": "ms", "packages": ("transformers",)}
-    return gpu_suite("encoder", shapes(), Contest().measure, **options)
+    packages = ("transformers",)
+    return gpu_suite(
+        "encoder", shapes(), Contest().measure, patterns=patterns, unit="ms", packages=packages
+    )
 
 
 def shapes() -> list[Shape]:
@@ -141,9 +143,11 @@ class Contest:
     def _measure_fp8(self, shape: Shape, inputs: LayerInputs, gpu: Gpu) -> Measurement:
         """E4M3 against our own f16, both as replays of a graph."""
         spec, weights = self.bert.spec, self.bert.model.state_dict()
-        options = {"dtype": torch.float16, "device": "cuda", "prepack": False, "fp8": True}
+        in_fp8 = Transformer.from_tensors(
+            spec, weights, dtype=torch.float16, device="cuda", prepack=False, fp8=True
+        )
         engines = {
-            "ours": Transformer.from_tensors(spec, weights, **options),
+            "ours": in_fp8,
             "ours-fp16": self.bert.transformer,
         }
         runs = {
@@ -191,9 +195,13 @@ class Contest:
                 compiled(padded, attention_mask=mask).last_hidden_state
             )
         for name, finish in self.finishes.items():
-            options = {"max_seqlen": inputs.max_seqlen, "finish": finish}
-            encode = self.packed_torch.encode
-            runs[name] = partial(encode, inputs.x, inputs.cu_seqlens, **options)
+            runs[name] = partial(
+                self.packed_torch.encode,
+                inputs.x,
+                inputs.cu_seqlens,
+                max_seqlen=inputs.max_seqlen,
+                finish=finish,
+            )
         return runs
 
 

@@ -99,12 +99,13 @@ def _attend(
     window_size: tuple[int, int],
 ) -> Tensor:
     left, right = (None if size < 0 else size for size in window_size)
-    return torch.ops.aten._flash_attention_forward(
+    out: Tensor = torch.ops.aten._flash_attention_forward(
         *(q, k, v, *lengths, dropout_p, causal, False),
         scale=softmax_scale,
         window_size_left=left,
         window_size_right=right,
     )[0]
+    return out
 
 
 class _Finder(DistributionFinder):
@@ -136,12 +137,14 @@ class _ModuleLoader(Loader):
             # Loaded while transformers looks for these, so it is there.
             from transformers import modeling_flash_attention_utils as theirs
 
-            module.pad_input, module.unpad_input = theirs._pad_input, theirs._unpad_input
+            vars(module).update(pad_input=theirs._pad_input, unpad_input=theirs._unpad_input)
             return
-        module.__version__ = _VERSION
-        module.flash_attn_func = flash_attn_func
-        module.flash_attn_varlen_func = flash_attn_varlen_func
-        module.flash_attn_with_kvcache = None  # which transformers takes as "not supported"
+        vars(module).update(
+            __version__=_VERSION,
+            flash_attn_func=flash_attn_func,
+            flash_attn_varlen_func=flash_attn_varlen_func,
+            flash_attn_with_kvcache=None,  # which transformers takes as "not supported"
+        )
 
 
 class _Metadata(Distribution):
@@ -159,8 +162,9 @@ def _forget_checks(distributions: dict[str, list[str]]) -> None:
     if utils is None:
         return
     for name in _CACHED:
-        if hasattr(check := getattr(utils, name, None), "cache_clear"):
-            check.cache_clear()
+        clear = getattr(getattr(utils, name, None), "cache_clear", None)
+        if clear is not None:
+            clear()
     known = getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", None)  # a constant before 5.2x
     if known is not None:
         known.pop(_PACKAGE, None)

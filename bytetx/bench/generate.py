@@ -46,8 +46,8 @@ def generate_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    options = {"patterns": patterns, "unit": "s", "packages": ("transformers",)}
-    return gpu_suite("generate", shapes(), measure, **options)
+    packages = ("transformers",)
+    return gpu_suite("generate", shapes(), measure, patterns=patterns, unit="s", packages=packages)
 
 
 def shapes() -> list[Shape]:
@@ -77,7 +77,8 @@ def shapes() -> list[Shape]:
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Seconds from the first request to the last token, greedy, without ends of text."""
     dtype, requests = DTYPES[shape.dtype], shape.requests
-    rivals, notes = {}, [shape.note] if shape.note else []
+    rivals: dict[str, float] = {}
+    notes = [shape.note] if shape.note else []
     with random_checkpoint(shape.model, dtype) as folder:
         ours = _measure_ours(shape, folder)
         if shape.has_rivals:

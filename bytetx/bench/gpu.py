@@ -89,8 +89,15 @@ class Gpu:
             for _ in range(2)
         )
         one = torch.ones((), device="cuda")
-        options = {"scale_a": one, "scale_b": one, "use_fast_accum": True}
-        run = partial(torch._scaled_mm, a, b.t(), **options, out_dtype=torch.float16)
+        run = partial(
+            torch._scaled_mm,
+            a,
+            b.t(),
+            scale_a=one,
+            scale_b=one,
+            use_fast_accum=True,
+            out_dtype=torch.float16,
+        )
         return 2 * _GEMM_SIZE**3 / graph_us({"gemm": run})["gemm"] * 1e6
 
 
@@ -168,7 +175,8 @@ def graph_us(
     calls: how many calls a run makes; its time is divided by them.
     """
     graphs = {name: capture(run) for name, run in runs.items()}
-    replays, times = {}, {name: [] for name in runs}
+    replays: dict[K, int] = {}
+    times: dict[K, list[float]] = {name: [] for name in runs}
     for name, graph in graphs.items():
         replay_us(graph, 1)
         replays[name] = max(1, round(sample_us / replay_us(graph, 1)))
@@ -243,4 +251,4 @@ def replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
         graph.replay()
     last.record()
     last.synchronize()
-    return first.elapsed_time(last) * 1e3 / count
+    return float(first.elapsed_time(last)) * 1e3 / count

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from bytetx.bench.bert import PackedTorch
 from bytetx.bench.flash_attn import flash_attn_package
 from bytetx.bench.rivals import (
     BATCH_SIZE,
+    Inputs,
     Loader,
     PaddedRival,
     Rival,
@@ -39,8 +41,8 @@ class PackedTorchRival:
         model = AutoModel.from_pretrained(checkpoint, **options).eval().to("cuda")
         self._embeddings, self._layers = model.embeddings, PackedTorch(model)
 
-    def embed(self, inputs: Sequence[Sequence[int]]) -> np.ndarray:
-        batches = cut_by_tokens(inputs, _PACKED_TOKENS)
+    def embed(self, inputs: Inputs) -> np.ndarray:
+        batches = cut_by_tokens(cast(Sequence[Sequence[int]], inputs), _PACKED_TOKENS)
         return np.concatenate([self._embed_batch(batch) for batch in batches])
 
     @torch.inference_mode()
@@ -83,8 +85,10 @@ def _sentence_transformers(checkpoint: Path, dtype: torch.dtype) -> Rival:
 
 
 def _sentence_transformers_large(checkpoint: Path, dtype: torch.dtype) -> Rival:
-    options = {"name": f"sentence-transformers-{_LARGE_BATCH}", "batch_size": _LARGE_BATCH}
-    return SentenceTransformersRival(checkpoint, dtype, device="cuda", **options)
+    name = f"sentence-transformers-{_LARGE_BATCH}"
+    return SentenceTransformersRival(
+        checkpoint, dtype, device="cuda", name=name, batch_size=_LARGE_BATCH
+    )
 
 
 def load_unpadded(
@@ -94,9 +98,15 @@ def load_unpadded(
 
     Raises BytetxError where it pads nevertheless, for then it is another rival.
     """
-    options = {"name": name, "batch_size": batch_size, "attention": "flash_attention_2"}
     with flash_attn_package():
-        rival = SentenceTransformersRival(checkpoint, dtype, device=device, **options)
+        rival = SentenceTransformersRival(
+            checkpoint,
+            dtype,
+            device=device,
+            name=name,
+            batch_size=batch_size,
+            attention="flash_attention_2",
+        )
     if not rival.unpads:
         raise BytetxError("this version of sentence-transformers pads; version 6 unpads")
     return rival

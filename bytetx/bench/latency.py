@@ -51,8 +51,9 @@ def latency_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Sui
     Raises BytetxError where there is no GPU, or no case fits.
     """
     packages = ("transformers", "sentence-transformers")
-    options = {"patterns": patterns, "unit": "us", "packages": packages}
-    return gpu_suite("latency", shapes(checkpoint), measure, **options)
+    return gpu_suite(
+        "latency", shapes(checkpoint), measure, patterns=patterns, unit="us", packages=packages
+    )
 
 
 def shapes(checkpoint: Path | None) -> list[Shape]:
@@ -65,13 +66,13 @@ def shapes(checkpoint: Path | None) -> list[Shape]:
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Medians of the time until the result is there, the launches included."""
-    if shape.num_tokens is None:
-        real = shape.checkpoint or demo_checkpoint()
-        if shape.model not in SIZES:
-            return _measure_text(shape, gpu, real)
-        with random_checkpoint(shape.model, DTYPES[shape.dtype], like=real) as folder:
-            return _measure_text(shape, gpu, folder)
-    return _measure_layers(shape, gpu)
+    if shape.num_tokens is not None:
+        return _measure_layers(shape, gpu, shape.num_tokens)
+    real = shape.checkpoint or demo_checkpoint()
+    if shape.model not in SIZES:
+        return _measure_text(shape, gpu, real)
+    with random_checkpoint(shape.model, DTYPES[shape.dtype], like=real) as folder:
+        return _measure_text(shape, gpu, folder)
 
 
 def _measure_text(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
@@ -80,7 +81,7 @@ def _measure_text(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
     model = bytetx.load(checkpoint, device="cuda", dtype=dtype)
     text, num_tokens = one_text(model, _TEXT_TOKENS)
     loaded = load_rivals(_RIVALS, checkpoint, dtype, loaders=gpu_rivals.LOADERS)
-    runs = {"ours": partial(model.embed, [text])}
+    runs: dict[str, Callable[[], object]] = {"ours": partial(model.embed, [text])}
     runs |= {rival.name: partial(rival.embed, [text]) for rival in loaded.rivals}
     found = {name: _latency_us(run) for name, run in runs.items()}
     work = work_of(model.spec, dense(num_tokens, 1), dtype)
@@ -94,16 +95,18 @@ def _measure_text(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
 
 
 @torch.inference_mode()
-def _measure_layers(shape: Shape, gpu: Gpu) -> Measurement:
+def _measure_layers(shape: Shape, gpu: Gpu, num_tokens: int) -> Measurement:
     """Embedded tokens in, hidden states on the GPU out; ours and packed torch as one graph."""
-    dtype, lengths = DTYPES[shape.dtype], dense(shape.num_tokens, 1)
+    dtype, lengths = DTYPES[shape.dtype], dense(num_tokens, 1)
     bert = random_bert(SIZES[shape.model], dtype)
     inputs = LayerInputs(bert, lengths)
     padded, mask = inputs.padded()
     packed_torch = PackedTorch(bert.model)
-    options = {"max_seqlen": inputs.max_seqlen}
     ours = capture(partial(bert.transformer.layers.run, lambda: inputs.x, inputs.batch))
-    theirs = capture(partial(packed_torch.encode, inputs.x, inputs.cu_seqlens, **options))
+    max_seqlen = inputs.max_seqlen
+    theirs = capture(
+        partial(packed_torch.encode, inputs.x, inputs.cu_seqlens, max_seqlen=max_seqlen)
+    )
     found = {
         "ours": _latency_us(ours.replay),
         "transformers": _latency_us(lambda: bert.model.encoder(padded, attention_mask=mask)),
@@ -113,7 +116,7 @@ def _measure_layers(shape: Shape, gpu: Gpu) -> Measurement:
         ours=found.pop("ours"),
         rivals=found,
         floor=gpu.rates.floor_us(work_of(bert.spec, lengths, dtype)),
-        shape={"tokens": shape.num_tokens, "rounds": _ROUNDS},
+        shape={"tokens": num_tokens, "rounds": _ROUNDS},
     )
 
 
@@ -121,6 +124,7 @@ def one_text(model: "bytetx.Model", num_tokens: int) -> tuple[str, int]:
     """A passage of real English cut at a word to at most num_tokens tokens, and its length."""
     longer = Lognormal(1.5 * num_tokens, 0.01, num_tokens, 2 * num_tokens)
     words = english_passages(1, lengths=longer)[0].split()
+    assert model.tokenizer is not None
     while (found := model.tokenizer.count_tokens(" ".join(words))) > num_tokens:
         words.pop()
     return " ".join(words), found

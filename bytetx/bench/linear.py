@@ -101,7 +101,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         for o in turns:
             call(o)
 
-    calls_by_name = {
+    calls_by_name: dict[str, Callable[[Operands], torch.Tensor]] = {
         "ours": partial(_ours, epilogue=shape.epilogue),
         "cublas": _cublas,
         **_RIVALS[shape.epilogue],
@@ -126,14 +126,14 @@ def work_of(shape: Shape) -> Work:
 
 
 def make_operands(shape: Shape) -> Operands:
-    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
-    weight = torch.randn(shape.n, shape.k, **options)
-    bias = torch.randn(shape.n, **options)
+    random = partial(torch.randn, device="cuda", dtype=DTYPES[shape.dtype])
+    weight = random(shape.n, shape.k)
+    bias = random(shape.n)
     return Operands(
-        x=torch.randn(shape.m, shape.k, **options),
+        x=random(shape.m, shape.k),
         weight=weight,
         bias=bias,
-        residual=torch.randn(shape.m, shape.n, **options),
+        residual=random(shape.m, shape.n),
         prepared=prepare_linear(weight, bias, prepack=True),
     )
 

@@ -95,7 +95,9 @@ def in_turn(op: Op, arguments: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
 
 def _residual_norm(shape: Shape) -> Contest:
     weight, bias = _rows(shape, 2)
-    arguments = [(_rows(shape), _rows(shape)) for _ in range(_NUM_BUFFERS)]
+    arguments: list[tuple[Tensor, ...]] = [
+        (_rows(shape), _rows(shape)) for _ in range(_NUM_BUFFERS)
+    ]
 
     def ours(x: Tensor, residual: Tensor) -> Tensor:
         return layer_norm(x, weight, bias, eps=_EPS, residual=residual)
@@ -115,13 +117,21 @@ def _embedding(shape: Shape) -> Contest:
     ]
 
     def ours(words: Tensor, positions: Tensor, types: Tensor) -> Tensor:
-        names = dict(zip(("word", "position", "token_type"), tables, strict=True))
-        norm = {"norm_weight": weight, "norm_bias": bias, "eps": _EPS}
-        return embed(words, positions, types, **names, **norm)
+        return embed(
+            words,
+            positions,
+            types,
+            word=tables[0],
+            position=tables[1],
+            token_type=tables[2],
+            norm_weight=weight,
+            norm_bias=bias,
+            eps=_EPS,
+        )
 
     def theirs(words: Tensor, positions: Tensor, types: Tensor) -> Tensor:
-        parts = map(F.embedding, (words, positions, types), tables)
-        return F.layer_norm(sum(parts), weight.shape, weight, bias, _EPS)
+        word, position, token_type = map(F.embedding, (words, positions, types), tables)
+        return F.layer_norm(word + position + token_type, weight.shape, weight, bias, _EPS)
 
     # Each row that the ids name is read once, however often they name it.
     rows = sum(len(column.unique()) for column in ids[0]) + shape.tokens
@@ -137,7 +147,7 @@ def _pool_mean(shape: Shape) -> Contest:
     cu_seqlens = prefix_sums(lengths)
     counts = cu_seqlens.diff()
     owners = torch.arange(len(lengths), device="cuda").repeat_interleave(counts)
-    arguments = [(_rows(shape),) for _ in range(_NUM_BUFFERS)]
+    arguments: list[tuple[Tensor, ...]] = [(_rows(shape),) for _ in range(_NUM_BUFFERS)]
 
     def ours(x: Tensor) -> Tensor:
         return pool(x, cu_seqlens, mode="mean", normalize=True)

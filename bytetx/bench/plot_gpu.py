@@ -182,7 +182,7 @@ def _floor_group(
     """Bars as long as the fraction of the floor's rate that each reaches, with their times."""
     assert record.floor is not None
     values = [record.ours, *(record.rivals.get(rival) for rival in rivals)]
-    bars = [v and (record.floor / v, f"{_number(v)} {unit}") for v in values]
+    bars = [(record.floor / v, f"{_number(v)} {unit}") if v else None for v in values]
     return Group(name or _lengths(record), bars, [_ratio(record, rival) for rival in rivals])
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -68,7 +68,7 @@ class PaddedRival:
             tokens = self._tokenizer(batch, padding=True, truncation=True, return_tensors="pt")
             input_ids, mask = tokens["input_ids"], tokens["attention_mask"]
         else:
-            input_ids, mask = _padded(batch)
+            input_ids, mask = _padded(cast(Sequence[Sequence[int]], batch))
         input_ids, mask = input_ids.to(self._device), mask.to(self._device)
         hidden_states = self._forward(input_ids, mask)  # [batch_size, max_seqlen, hidden_size]
         keep = mask.unsqueeze(-1).to(hidden_states.dtype)
@@ -174,7 +174,8 @@ class _LastHiddenState(torch.nn.Module):
         self.model = model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        return self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask)
+        return cast(Tensor, out.last_hidden_state)
 
 
 def tokenizer_of(checkpoint: Path) -> Any:
@@ -246,6 +247,7 @@ def _export_onnx(model: torch.nn.Module, path: str) -> None:
         input_names=["input_ids", "attention_mask"],
         output_names=["last_hidden_state"],
     )
+    assert program is not None  # with dynamo=True
     program.save(path)
 
 

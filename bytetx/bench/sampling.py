@@ -52,13 +52,14 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
         max_top_k=shape.top_k,
         has_open_nucleus=shape.top_p < 1 and not shape.top_k,
     )
-    options = {"seeds": positions, "positions": positions, "has_greedy": False}
+    numbers = positions
 
     def theirs(x: Tensor) -> Tensor:
-        return torch.where(is_bad_row(x), -1, sample(x, ones, filters, **options))
+        chosen = sample(x, ones, filters, seeds=numbers, positions=numbers, has_greedy=False)
+        return torch.where(is_bad_row(x), -1, chosen)
 
     def ours(x: Tensor) -> Tensor:
-        return sample_tokens(x, ones, filters, **options)
+        return sample_tokens(x, ones, filters, seeds=numbers, positions=numbers, has_greedy=False)
 
     def in_turn(choose: Callable[[Tensor], Tensor]) -> Run:
         def run() -> None:

@@ -22,8 +22,8 @@ def records_table(records: list[Record], *, width: int) -> Table:
     units = {unit for record in records if (unit := _rate(record)[1])}
     rate = [units.pop() if len(units) == 1 else "rate"] if units else []
     for name in ("case", "bytetx", *rate, "floor", *rivals):
-        justify = "left" if name == "case" else "right"
-        table.add_column(name.replace("-", "-\n"), justify=justify, no_wrap=True)
+        header = name.replace("-", "-\n")
+        table.add_column(header, justify="left" if name == "case" else "right", no_wrap=True)
     for record in records:
         cells = _row(record, rivals, with_values=width >= _WIDE)
         table.add_row(*(cells if rate else cells[:_RATE] + cells[_RATE + 1 :]))

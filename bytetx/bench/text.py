@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -55,8 +56,9 @@ def text_suite(*, patterns: list[str], checkpoint: Path | None = None) -> Suite:
     Raises BytetxError where there is no GPU, or no case fits.
     """
     packages = ("transformers", "sentence-transformers", "tokenizers", "flash-attn")
-    options = {"patterns": patterns, "unit": "us/text", "packages": packages}
-    return gpu_suite("text", shapes(checkpoint), measure, **options)
+    return gpu_suite(
+        "text", shapes(checkpoint), measure, patterns=patterns, unit="us/text", packages=packages
+    )
 
 
 def shapes(checkpoint: Path | None) -> list[Shape]:
@@ -91,9 +93,12 @@ def _measure(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
     notes = list(loaded.notes)
     runs = _rival_runs(model, inputs, loaded.rivals, notes)
     if shape.inputs == "strings":
+        assert model.tokenizer is not None
         runs["tokenizer"] = partial(model.tokenizer.backend.encode_batch_fast, inputs)
     ours = partial(model.embed, inputs)
-    for run in (*[ours] * _WARM_UP, *runs.values()):
+    for _ in range(_WARM_UP):
+        ours()
+    for run in runs.values():
         run()
     timing = alternate(ours, runs, min_rounds=2, max_rounds=2, seconds=0.0)
     seconds = dict(timing.rivals)
@@ -130,6 +135,7 @@ def _inputs(shape: Shape, model: "bytetx.Model") -> tuple[Inputs, list[int]]:
         vocab_size = model.spec.vocab_size
         return random_token_ids(list(shape.lengths), vocab_size=vocab_size), list(shape.lengths)
     passages = english_passages(_NUM_TEXTS, lengths=_LENGTHS)
+    assert model.tokenizer is not None
     ids = [encoding.ids for encoding in model.tokenizer.encode(passages)]
     return passages if shape.inputs == "strings" else ids, list(map(len, ids))
 
@@ -149,8 +155,8 @@ def _rival_runs(
         if distance > _MAX_COSINE_DISTANCE:
             notes.append(f"{rival.name} left out: cosine distance to ours is {distance:.1e}")
             continue
-        share = list(inputs[:_NUM_RIVAL_TEXTS])
+        share = inputs[:_NUM_RIVAL_TEXTS]
         if rival.name == "transformers":
-            share.sort(key=len, reverse=True)
+            share = cast(Inputs, sorted(share, key=len, reverse=True))
         runs[rival.name] = partial(rival.embed, share)
     return runs
