@@ -153,11 +153,12 @@ def test_missing_kernel_has_a_reason() -> None:
 
 def test_registered_op_passes_opcheck() -> None:
     name = "test_build_scale"
+
+    def scale(x: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
+        return x * factor
+
     native.register(
-        name,
-        "(Tensor x, float factor) -> Tensor",
-        fn=lambda x, factor: x * factor,
-        fake=lambda x, factor: torch.empty_like(x),
+        scale, name=name, without=["out"], fake=lambda x, factor: torch.empty_like(x)
     )
     op = getattr(torch.ops.bytetx, name).default
     torch.library.opcheck(op, (torch.ones(3), 2.0))
