@@ -157,9 +157,7 @@ def test_registered_op_passes_opcheck() -> None:
     def scale(x: torch.Tensor, factor: float, out: torch.Tensor | None = None) -> torch.Tensor:
         return x * factor
 
-    native.register(
-        scale, name=name, without=["out"], fake=lambda x, factor: torch.empty_like(x)
-    )
+    native.register(scale, name=name, without=["out"], fake=lambda x, factor: torch.empty_like(x))
     op = getattr(torch.ops.bytetx, name).default
     torch.library.opcheck(op, (torch.ones(3), 2.0))
     assert torch.equal(op(torch.ones(3), 2.0), torch.full((3,), 2.0))
