@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bytetx.arguments import (
@@ -54,6 +55,7 @@ from bytetx.tasks.options import (
     Texts,
     Yes,
 )
+from bytetx.tasks.precision import Precision, make_quantizer, needs_ranges, quantize_all
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
@@ -209,21 +211,38 @@ class Model(GenerationMixin):
         dimensions: int | None = None,
         pooling: str | Sequence[str] | None = None,
         normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
         show_progress: bool = False,
     ) -> Embeddings | Stream[Any]:
-        """One f32 vector a text, as sentence-transformers' encode gives it.
+        """One vector a text, as sentence-transformers' encode gives it.
 
         prompt, prompt_name: text put before every str; None is the checkpoint's default.
         dimensions: keep the first ones, and normalise again where the model normalises.
         pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
-        checkpoint says.  A failed text's vector is NaN, its error in `errors`.
+        checkpoint says.  A failed text's vector is NaN (0 in integers), its error in `errors`.
+        precision: float32, float16, int8, uint8, or binary and ubinary (int8 and uint8 with the
+        signs of 8 dimensions in each byte), as sentence-transformers' quantize_embeddings.
+        ranges: [2, dimensions], the minima and maxima that int8 and uint8 divide into 256 steps;
+        None takes those of the vectors of this call, which a stream cannot know.
         """
         if prompt is not None:
             check_text("prompt", prompt)
-        task = self._embed_task(dimensions=dimensions, pooling=pooling, normalize=normalize)
+        task = self._embed_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        if stream and needs_ranges(task.quantizer):
+            raise OptionError(
+                f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
+                "and maxima), because its first vector comes before the last one is known"
+            )
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
         counter = RunCounter()
@@ -232,11 +251,17 @@ class Model(GenerationMixin):
         steps = self._run(texts, rows, reader, counter, title="embed", show_progress=show_progress)
         if stream:
             return Stream(in_order(steps), counter.stats)
-        size = output_size(self.spec.output_size, task.pooling, task.modules)
-        buffer = VectorBuffer(dimensions or size, num_texts=num_texts(texts))
+        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        dtype = None
+        if task.quantizer is not None and not needs_ranges(task.quantizer):
+            size, dtype = task.quantizer.size(size), task.quantizer.dtype
+        buffer = VectorBuffer(size, num_texts=num_texts(texts), dtype=dtype)
         for step in steps:
             buffer.put(step)
-        return Embeddings(buffer.vectors(), counter.stats(), buffer.errors)
+        vectors = buffer.vectors()
+        if needs_ranges(task.quantizer):
+            vectors = quantize_all(vectors, precision, failed=sorted(buffer.errors))
+        return Embeddings(vectors, counter.stats(), buffer.errors)
 
     @overload
     def classify(
@@ -515,6 +540,8 @@ class Model(GenerationMixin):
         dimensions: int | None,
         pooling: str | Sequence[str] | None,
         normalize: bool | None,
+        precision: str,
+        ranges: npt.ArrayLike | None,
     ) -> EmbedTask:
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
         modes = sentence.pooling
@@ -533,6 +560,9 @@ class Model(GenerationMixin):
             dimensions,
             skips_prompt=not sentence.include_prompt,
             normalize=bool(normalize) or (normalizes and dimensions is not None),
+            quantizer=make_quantizer(
+                precision, ranges, dim=dimensions or size, device=self.checkpoint.device
+            ),
         )
 
     def _reader(self, *, truncate: bool, on_error: str) -> InputReader:

@@ -32,6 +32,7 @@ def embeds(model: bytetx.Model) -> None:
     assert_type(model.embed(read_texts(), on_error="return", show_progress=True), Embeddings)
     assert_type(model.embed([("a", "b")]).vectors, np.ndarray)
     assert_type(model.embed([[1, 2]], stream=False, dimensions=8), Embeddings)
+    assert_type(model.embed(["a", "b"], precision="int8", ranges=[[0.0], [1.0]]), Embeddings)
     for vector in model.embed(["a"], stream=True, prompt="query: "):
         assert_type(vector, np.ndarray)
     stream = model.embed(["a"], stream=True, on_error="return")

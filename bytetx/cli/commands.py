@@ -114,21 +114,40 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="Keep the first dimensions and normalise again.")
     ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            help="float32, float16, int8, uint8, or binary and ubinary, which pack 8 signs in a "
+            "byte."
+        ),
+    ] = "float32",
+    ranges: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="For int8 and uint8: a .npy of float vectors, as embed writes; the minimum and "
+            "maximum of each dimension are the ends of the 256 steps.",
+        ),
+    ] = None,
 ) -> None:
-    """One vector for each text: float32 rows in .npy; the row of an error is NaN."""
+    """One vector for each text: float32 rows in .npy; the row of an error is NaN, in integers 0."""
     from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.ranges import check_precision, read_ranges
     from bytetx.cli.files.tasks import embed_task
 
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("--prompt and --prompt-name exclude each other")
+    check_precision(precision, has_ranges=ranges is not None)
     given = {
         "pooling": pooling,
         "prompt": prompt,
         "prompt_name": prompt_name,
         "dimensions": dimensions,
+        "precision": precision,
         "truncate": options.truncate,
     }
-    run_text_job(options, embed_task(given))
+    calibration = None if ranges is None else read_ranges(ranges)
+    run_text_job(options, embed_task(given, ranges=calibration))
 
 
 @app.command()

@@ -12,15 +12,16 @@ from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import pool
+from bytetx.tasks.precision import Quantizer
 
 
 @dataclass(frozen=True, slots=True)
 class EmbedTask:
-    """One f32 vector for each text.
+    """One vector for each text, f32 where no quantizer is given.
 
     pooling: modes whose vectors are concatenated.  modules: applied in order after pooling.
     dimensions: keeps the first ones of each vector.  skips_prompt: prompt tokens are not pooled.
-    normalize: l2-normalises at the end, after dimensions.
+    normalize: l2-normalises at the end, after dimensions.  quantizer: applied last.
     """
 
     pooling: tuple[str, ...]
@@ -28,12 +29,14 @@ class EmbedTask:
     dimensions: int | None
     skips_prompt: bool
     normalize: bool
+    quantizer: Quantizer | None = None
 
     @property
     def capture(self) -> Capture:
         modules = tuple(map(id, self.modules))
         options = (self.pooling, self.dimensions, self.skips_prompt, self.normalize)
-        return Capture(("embed", modules, *options), rows="sequences")
+        precision = None if self.quantizer is None else self.quantizer.key
+        return Capture(("embed", modules, *options, precision), rows="sequences")
 
     @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
@@ -66,10 +69,12 @@ class EmbedTask:
             modules.append(lambda x: x[:, : self.dimensions].contiguous())
         if self.normalize:
             modules.append(Normalize())
+        if self.quantizer is not None:
+            modules.append(self.quantizer)
         return tuple(modules)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
-        """f32 [num_texts, dimensions]: a row for each text."""
+        """[num_texts, dimensions]: a row for each text."""
         return outputs[0]
 
 
@@ -88,10 +93,15 @@ def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Modul
 
 
 class VectorBuffer:
-    """Rows of all texts in one array, allocated at once where their number is known."""
+    """Rows of all texts in one array, allocated at once where their number is known.
 
-    def __init__(self, size: int, *, num_texts: int | None):
-        self._rows = np.empty((1024 if num_texts is None else num_texts, size), dtype=np.float32)
+    The row of a text that failed is NaN, or 0 in a dtype of integers.
+    """
+
+    def __init__(self, size: int, *, num_texts: int | None, dtype: np.dtype | None = None):
+        dtype = np.dtype(np.float32) if dtype is None else dtype
+        self._rows = np.empty((1024 if num_texts is None else num_texts, size), dtype=dtype)
+        self._no_vector = np.nan if dtype.kind == "f" else 0
         self._num_rows = 0
         self.errors: dict[int, InputError] = {}
 
@@ -104,11 +114,11 @@ class VectorBuffer:
         if len(step.indices):
             self._rows[step.indices] = step.results
         for failure in (*step.failures, *(step.window.failures if step.is_last else ())):
-            self._rows[failure.index] = np.nan
+            self._rows[failure.index] = self._no_vector
             self.errors[failure.index] = failure.error
 
     def vectors(self) -> np.ndarray:
-        """f32 [num_texts, size]."""
+        """[num_texts, size]."""
         if self._num_rows < len(self._rows):
             self._resize(self._num_rows)
         return self._rows

@@ -3,7 +3,10 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, TypedDict
 
+import numpy.typing as npt
+
 from bytetx.requests.inputs import Input
+from bytetx.tasks.precision import Precision
 
 Texts = Iterable[Input]
 
@@ -26,6 +29,8 @@ class EmbedOptions(TextOptions, total=False):
     dimensions: int | None
     pooling: str | Sequence[str] | None
     normalize: bool | None
+    precision: Precision
+    ranges: npt.ArrayLike | None
 
 
 class ClassifyOptions(TextOptions, total=False):

@@ -147,9 +147,9 @@ class Results(list[T]):
 
 @dataclass(frozen=True, slots=True)
 class Embeddings:
-    """Vectors f32 [num_texts, dimensions] in the caller's order.
+    """Vectors [num_texts, dimensions] in the caller's order, f32 or in the precision asked for.
 
-    errors: InputError of each text that failed, by its index; its vector is NaN.
+    errors: InputError of each text that failed, by its index; its vector is NaN (0 in integers).
     """
 
     vectors: np.ndarray

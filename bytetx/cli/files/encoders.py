@@ -38,16 +38,22 @@ class Encoder(Protocol):
 
 
 class VectorEncoder:
-    """Rows of float32 after a .npy header. An error is a row of NaN and a line in the list.
+    """Rows of one dtype after a .npy header. An error is a row of NaN, or of zeros where the dtype
+    is one of integers, and a line in the list.
 
     Columns to copy are lines in the list, too, until both become parquet.
     """
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, dtype: np.dtype | None = None):
+        """dtype: float32 where none is given."""
         self._dim = dim
+        self._dtype = np.dtype("float32" if dtype is None else dtype).newbyteorder("<")
+        no_vector = np.nan if self._dtype.kind == "f" else 0
+        self._failed = np.full(dim, no_vector, dtype=self._dtype).tobytes()
 
     def header(self, num_rows: int) -> bytes:
-        shape = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({num_rows}, {self._dim}), }}"
+        descr, dim = self._dtype.str, self._dim
+        shape = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': ({num_rows}, {dim}), }}"
         header_bytes = NPY_HEADER_BYTES - 10  # magic (6), version (2), length of the rest (2)
         return (
             b"\x93NUMPY\x01\x00"
@@ -58,12 +64,12 @@ class VectorEncoder:
 
     def encode(self, index: int, result: Any, kept: Mapping[str, Any] = NO_COLUMNS) -> Row:
         if not isinstance(result, Exception):
-            vector = np.asarray(result, dtype="<f4")
+            vector = np.asarray(result, dtype=self._dtype)
             if np.isfinite(vector).all():
                 return Row(vector.tobytes(), _line({"index": index, **kept}) if kept else b"")
             result = _NOT_FINITE
-        row = np.full(self._dim, np.nan, dtype="<f4").tobytes()
-        return Row(row, _line({"index": index, **kept, "error": str(result)}), is_error=True)
+        line = _line({"index": index, **kept, "error": str(result)})
+        return Row(self._failed, line, is_error=True)
 
 
 class LineEncoder:

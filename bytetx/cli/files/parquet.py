@@ -36,7 +36,7 @@ class ParquetForm:
 def vectors_to_parquet(
     vectors: np.ndarray, lines: Path | None, out: Path, *, form: ParquetForm
 ) -> None:
-    """vectors [n, dim] float32 -> columns index, those kept, embedding (null for an error), error.
+    """vectors [n, dim] -> columns index, those kept, embedding (null for an error), error.
 
     lines: {"index", those kept, "error"} on a line for each row that has any; None where none has.
     An embedding is a plain list: fixed-size ones with nulls are not to be had back before
@@ -58,7 +58,8 @@ def vectors_to_parquet(
 
     def write(types: "Mapping[str, pa.DataType]") -> None:
         kept = [(name, types[name]) for name in form.keep]
-        own = [("embedding", pa.list_(pa.float32())), ("error", pa.string())]
+        numbers = pa.from_numpy_dtype(vectors.dtype)
+        own = [("embedding", pa.list_(numbers)), ("error", pa.string())]
         schema = pa.schema([("index", pa.int64()), *kept, *own])
         with import_parquet(str(out)).ParquetWriter(out, schema) as writer:
             for index, rows in groups():

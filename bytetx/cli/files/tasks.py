@@ -5,7 +5,10 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
 from typing import Any
+
+import numpy as np
 
 from bytetx.cli.files.encoders import Encoder, LineEncoder, VectorEncoder
 from bytetx.cli.files.job import Stream
@@ -36,17 +39,33 @@ class Task:
     describe: Callable[[Any], str] | None = None
 
 
-def embed_task(options: dict[str, Any]) -> Task:
-    """options: keyword arguments of Model.embed."""
+def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> Task:
+    """options: keyword arguments of Model.embed but ranges.  ranges: as in Model.embed."""
+    given = options if ranges is None else {**options, "ranges": ranges}
 
     def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
-        # A call without texts checks the options early and gives the size of a vector.
-        dim = model.embed([], **options).vectors.shape[1]
+        # A call without texts checks the options early and gives the form of a vector.
+        vectors = model.embed([], **given).vectors
+        dim, dtype = vectors.shape[1], vectors.dtype
         is_rows = suffix in (".npy", ".parquet")
-        encoder = VectorEncoder(dim) if is_rows else LineEncoder(_vector_json(dim))
-        return _streaming(model.embed, options), encoder
+        encoder = VectorEncoder(dim, dtype) if is_rows else LineEncoder(_vector_json(dim, dtype))
+        return _streaming(model.embed, given), encoder
 
-    return Task("embed", options, {"embedding": ["float32"]}, open_task)
+    # A job's state is JSON.
+    digest = {} if ranges is None else {"ranges": sha256(ranges.tobytes()).hexdigest()}
+    numbers = _COLUMN_TYPES[options["precision"]]
+    return Task("embed", options | digest, {"embedding": [numbers]}, open_task)
+
+
+# Arrow's names for the numbers of a vector.
+_COLUMN_TYPES = {
+    "float32": "float32",
+    "float16": "float16",
+    "int8": "int8",
+    "uint8": "uint8",
+    "binary": "int8",
+    "ubinary": "uint8",
+}
 
 
 def classify_task(options: dict[str, Any]) -> Task:
@@ -261,9 +280,10 @@ def _json(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, allow_nan=False)
 
 
-def _vector_json(dim: int) -> Callable[[Any], str]:
-    # Nine significant digits give every float32 back exactly; json's 17 would double the file.
-    numbers = ", ".join(["%.9g"] * dim)
+def _vector_json(dim: int, dtype: np.dtype) -> Callable[[Any], str]:
+    # So many significant digits give every float back exactly; json's 17 would double the file.
+    digits = {"float32": "%.9g", "float16": "%.5g"}
+    numbers = ", ".join([digits.get(dtype.name, "%d")] * dim)
 
     def to_json(vector: Any) -> str:
         text = numbers % tuple(vector.tolist())
