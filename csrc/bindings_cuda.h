@@ -67,7 +67,6 @@ void bind_comm(py::module_& m) {
     bind(m, "all_reduce_one_shot", &all_reduce_one_shot);
     bind(m, "all_reduce_two_shot", &all_reduce_two_shot);
     bind(m, "sum_copies", &sum_copies);
-    bind(m, "gemm_add_parts", &gemm_add_parts);
     bind(m, "barrier", &barrier);
     bind(m, "send_copy", &send_copy);
     bind(m, "wait_copies", &wait_copies);

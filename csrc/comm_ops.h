@@ -1,4 +1,4 @@
-// Ops that several GPUs do together: the part of ops.h that only cuda implements, in comm/.
+// Ops that communicate between GPUs: the part of ops.h that only cuda implements, in comm/.
 #pragma once
 
 #include <array>
@@ -8,19 +8,19 @@
 
 namespace bytetx {
 
-// Memory of a group of GPUs that share a model's layers: every rank's buffer and flag words, as
-// addresses on this device. All ranks make the same calls, with the same sizes, in the same order.
+// Memory of a tensor-parallel group: every rank's buffer and flag words, as addresses on this
+// device. All ranks make the same calls, with the same sizes, in the same order.
 constexpr int kMaxPeers = 8;
 
-// A wait for another rank that took too long; its kernel has trapped.
+// A wait for another rank that timed out; its kernel has trapped.
 struct PeerFault {
-    int32_t is_set, rank, source,
-        flag;  // flag: word of `flags` of `rank`, which `source` counts in
+    int32_t is_set, rank, source;
+    int32_t flag;  // index into `flags` of `rank`; the word that `source` counts in
     uint32_t seen, expected;
 };
 
-// The host, where it knows that a rank is gone, sets this word of `epochs`: kernels that wait then
-// go on without what they wait for, so that the device can be used on. Their results are wrong.
+// The host sets this word of `epochs` when it knows that a rank is gone. Kernels then stop waiting,
+// so that the device remains usable; their results are wrong.
 constexpr int kGivenUpWord = 8;
 
 struct PeerMemory {
@@ -35,13 +35,13 @@ struct PeerMemory {
     int32_t size;
 };
 
-// Ranks own rows row_offsets[rank] to row_offsets[rank + 1] of m; any numbers that do not fall.
+// Rank r owns rows row_offsets[r] to row_offsets[r + 1] of m; the offsets must not decrease.
 using RowOffsets = std::array<int64_t, kMaxPeers + 1>;
 
-// cuda only. d = act(rows b^T + bias) of everyone's rows. A quarter of peers' buffers holds
-// them: (m + 128) * k elements.
+// cuda only. d = act(rows b^T + bias), rows: those of all ranks. A quarter of a buffer holds them:
+// (m + 128) * k elements.
 struct AllGatherGemmParams {
-    LinearParams linear;  // a: this rank's rows; m: rows of all; no residual, no split-k
+    LinearParams linear;  // a: this rank's rows; m: rows of all ranks; no residual, no split-k
     PeerMemory peers;
     RowOffsets row_offsets;
 };
@@ -49,42 +49,44 @@ struct AllGatherGemmParams {
 void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch);
 
 // cuda only. h = sum over ranks (a b^T + partial) + bias + residual, in f32 and in the order of
-// ranks; norm.sum_out = h, norm.out = its norm. gemm_reduce_scatter: of this rank's rows, so norm
-// has those alone; a quarter of the buffers holds size * (its most rows) * n elements.
-// gemm_all_reduce: of all rows, on every rank, bit for bit the same; half of the staging buffer
-// holds size * m * n elements, or, of tilings whose name begins with dealt-, what
-// all_reduce_two_shot needs.
+// ranks; norm.sum_out = h, norm.out = norm(h).
+// gemm_reduce_scatter: norm has this rank's rows only. A quarter of a buffer holds
+// size * (most rows of a rank) * n elements.
+// gemm_all_reduce: every rank has all rows, and the results are bitwise the same. With one
+// exchange, half of the staging buffer holds size * m * n elements (tilings for large m: a quarter
+// of a buffer); with two, it holds what all_reduce_two_shot needs.
 struct GemmSumParams {
     LinearParams linear;  // residual: partial, or null; no bias, no activation; d is not used
     NormParams norm;      // x is not used; residual, weight as there; total_tokens: rows summed
     const void* bias;     // [n], or null for none
     PeerMemory peers;
-    RowOffsets row_offsets;  // gemm_reduce_scatter alone goes by them
+    RowOffsets row_offsets;  // of gemm_reduce_scatter; the others have all rows: 0, ..., 0, m
     bool is_rms;
-    // gemm_reduce_scatter: whether tiles of this rank's rows add the others' to their products, in
-    // place of what sums all; then residual comes before and its own product after the other ranks'
-    // parts.
-    bool adds_parts = false;
+    // gemm_reduce_scatter: the tiles of this rank's rows add the other ranks' partial sums, instead
+    // of a kernel after the GEMM. The order is then: this rank's product with the bias, the
+    // residual, the other ranks' parts by ascending rank. No partial.
+    bool fuse_reduce = false;
+    // gemm_all_reduce: two exchanges instead of one. A tile goes to the owner of its rows, who
+    // sends the sum to all. Tilings for small m only.
+    bool is_two_shot = false;
 };
 
-// Tilings that gemm_all_reduce chooses from; linear.tiling is an index into them. The other ops
-// take those of linear() that have 128 rows.
+// The tilings of gemm_all_reduce; linear.tiling is an index into them. all_gather_gemm and
+// gemm_reduce_scatter take linear()'s 128x192 and 128x128.
 int32_t num_gemm_all_reduce_tilings();
 LinearTiling gemm_all_reduce_tiling(int32_t index);
 
 void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch);
 void gemm_all_reduce(const GemmSumParams& p, const Launch& launch);
 
-// cuda only. As gemm_all_reduce, of a product that is there: linear.residual; a, b and k are not
-// used.
+// cuda only. As gemm_all_reduce, of the finished product linear.residual; a, b and k are not used.
 void all_reduce_one_shot(const GemmSumParams& p, const Launch& launch);
-// The same in two exchanges: a row's owner, m / size rows rounded up each, sums it for all. Half of
-// the staging buffer holds all ranks' parts of an owner's rows, and m rows of sums.
+// The same with two exchanges: each rank sums ceil(m / size) rows for all. Half of the staging
+// buffer holds all ranks' parts of these rows, and m rows of sums.
 void all_reduce_two_shot(const GemmSumParams& p, const Launch& launch);
 
-// Rows that copy engines move beside cuBLAS's GEMMs. After a barrier of all ranks each sends one
-// copy to every other rank, on a stream for copies, and waits for theirs. A copy may go in two
-// pieces, of which the first is announced as the early one.
+// Copy engines move rows while cuBLAS multiplies. After a barrier of all ranks, each rank sends one
+// copy to every other rank, on a stream for copies, and waits for theirs.
 struct BarrierParams {
     PeerMemory peers;
 };
@@ -96,30 +98,16 @@ struct SendCopyParams {
     void* place;       // in its memory
     const void* rows;  // bytes
     int64_t bytes;
-    bool is_early;
 };
 void send_copy(const SendCopyParams& p, const Launch& launch);
 
 struct WaitCopiesParams {
     PeerMemory peers;
     uint32_t sources;  // a bit for each rank that is waited for
-    bool is_early;
 };
 void wait_copies(const WaitCopiesParams& p, const Launch& launch);
 
-// As the second half of gemm_reduce_scatter, of parts that have come: linear.residual, [size, m,
-// n].
+// The sum of gemm_reduce_scatter, of parts that have arrived: linear.residual, [size, m, n].
 void sum_copies(const GemmSumParams& p, const Launch& launch);
-
-// cuda only. d = a b^T + bias + residual + sum over the other ranks of parts[rank], in f32 and in
-// this order: of some of this rank's rows, behind whose products is added what has come of them.
-struct GemmAddPartsParams {
-    LinearParams linear;  // tiling: 128x128 or 128x192; no activation, no split-k
-    const void* parts;    // [size, part_rows, n], the first m rows of each; this rank's is not read
-    int64_t part_rows;
-    int32_t rank, size;
-};
-
-void gemm_add_parts(const GemmAddPartsParams& p, const Launch& launch);
 
 }  // namespace bytetx

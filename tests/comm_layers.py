@@ -16,15 +16,7 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import (
-    ADDING,
-    DEALT,
-    LINEAR_PUSH,
-    LINEAR_TWO_SHOT,
-    MANY,
-    CommPlan,
-    plan_comm,
-)
+from bytetx.ops.comm_plan import CommPlan, plan_comm
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.parallel.layout import shard_offsets
@@ -125,7 +117,7 @@ def sum_layer(
     dtype: torch.dtype,
     *,
     max_rows: int,
-    is_dealt: bool,
+    is_sharded: bool,
     plan: CommPlan | None = None,
     n: int | None = None,
     factor: float = 1.0,
@@ -134,7 +126,7 @@ def sum_layer(
     m, k = random.randint(1, max_rows), 8 * random.randint(1, 200)
     n = n or 32 * random.randint(1, 80)
     ranks, offsets = range(group.size), random_offsets(m, group.size)
-    own = [slice(offsets[r], offsets[r + 1]) if is_dealt else slice(0, m) for r in ranks]
+    own = [slice(offsets[r], offsets[r + 1]) if is_sharded else slice(0, m) for r in ranks]
     xs = [randn(group, r, m, k, dtype=dtype) * factor for r in ranks]
     weights = [randn(group, r, n, k, dtype=dtype) / (k * group.size) ** 0.5 for r in ranks]
     has_partial, has_bias = random.random() < 0.5, random.random() < 0.5
@@ -145,7 +137,7 @@ def sum_layer(
     residuals = [residual[own[r]].to(group.devices[r]) for r in ranks]
     on_rank = [vectors.to(group.devices[r]) for r in ranks]
     ws = [prepare_linear(w, prepack=False) for w in weights]
-    plan = plan if plan or is_dealt else pushing_plan(group.size, m, n, k)
+    plan = plan if plan or is_sharded else random_all_reduce_plan(group.size, m, n, k)
 
     def call(rank: int) -> tuple[Tensor, ...]:
         weight, shift, bias = on_rank[rank]
@@ -158,7 +150,7 @@ def sum_layer(
             "norm": RowNorm(weight, None if is_rms else shift, EPS, kind),
             "plan": plan,
         }
-        if is_dealt:
+        if is_sharded:
             return gemm_reduce_scatter(xs[rank], ws[rank], row_offsets=offsets, **options)
         return gemm_all_reduce(xs[rank], ws[rank], **options)
 
@@ -170,18 +162,19 @@ def sum_layer(
         normalized = rms(h, weight) if is_rms else F.layer_norm(h, (n,), weight, shift, EPS)
         return normalized[own[rank]], h[own[rank]]
 
-    return Layer(f"sum {m} {n} {k} dealt {is_dealt} {offsets}", call, expected)
+    return Layer(f"sum {m} {n} {k} sharded {is_sharded} {offsets}", call, expected)
 
 
-def pushing_plan(size: int, m: int, n: int, k: int) -> CommPlan:
-    """The rule's; now and then a tiling for many rows, or two exchanges."""
+def random_all_reduce_plan(size: int, m: int, n: int, k: int) -> CommPlan:
+    """The rule's plan, or sometimes a large tile or a plan with two exchanges."""
     if random.random() < 0.3:
-        return CommPlan(MANY + random.choice(["128x192", "128x128"]))
+        return CommPlan("fused", "one_shot", random.choice(["128x192", "128x128"]))
     if random.random() < 0.3:
-        ways = (LINEAR_TWO_SHOT, DEALT + "16x64", DEALT + "64x128", DEALT + "128x128")
-        return CommPlan(random.choice(ways))
+        tiles = ("16x64", "64x128", "128x128")
+        plans = [CommPlan("fused_small_m", "two_shot", tile) for tile in tiles]
+        return random.choice([CommPlan("linear", "two_shot"), *plans])
     plan = plan_comm(comm_plan.Layer("gemm_all_reduce", size, n, k, is_even=False), m)
-    return plan if plan.is_fused else CommPlan(LINEAR_PUSH)
+    return plan if plan.is_fused else CommPlan("linear", "one_shot")
 
 
 def random_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
@@ -189,10 +182,11 @@ def random_layer(group: Group, dtype: torch.dtype, *, max_rows: int) -> Layer:
     if kind == 0:
         return gather_layer(group, dtype, max_rows=max_rows)
     if kind == 1:
-        way = random.choice(["128x192", "128x128"])
-        plan = random.choice([None, CommPlan(ADDING + way)])
-        return sum_layer(group, dtype, max_rows=max_rows, is_dealt=True, plan=plan)
-    return sum_layer(group, dtype, max_rows=min(max_rows, 300), is_dealt=False)
+        tile = random.choice(["128x192", "128x128"])
+        fused = CommPlan("fused", "peer_store", tile, fuse_reduce=True)
+        plan = random.choice([None, fused])
+        return sum_layer(group, dtype, max_rows=max_rows, is_sharded=True, plan=plan)
+    return sum_layer(group, dtype, max_rows=min(max_rows, 300), is_sharded=False)
 
 
 def assert_right(found: Tensor, exact: Tensor, plain: Tensor, name: str) -> None:

@@ -15,19 +15,12 @@ import torch
 import torch.distributed as dist
 from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, sum_layer
 
-from bytetx.ops.comm_plan import (
-    ADDING,
-    COPIED,
-    COPIED_ADDING,
-    CUBLAS_PUSH,
-    CUBLAS_TWO_SHOT,
-    CommPlan,
-)
+from bytetx.ops.comm_plan import CommPlan, Transport
 from bytetx.parallel.tp import gpu_of, join_group
 
 BUFFER_BYTES = 256 << 20
 NUM_LAYERS = 16
-ROWS, PUSH_ROWS = 700, 300
+ROWS, ALL_REDUCE_ROWS = 700, 300
 NUM_CALLS, LATE_CYCLES = 200, 300_000
 
 
@@ -47,17 +40,18 @@ def main(rank: int, size: int, port: int) -> None:
     for number in range(NUM_LAYERS):
         dtype = (torch.float16, torch.bfloat16)[number % 2]
         check_layer(group, random_layer(group, dtype, max_rows=(ROWS, 6)[number % 3 == 0]), dtype)
-    for way in (CUBLAS_PUSH, CUBLAS_TWO_SHOT):
-        push = {"is_dealt": False, "max_rows": PUSH_ROWS, "plan": CommPlan(way)}
-        check_layer(group, sum_layer(group, torch.bfloat16, **push), torch.bfloat16)
-    copied, layers = {"max_rows": ROWS, "plan": CommPlan(COPIED)}, []
-    for dtype, tiling in ((torch.bfloat16, "128x192"), (torch.float16, "128x128")):
+    transports: tuple[Transport, ...] = ("one_shot", "two_shot")
+    for transport in transports:
+        plan = CommPlan("cublas", transport)
+        options = {"is_sharded": False, "max_rows": ALL_REDUCE_ROWS, "plan": plan}
+        check_layer(group, sum_layer(group, torch.bfloat16, **options), torch.bfloat16)
+    copied, layers = {"max_rows": ROWS, "plan": CommPlan("cublas", "copy_engine")}, []
+    for dtype, tile in ((torch.bfloat16, "128x192"), (torch.float16, "128x128")):
         layers.append(gather_layer(group, dtype, **copied))
-        layers.append(sum_layer(group, dtype, is_dealt=True, **copied))
-        for head in (ADDING, COPIED_ADDING):
-            adding = {"max_rows": size * ROWS, "plan": CommPlan(head + tiling)}
-            layers.append(sum_layer(group, dtype, is_dealt=True, **adding))
-        for layer in layers[-4:]:
+        layers.append(sum_layer(group, dtype, is_sharded=True, **copied))
+        plan = CommPlan("fused", "peer_store", tile, fuse_reduce=True)
+        layers.append(sum_layer(group, dtype, is_sharded=True, max_rows=size * ROWS, plan=plan))
+        for layer in layers[-3:]:
             check_layer(group, layer, dtype)
     call_again(layers, rank, size)
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ the tool sees; it needs one Hopper GPU.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -146,30 +147,32 @@ def run_comm() -> None:
     from comm_group import make_group
     from comm_layers import gather_layer, sum_layer
 
-    from bytetx.ops.comm_plan import ADDING, LINEAR_PUSH, LINEAR_TWO_SHOT, CommPlan
+    from bytetx.ops.comm_plan import CommPlan
 
     group = make_group(1)
     for max_rows in (20, 200):
         for dtype in HALVES:
             gather_layer(group, dtype, max_rows=max_rows).call(0)
-            sum_layer(group, dtype, max_rows=max_rows, is_dealt=False).call(0)
-            for plan in (None, *(CommPlan(ADDING + name) for name in ("128x192", "128x128"))):
-                sum_layer(group, dtype, max_rows=max_rows, is_dealt=True, plan=plan).call(0)
-            for way, n in ((LINEAR_PUSH, None), (LINEAR_TWO_SHOT, 12288), ("dealt-16x64", None)):
-                push = {"is_dealt": False, "plan": CommPlan(way), "n": n}
-                sum_layer(group, dtype, max_rows=max_rows, **push).call(0)
+            sum_layer(group, dtype, max_rows=max_rows, is_sharded=False).call(0)
+            fused = CommPlan("fused", "peer_store", fuse_reduce=True)
+            for plan in (None, *(replace(fused, tile=tile) for tile in ("128x192", "128x128"))):
+                sum_layer(group, dtype, max_rows=max_rows, is_sharded=True, plan=plan).call(0)
+            for plan, n in (
+                (CommPlan("linear", "one_shot"), None),
+                (CommPlan("linear", "two_shot"), 12288),
+                (CommPlan("fused_small_m", "two_shot", "16x64"), None),
+            ):
+                options = {"is_sharded": False, "plan": plan, "n": n}
+                sum_layer(group, dtype, max_rows=max_rows, **options).call(0)
     for _ in range(2):
         for rows in (1, 77):
             copy_and_sum(group, some(rows, 416, dtype=HALVES[1]))
-    for rows, dtype in ((1, HALVES[0]), (300, HALVES[1])):
-        for tiling in ("128x192", "128x128"):
-            add_parts(some(rows, 200, dtype=dtype), tiling)
 
 
 def copy_and_sum(group: "Group", rows: Tensor) -> None:
-    """What ways with copies do beside cuBLAS: a rank meets itself, sends itself rows, sums them."""
-    from bytetx.ops.comm_kernels import gemm_sum
-    from bytetx.ops.comm_plan import COPIED, CommPlan
+    """What the transport by copy engines does beside cuBLAS, in a group of one rank."""
+    from bytetx.ops.comm_epilogue import RowNorm, SumEpilogue
+    from bytetx.ops.comm_kernels import sum_copies
 
     workspace, (count, width) = group.peers[0].workspace, rows.shape
     copies, vector = workspace.copies, some(width, dtype=rows.dtype)
@@ -177,33 +180,8 @@ def copy_and_sum(group: "Group", rows: Tensor) -> None:
     copies.send(rows, 0, 0)
     copies.wait([])
     copies.end()
-    gemm_sum(
-        rows,
-        linear.prepare_linear(some(width, 8, dtype=rows.dtype), prepack=False),
-        memory=workspace.memory,
-        row_offsets=None,
-        own_rows=count,
-        size=1,
-        residual=rows,
-        bias=vector,
-        partial=copies.rows(0, count, rows),
-        norm_weight=vector,
-        norm_bias=vector,
-        eps=1e-5,
-        is_rms=False,
-        plan=CommPlan(COPIED),
-    )
-
-
-def add_parts(x: Tensor, tiling: str) -> None:
-    from bytetx.ops.comm_kernels import gemm_add_parts
-
-    rows, n, size = len(x), 416, 3
-    h, residual = (some(rows, n, dtype=x.dtype) for _ in range(2))
-    w = linear.prepare_linear(some(n, x.shape[1], dtype=x.dtype), prepack=False)
-    options = {"residual": residual, "bias": some(n, dtype=x.dtype), "tiling": tiling}
-    options |= {"parts": some(size * rows, n, dtype=x.dtype), "rank": 1, "size": size}
-    gemm_add_parts(x, w, rows=(0, rows), **options, out=h)
+    epilogue = SumEpilogue(rows, vector, RowNorm(vector, vector, 1e-5))
+    sum_copies(copies.rows(0, count, rows), epilogue, workspace.memory, size=1)
 
 
 RUNS: dict[str, Callable[[], None]] = {

@@ -159,7 +159,7 @@ CommTuneOption = Annotated[
     Path | None,
     typer.Option(
         "--tune",
-        help="Measure every way to run the layers (of --case) instead, and write the best into the "
+        help="Measure every plan of the layers (of --case) instead, and write the best into the "
         "table: one to three minutes a suite.",
     ),
 ]
@@ -197,23 +197,23 @@ def tp_layer(
         Path | None,
         typer.Option(
             "--tune",
-            help="Measure from how many rows on ranks deal them instead, and write the table.",
+            help="Measure from how many rows on ranks shard them instead, and write the table.",
         ),
     ] = None,
-    tune_ways: Annotated[
+    tune_layers_file: Annotated[
         Path | None,
         typer.Option(
-            "--tune-ways",
-            help="Measure ways to run GEMMs in whole layers instead, behind the other suites' "
+            "--tune-layers",
+            help="Measure plans of GEMMs in whole layers instead, after the other suites' "
             "--tune, and write the best into their table: three minutes.",
         ),
     ] = None,
 ) -> None:
     """Whole layers shared by all GPUs: bytetx, cuBLAS and NCCL, and bytetx on one GPU."""
-    if tune is not None and tune_ways is not None:
-        _fail(OptionError("--tune and --tune-ways write tables of their own; give one of them"))
-    if tune_ways is not None:
-        return _run_ranks("tp_layer", record=None, case=case, tune=tune_ways, tuner="ways")
+    if tune is not None and tune_layers_file is not None:
+        _fail(OptionError("--tune and --tune-layers write tables of their own; give one of them"))
+    if tune_layers_file is not None:
+        return _run_ranks("tp_layer", record=None, case=case, tune=tune_layers_file, tuner="layers")
     _run_ranks("tp_layer", record=record, case=case, tune=tune)
 
 
@@ -326,7 +326,7 @@ def _tune_ranks(console: Console, tuner: str, path: Path, *, patterns: list[str]
     from bytetx.bench.tune_rows import tune_rows
 
     ranks = join()
-    tune = {"tp_layer": tune_rows, "ways": tune_layers}.get(tuner, partial(tune_comm, tuner))
+    tune = {"tp_layer": tune_rows, "layers": tune_layers}.get(tuner, partial(tune_comm, tuner))
     for line in tune(path, ranks, patterns=patterns):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -1,8 +1,8 @@
-"""`bytetx bench ag_gemm | gemm_rs | gemm_ar --tune FILE`: every way to run the layers of a group.
+"""`bytetx bench ag_gemm | gemm_rs | gemm_ar --tune FILE`: measures every plan of a group's layers.
 
-bytetx/ops/comm_plan.py reads the table; lines of other layers, ops and sizes of groups stay in it.
-Two rounds choose a way: all candidates with few samples, then those near the best in turn with
-more. Of ways that come out alike the preferred one is taken, so that another run finds the same.
+bytetx/ops/comm_plan.py reads the table; lines of other layers, ops and group sizes stay in it.
+Two rounds choose a plan: all candidates with few samples, then those near the best with more. If
+several plans are equally fast, the preferred one is taken, so that another run chooses the same.
 """
 
 import json
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +22,6 @@ from bytetx.bench.gpu import DTYPES, Run, is_hot, num_rotated, sample_us_of
 from bytetx.bench.ranks import Ranks, RanksClock
 from bytetx.bench.suite import is_selected, none_fits
 from bytetx.bench.tp_models import MODELS, spec_of
-from bytetx.ops import native
 from bytetx.ops.comm_gemm import (
     RowNorm,
     all_gather_gemm,
@@ -29,20 +29,7 @@ from bytetx.ops.comm_gemm import (
     gemm_all_reduce,
     gemm_reduce_scatter,
 )
-from bytetx.ops.comm_plan import (
-    ADDING,
-    COPIED,
-    COPIED_ADDING,
-    CUBLAS,
-    CUBLAS_PUSH,
-    LINEAR,
-    LINEAR_PUSH,
-    TWO_SHOTS,
-    CommPlan,
-    Layer,
-    Op,
-    tilings,
-)
+from bytetx.ops.comm_plan import CommPlan, Layer, Op, Transport, fused_plans
 from bytetx.ops.gated import GatedWeight, prepare_gated
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.parallel.layout import has_even_shards, shard_model, shard_offsets
@@ -52,21 +39,21 @@ OPS: dict[str, Op] = {
     "gemm_rs": "gemm_reduce_scatter",
     "gemm_ar": "gemm_all_reduce",
 }
-# Measured with the op beside which it is needed: for rows that every rank holds.
+# Measured with gemm_all_reduce, beside which it is needed: every rank has all rows.
 _COLUMN: Op = "column_gemm"
 _FEW_ROWS = (16, 32, 64, 128, 192, 256, 384, 512)
 _MANY_ROWS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-_COPIED_ROWS = 256  # below, copies take longer to start than they hide
+_COPY_ENGINE_ROWS = 256  # below, copies take longer to start than they hide
 _TWO_SHOT_ROWS = 64  # below, a second exchange costs more than it saves
-_DEALT_TILE = 128  # rows; of the scheme that row_schemes.json has for most steps
+_SHARD_STEP = 128  # rows; of the scheme that row_schemes.json has for most steps
 _SPLIT_KS = (1, 2, 4, 5)
 _SMS = 132
-# Samples of the first round and of the second, to which come those that take at most _NEAR times
-# the first one's best; the winner is the first candidate within _ALIKE of the best.
+# Samples of the first round, and of the second, which has the plans that take at most _NEAR times
+# the best time of the first. The winner is the first candidate within _ALIKE of the best.
 _SAMPLES, _MORE_SAMPLES = 3, 7
 _NEAR, _ALIKE = 1.08, 1.01
-# Of calls that leave a GPU cool; of others as long as the suites': shorter ones do not show what a
-# way costs in power, and so in clock.
+# Length of a sample where calls leave the GPU cool. Other samples are as long as the suites':
+# shorter ones do not show what a plan costs in power, and so in clock.
 _SAMPLE_US = 1_000
 _DTYPE = DTYPES["bf16"]
 
@@ -77,7 +64,7 @@ Clock = Callable[[Sequence[int], int], Mapping[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table. name: of the layer, as in the suites' cases.  rows: to be measured."""
+    """One line of the table. name: the layer's, as in the suites' cases.  rows: to measure."""
 
     name: str
     layer: Layer
@@ -86,7 +73,7 @@ class Line:
 
 
 def tune_comm(suite: str, path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[str]:
-    """Measures and writes (on rank 0) a line after the other, and yields a text each.
+    """Measures and writes (on rank 0) one line after the other, and yields a text for each.
 
     All ranks call it.  patterns: parts or globs of names like gpt3-ffn1-2048, a layer and its rows;
     empty means all, and what they leave out stays as the table has it.
@@ -100,19 +87,18 @@ def tune_comm(suite: str, path: Path, ranks: Ranks, *, patterns: list[str]) -> I
             write_plans(path, line.layer, plans, device=torch.cuda.get_device_name())
         spent = time.perf_counter() - began
         left = spent / number * (len(lines) - number)
-        chosen = ", ".join(f"{m}: {p.way}/{p.split_k} {us:.4g} us" for m, (p, us) in best.items())
+        chosen = ", ".join(f"{m}: {plan} {us:.4g} us" for m, (plan, us) in best.items())
         yield f"{line.layer.op} {line.name}: {chosen} ({spent:.0f} s, about {left:.0f} s to go)"
 
 
 def write_plans(path: Path, layer: Layer, plans: Mapping[int, CommPlan], *, device: str) -> None:
-    """Puts the plans of a layer, by rows, in the place of those that the table has for it."""
+    """Replaces the table's plans of a layer for these rows."""
     lines = json.loads(path.read_text())["lines"] if path.exists() else []
     own = {name: getattr(layer, name) for name in ("op", "tp", "n", "k", "is_gated")}
     place = next((i for i, line in enumerate(lines) if own.items() <= line.items()), len(lines))
     old = lines[place]["plans"] if place < len(lines) else []
-    found = {m: (way, split_k) for m, way, split_k in old}
-    found |= {m: (plan.way, plan.split_k) for m, plan in plans.items()}
-    lines[place:] = [own | {"plans": [[m, *found[m]] for m in sorted(found)]}, *lines[place + 1 :]]
+    found = dict(old) | {m: plan.to_json() for m, plan in plans.items()}
+    lines[place:] = [own | {"plans": [[m, found[m]] for m in sorted(found)]}, *lines[place + 1 :]]
     body = ",\n  ".join(json.dumps(line) for line in lines)
     text = f'{{"device": {json.dumps(device)}, "lines": [\n  {body}\n]}}\n'
     path.write_text(text, encoding="utf-8")
@@ -158,26 +144,24 @@ def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
 
 
 def candidates(layer: Layer, m: int) -> list[CommPlan]:
-    """Every way that can be the best, the preferred ones first.
+    """Every plan that can be the best, the preferred ones first.
 
-    What is fused, then what copies; at the power limit what copies, which leaves most of it to the
-    products.
+    Fused plans come first, then copy engines. At the power limit copy engines come first: they
+    leave most of the power to the GEMM.
     """
     if layer.op == "gemm_all_reduce":
-        found = [*_pushing(layer, m), CommPlan(LINEAR_PUSH), CommPlan(CUBLAS_PUSH)]
-        found += [CommPlan(way) for way in TWO_SHOTS] * (m >= _TWO_SHOT_ROWS)
+        found = _fused_all_reduce(layer, m)
+        found += [CommPlan("linear", "one_shot"), CommPlan("cublas", "one_shot")]
+        if m >= _TWO_SHOT_ROWS:
+            found += [CommPlan("linear", "two_shot"), CommPlan("cublas", "two_shot")]
     else:
-        heads = ("", ADDING) if layer.op == "gemm_reduce_scatter" else ("",)
-        found = [CommPlan(head + name) for head in heads for name in tilings(layer)]
-        if layer.op != _COLUMN and m >= _COPIED_ROWS:
+        found = fused_plans(layer)
+        if layer.op == "gemm_reduce_scatter":
+            found += [replace(plan, fuse_reduce=True) for plan in found]
+        if layer.op != _COLUMN and m >= _COPY_ENGINE_ROWS:
             place = 0 if is_hot(_flop(layer, m)) else len(found)
-            found[place:place] = _copying(layer)
-    return [*found, CommPlan(LINEAR), CommPlan(CUBLAS)]
-
-
-def _copying(layer: Layer) -> list[CommPlan]:
-    names = tilings(layer) if layer.op == "gemm_reduce_scatter" else []
-    return [CommPlan(COPIED), *(CommPlan(COPIED_ADDING + name) for name in names)]
+            found.insert(place, CommPlan("cublas", "copy_engine"))
+    return [*found, CommPlan("linear"), CommPlan("cublas")]
 
 
 def _flop(layer: Layer, m: int) -> float:
@@ -185,23 +169,25 @@ def _flop(layer: Layer, m: int) -> float:
     return 2.0 * m * layer.n * layer.k
 
 
-def _pushing(layer: Layer, m: int) -> list[CommPlan]:
-    """Tilings of gemm_all_reduce for m rows, whole and with each number of split_k, few first."""
-    found = []
-    for name, rows, columns, is_for_few in native.gemm_all_reduce_tilings():
-        if not is_for_few:
-            found += [CommPlan(name)] * (m >= rows)
+def _fused_all_reduce(layer: Layer, m: int) -> list[CommPlan]:
+    """Fused plans of gemm_all_reduce for m rows with each fitting split_k, small split_k first."""
+    found: list[CommPlan] = []
+    transports: tuple[Transport, ...] = ("one_shot", "two_shot")
+    for transport, plan in product(transports, fused_plans(layer)):
+        rows, columns = map(int, str(plan.tile).split("x"))
+        if plan.gemm == "fused":
+            found += [plan] * (transport == plan.transport and m >= rows)
         elif (rows <= 64 or m > 64) and (rows > 64 or m <= 256):
             tiles = -(-m // rows) * -(-layer.n // columns)
-            fitting = (s for s in _SPLIT_KS if s == 1 or tiles * s <= 2 * _SMS)
-            found += [CommPlan(name, split_k) for split_k in fitting]
+            split_ks = [s for s in _SPLIT_KS if s == 1 or tiles * s <= 2 * _SMS]
+            found += [replace(plan, transport=transport, split_k=split_k) for split_k in split_ks]
     return sorted(found, key=lambda plan: plan.split_k)
 
 
 def choose(plans: Sequence[CommPlan], clock: Clock) -> tuple[CommPlan, float]:
     """The best of plans, the preferred ones first, in two rounds; and its microseconds.
 
-    clock(numbers, samples): microseconds of the plans of these numbers, the same on every rank.
+    clock(indices, samples): microseconds of these plans, the same on every rank.
     """
     found = clock(range(len(plans)), _SAMPLES)
     near = near_best(found, _NEAR)
@@ -230,11 +216,11 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
     call = _CALLS[layer.op](layer, m, ranks, activation)
     plans = candidates(layer, m)
 
-    def in_turn(plan: CommPlan) -> None:
+    def run_all(plan: CommPlan) -> None:
         for i in range(count):
             call(weights[i % len(weights)], plan)
 
-    runs: dict[str, Run] = {str(i): partial(in_turn, plan) for i, plan in enumerate(plans)}
+    runs: dict[str, Run] = {str(i): partial(run_all, plan) for i, plan in enumerate(plans)}
     clock = RanksClock(runs, [], required=runs)
     sample_us = sample_us_of(flop, cool_us=_SAMPLE_US)
 
@@ -246,7 +232,7 @@ def _best(layer: Layer, m: int, ranks: Ranks, *, activation: str) -> tuple[CommP
 
 
 def _weights(layer: Layer, *, count: int | None = None) -> list[LinearWeight | GatedWeight]:
-    """None: as many as keep each call from finding its own in L2."""
+    """count: None for as many as keep each call from finding its weight in L2."""
     n, k = layer.n, layer.k
     count = count or num_rotated(n * k * _DTYPE.itemsize)
     if layer.is_gated:
@@ -257,24 +243,36 @@ def _weights(layer: Layer, *, count: int | None = None) -> list[LinearWeight | G
 
 
 def _gather(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
-    offsets = shard_offsets(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=min(_SHARD_STEP, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     x = _randn(own, layer.k)
 
     def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
-        options = {"row_offsets": offsets, "activation": activation}
-        all_gather_gemm(x, w, peers=ranks.peers, **options, plan=plan)
+        all_gather_gemm(
+            x, w, peers=ranks.peers, row_offsets=offsets, activation=activation, plan=plan
+        )
 
     return call
 
 
 def _scatter(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
-    offsets = shard_offsets(m, ranks.size, step=min(_DEALT_TILE, m // ranks.size))
+    offsets = shard_offsets(m, ranks.size, step=min(_SHARD_STEP, m // ranks.size))
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
-    x, options = _randn(m, layer.k), _sum_options(layer, own)
+    x, residual, bias = _randn(m, layer.k), _randn(own, layer.n), _randn(layer.n)
+    norm = RowNorm(bias, bias, 1e-5)
 
-    def call(w: LinearWeight, plan: CommPlan) -> None:
-        gemm_reduce_scatter(x, w, peers=ranks.peers, row_offsets=offsets, **options, plan=plan)
+    def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
+        assert isinstance(w, LinearWeight)
+        gemm_reduce_scatter(
+            x,
+            w,
+            peers=ranks.peers,
+            row_offsets=offsets,
+            residual=residual,
+            bias=bias,
+            norm=norm,
+            plan=plan,
+        )
 
     return call
 
@@ -289,10 +287,12 @@ def _column(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
 
 
 def _reduce(layer: Layer, m: int, ranks: Ranks, activation: str) -> Call:
-    x, options = _randn(m, layer.k), _sum_options(layer, m)
+    x, residual, bias = _randn(m, layer.k), _randn(m, layer.n), _randn(layer.n)
+    norm = RowNorm(bias, bias, 1e-5)
 
-    def call(w: LinearWeight, plan: CommPlan) -> None:
-        gemm_all_reduce(x, w, peers=ranks.peers, **options, plan=plan)
+    def call(w: LinearWeight | GatedWeight, plan: CommPlan) -> None:
+        assert isinstance(w, LinearWeight)
+        gemm_all_reduce(x, w, peers=ranks.peers, residual=residual, bias=bias, norm=norm, plan=plan)
 
     return call
 
@@ -303,12 +303,6 @@ _CALLS = {
     "gemm_all_reduce": _reduce,
     "column_gemm": _column,
 }
-
-
-def _sum_options(layer: Layer, rows: int) -> dict[str, object]:
-    vector = _randn(layer.n)
-    norm = RowNorm(vector, vector, 1e-5)
-    return {"residual": _randn(rows, layer.n), "bias": vector, "norm": norm}
 
 
 def _randn(*shape: int) -> Tensor:

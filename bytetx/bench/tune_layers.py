@@ -1,11 +1,11 @@
-"""`bytetx bench tp_layer --tune-ways FILE`: how GEMMs of a group run, chosen in whole layers.
+"""`bytetx bench tp_layer --tune-layers FILE`: chooses communication plans in whole layers.
 
-Layers of large models hold GPUs at their power limit, and bytes that a way moves more than another
-show in the clock, some tens of milliseconds later: of ways that take as long alone, some slow down
-what comes after them. In decode steps some get in the way of the GEMMs around them, whose weights
-are on their way early. So here prefills are timed with every way of gathering beside every way of
-scattering, and decode steps with every way of one sum, then of the other; those near the best are
-timed again with more samples.  bytetx/ops/comm_plan.py reads the table.
+Layers of large models hold GPUs at their power limit. A plan that moves more bytes lowers the clock
+some tens of milliseconds later, so plans that are equally fast alone may slow down what follows. In
+decode steps some plans delay the GEMMs around them, which prefetch their weights. So prefills are
+timed with every all-gather plan beside every reduce-scatter plan, and decode steps with every plan
+of one all-reduce, then of the other; those near the best are timed again with more samples.
+bytetx/ops/comm_plan.py reads the table.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,19 +27,9 @@ from bytetx.bench.tp_models import (
     shared_layers,
     spec_of,
 )
-from bytetx.bench.tune_comm import candidates as every_way
+from bytetx.bench.tune_comm import candidates as all_plans
 from bytetx.bench.tune_comm import lines_of, near_best, preferred, write_plans
-from bytetx.ops.comm_plan import (
-    ADDING,
-    COPIED,
-    COPIED_ADDING,
-    CUBLAS,
-    CommPlan,
-    Layer,
-    plan_comm,
-    planned,
-    tilings,
-)
+from bytetx.ops.comm_plan import CommPlan, Layer, fused_plans, override_plans, plan_comm
 from bytetx.parallel.row_scheme import row_scheme
 
 _MODELS = ("gpt3", "llama-70b")
@@ -49,15 +39,17 @@ _STEPS = (16, 64, 256)  # sequences that decode
 _KEYS = 128  # of each
 _LAYERS = 2
 _SAMPLE_US, _STEP_SAMPLE_US = 80_000, 20_000
-# Samples of the first round and of the second, to which come those within _NEAR of the best.
+# Samples of the first round, and of the second, which has the plans within _NEAR of the best.
 _SAMPLES, _MORE_SAMPLES, _NEAR = 3, 9, 1.03
-# Times that are no worse than the best.  A decode step is so much longer than one of its sums that
-# what the sum's own times say, which have made the table, is left for a clear gain alone.
+# Times that count as the best.  A decode step is much longer than one of its all-reduces, so the
+# table, which was made from the times of the all-reduce alone, is only left for a clear gain.
 _ALIKE, _STEP_ALIKE = 1.003, 1.01
-_FUSED = "fused"
-# The preferred ones first.
-_GATHERS = (_FUSED, COPIED, CUBLAS)
-_SCATTERS = (_FUSED, ADDING, COPIED, COPIED_ADDING, CUBLAS)
+# Plans without their tiles, the preferred ones first.
+_FUSED = CommPlan("fused", "peer_store")
+_COPY_ENGINE = CommPlan("cublas", "copy_engine")
+_CUBLAS = CommPlan("cublas")
+_GATHERS = (_FUSED, _COPY_ENGINE, _CUBLAS)
+_SCATTERS = (_FUSED, replace(_FUSED, fuse_reduce=True), _COPY_ENGINE, _CUBLAS)
 
 Plans = Mapping[Layer, CommPlan]
 Round = Callable[[Plans], dict[str, Plans]]
@@ -86,7 +78,7 @@ def tune_layers(path: Path, ranks: Ranks, *, patterns: list[str]) -> Iterator[st
 
 
 def rounds(model: str, m: int, tp: int) -> list[Round]:
-    """What is tried one behind the other; each is given what the ones before have chosen."""
+    """The rounds of candidates; each is given the plans that the rounds before have chosen."""
     if m in _ROWS:
         return [lambda _: prefill_candidates(model, m, tp)]
     names = {f"{model}-{name}" for name in ("o", "ffn2", "down")}
@@ -95,13 +87,13 @@ def rounds(model: str, m: int, tp: int) -> list[Round]:
 
 
 def step_candidates(layer: Layer, m: int, plans: Plans) -> dict[str, Plans]:
-    """Every way of a sum of m rows beside these plans of others, by name; the table's first."""
-    ways = [plan_comm(layer, m), *every_way(layer, m)]
-    return {f"{plan.way}/{plan.split_k}": {**plans, layer: plan} for plan in ways}
+    """Every plan of an all-reduce of m rows beside these plans of others; the table's first."""
+    candidates = [plan_comm(layer, m), *all_plans(layer, m)]
+    return {str(plan): {**plans, layer: plan} for plan in candidates}
 
 
 def prefill_candidates(model: str, m: int, tp: int) -> dict[str, Plans]:
-    """Every way of gathering with every way of scattering, the preferred ones first, by name."""
+    """Every all-gather plan with every reduce-scatter plan, the preferred ones first, by name."""
     of_model = {f"{model}-{name}" for name in ("qkv", "ffn1", "gates", "o", "ffn2", "down")}
     gathers, scatters = (
         [line.layer for line in lines_of(suite, tp) if line.name in of_model]
@@ -118,17 +110,16 @@ def choose(times: Mapping[str, float], m: int) -> str:
     return preferred(times, _ALIKE if m in _ROWS else _STEP_ALIKE)
 
 
-def _plans(layers: list[Layer], way: str, m: int) -> dict[Layer, CommPlan]:
-    if way in (COPIED, CUBLAS):
-        return {layer: CommPlan(way) for layer in layers}
-    head = "" if way == _FUSED else way
-    return {layer: CommPlan(head + _tiling(layer, m)) for layer in layers}
+def _plans(layers: list[Layer], plan: CommPlan, m: int) -> dict[Layer, CommPlan]:
+    if not plan.is_fused:
+        return dict.fromkeys(layers, plan)
+    return {layer: replace(plan, tile=_tile(layer, m)) for layer in layers}
 
 
-def _tiling(layer: Layer, m: int) -> str:
-    """The table's where it has one."""
-    name, names = plan_comm(layer, m).tiling, tilings(layer)
-    return name if name in names else names[0]
+def _tile(layer: Layer, m: int) -> str | None:
+    """The tile of the table's plan; the first one of the op if that plan has none."""
+    tile, tiles = plan_comm(layer, m).tile, [plan.tile for plan in fused_plans(layer)]
+    return tile if tile in tiles else tiles[0]
 
 
 def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) -> dict[str, float]:
@@ -144,7 +135,7 @@ def _measure(model: str, m: int, ranks: Ranks, candidates: Mapping[str, Plans]) 
 
     def with_plans(plans: Plans) -> Run:
         def planned_run() -> None:
-            with planned(plans):
+            with override_plans(plans):
                 run()
 
         return planned_run

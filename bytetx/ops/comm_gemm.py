@@ -1,27 +1,36 @@
-"""Linear layers that carry their own communication: checks, choice of kernel, reference.
+"""Linear layers that communicate: argument checks, choice of the plan, one function a transport.
 
-The rows of a pass are dealt to the ranks of a group in whole tiles (row_offsets) or held by all of
-them.  Weights are split over the ranks: by outputs before a block's middle, by inputs after it.
-This room knows nothing of torch.distributed: a Peers says where the other ranks' memory is, and its
-collectives are what runs where there is no kernel.
+The rows of a pass are sharded over the ranks of a group in whole tiles (row_offsets), or every rank
+has all of them.  Weights are split over the ranks: by outputs in the first half of a block, by
+inputs in the second.  This module does not know torch.distributed: Peers says where the other
+ranks' memory is, and its collectives run where there is no kernel.
 Source: Flux (arXiv 2406.06858), sections 3 and 4.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn import functional as F
 
 from bytetx.ops import comm_copies, comm_kernels, reference
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.comm_copies import CopyMemory
-from bytetx.ops.comm_plan import CUBLAS_PUSH, LINEAR, CommPlan, Layer, Op, plan_comm
+from bytetx.ops.comm_epilogue import RowNorm, SumEpilogue
+from bytetx.ops.comm_plan import CommPlan, Layer, Op, plan_comm
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.ops.gated import GatedWeight, gate, gated_linear
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.norm import layer_norm, rms_norm
+
+__all__ = [
+    "Collectives",
+    "Peers",
+    "RowNorm",
+    "all_gather_gemm",
+    "column_gemm",
+    "gemm_all_reduce",
+    "gemm_reduce_scatter",
+]
 
 
 class Collectives(Protocol):
@@ -45,7 +54,7 @@ class Peers:
     """The ranks that share the layers of a model.
 
     workspace: None where there is no such memory, or not every rank has kernels that use it.
-    is_even: whether every rank's share of a layer is as large.
+    is_even: whether every rank's shard of a layer has the same size.
     """
 
     rank: int
@@ -53,16 +62,6 @@ class Peers:
     collectives: Collectives
     workspace: Workspace | None = None
     is_even: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RowNorm:
-    """The norm behind a sum: weight, bias [n] (an RMS norm has no bias)."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    kind: Literal["layer_norm", "rms_norm"] = "layer_norm"
 
 
 def all_gather_gemm(
@@ -85,30 +84,28 @@ def all_gather_gemm(
     """
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
-    is_gated = isinstance(w, GatedWeight)
-    plain = w.fused if is_gated else w
+    plain = w.fused if isinstance(w, GatedWeight) else w
     _check_rows("x", x, (own, plain.k), plain)
-    total_tokens, workspace = row_offsets[-1], _kernel_workspace(peers)
-    fits = workspace is not None and comm_kernels.takes_gather(
-        plain, total_tokens=total_tokens, buffer_bytes=workspace.buffer_bytes
-    )
-    plan = plan or _plan(peers, "all_gather_gemm", plain, total_tokens, is_gated=is_gated)
-    if fits and w.has_kernel and plan.is_fused:
+    plan = plan or _plan(peers, "all_gather_gemm", w, row_offsets[-1])
+    workspace = _kernel_workspace(peers)
+    if workspace is None or not _can_gather(plan, w, workspace, row_offsets[-1]):
+        plan = plan.without_kernels
+    elif plan.transport == "peer_store":
         return comm_kernels.all_gather_gemm(
             x,
             plain,
             memory=workspace.memory,
             row_offsets=row_offsets,
             activation=activation,
-            is_gated=is_gated,
+            is_gated=isinstance(w, GatedWeight),
             plan=plan,
         )
-    copies = _copies(peers, plan, total_tokens * plain.k * plain.dtype.itemsize)
-    if copies is not None and w.has_kernel:
-        options = {"copies": copies, "row_offsets": row_offsets, "activation": activation}
-        return comm_copies.all_gather_gemm(x, w, **options)
+    elif plan.transport == "copy_engine" and workspace.copies is not None:
+        return comm_copies.all_gather_gemm(
+            x, w, copies=workspace.copies, row_offsets=row_offsets, activation=activation
+        )
     rows = peers.collectives.all_gather(x, row_offsets)
-    return _unfused(rows, w, activation=activation, plan=plan)
+    return _plain_gemm(rows, w, activation=activation, plan=plan)
 
 
 def column_gemm(
@@ -119,28 +116,15 @@ def column_gemm(
     activation: str = "none",
     plan: CommPlan | None = None,
 ) -> Tensor:
-    """act(x @ w.T + bias): all_gather_gemm where every rank holds all rows x [m, k].
+    """act(x @ w.T + bias): all_gather_gemm where every rank has all rows x [m, k].
 
-    Returns a new [m, n].  Nothing is communicated; the shares of large models are no sizes that
-    `linear` was measured at, and where cuBLAS wins is in the same table as the other ops' ways.
+    Returns a new [m, n].  Nothing is communicated.  The op has plans because `linear` was not
+    measured at the sizes of large models' shards, where cuBLAS is faster for some.
     """
-    is_gated = isinstance(w, GatedWeight)
-    plain = w.fused if is_gated else w
+    plain = w.fused if isinstance(w, GatedWeight) else w
     _check_rows("x", x, (len(x), plain.k), plain)
-    plan = plan or _plan(peers, "column_gemm", plain, len(x), is_gated=is_gated)
-    return _unfused(x, w, activation=activation, plan=plan)
-
-
-def _unfused(
-    x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
-) -> Tensor:
-    if isinstance(w, GatedWeight):
-        if not plan.is_cublas:
-            return gated_linear(x, w, activation=activation)
-        return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
-    if not plan.is_cublas:
-        return linear(x, w, activation=activation)
-    return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
+    plan = plan or _plan(peers, "column_gemm", w, len(x))
+    return _plain_gemm(x, w, activation=activation, plan=plan)
 
 
 def gemm_reduce_scatter(
@@ -167,25 +151,21 @@ def gemm_reduce_scatter(
     _check_offsets(row_offsets, peers)
     own = row_offsets[peers.rank + 1] - row_offsets[peers.rank]
     _check_sum(x, w, (own, w.n), residual=residual, bias=bias, partial=partial)
-    most = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
+    most_rows = max(row_offsets[i + 1] - row_offsets[i] for i in range(peers.size))
     plan = plan or _plan(peers, "gemm_reduce_scatter", w, len(x))
-    workspace = _kernel_workspace(peers)
-    fits = workspace is not None and comm_kernels.fits_slots(
-        w, slot_rows=most * peers.size, buffer_bytes=workspace.buffer_bytes
-    )
-    options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
-    if fits and plan.is_fused:
-        return _sum_by_kernel(x, w, peers, row_offsets, **options, partial=partial)
-    copies = _copies(peers, plan, most * peers.size * w.n * w.dtype.itemsize)
-    if copies is not None and comm_kernels.takes_copies(w):
-        given = {"copies": copies, "row_offsets": row_offsets}
-        if plan.adds_parts and partial is None:
-            given |= {"residual": residual, "bias": bias, "tiling": plan.tiling}
-            return _norm_sums(comm_copies.added_sums(x, w, **given), norm)
-        parts = comm_copies.partial_sums(x, w, **given, partial=partial)
-        return _sum_by_kernel(residual, w, peers, None, **options, partial=parts)
+    workspace, epilogue = _kernel_workspace(peers), SumEpilogue(residual, bias, norm)
+    if workspace is None or not _can_scatter(plan, w, workspace, most_rows * peers.size):
+        plan = plan.without_kernels
+    elif plan.transport == "peer_store":
+        return comm_kernels.gemm_reduce_scatter(
+            x, w, epilogue, workspace.memory, row_offsets=row_offsets, partial=partial, plan=plan
+        )
+    elif plan.transport == "copy_engine" and workspace.copies is not None:
+        return comm_copies.gemm_reduce_scatter(
+            x, w, epilogue, copies=workspace.copies, row_offsets=row_offsets, partial=partial
+        )
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
-    return _finish(peers.collectives.reduce_scatter(product, row_offsets), residual, norm)
+    return epilogue.after_collective(peers.collectives.reduce_scatter(product, row_offsets))
 
 
 def gemm_all_reduce(
@@ -206,39 +186,30 @@ def gemm_all_reduce(
     """
     _check_sum(x, w, (x.shape[0], w.n), residual=residual, bias=bias, partial=partial)
     plan = plan or _plan(peers, "gemm_all_reduce", w, len(x))
-    plan = _with_slots(plan, w, peers, len(x))
-    options = {"residual": residual, "bias": bias, "norm": norm, "plan": plan}
-    if _sums_by_kernel(plan, w, peers, len(x)):
+    workspace, epilogue = _kernel_workspace(peers), SumEpilogue(residual, bias, norm)
+    if workspace is None:
+        plan = plan.without_kernels
+    else:
+        plan = _fit_all_reduce(plan, w, workspace, rows=len(x), size=peers.size)
         if plan.is_fused:
-            return _sum_by_kernel(x, w, peers, None, **options, partial=partial)
-        if plan.is_pushed:
+            return comm_kernels.gemm_all_reduce(
+                x, w, epilogue, workspace.memory, size=peers.size, partial=partial, plan=plan
+            )
+        if plan.transport != "collective":
             product = _product(x, w, peers, bias=None, partial=partial, plan=plan)
-            return _sum_by_kernel(x, w, peers, None, **options, partial=product)
+            return comm_kernels.all_reduce(
+                product, epilogue, workspace.memory, size=peers.size, plan=plan
+            )
     product = _product(x, w, peers, bias=bias, partial=partial, plan=plan)
-    return _finish(peers.collectives.all_reduce(product), residual, norm)
+    return epilogue.after_collective(peers.collectives.all_reduce(product))
 
 
-def _with_slots(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> CommPlan:
-    """The plan of a gemm_all_reduce, or one with the staging buffer where the slots are small."""
-    workspace = _kernel_workspace(peers)
-    if workspace is None or not plan.uses_slots:
-        return plan
-    sizes = {"slot_rows": rows * peers.size, "buffer_bytes": workspace.buffer_bytes}
-    return plan if comm_kernels.fits_slots(w, **sizes) else CommPlan(CUBLAS_PUSH)
-
-
-def _sums_by_kernel(plan: CommPlan, w: LinearWeight, peers: Peers, rows: int) -> bool:
-    """Whether this gemm_all_reduce can be a kernel's; the same on every rank."""
+def _plan(peers: Peers, op: Op, w: LinearWeight | GatedWeight, m: int) -> CommPlan:
     if _kernel_workspace(peers) is None:
-        return False
-    sizes = {"rows": rows, "size": peers.size}
-    return comm_kernels.fits_staging(w, **sizes, is_two_shot=plan.is_two_shot)
-
-
-def _plan(peers: Peers, op: Op, w: LinearWeight, m: int, *, is_gated: bool = False) -> CommPlan:
-    if _kernel_workspace(peers) is None:
-        return CommPlan(LINEAR)
-    return plan_comm(Layer(op, peers.size, w.n, w.k, is_gated, peers.is_even), m)
+        return CommPlan("linear")
+    is_gated = isinstance(w, GatedWeight)
+    plain = w.fused if isinstance(w, GatedWeight) else w
+    return plan_comm(Layer(op, peers.size, plain.n, plain.k, is_gated, peers.is_even), m)
 
 
 def _kernel_workspace(peers: Peers) -> Workspace | None:
@@ -246,12 +217,55 @@ def _kernel_workspace(peers: Peers) -> Workspace | None:
     return None if workspace is None or workspace.memory is None else workspace
 
 
-def _copies(peers: Peers, plan: CommPlan, num_bytes: int) -> CopyMemory | None:
-    """The region for copies where the plan has any and they fit; the same on every rank."""
-    workspace = _kernel_workspace(peers)
-    if workspace is None or workspace.copies is None or not plan.is_copied:
-        return None
-    return workspace.copies if 0 < num_bytes <= workspace.copies.own.numel() else None
+# Whether the kernels of a plan take a layer: the same on every rank.
+
+
+def _can_gather(
+    plan: CommPlan, w: LinearWeight | GatedWeight, workspace: Workspace, total_tokens: int
+) -> bool:
+    plain = w.fused if isinstance(w, GatedWeight) else w
+    if plan.transport == "peer_store":
+        return w.has_kernel and comm_kernels.fits_gather(
+            plain, total_tokens=total_tokens, buffer_bytes=workspace.buffer_bytes
+        )
+    num_bytes = total_tokens * plain.k * plain.dtype.itemsize
+    return plan.transport == "copy_engine" and w.has_kernel and workspace.has_copies_of(num_bytes)
+
+
+def _can_scatter(plan: CommPlan, w: LinearWeight, workspace: Workspace, slot_rows: int) -> bool:
+    if plan.transport == "peer_store":
+        return comm_kernels.fits_slots(w, slot_rows=slot_rows, buffer_bytes=workspace.buffer_bytes)
+    num_bytes = slot_rows * w.n * w.dtype.itemsize
+    return (
+        plan.transport == "copy_engine"
+        and comm_kernels.has_sum_kernel(w)
+        and workspace.has_copies_of(num_bytes)
+    )
+
+
+def _fit_all_reduce(
+    plan: CommPlan, w: LinearWeight, workspace: Workspace, *, rows: int, size: int
+) -> CommPlan:
+    """The plan, or the one that takes its place where the memory it needs is too small."""
+    if plan.gemm == "fused" and not comm_kernels.fits_slots(
+        w, slot_rows=rows * size, buffer_bytes=workspace.buffer_bytes
+    ):
+        plan = CommPlan("cublas", "one_shot")
+    is_two_shot = plan.transport == "two_shot"
+    fits = comm_kernels.fits_staging(w, rows=rows, size=size, is_two_shot=is_two_shot)
+    return plan if fits else plan.without_kernels
+
+
+def _plain_gemm(
+    x: Tensor, w: LinearWeight | GatedWeight, *, activation: str, plan: CommPlan
+) -> Tensor:
+    if isinstance(w, GatedWeight):
+        if plan.gemm != "cublas":
+            return gated_linear(x, w, activation=activation)
+        return gate(F.linear(x, w.fused.weight, w.fused.bias), w, activation=activation)
+    if plan.gemm != "cublas":
+        return linear(x, w, activation=activation)
+    return reference.linear(x, w.weight, w.bias, activation=activation, residual=None)
 
 
 def _product(
@@ -263,62 +277,11 @@ def _product(
     partial: Tensor | None,
     plan: CommPlan,
 ) -> Tensor:
-    """This rank's part of a sum; rank 0's has the bias, for its product adds it for nothing."""
+    """This rank's partial sums. Rank 0 adds the bias, which costs nothing in its GEMM."""
     own = replace(w, bias=bias if peers.rank == 0 else None)
-    if plan.is_cublas:
+    if plan.gemm == "cublas":
         return reference.linear(x, own.weight, own.bias, activation="none", residual=partial)
     return linear(x, own, residual=partial)
-
-
-def _sum_by_kernel(
-    x: Tensor,
-    w: LinearWeight,
-    peers: Peers,
-    row_offsets: Sequence[int] | None,
-    *,
-    residual: Tensor,
-    bias: Tensor | None,
-    partial: Tensor | None,
-    norm: RowNorm,
-    plan: CommPlan,
-) -> tuple[Tensor, Tensor]:
-    return comm_kernels.gemm_sum(
-        x,
-        w,
-        memory=peers.workspace.memory,
-        row_offsets=row_offsets,
-        own_rows=len(residual),
-        size=peers.size,
-        residual=residual,
-        bias=bias,
-        partial=partial,
-        norm_weight=norm.weight,
-        norm_bias=norm.bias,
-        eps=norm.eps,
-        is_rms=norm.kind == "rms_norm",
-        plan=plan,
-    )
-
-
-def _finish(sums: Tensor, residual: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
-    """(norm(h), h) of h = sums + residual; sums may be f32 where residual is a half type."""
-    if sums.dtype == residual.dtype:
-        options = {"eps": norm.eps, "residual": residual, "sum_out": sums}
-        if norm.kind == "rms_norm":
-            return rms_norm(sums, norm.weight, **options), sums
-        return layer_norm(sums, norm.weight, norm.bias, **options), sums
-    h = sums.float() + residual.float()
-    if norm.kind == "rms_norm":
-        normalized = reference.rms_norm(h, norm.weight, eps=norm.eps)
-    else:
-        normalized = reference.layer_norm(h, norm.weight, norm.bias, eps=norm.eps)
-    return normalized.to(residual.dtype), h.to(residual.dtype)
-
-
-def _norm_sums(h: Tensor, norm: RowNorm) -> tuple[Tensor, Tensor]:
-    if norm.kind == "rms_norm":
-        return rms_norm(h, norm.weight, eps=norm.eps), h
-    return layer_norm(h, norm.weight, norm.bias, eps=norm.eps), h
 
 
 def _check_offsets(row_offsets: Sequence[int], peers: Peers) -> None:

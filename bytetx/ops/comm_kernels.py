@@ -1,8 +1,8 @@
-"""The GPU kernels of linear layers that carry their own communication: what they take, their calls.
+"""The GPU kernels of linear layers that communicate: what they take, and their calls.
 
-Whether a kernel runs must come out the same on every rank, or one waits for another in vain: it
-depends on sizes that all ranks share, and on weights that either all have kernels or none has, as
-whoever loads them agrees with the other ranks (ShardedBlocks.sync_kernel_support).
+Every rank must come to the same answer on whether a kernel runs, or one waits for a message that
+never comes. The answer depends on sizes that all ranks share, and on whether the weights have
+kernels, on which the ranks agree when they load them (ShardedBlocks.sync_kernel_support).
 """
 
 from collections.abc import Sequence
@@ -12,24 +12,18 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import is_aligned
-from bytetx.ops.comm_plan import COPIED, PUSHES, TWO_SHOTS, CommPlan, Op, tiling_index
+from bytetx.ops.comm_epilogue import SumEpilogue
+from bytetx.ops.comm_plan import CommPlan, Op, tile_index
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight
 from bytetx.ops.native_params import LinearParams, NormParams
 
-# That a kernel waits for another rank before it traps: about ten seconds of an H200.
-TIMEOUT_CYCLES = 20_000_000_000
-_MOST_FEATURES = 16384  # of a row that is summed and normalized in registers
+TIMEOUT_CYCLES = 20_000_000_000  # a kernel waits for another rank: about ten seconds of an H200
+_MAX_FEATURES = 16384  # of a row that is summed and normalized in registers
 _GIVEN_UP_WORD = 8  # of epochs; kGivenUpWord of csrc/comm_ops.h
-# Of partial sums that gemm_all_reduce puts behind the flags, for odd and for even calls each.
+# A staging buffer of gemm_all_reduce behind the flags, one for odd and one for even calls.
 STAGING_BYTES = 36 << 20  # 703 rows of 12288 features in two exchanges
 STAGING_FLAG = 32768  # kStaging of csrc/comm/peers.cuh: behind flags and counters
-# Of ways whose product another GEMM makes.
-_UNFUSED_KERNELS = {
-    COPIED: "sum_copies",
-    **dict.fromkeys(PUSHES, "all_reduce_one_shot"),
-    **dict.fromkeys(TWO_SHOTS, "all_reduce_two_shot"),
-}
-_QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls
+_QUARTERS = 4  # of a buffer: gathered rows and slots, for odd and for even calls each
 
 
 def peer_memory(
@@ -44,7 +38,7 @@ def peer_memory(
 ) -> object | None:
     """What every kernel call is told about the group; None where there are no kernels.
 
-    fault: int32 [6] in pinned memory, where a kernel that waited in vain leaves PeerFault.
+    fault: int32 [6] in pinned memory, where a kernel whose wait timed out writes a PeerFault.
     """
     make = native.kernel("PeerMemory", epochs.device)
     if make is None:
@@ -53,34 +47,34 @@ def peer_memory(
     return make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
 
 
-def takes_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
-    """Whether all_gather_gemm's kernel takes everyone's rows; w: a weight that has kernels."""
+def fits_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
+    """Whether the gathered rows fit the buffer of all_gather_gemm's kernel."""
     fits = (total_tokens + 128) * w.k * w.dtype.itemsize <= buffer_bytes // _QUARTERS
     return fits and total_tokens > 0
 
 
 def fits_slots(w: LinearWeight, *, slot_rows: int, buffer_bytes: int) -> bool:
-    """Whether a kernel sums this weight's products from slots; slot_rows: of all slots."""
-    return _takes_sum(w, slot_rows=slot_rows, most_bytes=buffer_bytes // _QUARTERS)
+    """Whether a kernel can sum this weight's products in slots; slot_rows: of all slots."""
+    return has_sum_kernel(w) and _fits(w, slot_rows, buffer_bytes // _QUARTERS)
 
 
 def fits_staging(w: LinearWeight, *, rows: int, size: int, is_two_shot: bool) -> bool:
-    """Whether a kernel sums this weight's products from staging buffers; rows: of all ranks alike.
+    """Whether a kernel can sum this weight's products in staging buffers; rows: of every rank.
 
-    A staging buffer takes all ranks' rows, or parts of those that its rank owns, and all sums.
+    A staging buffer holds all ranks' rows; with two exchanges, all ranks' parts of the rows that
+    its rank owns, and all sums.
     """
     slot_rows = size * -(-rows // size) + rows if is_two_shot else size * rows
-    return _takes_sum(w, slot_rows=slot_rows, most_bytes=STAGING_BYTES)
+    return has_sum_kernel(w) and _fits(w, slot_rows, STAGING_BYTES)
 
 
-def takes_copies(w: LinearWeight) -> bool:
-    """Whether kernels sum this weight's products where copies have brought them."""
-    return w.has_kernel and w.n <= _MOST_FEATURES
+def has_sum_kernel(w: LinearWeight) -> bool:
+    """Whether kernels sum and normalize rows of this weight's outputs."""
+    return w.has_kernel and w.n <= _MAX_FEATURES
 
 
-def _takes_sum(w: LinearWeight, *, slot_rows: int, most_bytes: int) -> bool:
-    fits = slot_rows * w.n * w.dtype.itemsize <= most_bytes
-    return takes_copies(w) and fits and slot_rows > 0
+def _fits(w: LinearWeight, rows: int, num_bytes: int) -> bool:
+    return rows > 0 and rows * w.n * w.dtype.itemsize <= num_bytes
 
 
 def all_gather_gemm(
@@ -93,7 +87,7 @@ def all_gather_gemm(
     is_gated: bool,
     plan: CommPlan,
 ) -> Tensor:
-    """The fused kernel on checked arguments."""
+    """The fused kernel, as comm_gemm.all_gather_gemm, on checked arguments."""
     total_tokens, x = row_offsets[-1], _aligned(x)
     d = x.new_empty((total_tokens, w.n // 2 if is_gated else w.n))
     linear = LinearParams(
@@ -106,7 +100,7 @@ def all_gather_gemm(
         k=w.k,
         activation=ACTIVATIONS.index(activation),
         gated=is_gated,
-        tiling=tiling_index("all_gather_gemm", plan.way),
+        tiling=_tile_index(plan),
         dtype=native.DTYPE_CODES[x.dtype],
     )
     launch = native.launch_args(x.device)
@@ -114,129 +108,158 @@ def all_gather_gemm(
     return d
 
 
-def gemm_sum(
+def gemm_reduce_scatter(
     x: Tensor,
     w: LinearWeight,
-    *,
+    epilogue: SumEpilogue,
     memory: object,
-    row_offsets: Sequence[int] | None,
-    own_rows: int,
-    size: int,
-    residual: Tensor,
-    bias: Tensor | None,
+    *,
+    row_offsets: Sequence[int],
     partial: Tensor | None,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    eps: float,
-    is_rms: bool,
     plan: CommPlan,
 ) -> tuple[Tensor, Tensor]:
-    """The fused kernels on checked arguments: dealt rows, or all of them where row_offsets is None.
-
-    own_rows: rows of the results, [own_rows, n] each.  If plan.is_pushed, partial is the product;
-    if plan.is_copied, it is all ranks' parts of own_rows, and x but has as many rows.
-    """
-    m, x = len(x), _aligned(x)
-    partial = None if partial is None else _aligned(partial)
-    residual = _aligned(residual)
-    is_dealt = row_offsets is not None
-    if row_offsets is None:
-        row_offsets = (*[0] * size, m)
-    out, h = residual.new_empty((own_rows, w.n)), residual.new_empty((own_rows, w.n))
-    op: Op = "gemm_reduce_scatter" if is_dealt else "gemm_all_reduce"
-    name = _UNFUSED_KERNELS.get(COPIED if plan.is_copied else plan.way, op)
-    dtype = native.DTYPE_CODES[x.dtype]
+    """The fused kernel, as comm_gemm.gemm_reduce_scatter, on checked arguments."""
+    x, partial = _aligned(x), None if partial is None else _aligned(partial)
     linear = LinearParams(
         x.data_ptr(),
         w.weight.data_ptr(),
         residual=0 if partial is None else partial.data_ptr(),
-        m=m,
+        m=len(x),
         n=w.n,
         k=w.k,
-        tiling=tiling_index(op, plan.tiling) if plan.is_fused else 0,
-        split_k=plan.split_k,
-        dtype=dtype,
+        tiling=_tile_index(plan),
+        dtype=native.DTYPE_CODES[x.dtype],
     )
-    norm = NormParams(
+    fuse_reduce = plan.fuse_reduce and partial is None
+    return _sum(
+        "gemm_reduce_scatter", linear, epilogue, memory, row_offsets, fuse_reduce=fuse_reduce
+    )
+
+
+def gemm_all_reduce(
+    x: Tensor,
+    w: LinearWeight,
+    epilogue: SumEpilogue,
+    memory: object,
+    *,
+    size: int,
+    partial: Tensor | None,
+    plan: CommPlan,
+) -> tuple[Tensor, Tensor]:
+    """The fused kernel, as comm_gemm.gemm_all_reduce, on checked arguments."""
+    x, partial = _aligned(x), None if partial is None else _aligned(partial)
+    linear = LinearParams(
+        x.data_ptr(),
+        w.weight.data_ptr(),
+        residual=0 if partial is None else partial.data_ptr(),
+        m=len(x),
+        n=w.n,
+        k=w.k,
+        tiling=_tile_index(plan),
+        split_k=plan.split_k,
+        dtype=native.DTYPE_CODES[x.dtype],
+    )
+    offsets, is_two_shot = _all_rows(len(x), size), plan.transport == "two_shot"
+    return _sum("gemm_all_reduce", linear, epilogue, memory, offsets, is_two_shot=is_two_shot)
+
+
+def all_reduce(
+    product: Tensor, epilogue: SumEpilogue, memory: object, *, size: int, plan: CommPlan
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of h = the sum of all ranks' products [m, n] + bias + residual."""
+    kernel = "all_reduce_two_shot" if plan.transport == "two_shot" else "all_reduce_one_shot"
+    product = _aligned(product)
+    return _sum(
+        kernel, _of_product(product, len(product)), epilogue, memory, _all_rows(len(product), size)
+    )
+
+
+def sum_copies(
+    parts: Tensor, epilogue: SumEpilogue, memory: object, *, size: int
+) -> tuple[Tensor, Tensor]:
+    """(norm(h), h) of h = the sum of all ranks' parts [size * rows, n] + bias + residual."""
+    rows = len(epilogue.residual)
+    linear = _of_product(_aligned(parts), rows)
+    return _sum("sum_copies", linear, epilogue, memory, _all_rows(rows, size))
+
+
+def _of_product(product: Tensor, rows: int) -> LinearParams:
+    """Of kernels behind another GEMM: its product, and no operands."""
+    dtype = native.DTYPE_CODES[product.dtype]
+    return LinearParams(
+        0, 0, residual=product.data_ptr(), m=rows, n=product.shape[1], k=8, dtype=dtype
+    )
+
+
+def _sum(
+    kernel: str,
+    linear: LinearParams,
+    epilogue: SumEpilogue,
+    memory: object,
+    row_offsets: Sequence[int],
+    *,
+    fuse_reduce: bool = False,
+    is_two_shot: bool = False,
+) -> tuple[Tensor, Tensor]:
+    residual, bias, norm = _aligned(epilogue.residual), epilogue.bias, epilogue.norm
+    out, h = torch.empty_like(residual), torch.empty_like(residual)
+    params = NormParams(
         residual=residual.data_ptr(),
         out=out.data_ptr(),
         sum_out=h.data_ptr(),
-        weight=norm_weight.data_ptr(),
-        bias=0 if norm_bias is None else norm_bias.data_ptr(),
-        total_tokens=own_rows,
-        hidden_size=w.n,
-        eps=eps,
-        dtype=dtype,
+        weight=norm.weight.data_ptr(),
+        bias=0 if norm.bias is None else norm.bias.data_ptr(),
+        total_tokens=len(residual),
+        hidden_size=linear.n,
+        eps=norm.eps,
+        dtype=linear.dtype,
     )
-    native.kernel(name, x.device)(
+    native.kernel(kernel, residual.device)(
         linear,
-        norm,
+        params,
         0 if bias is None else bias.data_ptr(),
         memory,
         row_offsets,
-        is_rms,
-        plan.is_fused and plan.adds_parts and partial is None,
-        *native.launch_args(x.device),
+        norm.kind == "rms_norm",
+        fuse_reduce,
+        is_two_shot,
+        *native.launch_args(residual.device),
     )
     return out, h
 
 
-def gemm_add_parts(
-    x: Tensor,
-    w: LinearWeight,
-    *,
-    rows: tuple[int, int],
-    residual: Tensor,
-    bias: Tensor | None,
-    parts: Tensor,
-    rank: int,
-    size: int,
-    out: Tensor,
-    tiling: str,
-) -> None:
-    """out = x @ w.T + bias + residual + the other ranks' parts, of some of this rank's rows.
+def _all_rows(rows: int, size: int) -> tuple[int, ...]:
+    """Row offsets where every rank has all rows."""
+    return (*[0] * size, rows)
 
-    rows: [first, end) of them.  x: [own rows, k].  residual, out: [own rows, n].
-    parts: [size * own rows, n], of which this rank's are not read.
-    """
-    first, end = rows
-    x, residual = _aligned(x), _aligned(residual)
-    linear = LinearParams(
-        x[first:].data_ptr(),
-        w.weight.data_ptr(),
-        bias=0 if bias is None else bias.data_ptr(),
-        residual=residual[first:].data_ptr(),
-        d=out[first:].data_ptr(),
-        m=end - first,
-        n=w.n,
-        k=w.k,
-        tiling=tiling_index("gemm_reduce_scatter", tiling),
-        dtype=native.DTYPE_CODES[x.dtype],
-    )
-    parts_address, launch = parts[first:].data_ptr(), native.launch_args(x.device)
-    native.kernel("gemm_add_parts", x.device)(linear, parts_address, len(out), rank, size, *launch)
+
+def _tile_index(plan: CommPlan) -> int:
+    assert plan.tile is not None
+    is_all_reduce = plan.transport in ("one_shot", "two_shot")
+    op: Op = "gemm_all_reduce" if is_all_reduce else "gemm_reduce_scatter"
+    return tile_index(op, plan.gemm, plan.tile)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x, or a copy that begins at 16 bytes: one rank alone cannot go another way."""
+    """x, or a copy whose address is a multiple of 16: one rank alone cannot take another path."""
     return x if is_aligned(x) else x.clone()
 
 
 def fault_text(fault: Tensor) -> str | None:
-    """What a kernel that waited in vain has left, in words; None where none has."""
+    """What a kernel whose wait timed out has written, in words; None where none has."""
     is_set, rank, source, flag, seen, expected = fault[:6].tolist()
     if not is_set:
         return None
     return (
-        f"rank {rank} waited in vain for rank {source}: "
-        f"flag {flag} holds {seen}, expected {expected}"
+        f"rank {rank} timed out waiting for rank {source}: "
+        f"flag {flag} is {seen}, expected {expected}"
     )
 
 
 def give_up(epochs: Tensor) -> None:
-    """Lets kernels that wait for a rank which is gone end, with wrong results.
+    """Ends kernels that wait for a rank which is gone; their results are wrong.
 
-    By a copy on a stream of its own, for which no multiprocessor must be free.
+    The word is written by a copy on a stream of its own, which needs no free multiprocessor.
     """
     word = epochs[_GIVEN_UP_WORD : _GIVEN_UP_WORD + 1]
     with torch.cuda.stream(torch.cuda.Stream(epochs.device)):

@@ -1,4 +1,4 @@
-"""The memory that ranks share for linear layers that carry their own communication."""
+"""The memory that ranks share for linear layers that communicate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ class Workspace:
     """Memory of every rank that this device can read and write, of one size and layout on all.
 
     buffers: each rank's data, as addresses on this device, of buffer_bytes each, 1024-byte aligned.
-    flags: each rank's flag words, uint32, num_flags each, zero at first and ours alone (apart from
-        torch's signal pads); what they count never goes back (epochs), so that graphs replay.
+    flags: each rank's flag words, uint32, num_flags each, zero at first and used by nothing else
+        (apart from torch's signal pads). What they count never decreases (epochs), so that CUDA
+        graphs can be replayed.
     epochs: int32 [16] in this device's own memory, zero at first, for kernels to count in
         and for the host to say that they need not wait any more.
     memory: what the kernels are told of all this, None where there are none.
-    fault: int32 [8] in pinned memory, where a kernel that waited in vain says for whom.
+    fault: int32 [8] in pinned memory, where a kernel whose wait timed out says for which rank.
     copies: a region of every rank for what copy engines move; None where there is none.
     owner: keeps it all alive.
     """
@@ -35,8 +36,12 @@ class Workspace:
     copies: CopyMemory | None = None
     owner: object = None
 
+    def has_copies_of(self, num_bytes: int) -> bool:
+        """Whether there is a region for copies, and these bytes fit it."""
+        return self.copies is not None and 0 < num_bytes <= self.copies.own.numel()
+
     def fault_text(self) -> str | None:
-        """Which rank of this device waited in vain, for whom; None where none has."""
+        """Which rank of this device timed out waiting, and for whom; None where none has."""
         return comm_kernels.fault_text(self.fault)
 
     def give_up(self) -> None:
@@ -45,7 +50,7 @@ class Workspace:
 
 
 # Flag words of a rank, for all fused ops together: two kinds, odd and even calls, 8 ranks, and for
-# each of them 1022 counters of tiles or pieces of 128 rows that one rank owns; then the staging
+# each of them 1023 counters of tiles or pieces of 128 rows that one rank owns; then the staging
 # buffers.
 NUM_FLAGS = comm_kernels.STAGING_FLAG + 2 * comm_kernels.STAGING_BYTES // 4
 _NUM_EPOCHS = 16  # words that kernels count calls in

@@ -40,7 +40,6 @@ OPS = (
     "all_reduce_one_shot",
     "all_reduce_two_shot",
     "sum_copies",
-    "gemm_add_parts",
     "barrier",
     "send_copy",
     "wait_copies",

@@ -1,11 +1,11 @@
-// Linear layers of rows that are dealt to ranks: everyone's rows times this rank's weights.
+// all_gather_gemm: a linear layer whose input rows are sharded over the ranks.
 //
-//   d = act(rows b^T + bias)      rows [m, k] of all ranks, of which this one has its own; b [n, k]
+//   d = act(rows b^T + bias)      rows [m, k] of all ranks; b [n, k], this rank's weights
 //
 // One kernel (gather_kernel.cuh) sends this rank's rows to the others, receives theirs, and
-// multiplies what has arrived, its own first. Bound by the matrix unit where n / tp_size is large
-// (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux (arXiv 2406.06858), section
-// 4.3, with pushes by bulk copies from the SMs in place of the host's copies.
+// multiplies what has arrived, its own rows first. Bound by the tensor cores where n / tp_size is
+// large (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux (arXiv 2406.06858),
+// section 4.3, with bulk copies from the SMs in place of the host's copies.
 #include <stdexcept>
 #include <string>
 
@@ -13,19 +13,6 @@
 #include "common/check.cuh"
 
 namespace bytetx {
-namespace {
-
-struct Entry {
-    const char* linear_tiling;  // the name of the plan's tiling
-    void (*launch)(const AllGatherGemmParams&, cudaStream_t);
-};
-
-constexpr Entry kEntries[] = {
-    {"128x192", gemm::all_gather_gemm_128x192},
-    {"128x128", gemm::all_gather_gemm_128x128},
-};
-
-}  // namespace
 
 void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch) {
     const LinearParams& o = p.linear;
@@ -37,9 +24,12 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch) {
     }
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);
-    const std::string name = linear_tiling(o.tiling).name;
-    const bool is_narrow = o.gated || name == "128x128";
-    kEntries[is_narrow ? 1 : 0].launch(p, static_cast<cudaStream_t>(launch.stream));
+    const auto stream = static_cast<cudaStream_t>(launch.stream);
+    if (comm::tile_columns("all_gather_gemm", o) == 128 || o.gated) {
+        gemm::all_gather_gemm_128x128(p, stream);
+    } else {
+        gemm::all_gather_gemm_128x192(p, stream);
+    }
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -1,4 +1,4 @@
-// The tilings of fused ops, each compiled in a file of its own, and what all of them check.
+// The launchers of the fused ops, one a tiling, and the checks that all of them share.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,16 +12,16 @@ namespace bytetx::gemm {
 
 void all_gather_gemm_128x192(const AllGatherGemmParams& p, cudaStream_t stream);
 void all_gather_gemm_128x128(const AllGatherGemmParams& p, cudaStream_t stream);
-void gemm_scatter_128x192(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_scatter_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_16x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_16x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_32x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_32x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_64x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_64x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
-void gemm_push_256x64(const GemmSumParams& p, bool is_for_all, cudaStream_t stream);
+void gemm_scatter_128x192(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream);
+void gemm_scatter_128x128(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream);
+void gemm_small_m_16x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_16x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_32x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_32x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_64x64(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_64x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_128x128(const GemmSumParams& p, cudaStream_t stream);
+void gemm_small_m_256x64(const GemmSumParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
 
@@ -47,7 +47,18 @@ inline void check(const char* op, const LinearParams& p, const PeerMemory& peers
     }
 }
 
-// Of ops that sum partial products up: slot_rows in most_bytes, `rows` of them summed here.
+// Columns of the tiling of an op that takes linear()'s 128x128 and 128x192.
+inline int tile_columns(const char* op, const LinearParams& p) {
+    const LinearTiling tiling = linear_tiling(p.tiling);
+    const bool is_taken = !tiling.is_small_m && tiling.rows == 128;
+    if (!is_taken || (tiling.columns != 128 && tiling.columns != 192)) {
+        throw std::invalid_argument(std::string(op) +
+                                    " takes the tilings 128x128 and 128x192, got " + tiling.name);
+    }
+    return tiling.columns;
+}
+
+// For ops that sum partial products: slot_rows must fit most_bytes, and `rows` are summed here.
 inline void check_sum(const char* op, const GemmSumParams& p, int64_t slot_rows, int64_t rows,
                       int64_t most_bytes) {
     const LinearParams& o = p.linear;

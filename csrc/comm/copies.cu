@@ -1,9 +1,9 @@
-// Barrier and flags for rows that copy engines move: for GEMMs so long that cuBLAS, which then runs
-// at the power limit, is faster by more than what the fused kernels hide.
+// Barrier and flags of the transport by copy engines: for GEMMs so long that the GPU runs at its
+// power limit, where cuBLAS gains more than the fused kernels hide.
 //
-// A call: a barrier of all ranks, after which nobody reads what copies brought in the call before;
-// copies go out beside the GEMM of the local rows, and behind each copy the number of the call, as
-// a flag of the rank that waits for it. One warp each, bounded by latency. Source: Flux (arXiv
+// A call: a barrier of all ranks, after which no rank reads the copies of the call before; copies
+// run beside the GEMM of the local rows, and after each copy the epoch of the call is written to a
+// flag of the rank that waits for it. One warp each, bound by latency. Source: Flux (arXiv
 // 2406.06858), section 4.3.
 #include <stdexcept>
 #include <string>
@@ -33,13 +33,13 @@ __global__ void __launch_bounds__(kThreads) barrier_kernel(const __grid_constant
     }
 }
 
-// Waits for this call's copies from the ranks whose bits are set. flag: kArrived or kEarly.
+// Waits for this call's copies from the ranks whose bits are set.
 __global__ void __launch_bounds__(kThreads)
-    wait_copies_kernel(const __grid_constant__ comm::Peers p, uint32_t sources, int flag) {
+    wait_copies_kernel(const __grid_constant__ comm::Peers p, uint32_t sources) {
     wait_for_prior_kernel();
     const int peer = static_cast<int>(threadIdx.x);
     const uint32_t epoch = comm::load_acquire(p.epochs + comm::kCopyEpoch);
-    if (sources >> peer & 1) comm::wait_for(p, peer, p.flags[p.rank] + flag + peer, epoch);
+    if (sources >> peer & 1) comm::wait_for(p, peer, p.flags[p.rank] + comm::kArrived + peer, epoch);
 }
 
 template <typename... Arguments>
@@ -50,8 +50,6 @@ void launch_warp(void (*kernel)(comm::Peers, Arguments...), const PeerMemory& pe
                   comm::make_peers(peers), arguments...);
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
-
-int flag_of(bool is_early) { return is_early ? comm::kEarly : comm::kArrived; }
 
 }  // namespace
 
@@ -66,7 +64,7 @@ void wait_copies(const WaitCopiesParams& p, const Launch& launch) {
                                     std::to_string(p.peers.size) + ", got the mask " +
                                     std::to_string(p.sources));
     }
-    launch_warp(wait_copies_kernel, p.peers, launch, p.sources, flag_of(p.is_early));
+    launch_warp(wait_copies_kernel, p.peers, launch, p.sources);
 }
 
 void send_copy(const SendCopyParams& p, const Launch& launch) {
@@ -81,7 +79,7 @@ void send_copy(const SendCopyParams& p, const Launch& launch) {
         BYTETX_CUDA_CHECK(cudaMemcpyAsync(p.place, p.rows, static_cast<size_t>(p.bytes),
                                           cudaMemcpyDefault, stream));
     }
-    BYTETX_CUDA_CHECK(cudaMemcpyAsync(peers.flags[p.to] + flag_of(p.is_early) + peers.rank,
+    BYTETX_CUDA_CHECK(cudaMemcpyAsync(peers.flags[p.to] + comm::kArrived + peers.rank,
                                       peers.epochs + comm::kCopyEpoch, sizeof(uint32_t),
                                       cudaMemcpyDefault, stream));
 }

@@ -1,9 +1,9 @@
 // The persistent GEMM kernel over rows that arrive while it runs.
 //
-// Every CTA has one more thread at work: it takes chunks of this rank's rows through shared memory
-// to the other ranks' buffers (bulk copies both ways), first to the rank that needs them first, and
-// counts each chunk there. Whoever loads a tile's rows waits for their counters first. Tiles begin
-// with the rank's own rows, which are read where they are, and go on in the order of arrival.
+// One more thread of each CTA sends chunks of this rank's rows through shared memory to the other
+// ranks' buffers (bulk copies in and out), first to the rank that needs them first, and counts each
+// chunk there. The producer waits for the counters of a tile's rows before it loads them. Tiles
+// begin with the rank's own rows, which are read in place, and continue in the order of arrival.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -26,7 +26,7 @@ struct GatherParams {
     int offsets[kMaxPeers + 1];
     int row_bytes;
     int chunks_of_piece, own_chunks;
-    bool pushes_to_self;  // a tile has rows of this rank and of another
+    bool sends_to_self;  // some tile has rows of this rank and of another
 };
 
 template <typename C>
@@ -89,23 +89,23 @@ __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>&
     }
 }
 
-// A chunk of this rank's rows on its way to a peer. The rank before this one needs them first;
-// this one itself needs them last.
+// A chunk of this rank's rows and the peer it is sent to. The rank before this one needs the rows
+// first; this one itself needs them last.
 struct Chunk {
     int peer, index;
 
     __device__ __forceinline__ explicit Chunk(const GatherParams& p)
         : peer(p.peers.rank), index(blockIdx.x) {
-        turn(p);
+        next_peer(p);
     }
-    __device__ __forceinline__ void turn(const GatherParams& p) {
+    __device__ __forceinline__ void next_peer(const GatherParams& p) {
         peer = (peer == 0 ? p.peers.size : peer) - 1;
     }
     __device__ __forceinline__ void advance(const GatherParams& p) {
         index += static_cast<int>(gridDim.x);
         if (index < p.own_chunks) return;
         index = static_cast<int>(blockIdx.x);
-        turn(p);
+        next_peer(p);
     }
     __device__ __forceinline__ int piece(const GatherParams& p) const {
         return index / p.chunks_of_piece;
@@ -123,7 +123,7 @@ struct Chunk {
     }
 };
 
-// This rank's gathered rows of the call before the last are no longer read.
+// Tells all ranks that the gathered rows of the call before the last are no longer read.
 __device__ __forceinline__ void announce(const GatherParams& p) {
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     for (int peer = 0; peer < p.peers.size; ++peer) {
@@ -172,10 +172,10 @@ __device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& 
     comm::add_release(counter_of(p, c, epoch), 1);
 }
 
-// The CTA's chunks, where each has a slot of its own, to all peers at once: of few rows, what
-// counts is how soon they come.
+// Sends the CTA's chunks to all peers at once, where each chunk has a slot: with few rows, latency
+// matters.
 template <typename S>
-__device__ __forceinline__ void push_few_chunks(const GatherParams& p, S& s, int num_chunks,
+__device__ __forceinline__ void send_few_chunks(const GatherParams& p, S& s, int num_chunks,
                                                 int num_peers) {
     const auto each = [&](const auto& visit) {
         Chunk chunk(p);
@@ -198,15 +198,15 @@ __device__ __forceinline__ void push_few_chunks(const GatherParams& p, S& s, int
     each([&](const Chunk& chunk, int) { comm::add_relaxed(counter_of(p, chunk, epoch), 1); });
 }
 
-// One thread: this CTA's chunks of this rank's rows, to every peer.
+// One thread: sends this CTA's chunks of this rank's rows to every peer.
 template <typename S>
-__device__ __forceinline__ void one_shot_rows(const GatherParams& p, S& s) {
+__device__ __forceinline__ void send_rows(const GatherParams& p, S& s) {
     const int mine =
         (p.own_chunks - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
         static_cast<int>(gridDim.x);
-    const int num_peers = p.peers.size - (p.pushes_to_self ? 0 : 1), total = mine * num_peers;
+    const int num_peers = p.peers.size - (p.sends_to_self ? 0 : 1), total = mine * num_peers;
     if (total <= 0) return;
-    if (mine <= kChunksInFlight) return push_few_chunks(p, s, mine, num_peers);
+    if (mine <= kChunksInFlight) return send_few_chunks(p, s, mine, num_peers);
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     Chunk loaded(p), stored(p), counted(p);
     RingIndex<kChunksInFlight> ring;
@@ -238,7 +238,7 @@ __device__ __forceinline__ void one_shot_rows(const GatherParams& p, S& s) {
     count_chunk(p, counted, epoch);
 }
 
-// By one CTA, when all others have ended: nobody counts for this call any more.
+// One CTA, when all others have ended: no rank counts for this call any more.
 __device__ __forceinline__ void end_gather(const GatherParams& p) {
     const int rank = p.peers.rank;
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
@@ -269,14 +269,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         if (thread == 0) {
             produce_gathered(p, s.gemm, at);
         } else if (thread == 32) {
-            one_shot_rows(p, s);
+            send_rows(p, s);
         } else if (thread == 64 && blockIdx.x == 0) {
             announce(p);
         }
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume(p.gemm, s.gemm, at,
-                [&](int m, int n) { return TileEdge<C, kEpilogue, kGated>{p.gemm, m, n}; });
+                [&](int m, int n) { return TileEpilogue<C, kEpilogue, kGated>{p.gemm, m, n}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

@@ -38,7 +38,7 @@ GatherParams make_gather_params(const AllGatherGemmParams& o) {
     p.gemm.bands = {static_cast<int>((first + kRows - 1) / kRows) % p.gemm.tiles_m,
                     band_rows(p.gemm.tiles_m, peers.size)};
     const bool is_cut_last = last % C::kTileM != 0 && last < o.linear.m;
-    p.pushes_to_self = last > first && (first % C::kTileM != 0 || is_cut_last);
+    p.sends_to_self = last > first && (first % C::kTileM != 0 || is_cut_last);
     return p;
 }
 

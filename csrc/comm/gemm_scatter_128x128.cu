@@ -5,8 +5,8 @@
 
 namespace bytetx::gemm {
 
-void gemm_scatter_128x128(const GemmSumParams& p, bool is_for_all, cudaStream_t stream) {
-    launch_scatter_tiling<Tiling<2, 128, 6, 2>>(p, is_for_all, stream);
+void gemm_scatter_128x128(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream) {
+    launch_scatter_tiling<Tiling<2, 128, 6, 2>>(p, to_all_ranks, stream);
 }
 
 }  // namespace bytetx::gemm

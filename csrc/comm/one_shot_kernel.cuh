@@ -1,10 +1,11 @@
-// The GEMM kernel for few rows whose tiles go to every rank: the first half of gemm_all_reduce.
+// The GEMM kernel of gemm_all_reduce for small m: it sends its tiles to the staging buffers of all
+// ranks or, with two exchanges, of the owner of the rows.
 //
-// What counts is how fast weights come, so they are wgmma's 64 rows and tokens its columns: 16
-// tokens are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128 rows of
-// weights through a ring as deep as an SM's share of shared memory; the CTAs of a cluster share out
-// k and add their sums up through distributed shared memory. On that way the sums are transposed;
-// each CTA stores its part of them into this rank's place in everyone's staging buffer.
+// The kernel is bound by its weights, so they are the 64 rows of a wgmma and the tokens its
+// columns: 16 tokens are 16 columns, not 64 rows that are mostly padding. A CTA streams 64 or 128
+// rows of weights through a ring as deep as an SM's share of shared memory. The CTAs of a cluster
+// split k and add their sums through distributed shared memory, where they are transposed as well.
+// Each CTA stores its part of the sums into this rank's place in the staging buffers.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -14,7 +15,7 @@
 namespace bytetx::gemm {
 
 // A tiling's kRowBlocks are of 64 rows of weights, its kTileN is of tokens.
-struct PushParams {
+struct OneShotParams {
     CUtensorMap weights;  // {k, n}
     CUtensorMap x;        // {k, m}
     const void* partial;  // [m, n], or null for none
@@ -22,11 +23,11 @@ struct PushParams {
     int m, n;
     int num_k_blocks;
     int tiles_n;        // of weights
-    int rows_of_owner;  // whose staging buffer alone takes a row; 0: everyone's do
+    int rows_of_owner;  // two exchanges: rows that each rank sums; one exchange: 0
 };
 
 template <typename C>
-struct PushSmem : Smem<C> {
+struct OneShotSmem : Smem<C> {
     uint32_t epoch;
 };
 
@@ -42,9 +43,10 @@ __device__ __forceinline__ void init_ring(Smem<C>& s) {
     __syncthreads();
 }
 
-// One thread. Weights first, as many as there is room for; then, behind the wait, the rest.
+// One thread. Loads as many blocks of weights as the ring holds, waits for the prior kernel, then
+// loads the rest.
 template <typename C>
-__device__ __forceinline__ void fetch_operands(const PushParams& p, Smem<C>& s, Share share,
+__device__ __forceinline__ void fetch_operands(const OneShotParams& p, Smem<C>& s, Share share,
                                                int token, int column) {
     const auto once = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const auto often = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
@@ -67,7 +69,7 @@ __device__ __forceinline__ void fetch_operands(const PushParams& p, Smem<C>& s, 
     }
 }
 
-// Sums of a token lie behind one another, with a gap that keeps a quad's stores apart.
+// The sums of a token are contiguous; the pitch avoids bank conflicts of a quad's stores.
 template <typename C>
 constexpr int kSumPitch = C::kTileM + 4;
 
@@ -77,7 +79,7 @@ __device__ __forceinline__ float* sums_of(Smem<C>& s, int token) {
 }
 
 template <typename C>
-__device__ __forceinline__ void put_down_transposed(Smem<C>& s, const typename C::Sums& sums) {
+__device__ __forceinline__ void store_transposed(Smem<C>& s, const typename C::Sums& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
 #pragma unroll
@@ -117,8 +119,8 @@ __device__ __forceinline__ void add_eight(const float* at, int num_ranks, float 
     }
 }
 
-// Number of this call, when all ranks' staging buffers are free for it. The warp that fetches,
-// while the last of it is on its way; one lane has waited for the kernels before.
+// The number of this call, once all ranks' staging buffers are free for it. Called by the fetching
+// warp while its last loads are in flight; one lane has waited for the prior kernels.
 __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     uint32_t epoch = 0;
     if (threadIdx.x % 32 == 0) epoch = comm::this_epoch(peers, comm::kSumEpoch);
@@ -127,9 +129,9 @@ __device__ __forceinline__ uint32_t find_epoch(const comm::Peers& peers) {
     return epoch;
 }
 
-// Eight features of a row, `within` elements from the product's first, to all ranks or to the row's
-// owner. Staging buffers hold [size, m, n], or of the reader's own rows alone (two_shot.cu).
-__device__ __forceinline__ void push_eight(const PushParams& p, uint32_t epoch, int row,
+// Sends eight features of a row, `within` elements from the product's first, to all ranks or to the
+// row's owner. Staging buffers hold [size, m, n], or the parts of the owner's rows (two_shot.cu).
+__device__ __forceinline__ void send_eight(const OneShotParams& p, uint32_t epoch, int row,
                                            int64_t within, const uint4& words) {
     const comm::Peers& peers = p.peers;
     if (p.rows_of_owner != 0) {
@@ -144,9 +146,9 @@ __device__ __forceinline__ void push_eight(const PushParams& p, uint32_t epoch, 
     }
 }
 
-// This CTA's part of the tile.
+// Sends this CTA's part of the tile.
 template <typename C>
-__device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint32_t epoch,
+__device__ __forceinline__ void send_part(const OneShotParams& p, Smem<C>& s, uint32_t epoch,
                                           int first_token, int first_column, int rank,
                                           int num_ranks) {
     using T = typename C::Element;
@@ -176,11 +178,11 @@ __device__ __forceinline__ void push_part(const PushParams& p, Smem<C>& s, uint3
             words[i] = comm::never_zero(pack(x[2 * i], x[2 * i + 1], T{}));
         }
         const auto eight = make_uint4(words[0], words[1], words[2], words[3]);
-        push_eight(p, epoch, first_token + token, within, eight);
+        send_eight(p, epoch, first_token + token, within, eight);
     }
 }
 
-// This CTA's share of the sums, into shared memory.
+// Puts this CTA's share of the sums into shared memory.
 template <typename C>
 __device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
     typename C::Sums sums;
@@ -191,14 +193,14 @@ __device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
         if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.empty[stage]);
     };
     multiply(s, share.end - share.begin, ring, sums, release, [] {});
-    put_down_transposed(s, sums);
+    store_transposed(s, sums);
 }
 
 template <typename C>
 __global__ void __launch_bounds__(C::Tile::kThreads)
-    gemm_one_shot_kernel(const __grid_constant__ PushParams p) {
+    gemm_one_shot_kernel(const __grid_constant__ OneShotParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<PushSmem<C>*>(smem);
+    auto& s = *reinterpret_cast<OneShotSmem<C>*>(smem);
     static_assert(sizeof(s.a) + sizeof(s.b) >= C::kTileN * kSumPitch<C> * sizeof(float));
     const int rank = static_cast<int>(cute::block_rank_in_cluster());
     const int num_ranks = static_cast<int>(cute::cluster_shape().x);
@@ -215,30 +217,30 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
         if (lane == 0) s.epoch = found;
     } else {
         wait_for_prior_kernel();
-        // Only now: what follows relies on all kernels before this one having ended.
+        // Not earlier: the next kernel relies on all kernels before this one having ended.
         release_next_kernel();
         sum_share<C>(s, share);
     }
     __syncwarp();
     cute::cluster_arrive();
-    cute::cluster_wait();  // every rank has put its sums down
+    cute::cluster_wait();  // every CTA has stored its sums
     if (!is_fetcher) {
-        push_part<C>(p, s, s.epoch, token, column, rank, num_ranks);
+        send_part<C>(p, s, s.epoch, token, column, rank, num_ranks);
     } else if (blockIdx.x == 0 && lane == 0) {
         comm::begin_sum(p.peers, s.epoch);
     }
     __syncwarp();
     cute::cluster_arrive();
-    cute::cluster_wait();  // and nobody reads this CTA's any more
+    cute::cluster_wait();  // no CTA reads this one's sums any more
 }
 
 template <typename C>
-PushParams make_push_params(const GemmSumParams& o, bool is_for_all) {
+OneShotParams make_one_shot_params(const GemmSumParams& o) {
     const LinearParams& l = o.linear;
     const cuuint64_t sizes[2] = {cuuint64_t(l.k), cuuint64_t(l.n)};
     const cuuint64_t strides[1] = {cuuint64_t(l.k) * kElementBytes};
     const cuuint32_t box[2] = {kBlockK, C::kTileM};
-    PushParams p{};
+    OneShotParams p{};
     p.weights = encode_map(l, l.b, 2, sizes, strides, box);
     p.x = make_a_map(l, C::kTileN);
     p.partial = l.residual;
@@ -247,15 +249,15 @@ PushParams make_push_params(const GemmSumParams& o, bool is_for_all) {
     p.n = static_cast<int>(l.n);
     p.num_k_blocks = static_cast<int>((l.k + kBlockK - 1) / kBlockK);
     p.tiles_n = (p.n + C::kTileM - 1) / C::kTileM;
-    if (!is_for_all) p.rows_of_owner = static_cast<int>(comm::rows_of_owner(l.m, o.peers.size));
+    if (o.is_two_shot) p.rows_of_owner = static_cast<int>(comm::rows_of_owner(l.m, o.peers.size));
     return p;
 }
 
 template <typename C>
-void launch_push(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(PushSmem<C>);
+void launch_one_shot(const GemmSumParams& o, cudaStream_t stream) {
+    constexpr int kSmemBytes = sizeof(OneShotSmem<C>);
     static_assert(kSmemBytes <= 227 * 1024);
-    const PushParams p = make_push_params<C>(o, is_for_all);
+    const OneShotParams p = make_one_shot_params<C>(o);
     const auto kernel = gemm_one_shot_kernel<C>;
     allow_smem(kernel, kSmemBytes);
     const int split_k = std::min(std::max(o.linear.split_k, 1), p.num_k_blocks);
@@ -264,17 +266,17 @@ void launch_push(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
         kernel,
         {dim3(tiles_m * p.tiles_n * split_k), dim3(C::Tile::kThreads), kSmemBytes, stream, split_k},
         p);
-    if (is_for_all) return comm::launch_sum_staging(o, nullptr, stream);
-    comm::launch_two_shot(o, nullptr, stream);
+    if (o.is_two_shot) return comm::launch_two_shot(o, nullptr, stream);
+    comm::launch_sum_staging(o, nullptr, stream);
 }
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_one_shot_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
+void launch_one_shot_tiling(const GemmSumParams& o, cudaStream_t stream) {
     if (o.linear.dtype == DType::f16) {
-        return launch_push<Config<cutlass::half_t, Tile>>(o, is_for_all, stream);
+        return launch_one_shot<Config<cutlass::half_t, Tile>>(o, stream);
     }
-    launch_push<Config<cutlass::bfloat16_t, Tile>>(o, is_for_all, stream);
+    launch_one_shot<Config<cutlass::bfloat16_t, Tile>>(o, stream);
 }
 
 }  // namespace bytetx::gemm

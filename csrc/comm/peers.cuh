@@ -1,20 +1,22 @@
-// Memory that the GPUs of a group write to each other: where it is, and how a kernel waits for it.
+// Memory that the GPUs of a group write to each other: its layout, and how a kernel waits for it.
 //
-// Every rank owns a buffer and flag words that all others can write. A buffer has four quarters:
-// rows that were gathered, for odd and for even calls, and slots of partial sums, likewise. A call
-// has a number, its epoch, which lies in device memory and is counted up by the call's last CTA, so
-// that a captured graph can be replayed; all ranks make the same calls in the same order, so their
-// epochs agree. What arrives is counted: whoever has written a piece of data adds one to its
-// counter on the rank that reads it. The reader sets its counters back to zero when it has read the
-// data, at the end of an all_gather_gemm or at the start of the sum after this one, and says that
-// it has begun the next call (kStarted, kSumStarted); nobody writes to a quarter, or counts for it,
-// before. Partial sums of up to some hundred rows, and sums that their owner sends to all, go to an
-// staging buffer behind the flags instead, for odd and for even calls, and are not counted: a word
-// of theirs is never zero, and zero until it has come. So nobody waits until all of it is there,
-// and no fence stands between a word and the news of it. The reader sets it back. What copy engines
-// bring has a region of its own, of which this file knows nothing but the words that say that it
-// has come (kArrived; kEarly of the first of two copies), and that all ranks have read what came
-// before (kBarrier).
+// Every rank owns a buffer and flag words that all others can write.
+// - The buffer has four quarters: gathered rows for odd and for even calls, and slots of partial
+//   sums for odd and for even calls.
+// - A call has a number, its epoch, in device memory. The call's last CTA increments it, so that a
+//   captured graph can be replayed. All ranks make the same calls in the same order, so their
+//   epochs agree.
+// - Arrivals are counted: the writer of a piece of data adds one to its counter on the rank that
+//   reads it. The reader resets its counters to zero when it has read the data (at the end of an
+//   all_gather_gemm, or at the start of the next sum) and announces that it has begun the next call
+//   (kStarted, kSumStarted). No rank writes to a quarter, or counts for it, before that.
+// - Partial sums of up to some hundred rows, and sums that their owner sends to all, go to a
+// staging
+//   buffer behind the flags, one for odd and one for even calls, and are not counted: a word of
+//   them is never zero, and the buffer is zero until it arrives. So no rank waits for all of it,
+//   and no fence stands between a word and the signal of its arrival. The reader zeroes it again.
+// - Copy engines write to a region of their own. Here are only the flags that say that copies have
+//   arrived (kArrived), and that all ranks have read the copies of the call before (kBarrier).
 #pragma once
 
 #include <cstdint>
@@ -27,13 +29,12 @@ namespace bytetx::comm {
 constexpr int kStarted = 0;              // [source] its last all_gather_gemm that has begun
 constexpr int kSumStarted = kMaxPeers;   // [source] its last sum that has begun
 constexpr int kBarrier = 2 * kMaxPeers;  // [source] its last call that copies rows
-constexpr int kArrived = 3 * kMaxPeers;  // [source] the last of these calls whose copies have come
-constexpr int kEarly = 4 * kMaxPeers;    // [source] the last whose early copies have come
-constexpr int kCounters = 5 * kMaxPeers;
+constexpr int kArrived = 3 * kMaxPeers;  // [source] its last such call whose copies have arrived
+constexpr int kCounters = 4 * kMaxPeers;
 constexpr int kNumKinds = 2;     // of counters: gathered pieces, tiles of partial sums
 constexpr int kStaging = 32768;  // behind the counters: the staging buffer
-// Words of `epochs`: the last call that has ended, the CTAs of this one that have, and counters of
-// each source that it used.
+// Words of `epochs`. Epoch: the last call that has ended. Ticket: CTAs of this call that have ended
+// or asked for work. kSumTiles: counters of each source that the last sum used.
 enum EpochWord : int {
     kGatherEpoch = 0,
     kGatherTicket = 1,
@@ -41,9 +42,9 @@ enum EpochWord : int {
     kSumTicket = 3,
     kSumTiles = 4,
     kCopyEpoch = 9,   // of calls that copy rows: the last that has begun
-    kRowTicket = 10,  // rows that CTAs of sums from the staging buffer have asked for, in all calls
+    kRowTicket = 10,  // rows that CTAs of sums from the staging buffer have taken, in all calls
     kRowsTaken = 11,  // the same, in all calls that have ended
-    // Of a call in two exchanges: units and rows that were asked for, and CTAs that ask no more.
+    // With two exchanges: units and rows that were taken, and CTAs that take no more.
     kUnitTicket = 12,
     kRowOfAllTicket = 13,
     kTwoShotTicket = 14,
@@ -51,7 +52,7 @@ enum EpochWord : int {
 
 enum class Counted : int { pieces = 0, tiles = 1 };
 
-// PeerMemory as kernels use it: nothing is left to be divided.
+// PeerMemory with the sizes that kernels would have to divide for.
 struct Peers : PeerMemory {
     int64_t quarter_bytes;
     int counters_of_source;  // for one kind and parity
@@ -89,7 +90,7 @@ __device__ __forceinline__ uint4* staging_at(const Peers& p, int owner, uint32_t
     return reinterpret_cast<uint4*>(staging + (epoch & 1) * p.staging_bytes);
 }
 
-// A pair of 16-bit floats as a staging buffer takes it: of two zeros one is negative.
+// A pair of 16-bit floats for a staging buffer: two zeros become a zero and a negative zero.
 __device__ __forceinline__ uint32_t never_zero(uint32_t word) {
     return word == 0 ? 0x80000000u : word;
 }
@@ -98,7 +99,7 @@ __device__ __forceinline__ uint4 never_zero(const uint4& words) {
     return {never_zero(words.x), never_zero(words.y), never_zero(words.z), never_zero(words.w)};
 }
 
-__device__ __forceinline__ bool has_come(const uint4& words) {
+__device__ __forceinline__ bool has_arrived(const uint4& words) {
     return words.x != 0 && words.y != 0 && words.z != 0 && words.w != 0;
 }
 
@@ -140,8 +141,8 @@ __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys
 // Between ordinary accesses and those of the copy engines (TMA) of the same thread.
 __device__ __forceinline__ void fence_proxies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// Says who waited for whom and ends the kernel, and with it everything that the process has on the
-// GPU. Not by printf: a function call in a kernel serialises its wgmma.
+// Records who waited for whom and ends the kernel, and with it all work of the process on the GPU.
+// Not by printf: a function call in a kernel serialises its wgmma.
 __device__ __forceinline__ void fail_wait(const Peers& p, int source, const uint32_t* at,
                                           uint32_t seen, uint32_t expected) {
     if (p.fault != nullptr && atomicCAS_system(&p.fault->is_set, 0, 1) == 0) {
@@ -155,48 +156,48 @@ __device__ __forceinline__ void fail_wait(const Peers& p, int source, const uint
     __trap();
 }
 
-// Cycles between two looks at the host's word: about 30 us of an H200. It lies in the device's own
-// memory; in the host's, looks of 64 CTAs took a millisecond, one after the other over PCIe.
-constexpr int64_t kLookCycles = 1 << 16;
+// Cycles between two reads of the host's word: about 30 us of an H200. The word is in device
+// memory; in host memory, the reads of 64 CTAs took a millisecond, one after the other over PCIe.
+constexpr int64_t kPollCycles = 1 << 16;
 
 __device__ __forceinline__ bool is_given_up(const Peers& p) {
     return *static_cast<volatile uint32_t*>(p.epochs + kGivenUpWord) != 0;
 }
 
 // How long a thread has waited for another rank.
-class Patience {
+class WaitTimer {
   public:
-    __device__ __forceinline__ Patience() { began_ = clock64(); }
+    __device__ __forceinline__ WaitTimer() { began_ = clock64(); }
 
-    // Whether the host has given up; fails the wait for *at when it has taken too long.
-    __device__ __forceinline__ bool has_ended(const Peers& p, int source, const uint32_t* at,
-                                              uint32_t seen, uint32_t expected) {
+    // Whether the host has given up. Fails the wait for *at when it has timed out.
+    __device__ __forceinline__ bool is_over(const Peers& p, int source, const uint32_t* at,
+                                            uint32_t seen, uint32_t expected) {
         const int64_t waited = clock64() - began_;
-        if (waited < next_look_) return false;
+        if (waited < next_poll_) return false;
         if (is_given_up(p)) return true;
         if (waited > p.timeout_cycles) fail_wait(p, source, at, seen, expected);
-        next_look_ = waited + kLookCycles;
+        next_poll_ = waited + kPollCycles;
         return false;
     }
 
   private:
-    int64_t began_, next_look_ = kLookCycles;
+    int64_t began_, next_poll_ = kPollCycles;
 };
 
-// Until `source` has brought *at to `expected`; differences are signed, for epochs wrap around.
-// Pairs with the release of whoever counts there. Returns at once where the host has given up.
+// Waits until `source` has raised *at to `expected`; differences are signed because epochs wrap
+// around. Pairs with the release of the rank that counts. Returns at once if the host has given up.
 __device__ __forceinline__ void wait_for(const Peers& p, int source, const uint32_t* at,
                                          uint32_t expected) {
     uint32_t seen = load_acquire(at);
     if (static_cast<int32_t>(seen - expected) >= 0) return;
-    Patience patience;
+    WaitTimer timer;
     while (static_cast<int32_t>((seen = load_acquire(at)) - expected) < 0) {
-        if (patience.has_ended(p, source, at, seen, expected)) return;
+        if (timer.is_over(p, source, at, seen, expected)) return;
     }
 }
 
-// Until every rank has read what came in the call before the last, which this one's replaces: it
-// has begun the last. Whole warps; pairs with begin_sum().
+// Waits until every rank has read the data of the call before the last, which this call overwrites:
+// each has begun the last call. Whole warps; pairs with begin_sum().
 __device__ __forceinline__ void wait_for_slots(const Peers& p, uint32_t epoch) {
     const int peer = static_cast<int>(threadIdx.x) % 32;
     if (peer < p.size) {
@@ -205,8 +206,8 @@ __device__ __forceinline__ void wait_for_slots(const Peers& p, uint32_t epoch) {
     __syncwarp();
 }
 
-// By one thread of a sum's first kernel, behind its wait for the kernels before: slots, staging
-// buffer and counters of the last call are free for the next one.
+// One thread of a sum's first kernel, after its wait for the prior kernels: announces that slots,
+// staging buffer and counters of the last call are free for the next one.
 __device__ __forceinline__ void begin_sum(const Peers& p, uint32_t epoch) {
     const int tiles = static_cast<int>(load_acquire(p.epochs + kSumTiles));
     for (int source = 0; source < p.size; ++source) {
@@ -219,13 +220,13 @@ __device__ __forceinline__ void begin_sum(const Peers& p, uint32_t epoch) {
     }
 }
 
-// Number of this call: one more than the last that has ended.
+// The number of this call: one more than that of the last call that has ended.
 __device__ __forceinline__ uint32_t this_epoch(const Peers& p, EpochWord word) {
     return load_acquire(p.epochs + word) + 1;
 }
 
-// Whether the calling CTA (one thread of it) is the grid's last; what the others did before their
-// call is then visible. The ticket is left at zero for the next call.
+// Whether the calling CTA (one thread of it) is the last of the grid; the writes of the other CTAs
+// are then visible. Resets the ticket for the next call.
 __device__ __forceinline__ bool is_last_cta(const Peers& p, EpochWord ticket) {
     __threadfence();
     const bool is_last = atomicAdd(p.epochs + ticket, 1) == gridDim.x - 1;

@@ -1,12 +1,11 @@
-// scatter_kernel.cuh for tiles that are summed where they are made: those of this rank's rows come
-// last and add residual, bias and what the other ranks have stored for them, and are not stored as
-// a part.
+// scatter_kernel.cuh with a fused reduce: tiles of this rank's rows come last, add residual, bias
+// and what the other ranks have stored for them, and are not stored as a part.
 //
 // linear_residual.cuh says how arrays come to a tile; a part is fetched when its source has stored
-// the tile's rows. Only tiles of clusters whose rows are all this rank's wait so, behind all others
-// of their CTA: what one rank waits for is never behind what another waits for. Rows that share a
-// cluster's tile with another rank's are stored as a part, and summed by sum_rows.cu, as without
-// this kernel.
+// the tile's rows. Only tiles of clusters whose rows all belong to this rank wait like this, after
+// all other tiles of their CTA: so what one rank waits for never queues behind a wait of another.
+// Rows that share a cluster's tile with another rank's rows are stored as a part and summed by
+// sum_rows.cu, as without this kernel.
 #pragma once
 
 #include "comm/scatter_kernel.cuh"
@@ -17,13 +16,13 @@ namespace bytetx::gemm {
 struct ScatterAddParams : ScatterParams {
     CUtensorMap residual_map;      // {n, own rows}
     CUtensorMap parts_maps[2];     // of even and of odd calls: {n, own rows, size}
-    int first_adding, num_adding;  // rows of cluster tiles whose tiles add
+    int first_adding, num_adding;  // rows of cluster tiles whose tiles add parts
 };
 
-// Bands of all other rows of cluster tiles, from those behind this rank's on, then of those that
-// add.
+// Bands of all other rows of cluster tiles, from the one after this rank's on, then of those that
+// add parts.
 template <typename C>
-struct AddingSchedule : Schedule<C> {
+struct FusedReduceSchedule : Schedule<C> {
     const ScatterAddParams& all;
 
     __device__ __forceinline__ bool adds(int tile) const {
@@ -51,8 +50,8 @@ struct AddingSchedule : Schedule<C> {
 };
 
 template <typename C>
-struct AddingEdge : ScatterEdge<C> {
-    using Scatter = ScatterEdge<C>;
+struct FusedReduceEpilogue : ScatterEpilogue<C> {
+    using Scatter = ScatterEpilogue<C>;
     using Plain = typename Scatter::Base;
     const ScatterAddParams& params;
     ResidualSmem<C>& s;
@@ -81,12 +80,12 @@ struct AddingEdge : ScatterEdge<C> {
     }
 };
 
-// One thread: the arrays of tiles that add, each as soon as the one before has been read, the
-// residual first, then the other ranks' parts in their order. A tile gets an even number of them,
-// the last of an odd number empty, so that each begins with the same phase.
+// One thread: fetches the arrays of tiles that add parts, each as soon as the one before has been
+// read: the residual, then the other ranks' parts in their order. A tile gets an even number of
+// arrays, an empty one after an odd number, so that each tile begins with the same phase.
 template <typename C>
 __device__ __forceinline__ void fetch_parts(const ScatterAddParams& p, ResidualSmem<C>& s,
-                                            const AddingSchedule<C>& at) {
+                                            const FusedReduceSchedule<C>& at) {
     static_assert(C::kConsumers == 2);
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kSumEpoch);
@@ -106,7 +105,7 @@ __device__ __forceinline__ void fetch_parts(const ScatterAddParams& p, ResidualS
                 continue;
             }
             const int source = index <= p.peers.rank ? index - 1 : index;
-            if (index > 0 && row < p.gemm.m) {  // of a tile behind all rows nobody stores a part
+            if (index > 0 && row < p.gemm.m) {  // a tile beyond all rows has no parts
                 const int number = row / C::kTileM - own / C::kTileM;
                 comm::wait_for(
                     p.peers, source,
@@ -135,11 +134,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     gemm_scatter_add_kernel(const __grid_constant__ ScatterAddParams p) {
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<ResidualSmem<C>*>(smem);
-    const AddingSchedule<C> at{{}, p};
+    const FusedReduceSchedule<C> at{{}, p};
     if (threadIdx.x == 0) init_residual_barriers(s);
     init_barriers<C>(s);
     wait_for_prior_kernel();
-    release_next_kernel();  // only now: as in gemm_scatter_kernel
+    release_next_kernel();  // not earlier: as in gemm_scatter_kernel
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
         const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
         consume<C>(p.gemm, s, at,
-                   [&](int m, int n) { return AddingEdge<C>{{{p.gemm, m, n}, p}, p, s}; });
+                   [&](int m, int n) { return FusedReduceEpilogue<C>{{{p.gemm, m, n}, p}, p, s}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

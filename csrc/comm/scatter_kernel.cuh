@@ -1,9 +1,9 @@
-// The persistent GEMM kernel whose tiles go straight to the ranks that sum them up.
+// The persistent GEMM kernel that stores its tiles to the ranks that sum them.
 //
-// A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of whoever sums
-// them: their owner, or every rank. When all have been performed, the tile is counted there. Tiles
-// begin with the rows of the next rank and end with this one's, so that no two ranks write to one
-// at a time.
+// A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of their owner
+// or of every rank. When all stores have been performed, the tile is counted there. Tiles begin
+// with the rows of the next rank and end with this rank's own, so that no two ranks write to the
+// same one at a time.
 #pragma once
 
 #include "comm/peers.cuh"
@@ -17,18 +17,18 @@ using comm::Counted;
 struct ScatterParams {
     Params gemm;  // residual: partial
     comm::Peers peers;
-    int offsets[kMaxPeers + 1];  // of rows that are dealt
-    bool is_for_all;             // every rank sums every row
+    int offsets[kMaxPeers + 1];  // of the ranks' rows
+    bool to_all_ranks;           // every rank sums every row
 };
 
-// Where rank `source` puts its part of `row`, and what lies behind it, in elements of the slots.
+// The row of the slots where rank `source` puts its part of `row`.
 __device__ __forceinline__ int64_t slot_row(int source, int num_rows, int row) {
     return int64_t{source} * num_rows + row;
 }
 
 template <typename C>
-struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
-    using Base = TileEdge<C, Epilogue::linear, false>;
+struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
+    using Base = TileEpilogue<C, Epilogue::linear, false>;
     using T = typename C::Element;
     const ScatterParams& all;
 
@@ -46,16 +46,16 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
         return owner;
     }
 
-    // visit(reader, first, count) for every rank that sums `row`, of the `count` rows from `first`
-    // on that it sums.
+    // visit(reader, first, count) for every rank that sums `row`; it sums the `count` rows from
+    // `first` on.
     template <typename Visit>
     __device__ __forceinline__ void each_reader(int row, const Visit& visit) const {
-        if (!all.is_for_all) {
+        if (!all.to_all_ranks) {
             const int owner = owner_of(row), first = all.offsets[owner];
             return visit(owner, first, all.offsets[owner + 1] - first);
         }
-        for (int turn = 1; turn <= all.peers.size; ++turn) {  // the own one last
-            visit((all.peers.rank + turn) % all.peers.size, 0, this->p.m);
+        for (int step = 1; step <= all.peers.size; ++step) {  // this rank last
+            visit((all.peers.rank + step) % all.peers.size, 0, this->p.m);
         }
     }
 
@@ -91,7 +91,7 @@ struct ScatterEdge : TileEdge<C, Epilogue::linear, false> {
             comm::fence_system();
             const int end = min(this->m + C::kTileM, this->p.m);
             for (int row = this->m; row < end;) {
-                int last = end;  // of the rows that go the same way
+                int last = end;  // of the rows of the same readers
                 each_reader(row, [&](int reader, int first, int count) {
                     const int tile = this->m / C::kTileM - first / C::kTileM;
                     comm::add_relaxed(
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const Schedule<C> at;
     init_barriers(s);
     wait_for_prior_kernel();
-    // Only now: what follows relies on all kernels before this one having ended (sum_rows.cuh).
+    // Not earlier: the next kernel relies on all kernels before this one having ended.
     release_next_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
-        consume(p.gemm, s, at, [&](int m, int n) { return ScatterEdge<C>{{p.gemm, m, n}, p}; });
+        consume(p.gemm, s, at, [&](int m, int n) { return ScatterEpilogue<C>{{p.gemm, m, n}, p}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

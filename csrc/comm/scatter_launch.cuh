@@ -1,5 +1,4 @@
-// From operands to a launch of the GEMM of gemm_reduce_scatter, and of gemm_all_reduce where rows
-// are many.
+// From operands to a launch of the GEMM of gemm_reduce_scatter, and of gemm_all_reduce for large m.
 #pragma once
 
 #include "comm/scatter_add_kernel.cuh"
@@ -9,7 +8,7 @@
 namespace bytetx::gemm {
 
 template <typename C>
-ScatterParams make_scatter_params(const GemmSumParams& o, bool is_for_all) {
+ScatterParams make_scatter_params(const GemmSumParams& o, bool to_all_ranks) {
     constexpr int kRows = C::kTileM * C::kClusterCtas;
     const PeerMemory& peers = o.peers;
     ScatterParams p{};
@@ -18,8 +17,8 @@ ScatterParams make_scatter_params(const GemmSumParams& o, bool is_for_all) {
     for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
     const int next = peers.rank + 1 < peers.size ? p.offsets[peers.rank + 1] : 0;
     p.gemm.bands = {next / kRows % p.gemm.tiles_m, band_rows(p.gemm.tiles_m, peers.size)};
-    if (is_for_all) p.gemm.bands = {0, band_rows(p.gemm.tiles_m, 1)};
-    p.is_for_all = is_for_all;
+    if (to_all_ranks) p.gemm.bands = {0, band_rows(p.gemm.tiles_m, 1)};
+    p.to_all_ranks = to_all_ranks;
     return p;
 }
 
@@ -47,17 +46,17 @@ comm::SumShape sum_shape(const ScatterParams& p, int first, int last) {
 }
 
 template <typename C>
-void launch_scatter(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
-    const ScatterParams p = make_scatter_params<C>(o, is_for_all);
+void launch_scatter(const GemmSumParams& o, bool to_all_ranks, cudaStream_t stream) {
+    const ScatterParams p = make_scatter_params<C>(o, to_all_ranks);
     static_assert(sizeof(Smem<C>) <= kMostSmemBytes);
     launch_scatter_kernel<C>(gemm_scatter_kernel<C>, sizeof(Smem<C>), p, stream);
     const int rank = o.peers.rank;
-    const int first = is_for_all ? 0 : p.offsets[rank];
-    const int last = is_for_all ? p.gemm.m : p.offsets[rank + 1];
+    const int first = to_all_ranks ? 0 : p.offsets[rank];
+    const int last = to_all_ranks ? p.gemm.m : p.offsets[rank + 1];
     comm::launch_sum(o, sum_shape<C>(p, first, last), stream);
 }
 
-// {n, own rows, size}: what all ranks store for this one, in even or in odd calls.
+// {n, own rows, size}: what all ranks store for this one, in even or odd calls.
 template <typename C>
 CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uint32_t parity) {
     const auto row_bytes = cuuint64_t(o.linear.n) * kElementBytes;
@@ -69,7 +68,7 @@ CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uin
     return encode_map(o.linear, slots, 3, sizes, strides, box);
 }
 
-// Of a rank that has rows. C: with room for residuals.
+// For a rank that has rows. C: a configuration with shared memory for residuals.
 template <typename C>
 void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
     constexpr int kRows = C::kTileM * C::kClusterCtas;
@@ -98,12 +97,12 @@ void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
 
 // The body of a tiling's launcher.
 template <typename Tile>
-void launch_scatter_tiling(const GemmSumParams& o, bool is_for_all, cudaStream_t stream) {
+void launch_scatter_tiling(const GemmSumParams& o, bool to_all_ranks, cudaStream_t stream) {
     const auto launch = [&]<typename T>() {
-        if (o.adds_parts && o.norm.total_tokens > 0) {
+        if (o.fuse_reduce && o.norm.total_tokens > 0) {
             return launch_scatter_add<CommConfig<T, WithResidual<Tile>>>(o, stream);
         }
-        launch_scatter<Config<T, Tile>>(o, is_for_all, stream);
+        launch_scatter<Config<T, Tile>>(o, to_all_ranks, stream);
     };
     if (o.linear.dtype == DType::f16) return launch.template operator()<cutlass::half_t>();
     launch.template operator()<cutlass::bfloat16_t>();

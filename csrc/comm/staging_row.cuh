@@ -1,12 +1,12 @@
-// A row that comes into the staging buffer, as threads of its reader take it: what sum_staging.cu
-// and two_shot.cu share.
+// How threads read a row that arrives in the staging buffer: shared by sum_staging.cu and
+// two_shot.cu.
 #pragma once
 
 #include "comm/sum_parts.cuh"
 
 namespace bytetx::comm {
 
-// Past L1, which may hold what lay there in an earlier call.
+// Bypasses L1, which may have the data of an earlier call.
 __device__ __forceinline__ uint4 load_coherent(const uint4* at) {
     uint4 words;
     asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -26,10 +26,10 @@ __device__ __forceinline__ void sync_row() {
     }
 }
 
-// As RowParameter, of which the compiler keeps nothing from row to row.
-class ParameterReadAgain {
+// Like RowParameter, but reloaded for each row instead of kept in registers.
+class ReloadedParameter {
   public:
-    __device__ __forceinline__ ParameterReadAgain(const void* values, int, int)
+    __device__ __forceinline__ ReloadedParameter(const void* values, int, int)
         : values_(static_cast<const uint4*>(values)) {}
 
     __device__ __forceinline__ uint4 get(int, int v) const {
@@ -43,7 +43,8 @@ class ParameterReadAgain {
     const uint4* values_;
 };
 
-// A row in this rank's staging buffer: what has come of it.
+// Reads a row of this rank's staging buffer; returns whether all of the thread's words have
+// arrived.
 template <typename Tiling>
 __device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, int lane,
                                      int num_vecs) {
@@ -53,27 +54,27 @@ __device__ __forceinline__ bool peek(RawRow<Tiling>& part, const uint4* first, i
         const int v = i * Tiling::kThreadsPerRow;
         if (lane + v >= num_vecs) continue;
         part.words[i] = load_relaxed(first + v);
-        is_whole = is_whole && has_come(part.words[i]);
+        is_whole = is_whole && has_arrived(part.words[i]);
     }
     return is_whole;
 }
 
-// Until all of the row that a thread has peeked at has come; or the host has given up.
+// Waits until all of the thread's words of a row have arrived, or the host has given up.
 template <typename Tiling>
 __device__ __forceinline__ void wait_for_row(const Peers& peers, int source, RawRow<Tiling>& part,
                                              bool is_whole, const uint4* first, int lane,
                                              int num_vecs) {
-    Patience patience;
+    WaitTimer timer;
     while (!is_whole) {
         const auto* at = reinterpret_cast<const uint32_t*>(first);
-        if (patience.has_ended(peers, source, at, 0, 1)) break;
+        if (timer.is_over(peers, source, at, 0, 1)) break;
         is_whole = peek<Tiling>(part, first, lane, num_vecs);
     }
 }
 
-// For the next call but one.
+// Zeroes the row for the call after the next.
 template <typename Tiling>
-__device__ __forceinline__ void clear_inbox(uint4* first, int lane, int num_vecs) {
+__device__ __forceinline__ void clear_staging(uint4* first, int lane, int num_vecs) {
 #pragma unroll
     for (int i = 0; i < Tiling::kVecsPerThread; ++i) {
         const int v = i * Tiling::kThreadsPerRow;
@@ -81,11 +82,11 @@ __device__ __forceinline__ void clear_inbox(uint4* first, int lane, int num_vecs
     }
 }
 
-// One thread: until a word of `source` has come.
+// One thread: waits until a word of `source` has arrived.
 __device__ __forceinline__ void wait_for_word(const Peers& peers, int source, const uint4* word) {
     const auto* at = reinterpret_cast<const uint32_t*>(word);
-    Patience patience;
-    while (load_acquire(at) == 0 && !patience.has_ended(peers, source, at, 0, 1)) {
+    WaitTimer timer;
+    while (load_acquire(at) == 0 && !timer.is_over(peers, source, at, 0, 1)) {
     }
 }
 

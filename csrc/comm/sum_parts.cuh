@@ -1,4 +1,4 @@
-// What the two kernels that sum rows over ranks share: see sum_rows.cu and sum_staging.cu.
+// Shared by the kernels that sum rows over ranks: see sum_rows.cu and sum_staging.cu.
 #pragma once
 
 #include <stdexcept>
@@ -27,7 +27,7 @@ __device__ __forceinline__ void add_row(RowRegisters<T, Tiling>& h, const RawRow
     }
 }
 
-// Parameter: RowParameter, or what has its get().
+// Parameter: RowParameter, or a class with its get().
 template <typename T, typename Tiling, typename Parameter>
 __device__ __forceinline__ void add_parameter(RowRegisters<T, Tiling>& h, const Parameter& values,
                                               int lane, int num_vecs) {
@@ -50,9 +50,9 @@ __device__ __forceinline__ void clear_row(RowRegisters<T, Tiling>& h) {
     }
 }
 
-// Whether this CTA ends the call, in one thread of it: the last whose threads have all read the
-// call's number.
-// That the rows have been read, the next kernel knows from this one's end.
+// Whether this CTA ends the call (true in one of its threads): it is the last whose threads have
+// all read the call's epoch. The next kernel knows from the end of this one that the rows were
+// read.
 __device__ __forceinline__ bool is_last_to_start(const SumParams& p) {
     __syncthreads();
     return threadIdx.x == 0 && atomicAdd(p.peers.epochs + kSumTicket, 1) == gridDim.x - 1;

@@ -1,5 +1,5 @@
-// A ring of rows that a warp of the CTA's own fetches by bulk copies for the threads that sum them
-// up: what sum_rows.cu is made of.
+// A ring of rows in shared memory: one warp of the CTA fills it by bulk copies, the other threads
+// sum them. Used by sum_rows.cu.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -17,8 +17,8 @@ using EmptyBarrier = cutlass::arch::ClusterBarrier;
 
 constexpr int kMostSlots = 16;
 
-// CTAs of an SM, as many as its registers hold: rows of a few kilobytes are over before the
-// barriers of one of them are. They share what an SM has for rings.
+// CTAs of an SM, as many as its registers hold: a row of a few kilobytes takes less time than the
+// barriers of one CTA. They share the SM's memory for rings.
 template <typename Tiling>
 constexpr int kCtasOfSm = Tiling::kThreadsPerRow <= kWarpSize ? 3
                           : Tiling::kVecsPerThread == 1       ? 5
@@ -39,7 +39,7 @@ struct Ring {
     uint64_t *full, *empty;
 };
 
-// The CTA's, whose threads see it behind their next barrier.
+// Initializes the CTA's ring; its threads see it after their next barrier.
 template <typename Tiling>
 __device__ __forceinline__ Ring make_ring(const RingSumParams& p) {
     extern __shared__ __align__(128) uint8_t ring_slots[];
@@ -54,13 +54,13 @@ __device__ __forceinline__ Ring make_ring(const RingSumParams& p) {
     return {ring_slots, full, empty};
 }
 
-// One warp's: brings rows, array by array.
+// One warp: fetches rows, array by array.
 class RingFetcher {
   public:
     __device__ __forceinline__ RingFetcher(const RingSumParams& p, const Ring& ring)
         : p_(p), ring_(ring), slot_{p.num_slots} {}
 
-    // `count` rows of an array from `first` on.
+    // Fetches `count` rows of an array, from `first` on.
     __device__ __forceinline__ void fetch(const void* rows, int64_t first, int count) {
         if (threadIdx.x % kWarpSize == 0) {
             const int64_t row_bytes = p_.norm.hidden_size * 2;
@@ -80,7 +80,7 @@ class RingFetcher {
     AnyRingIndex slot_;
 };
 
-// The next array's row; all threads of the CTA but the fetching warp.
+// Takes the next array's row; all threads of the CTA but the fetching warp.
 template <typename Tiling>
 __device__ __forceinline__ RawRow<Tiling> take_slot(const RingSumParams& p, const Ring& ring,
                                                     AnyRingIndex& slot, int lane, int num_vecs) {
@@ -96,8 +96,8 @@ __device__ __forceinline__ RawRow<Tiling> take_slot(const RingSumParams& p, cons
     return words;
 }
 
-// h = the residual's next row, where there is one, + bias + the next rows of all ranks' parts; or,
-// where it is summed, what comes next.
+// h = the residual's next row, if there is a residual, + bias + the next rows of all ranks' parts.
+// If the row is summed already: h = the next row.
 template <typename T, typename Tiling, typename Parameter>
 __device__ __forceinline__ void add_slots(const RingSumParams& p, const Ring& ring,
                                           const Parameter& bias, AnyRingIndex& slot, int lane,
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_slots(const RingSumParams& p, const Ring& ri
     for (int source = 0; source < num_parts; ++source) add_next();
 }
 
-// num_ctas: as many as there is work for.
+// num_ctas: the number that there is work for.
 template <typename T, typename Tiling, auto kKernel, typename P>
 void launch_ring(P p, int64_t num_ctas, cudaStream_t stream) {
     constexpr int kBytes = kRingBytes<Tiling>;
@@ -126,7 +126,7 @@ void launch_ring(P p, int64_t num_ctas, cudaStream_t stream) {
     int device;
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));
     static const int64_t resident = resident_ctas(kKernel, kRingThreads<Tiling>, kBytes, device);
-    // One CTA at least: a rank without rows counts its calls, too.
+    // At least one CTA: a rank without rows counts its calls, too.
     const auto grid = static_cast<unsigned>(std::clamp<int64_t>(num_ctas, 1, resident));
     launch_kernel(kKernel, {dim3(grid), dim3(kRingThreads<Tiling>), kBytes, stream}, p);
 }

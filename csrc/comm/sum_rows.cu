@@ -1,31 +1,31 @@
-// The second half of gemm_reduce_scatter, and of gemm_all_reduce for many rows: partial sums of all
-// ranks, summed up, with bias, residual and norm.
+// The sum of gemm_reduce_scatter, and of gemm_all_reduce for large m: all ranks' partial sums plus
+// bias and residual, and the norm of the result.
 //
 //   h = residual + bias + sum over ranks of part[rank];  sum_out = h;  out = norm(h)
 //
-// The parts lie in slots [tp_size, rows, n] of this rank's memory, written by all ranks, or in
-// memory of the caller's; T is f16 or bf16, sums are f32 and in the order of ranks, so every rank
+// The parts are in slots [tp_size, rows, n] of this rank's memory, written by all ranks, or in
+// memory of the caller's; T is f16 or bf16. Sums are f32 and in the order of ranks, so every rank
 // that sums a row gets the same bits. A row is summed in the registers of one warp (up to 1024
-// features) or of one CTA of 256 threads, as in cuda/norm_rows.cuh. A warp of the CTA's own
-// fetches: it waits for the tiles that hold a row, which all ranks count when they have stored
-// them, and brings the row's residual and parts by bulk copies into a ring, several rows ahead:
-// registers would hold one row of 12288 features an SM. The kernel starts when SMs fall free at the
-// end of the GEMM before it. The CTA that starts last ends the call; the next call's first kernel
-// says that slots are free. Of rows that the GEMM's tiles have summed (scatter_add_kernel.cuh)
-// there is the norm alone to do. Bytes: (tp_size + 3) * rows * n * 2, of those 2 * rows * n * 2;
-// bound by HBM.
+// features) or of one CTA of 256 threads, as in cuda/norm_rows.cuh. One more warp of the CTA
+// fetches: it waits for the tiles that contain a row, which all ranks count when they have stored
+// them, and loads the row's residual and parts by bulk copies into a ring, several rows ahead
+// (registers would hold one row of 12288 features an SM). The kernel starts when SMs become free at
+// the end of the GEMM before it. The CTA that starts last ends the call; the next call's first
+// kernel announces that the slots are free. For rows that the GEMM's tiles have summed
+// (scatter_add_kernel.cuh), only the norm is left. Bytes: (tp_size + 3) * rows * n * 2, for summed
+// rows 2 * rows * n * 2; bound by HBM.
 #include "comm/sum_ring.cuh"
 
 namespace bytetx::comm {
 namespace {
 
-// Rows that a CTA sums at once; is_summed: norms, for their sums stand in norm.sum_out.
+// Rows that a CTA sums at once. is_summed: their sums are in norm.sum_out; only the norm is left.
 struct RowGroup {
     int first, count;
     bool is_summed;
 };
 
-// Groups of the rows before those that are summed, of these, and of those behind them.
+// Groups of the rows before the summed ones, of the summed ones, and of the rows after them.
 struct GroupedSumParams : RingSumParams {
     int groups_before, groups_summed, num_groups;
 };
@@ -61,8 +61,8 @@ __device__ __forceinline__ RowGroup group_at(const GroupedSumParams& p, int inde
     return {first, min(Tiling::kRowsPerCta, end - first), is_summed};
 }
 
-// Until all ranks have stored the tiles that hold these rows, or this one alone where it has summed
-// them; a whole warp. Pairs with the counting of whoever stores tiles.
+// Waits until all ranks have stored the tiles that contain these rows (summed rows: this rank). A
+// whole warp. Pairs with ScatterEpilogue::publish().
 __device__ __forceinline__ void wait_for_tiles(const SumParams& p, uint32_t epoch,
                                                const RowGroup& rows) {
     if (p.shape.parts != nullptr) return;
@@ -79,14 +79,14 @@ __device__ __forceinline__ void wait_for_tiles(const SumParams& p, uint32_t epoc
     __syncwarp();
 }
 
-// One warp: residual and parts of the CTA's rows, array by array.
+// One warp: fetches residual and parts of the CTA's rows, array by array.
 template <typename Tiling>
 __device__ __forceinline__ void fetch_rows(const GroupedSumParams& p, const Ring& ring,
                                            uint32_t epoch) {
     const void* slots = p.shape.parts;
     if (slots == nullptr) slots = quarter_at(p.peers, p.peers.rank, Counted::tiles, epoch);
     RingFetcher fetcher(p, ring);
-    fence_proxies();  // residuals are what kernels before the GEMM have stored
+    fence_proxies();  // kernels before the GEMM have stored the residuals
     for (int i = static_cast<int>(blockIdx.x); i < p.num_groups; i += gridDim.x) {
         const RowGroup rows = group_at<Tiling>(p, i);
         if (!rows.is_summed && p.norm.residual != nullptr) {
@@ -108,8 +108,8 @@ template <typename T, typename Tiling, RowNorm kNorm>
 __device__ __forceinline__ void sum_rows(const GroupedSumParams& p, const Ring& ring) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
-    // Of wider rows, registers do not hold them beside the row; of the narrowest of a CTA, five
-    // CTAs share them, and the bias finds no room.
+    // Registers do not hold the parameters of wider rows. Five CTAs share the registers of an SM
+    // where a CTA has the narrowest rows; then they do not hold the bias.
     using Parameter = RowParameter<Tiling, Tiling::kVecsPerThread <= 6>;
     constexpr bool kHasRoom = Tiling::kThreadsPerRow <= kWarpSize || Tiling::kVecsPerThread > 1;
     using BiasParameter = RowParameter<Tiling, kHasRoom && Tiling::kVecsPerThread <= 6>;
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kRingThreads<Tiling>, kCtasOfSm<Tiling>)
     const Ring ring = make_ring<Tiling>(p);
     release_next_kernel();
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
-    // Copies are no call of this kind: they have numbers of their own.
+    // sum_copies is not counted as a sum: calls with copies have epochs of their own.
     const bool ends_call = p.shape.parts == nullptr && is_last_to_start(p);
     __syncthreads();
     if (threadIdx.x >= Tiling::kCtaThreads) {

@@ -1,14 +1,13 @@
-// The second half of gemm_all_reduce for few rows: partial sums of all ranks as they come into the
-// staging buffer, summed up, with bias, residual and norm. What it gives, and in which order it
-// adds: see sum_rows.cu.
+// The sum of gemm_all_reduce for small m: all ranks' partial sums as they arrive in the staging
+// buffer, plus bias and residual, and the norm of the result. Formula and order: see sum_rows.cu.
 //
-// staging buffer [tp_size, rows, n] in this rank's memory, written by all ranks, zero until a word
-// has come. A row lives in the registers of one warp (up to 1024 features) or of one CTA of 256
-// threads; what does not come from other ranks is loaded before the wait. It starts beside the GEMM
-// where both fit an SM. A row takes some 4 us, most of them latency, so of more rows than SMs two
-// share one; those beyond the first of each CTA go to whoever is free, for beside a CTA that sends
-// rows loads wait. Bytes: (2 * tp_size + 3) * rows * n * 2, for it sets the staging buffer back;
-// bound by latency and the links.
+// The staging buffer [tp_size, rows, n] in this rank's memory is written by all ranks, and zero
+// until a word arrives. A row is in the registers of one warp (up to 1024 features) or of one CTA
+// of 256 threads; what does not come from other ranks is loaded before the wait. The kernel runs
+// beside the GEMM where both fit an SM. A row takes some 4 us, most of them latency, so with more
+// rows than SMs, two CTAs share an SM; rows beyond the first of each CTA are taken by the first CTA
+// that is free, because loads of a CTA wait on an SM that sends rows. Bytes: (2 * tp_size + 3) *
+// rows * n * 2, as it zeroes the staging buffer; bound by latency and the links.
 #include <algorithm>
 #include <type_traits>
 
@@ -22,23 +21,24 @@ struct StagingParams : SumParams {
     const void* own_part;
 };
 
-// Few rows have an SM each, with registers for all that can be loaded ahead. Where two share one
-// (kShares), wide rows read parameters again, and add one part before they look at the next.
+// With few rows, each has an SM, with registers for all that can be loaded ahead. Where two share
+// an SM (kShares), wide rows reload the parameters and add one part before they read the next.
 template <typename Tiling>
 constexpr bool kCanShare = (Tiling::kThreadsPerRow > kWarpSize) && Tiling::kVecsPerThread <= 6;
 
 template <typename Tiling, bool kShares>
-using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2), ParameterReadAgain,
+using SumParameter = std::conditional_t<kShares && (Tiling::kVecsPerThread > 2), ReloadedParameter,
                                         RowParameter<Tiling>>;
 
-// h = residual + bias + what each rank has put into the staging buffer, in the order of ranks, as
-// it comes. Two are looked at together where registers hold both. Before that one thread waits for
-// the first of this rank's own part, lest all of them read all along while weights are.
+// h = residual + bias + all ranks' parts in the staging buffer, in the order of ranks, as they
+// arrive. Two parts are read together where registers hold both. Before that, one thread waits for
+// the first word of this rank's own part, so that not all threads poll while the GEMM loads
+// weights.
 template <typename T, typename Tiling, bool kShares>
-__device__ __forceinline__ void add_inbox(const StagingParams& p,
-                                          const SumParameter<Tiling, kShares>& bias, uint32_t epoch,
-                                          int64_t row, int lane, int num_vecs,
-                                          RowRegisters<T, Tiling>& h) {
+__device__ __forceinline__ void add_staging(const StagingParams& p,
+                                            const SumParameter<Tiling, kShares>& bias,
+                                            uint32_t epoch, int64_t row, int lane, int num_vecs,
+                                            RowRegisters<T, Tiling>& h) {
     RawRow<Tiling> residual;
     if (p.norm.residual != nullptr) {
         residual.load(p.norm.residual, row, lane, num_vecs, load_coherent);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void add_inbox(const StagingParams& p,
         uint4* first = staging + source * stride;
         wait_for_row<Tiling>(p.peers, source, part, is_whole, first, lane, num_vecs);
         add_row<T, Tiling>(h, part);
-        if (!is_here(source)) clear_inbox<Tiling>(first, lane, num_vecs);
+        if (!is_here(source)) clear_staging<Tiling>(first, lane, num_vecs);
     };
     if (lane == 0 && p.own_part == nullptr) {
         wait_for_word(p.peers, p.peers.rank, staging + p.peers.rank * stride);
@@ -79,19 +79,19 @@ __device__ __forceinline__ void add_inbox(const StagingParams& p,
     }
 }
 
-// Which row a CTA sums next: its own next one, or, of CTAs that share SMs, the first that nobody
-// has asked for.
+// The next row of a CTA: its own next one or, where CTAs share SMs, the first that no CTA has
+// taken.
 template <bool kShares>
-class RowsInTurn {
+class RowScheduler {
   public:
-    __device__ __forceinline__ RowsInTurn(const StagingParams& p, int stride)
+    __device__ __forceinline__ RowScheduler(const StagingParams& p, int stride)
         : words_(p.peers.epochs), num_rows_(p.shape.num_rows), stride_(stride) {
         if constexpr (kShares) begin_ = __ldcg(words_ + kRowsTaken);
     }
 
     // All threads of a CTA, between whose calls there are barriers.
     __device__ __forceinline__ int after(int row) const {
-        if (!is_dealt()) return row + stride_;
+        if (!is_dynamic()) return row + stride_;
         __shared__ int next;
         if (threadIdx.x == 0) {
             next = stride_ + static_cast<int>(atomicAdd(words_ + kRowTicket, 1) - begin_);
@@ -100,14 +100,14 @@ class RowsInTurn {
         return next;
     }
 
-    // By one thread, when all CTAs have begun. In a call they ask as many times as there are rows:
-    // for those beyond their first ones, and each once in vain.
+    // One thread, when all CTAs have begun. In a call, the CTAs together take a ticket for each row
+    // beyond their first ones, and each CTA takes one more that is beyond the last row.
     __device__ __forceinline__ void end() const {
-        if (is_dealt()) words_[kRowsTaken] = begin_ + static_cast<uint32_t>(num_rows_);
+        if (is_dynamic()) words_[kRowsTaken] = begin_ + static_cast<uint32_t>(num_rows_);
     }
 
   private:
-    __device__ __forceinline__ bool is_dealt() const { return kShares && num_rows_ > stride_; }
+    __device__ __forceinline__ bool is_dynamic() const { return kShares && num_rows_ > stride_; }
 
     uint32_t *words_, begin_ = 0;
     int num_rows_, stride_;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / kVecSize<T>);
     release_next_kernel();
-    const RowsInTurn<kShares> rows(p, static_cast<int>(gridDim.x) * Tiling::kRowsPerCta);
+    const RowScheduler<kShares> rows(p, static_cast<int>(gridDim.x) * Tiling::kRowsPerCta);
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     using Parameter = SumParameter<Tiling, kShares>;
     const Parameter weight(p.norm.weight, lane, num_vecs);
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kShares ? 2 : 1)
                    static_cast<int>(threadIdx.x) / Tiling::kThreadsPerRow;
          row < p.shape.num_rows; row = rows.after(row)) {
         RowRegisters<T, Tiling> h;
-        add_inbox<T, Tiling, kShares>(p, bias, epoch, row, lane, num_vecs, h);
+        add_staging<T, Tiling, kShares>(p, bias, epoch, row, lane, num_vecs, h);
         if (p.norm.sum_out != nullptr) {
             store_row<T, Tiling>(p.norm.sum_out, h, lane, row, num_vecs);
         }
@@ -151,7 +151,7 @@ void launch_rows(const StagingParams& p, cudaStream_t stream) {
     BYTETX_CUDA_CHECK(cudaGetDevice(&device));
     static const int64_t resident = resident_ctas(kernel, Tiling::kCtaThreads, 0, device);
     const int64_t ctas = (p.shape.num_rows + Tiling::kRowsPerCta - 1) / Tiling::kRowsPerCta;
-    // As many as run beside the CTAs that send the rows, lest the last rows wait for these to end.
+    // As many as run beside the CTAs that send the rows, or the last rows would wait for these.
     const int64_t most = kShares && p.own_part != nullptr ? resident - kSendingCtas : resident;
     const auto grid = static_cast<unsigned>(std::min(ctas, most));
     launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, p);

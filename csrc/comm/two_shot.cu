@@ -1,20 +1,19 @@
-// An all-reduce in two exchanges, with bias, residual and norm: what more than two ranks are worth.
+// An all-reduce with two exchanges, with bias, residual and norm: for more than two ranks.
 //
-//   parts[rank] at the owner of a row = its partial               partial [m, n], f16 or bf16, of
-//   each rank h = residual + bias + sum over ranks of parts, rounded, by the owner, to all; sum_out
-//   = h out = norm(h), by all
+//   every rank: part -> owner of the row                         part [m, n], f16 or bf16
+//   owner:      h = residual + bias + sum over ranks of parts, rounded -> every rank
+//   every rank: sum_out = h; out = norm(h)
 //
 // Each rank owns a block of rows. A first kernel sends rows to their owners, the first rows of all
-// owners first: the GEMM of one_shot_kernel.cuh, or one of its own behind a product that is there.
-// A second one sums up the rows that this rank owns, a warp 512 features, and sends them to all;
-// then it norms all rows, in the order in which they come, each in the registers of a warp or of a
+// owners first: the GEMM of one_shot_kernel.cuh, or send_rows_kernel after another GEMM. A second
+// kernel sums the rows that this rank owns, 512 features a warp, and sends them to all; then it
+// normalizes all rows, in the order in which they arrive, each in the registers of a warp or of a
 // CTA. All of it goes through the staging buffer, so neither exchange has flags or fences, and both
-// overlap. Sums are f32 and in the order of ranks; what is normalized is what was sent, so all
-// ranks have the same bits. Behind a product that is there half of the SMs norm alone: on one that
-// sends, loads wait behind its stores. A staging buffer holds parts [tp_size, rows of an owner,
-// n], then sums [m, n]. Bytes over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where
-// everyone's rows to everyone, as in one_shot_rows.cu, take tp_size / 2 times as many; bound by the
-// links, for few rows by latency.
+// overlap. Sums are f32 and in the order of ranks; the norm takes what was sent, so all ranks have
+// the same bits. After another GEMM, half of the SMs only normalize: on an SM that sends, loads
+// wait behind its stores. A staging buffer holds parts [tp_size, rows of an owner, n], then sums
+// [m, n]. Bytes over each link: 2 * (tp_size - 1) / tp_size * m * n * 2, where one exchange
+// (one_shot_rows.cu) takes tp_size / 2 times as many; bound by the links, for few rows by latency.
 #include <algorithm>
 
 #include "comm/comm_tilings.cuh"
@@ -29,28 +28,28 @@ constexpr int kSendThreads = 512;
 constexpr int kInFlight = 8;                       // vectors of a thread
 constexpr int kPieceVecs = kInFlight * kWarpSize;  // of a row, that a warp sends at once
 
-// Rows of `count` ranks behind this one (all of them: itself at last), in the order in which they
-// become whole: the first row of each, then the second.
-struct Turn {
+// A row of one of the `count` ranks after this one (all of them: this rank last), in the order in
+// which rows become complete: the first row of each rank, then the second.
+struct RowOfPeer {
     int peer, index;
     Rows rows;
-    bool is_row;  // the peer has that many
+    bool exists;  // the peer owns that many rows
 
-    __device__ __forceinline__ Turn(const TwoShotParams& p, int number, int count)
+    __device__ __forceinline__ RowOfPeer(const TwoShotParams& p, int number, int count)
         : peer((p.peers.rank + 1 + number % count) % p.peers.size),
           index(number / count),
           rows(rows_of(p, peer)),
-          is_row(index < rows.count) {}
+          exists(index < rows.count) {}
 };
 
-// A whole warp: one piece of this rank's part of a row to its owner.
-__device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoch, const Turn& turn,
-                                           int piece) {
+// A whole warp: sends one piece of this rank's part of a row to its owner.
+__device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoch,
+                                           const RowOfPeer& at, int piece) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / 8);
     const uint4* from =
-        static_cast<const uint4*>(p.own_part) + int64_t{turn.rows.first + turn.index} * num_vecs;
-    uint4* to = part_at(p, turn.peer, epoch, p.peers.rank, turn.index);
+        static_cast<const uint4*>(p.own_part) + int64_t{at.rows.first + at.index} * num_vecs;
+    uint4* to = part_at(p, at.peer, epoch, p.peers.rank, at.index);
     const int first = piece * kPieceVecs + lane;
     uint4 words[kInFlight];
 #pragma unroll
@@ -67,7 +66,7 @@ __device__ __forceinline__ void send_piece(const TwoShotParams& p, uint32_t epoc
 __global__ void __launch_bounds__(kSendThreads)
     send_rows_kernel(const __grid_constant__ TwoShotParams p) {
     wait_for_prior_kernel();
-    // Only now: what follows relies on all kernels before this one having ended (sum_rows.cuh).
+    // Not earlier: the next kernel relies on all kernels before this one having ended.
     release_next_kernel();
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     if (blockIdx.x == 0 && threadIdx.x == kWarpSize) begin_sum(p.peers, epoch);
@@ -78,17 +77,17 @@ __global__ void __launch_bounds__(kSendThreads)
     const auto num_ctas = static_cast<int>(gridDim.x);
     for (int i = warp * num_ctas + static_cast<int>(blockIdx.x);
          i < p.rows_of_owner * others * pieces; i += num_ctas * (kSendThreads / kWarpSize)) {
-        const Turn turn(p, i / pieces, others);
-        if (turn.is_row) send_piece(p, epoch, turn, i % pieces);
+        const RowOfPeer at(p, i / pieces, others);
+        if (at.exists) send_piece(p, epoch, at, i % pieces);
     }
 }
 
-// Units or rows in turn. Each warp or CTA has its own; or, where half of them sum first, the next
-// that nobody has asked for. All threads of one take at a time, between barriers where it is a CTA.
+// Hands out units or rows: each warp or CTA has its own or, where half of them sum first, takes the
+// next one that is left. All threads of a warp or CTA call take() together.
 template <int kThreads>
-class InTurn {
+class WorkQueue {
   public:
-    __device__ __forceinline__ InTurn(const TwoShotParams& p, EpochWord ticket)
+    __device__ __forceinline__ WorkQueue(const TwoShotParams& p, EpochWord ticket)
         : ticket_(p.has_roles ? p.peers.epochs + ticket : nullptr) {
         const int place = static_cast<int>(threadIdx.x) / kThreads;
         const int places = static_cast<int>(blockDim.x) / kThreads;
@@ -98,14 +97,14 @@ class InTurn {
     }
 
     __device__ __forceinline__ int take() {
-        if (ticket_ != nullptr) return ask();
+        if (ticket_ != nullptr) return take_ticket();
         const int found = next_;
         next_ += stride_;
         return found;
     }
 
   private:
-    __device__ __forceinline__ int ask() {
+    __device__ __forceinline__ int take_ticket() {
         if constexpr (kThreads <= kWarpSize) {
             uint32_t found = 0;
             if (threadIdx.x % kWarpSize == 0) found = atomicAdd(ticket_, 1);
@@ -127,7 +126,7 @@ template <typename T>
 __device__ __forceinline__ void sum_own_rows(const TwoShotParams& p, uint32_t epoch) {
     const int units = (static_cast<int>(p.norm.hidden_size / 8) + kUnitVecs - 1) / kUnitVecs;
     const int count = rows_of(p, p.peers.rank).count * units;
-    InTurn<kWarpSize> numbers(p, kUnitTicket);
+    WorkQueue<kWarpSize> numbers(p, kUnitTicket);
     for (int i = numbers.take(); i < count; i = numbers.take()) {
         Unit<T> unit(p, epoch, i / units, i % units * kUnitVecs);
         unit.sum();
@@ -137,26 +136,26 @@ __device__ __forceinline__ void sum_own_rows(const TwoShotParams& p, uint32_t ep
 
 template <typename Tiling>
 using NormParameter =
-    std::conditional_t<(Tiling::kVecsPerThread > 2), ParameterReadAgain, RowParameter<Tiling>>;
+    std::conditional_t<(Tiling::kVecsPerThread > 2), ReloadedParameter, RowParameter<Tiling>>;
 
 template <typename T, typename Tiling, RowNorm kNorm>
-__device__ __forceinline__ void norm_rows(const TwoShotParams& p, uint32_t epoch) {
+__device__ __forceinline__ void normalize_rows(const TwoShotParams& p, uint32_t epoch) {
     const int lane = static_cast<int>(threadIdx.x) % Tiling::kThreadsPerRow;
     const int num_vecs = static_cast<int>(p.norm.hidden_size / 8);
     const NormParameter<Tiling> weight(p.norm.weight, lane, num_vecs);
     const NormParameter<Tiling> bias(p.norm.bias, lane, num_vecs);
-    InTurn<Tiling::kThreadsPerRow> numbers(p, kRowOfAllTicket);
+    WorkQueue<Tiling::kThreadsPerRow> numbers(p, kRowOfAllTicket);
     for (int i = numbers.take(); i < p.rows_of_owner * p.peers.size; i = numbers.take()) {
-        const Turn turn(p, i, p.peers.size);
-        if (!turn.is_row) continue;
-        const int row = turn.rows.first + turn.index;
+        const RowOfPeer at(p, i, p.peers.size);
+        if (!at.exists) continue;
+        const int row = at.rows.first + at.index;
         uint4* first = sum_at(p, p.peers.rank, epoch, row) + lane;
-        if (lane == 0) wait_for_word(p.peers, turn.peer, first);
+        if (lane == 0) wait_for_word(p.peers, at.peer, first);
         sync_row<Tiling>();
         RawRow<Tiling> words;
         const bool is_whole = peek<Tiling>(words, first, lane, num_vecs);
-        wait_for_row<Tiling>(p.peers, turn.peer, words, is_whole, first, lane, num_vecs);
-        clear_inbox<Tiling>(first, lane, num_vecs);
+        wait_for_row<Tiling>(p.peers, at.peer, words, is_whole, first, lane, num_vecs);
+        clear_staging<Tiling>(first, lane, num_vecs);
         store_words<Tiling>(words.words, lane, row, num_vecs,
                             {p.norm.sum_out, nullptr, nullptr, false});
         RowRegisters<T, Tiling> h;
@@ -167,15 +166,16 @@ __device__ __forceinline__ void norm_rows(const TwoShotParams& p, uint32_t epoch
     }
 }
 
-// On an SM that sends, loads wait behind its stores: of many rows, every other one norms alone.
+// On an SM that sends, loads wait behind its stores: with many rows, every other SM only
+// normalizes.
 __device__ __forceinline__ bool sums_first(const TwoShotParams& p) {
     uint32_t sm;
     asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
     return !p.has_roles || sm % 2 == 0;
 }
 
-// By the last CTA to come here: all have asked for the last time.
-__device__ __forceinline__ void put_tickets_back(const TwoShotParams& p) {
+// The last CTA to get here, when all have taken their last ticket.
+__device__ __forceinline__ void reset_tickets(const TwoShotParams& p) {
     __syncthreads();
     if (threadIdx.x != 0 || !is_last_cta(p.peers, kTwoShotTicket)) return;
     p.peers.epochs[kUnitTicket] = 0;
@@ -192,14 +192,13 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, kTwoShotCtasOfSm<Tiling>)
     const uint32_t epoch = this_epoch(p.peers, kSumEpoch);
     const bool ends_call = is_last_to_start(p);
     if (sums_first(p)) sum_own_rows<T>(p, epoch);
-    norm_rows<T, Tiling, kNorm>(p, epoch);
-    if (p.has_roles) put_tickets_back(p);
+    normalize_rows<T, Tiling, kNorm>(p, epoch);
+    if (p.has_roles) reset_tickets(p);
     wait_for_prior_kernel();
     if (ends_call) end_sum(p, epoch);
 }
 
-// All CTAs are there at once: others' rows, for which each waits, may wait for what all of these
-// send.
+// All CTAs are resident at once: the rows that each waits for may depend on what all of these send.
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_rows(const TwoShotParams& p, cudaStream_t stream) {
     const auto kernel = two_shot_kernel<T, Tiling, kNorm>;
@@ -211,8 +210,8 @@ void launch_rows(const TwoShotParams& p, cudaStream_t stream) {
     const int64_t ctas = std::max(rows, (p.rows_of_owner * units + 3) / 4);
     const int64_t most = p.own_part != nullptr ? resident - kSendingCtas : resident;
     const auto grid = static_cast<unsigned>(std::min(ctas, most));
-    // Behind the GEMM that sends its tiles itself, parts come at once, and all sum. Where CTAs are
-    // more than half of the SMs hold, some are on the others.
+    // After the GEMM that sends its own tiles, the parts arrive together, and all SMs sum. The
+    // roles need more CTAs than half of the SMs hold, so that some run on the other half.
     TwoShotParams with_roles = p;
     with_roles.has_roles = p.own_part != nullptr && 2 * int64_t{grid} > resident;
     launch_kernel(kernel, {dim3(grid), dim3(Tiling::kCtaThreads), 0, stream}, with_roles);
@@ -232,7 +231,8 @@ void check_two_shot(const char* op, const GemmSumParams& p) {
     const int64_t m = p.linear.m, size = std::max(p.peers.size, 1);
     check_sum(op, p, size * rows_of_owner(m, size) + m, m, staging_bytes(p.peers));
     if (p.norm.sum_out == nullptr) {
-        throw std::invalid_argument(std::string(op) + " norms what it has sent: it needs sum_out");
+        throw std::invalid_argument(std::string(op) +
+                                    " needs sum_out: it normalizes what it has sent");
     }
 }
 

@@ -1,5 +1,5 @@
-// The smallest piece of an all-reduce in two exchanges (two_shot.cu): where parts and sums lie in
-// a staging buffer, and how a warp sums some vectors of a row and sends them to all.
+// The unit of work of an all-reduce with two exchanges (two_shot.cu): where parts and sums are in a
+// staging buffer, and how a warp sums some vectors of a row and sends them to all.
 #pragma once
 
 #include "comm/staging_row.cuh"
@@ -8,12 +8,12 @@ namespace bytetx::comm {
 
 constexpr int kUnitVecs = 64;  // of a row, that a warp sums at once
 using UnitTiling = RowTiling<kWarpSize, 1, kUnitVecs / kWarpSize>;
-constexpr int kTogether = 4;  // ranks' parts that are looked at at once
+constexpr int kTogether = 4;  // ranks' parts that are read together
 
 struct TwoShotParams : SumParams {
-    const void* own_part;  // [m, n], or null where it comes through the staging buffer as well
-    int rows_of_owner;     // of each but the last ones
-    bool has_roles;        // half of the SMs sum and send before they norm
+    const void* own_part;  // [m, n], or null where it is in the staging buffer as well
+    int rows_of_owner;     // of each owner but the last ones
+    bool has_roles;        // half of the SMs sum and send before they normalize
 };
 
 struct Rows {
@@ -58,10 +58,10 @@ class Unit {
         for (int source = 0; source < p_.peers.size; source += kTogether) add_parts(source);
     }
 
-    // To staging buffers that are free: all ranks have sent parts of this call, and so begun it.
+    // The staging buffers are free: all ranks have sent parts of this call, so they have begun it.
     __device__ __forceinline__ void send() const {
-        for (int turn = 1; turn <= p_.peers.size; ++turn) {
-            const int reader = (p_.peers.rank + turn) % p_.peers.size;
+        for (int step = 1; step <= p_.peers.size; ++step) {
+            const int reader = (p_.peers.rank + step) % p_.peers.size;
             uint4* to = sum_at(p_, reader, epoch_, row_) + first_ + lane_;
 #pragma unroll
             for (int i = 0; i < UnitTiling::kVecsPerThread; ++i) {
@@ -90,7 +90,7 @@ class Unit {
         return part_at(p_, p_.peers.rank, epoch_, source, index_) + first_;
     }
 
-    // A lane a source, lest all lanes read all along.
+    // One lane a source, so that not all lanes poll.
     __device__ __forceinline__ void wait_for_parts() const {
         if (lane_ < p_.peers.size && !is_here(lane_)) {
             wait_for_word(p_.peers, lane_, part(lane_));
@@ -120,7 +120,7 @@ class Unit {
             wait_for_row<UnitTiling>(p_.peers, source, parts[k], is_whole[k], first, lane_,
                                      num_vecs_);
             add_row<T, UnitTiling>(h_, parts[k]);
-            clear_inbox<UnitTiling>(first, lane_, num_vecs_);
+            clear_staging<UnitTiling>(first, lane_, num_vecs_);
         }
     }
 

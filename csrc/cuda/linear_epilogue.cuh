@@ -89,7 +89,7 @@ __device__ __forceinline__ uint4 load_if(bool condition, const void* address) {
 
 // One warpgroup's rows of one tile.
 template <typename C, Epilogue kEpilogue, bool kGated>
-struct TileEdge {
+struct TileEpilogue {
     using T = typename C::Element;
     static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
     static constexpr int kColumnGroups = C::kTileN / kPermutedRows;

@@ -67,7 +67,8 @@ __global__ void __launch_bounds__(C::kThreads, 1) gemm_kernel(const __grid_const
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         wait_for_prior_kernel();
-        consume(p, s, at, [&](int m, int n) { return TileEdge<C, kEpilogue, kGated>{p, m, n}; });
+        consume(p, s, at,
+                [&](int m, int n) { return TileEpilogue<C, kEpilogue, kGated>{p, m, n}; });
     }
     __syncwarp();
     if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it

@@ -43,7 +43,7 @@ struct RowNormEdge {
         return i / 2 * 64 + i % 2 * 8;
     }
     static __device__ __forceinline__ constexpr int at(int i, int q, int e) {
-        return TileEdge<C, Epilogue::linear, false>::at(i, q, e);
+        return TileEpilogue<C, Epilogue::linear, false>::at(i, q, e);
     }
 
     // The thread's columns of group q.

@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t
 template <typename C, Epilogue kEpilogue, bool kGated>
 struct Parts {
     using T = typename C::Element;
-    using Edge = TileEdge<C, kEpilogue, kGated>;
+    using Edge = TileEpilogue<C, kEpilogue, kGated>;
     static constexpr int kEights = kGated ? 2 : 1;
     static constexpr int kUnitsOfRow = Edge::kUnitsOfRow;
     static constexpr int kUnits = Edge::kUnits;

@@ -88,7 +88,7 @@ __device__ __forceinline__ void produce_before_residuals(const Params& p, Residu
 template <typename C, typename Sums>
 __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int turn) {
     using T = typename C::Element;
-    using Edge = TileEdge<C, Epilogue::linear, false>;
+    using Edge = TileEpilogue<C, Epilogue::linear, false>;
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
     const int row = thread / 32 * 16 + thread % 32 / 4;    // the thread's first, of the tile
@@ -122,8 +122,8 @@ __device__ __forceinline__ void skip_residual(ResidualSmem<C>& s, int turn) {
 
 // One warpgroup's tile, the `round`-th that it works on.
 template <typename C, typename P>
-struct ResidualEdge : TileEdge<C, Epilogue::linear, false> {
-    using Base = TileEdge<C, Epilogue::linear, false>;
+struct ResidualEdge : TileEpilogue<C, Epilogue::linear, false> {
+    using Base = TileEpilogue<C, Epilogue::linear, false>;
     const P& params;
     ResidualSmem<C>& s;
     int round;

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
         return;
     }
     typename C::Sums sums;
-    const TileEdge<C, kEpilogue, kGated> edge{p, m + group * C::kWarpgroupM, n};
+    const TileEpilogue<C, kEpilogue, kGated> edge{p, m + group * C::kWarpgroupM, n};
     // The residual is another kernel's, and d may be what one still reads.
     const auto wait = [] { wait_for_prior_kernel(); };
     if (num_ranks == 1) {

@@ -22,7 +22,7 @@ from bytetx.errors import BytetxError
 from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.ops import native
-from bytetx.ops.comm_plan import CommPlan, Layer
+from bytetx.ops.comm_plan import CommPlan, Layer, Op, fused_plans
 from bytetx.parallel.layout import shard_model
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup
@@ -79,36 +79,50 @@ def test_what_the_times_say_of_overlap() -> None:
 
 def test_the_tuner_keeps_the_plans_of_others(tmp_path: Path) -> None:
     path, layer = tmp_path / "table.json", Layer("gemm_all_reduce", 2, 64, 64)
-    for own, way in ((layer, "linear"), (replace(layer, tp=4), "linear"), (layer, "cublas")):
-        plans = {512: CommPlan(way)} if way == "cublas" else {512: CommPlan(way), 16: CommPlan(way)}
-        tune_comm.write_plans(path, own, plans, device="a GPU")
+    linear, cublas = CommPlan("linear"), CommPlan("cublas", "one_shot")
+    tune_comm.write_plans(path, layer, {512: linear, 16: linear}, device="a GPU")
+    tune_comm.write_plans(path, replace(layer, tp=4), {512: linear, 16: linear}, device="a GPU")
+    tune_comm.write_plans(path, layer, {512: cublas}, device="a GPU")
     table = json.loads(path.read_text())
     assert [line["tp"] for line in table["lines"]] == [2, 4] and table["device"] == "a GPU"
-    assert table["lines"][0]["plans"] == [[16, "linear", 1], [512, "cublas", 1]]
-    assert table["lines"][1]["plans"] == [[16, "linear", 1], [512, "linear", 1]]
-
-
-def test_every_way_to_run_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    pushes = [("64x64", 64, 64, True), ("128x128", 128, 128, True)]
-    pushes.append(("many-128x192", 128, 192, False))
-    monkeypatch.setattr("bytetx.ops.native.gemm_all_reduce_tilings", lambda: pushes)
-    few = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 16)
-    assert [(p.way, p.split_k) for p in few[:-4]] == [("64x64", s) for s in (1, 2, 4, 5)]
-    assert [p.way for p in few[-4:]] == ["linear-push", "cublas-push", "linear", "cublas"]
-    more = tune_comm.candidates(Layer("gemm_all_reduce", 2, 1024, 512), 512)
-    assert [(p.way, p.split_k) for p in more[:3]] == [
-        ("128x128", 1),
-        ("many-128x192", 1),
-        ("128x128", 2),
+    assert table["lines"][0]["plans"] == [
+        [16, {"gemm": "linear"}],
+        [512, {"gemm": "cublas", "transport": "one_shot"}],
     ]
-    fused = ["128x192", "128x128", "adding-128x192", "adding-128x128"]
-    copied = ["copied", "copied-128x192", "copied-128x128"]
-    many = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 1024, 512), 4096)
-    assert [p.way for p in many] == [*fused, *copied, "linear", "cublas"]
-    hot = tune_comm.candidates(Layer("gemm_reduce_scatter", 2, 12288, 6144), 4096)
-    assert [p.way for p in hot] == [*copied, *fused, "linear", "cublas"]
-    column = tune_comm.candidates(Layer("column_gemm", 2, 1024, 512), 4096)
-    assert [p.way for p in column] == ["linear", "cublas"]
+    assert table["lines"][1]["plans"] == [[16, {"gemm": "linear"}], [512, {"gemm": "linear"}]]
+
+
+def test_every_plan_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tilings = [("64x64", 64, 64, True), ("128x128", 128, 128, True), ("128x192", 128, 192, False)]
+    monkeypatch.setattr("bytetx.ops.native.gemm_all_reduce_tilings", lambda: tilings)
+
+    def names(op: Op, n: int, k: int, m: int) -> list[str]:
+        return [str(plan) for plan in tune_comm.candidates(Layer(op, 2, n, k), m)]
+
+    few, more = names("gemm_all_reduce", 1024, 512, 16), names("gemm_all_reduce", 1024, 512, 512)
+    after_gemm = ["linear/one_shot", "cublas/one_shot"]
+    two_shot = ["linear/two_shot", "cublas/two_shot"]
+    plain = ["linear/collective", "cublas/collective"]
+    assert few == [
+        f"fused_small_m/{transport}/64x64{split_k}"
+        for split_k in ("", "/split_k=2", "/split_k=4", "/split_k=5")
+        for transport in ("one_shot", "two_shot")
+    ] + [*after_gemm, *plain]
+    assert more[:3] == [
+        "fused_small_m/one_shot/128x128",
+        "fused/one_shot/128x192",
+        "fused_small_m/two_shot/128x128",
+    ]
+    assert more[-6:] == [*after_gemm, *two_shot, *plain]
+    fused = [
+        f"fused/peer_store/{tile}{reduce}"
+        for reduce in ("", "/fuse_reduce")
+        for tile in ("128x192", "128x128")
+    ]
+    copies = ["cublas/copy_engine"]
+    assert names("gemm_reduce_scatter", 1024, 512, 4096) == [*fused, *copies, *plain]
+    assert names("gemm_reduce_scatter", 12288, 6144, 4096) == [*copies, *fused, *plain]
+    assert names("column_gemm", 1024, 512, 4096) == plain
 
 
 def test_the_lines_of_a_suite_have_every_layer_that_it_measures() -> None:
@@ -176,23 +190,23 @@ def test_the_tuner_writes_line_after_line(monkeypatch: pytest.MonkeyPatch, tmp_p
     path = tmp_path / "table.json"
     lines = tune_comm.tune_comm("gemm_rs", path, Ranks(group, "a group"), patterns=["gpt3-*-512"])
     assert next(lines).startswith(
-        "gemm_reduce_scatter gpt3-o: 512: cublas/1 12.35 us (0 s, about 0 s"
+        "gemm_reduce_scatter gpt3-o: 512: cublas/collective 12.35 us (0 s, about 0 s"
     )
     with pytest.raises(KeyboardInterrupt):
         next(lines)
     (line,) = json.loads(path.read_text())["lines"]
-    assert line["k"] == 6144 and line["plans"] == [[512, "cublas", 1]]
+    assert line["k"] == 6144 and line["plans"] == [[512, {"gemm": "cublas"}]]
 
 
 def test_two_tables_are_not_made_at_once() -> None:
-    result = CliRunner().invoke(app, ["tp_layer", "--tune", "rows", "--tune-ways", "ways"])
+    result = CliRunner().invoke(app, ["tp_layer", "--tune", "rows", "--tune-layers", "ways"])
     assert result.exit_code == 2
-    assert "--tune and --tune-ways write tables of their own; give one of them" in result.stderr
+    assert "--tune and --tune-layers write tables of their own; give one of them" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "tuner"),
-    [(["tp_layer", "--tune"], "tune_rows"), (["tp_layer", "--tune-ways"], "tune_layers")],
+    [(["tp_layer", "--tune"], "tune_rows"), (["tp_layer", "--tune-layers"], "tune_layers")],
 )
 def test_each_option_makes_its_own_table(
     arguments: list[str], tuner: str, monkeypatch: pytest.MonkeyPatch
@@ -248,25 +262,26 @@ def test_a_case_of_whole_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen.count("cublas") == 2
 
 
-def test_whole_layers_try_every_way_of_gathering_with_every_way_of_scattering() -> None:
+def test_whole_layers_try_every_gather_plan_with_every_scatter_plan() -> None:
     plans = tune_layers.prefill_candidates("llama-70b", 16384, 2)
-    assert list(plans)[:3] == ["fused+fused", "fused+adding-", "fused+copied"] and len(plans) == 15
+    assert list(plans)[:3] == [
+        "fused/peer_store+fused/peer_store",
+        "fused/peer_store+fused/peer_store/fuse_reduce",
+        "fused/peer_store+cublas/copy_engine",
+    ]
+    assert len(plans) == 12
     for name, of_layers in plans.items():
         gather, scatter = name.split("+")
         assert len(of_layers) == 4  # as a rank of Llama has them, the gated one among them
         for layer, plan in of_layers.items():
-            way = gather if layer.op == "all_gather_gemm" else scatter
-            if way == "fused":
-                assert plan.is_fused and not plan.adds_parts
-            elif way.endswith("-"):
-                assert plan.way == way + plan.tiling and plan.tiling in ("128x192", "128x128")
-                assert plan.adds_parts and plan.is_copied != plan.is_fused
-            else:
-                assert plan.way == way
-    assert any(layer.is_gated for layer in plans["fused+fused"])
+            assert str(replace(plan, tile=None)) == (
+                gather if layer.op == "all_gather_gemm" else scatter
+            )
+            assert plan.tile in (("128x192", "128x128") if plan.is_fused else (None,))
+    assert any(layer.is_gated for layer in next(iter(plans.values())))
 
 
-def test_decode_steps_try_every_way_of_one_sum_and_then_of_the_other(
+def test_decode_steps_try_every_plan_of_one_all_reduce_and_then_of_the_other(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(native, "gemm_all_reduce_tilings", lambda: [("64x64", 64, 64, True)])
@@ -275,21 +290,24 @@ def test_decode_steps_try_every_way_of_one_sum_and_then_of_the_other(
 
     def measure(model: str, m: int, ranks: Ranks, plans: dict) -> dict[str, float]:
         tried.append(plans)
-        best = "cublas-push/1" if len(tried) == 1 else "64x64/1"
+        best = "cublas/one_shot" if len(tried) == 1 else "fused_small_m/one_shot/64x64"
         return {name: 1.0 if name == best else 2.0 for name in plans}
 
     monkeypatch.setattr(tune_layers, "_measure", measure)
     group, path = SimpleNamespace(rank=0, size=2), tmp_path / "table.json"
     found = tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt3-64"])
     first, second = list(found)
-    assert first.startswith("gpt3, 64 rows; us a layer: ") and "chosen: cublas-push/1" in first
-    assert second.endswith("chosen: 64x64/1")
+    assert first.startswith("gpt3, 64 rows; us a layer: ") and first.endswith(
+        "chosen: cublas/one_shot"
+    )
+    assert second.endswith("chosen: fused_small_m/one_shot/64x64")
     sums = [Layer("gemm_all_reduce", 2, 12288, k) for k in (6144, 24576)]
     assert all(set(plans) == {sums[0]} for plans in tried[0].values())
-    assert {plans[sums[0]] for plans in tried[1].values()} == {CommPlan("cublas-push")}
-    assert {"linear-push/1", "cublas-push/1", "linear/1", "cublas/1"} <= tried[1].keys()
+    assert {plans[sums[0]] for plans in tried[1].values()} == {CommPlan("cublas", "one_shot")}
+    assert {"linear/one_shot", "cublas/one_shot", "linear/collective"} <= tried[1].keys()
     lines = {line["k"]: line["plans"] for line in json.loads(path.read_text())["lines"]}
-    assert lines == {6144: [[64, "cublas-push", 1]], 24576: [[64, "64x64", 1]]}
+    first_plan, second_plan = (CommPlan("cublas", "one_shot"), fused_plans(sums[0])[0])
+    assert lines == {6144: [[64, first_plan.to_json()]], 24576: [[64, second_plan.to_json()]]}
 
 
 @pytest.mark.parametrize("m", [16, 4096])
@@ -323,29 +341,30 @@ def test_layers_are_timed_as_prefills_and_as_decode_steps(
     assert found == {"one": 4.5, "other": 5.3, "slow": 6.0}
 
 
-def test_of_layers_that_take_alike_the_preferred_ways_are_chosen() -> None:
+def test_of_layers_that_take_alike_the_preferred_plans_are_chosen() -> None:
     assert tune_layers.choose({"fused+fused": 100.2, "copied+fused": 100.0}, 8192) == "fused+fused"
     assert tune_layers.choose({"fused+fused": 100.4, "copied+fused": 100.0}, 8192) == "copied+fused"
-    assert tune_layers.choose({"64x64/1": 100.9, "linear-push/1": 100.0}, 64) == "64x64/1"
-    assert tune_layers.choose({"64x64/1": 101.1, "linear-push/1": 100.0}, 64) == "linear-push/1"
+    assert tune_layers.choose({"64x64/1": 100.9, "linear/one_shot": 100.0}, 64) == "64x64/1"
+    assert tune_layers.choose({"64x64/1": 101.1, "linear/one_shot": 100.0}, 64) == "linear/one_shot"
 
 
 def test_the_tuner_of_layers_writes_what_it_chose(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def measure(model: str, m: int, ranks: Ranks, plans: dict[str, object]) -> dict[str, float]:
-        return {name: 1.0 if name == "copied+cublas" else 2.0 for name in plans}
+        return {
+            name: 1.0 if name == "cublas/copy_engine+cublas/collective" else 2.0 for name in plans
+        }
 
     monkeypatch.setattr(tune_layers, "_measure", measure)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     group, path = SimpleNamespace(rank=0, size=2), tmp_path / "table.json"
     (text,) = tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt3-8192"])
-    assert text.endswith("chosen: copied+cublas")
+    assert text.endswith("chosen: cublas/copy_engine+cublas/collective")
     lines = json.loads(path.read_text())["lines"]
-    assert {(line["op"], line["plans"][0][1]) for line in lines} == {
-        ("all_gather_gemm", "copied"),
-        ("gemm_reduce_scatter", "cublas"),
-    }
+    chosen = {"all_gather_gemm": "cublas/copy_engine", "gemm_reduce_scatter": "cublas/collective"}
+    for line in lines:
+        assert str(CommPlan(**line["plans"][0][1])) == chosen[line["op"]]
     assert all(line["plans"][0][0] == 8192 for line in lines) and len(lines) == 4
     with pytest.raises(BytetxError, match="nothing fits gpt5; the layers are: gpt3-16, gpt3-64, "):
         next(tune_layers.tune_layers(path, Ranks(group, "a group"), patterns=["gpt5"]))

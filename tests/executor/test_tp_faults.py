@@ -110,7 +110,7 @@ def test_an_expired_wait_is_the_reason(tmp_path: Path) -> None:
     executor, fault = model.checkpoint.executor, torch.tensor([1, 0, 1, 17, 4, 5, 0, 0])
     workspace = Workspace((), (), 0, 0, fault, None, fault)
     executor.group = replace(executor.group, workspace=workspace)
-    with pytest.raises(GroupError, match="rank 0 waited in vain for rank 1: flag 17 holds 4, exp"):
+    with pytest.raises(GroupError, match="rank 0 timed out waiting for rank 1: flag 17 is 4, exp"):
         model.embed(SENTENCES)
     assert workers._processes[0].poll() is not None
     workers.close()

@@ -189,7 +189,7 @@ def test_gpu_ranks_that_stop_or_hang(what: str, dtype: str, fault: Fault, tmp_pa
     model = bytetx.load(folder, device="cuda", dtype=dtype, tp=2, group_timeout=5)
     wanted = model.embed(SENTENCES)
     fault("forward", 1, what)
-    error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
+    error = r"rank 1 \(process \d+\) (is stopped|made no progress)|timed out waiting for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
     assert not any(is_running(p.pid) for p in model.checkpoint.executor.workers._processes)
     model.close()
@@ -209,7 +209,7 @@ def test_ranks_on_one_gpu_that_stop_or_hang(what: str, fault: Fault, tmp_path: P
     model = Model(checkpoint, cuda_graphs=False)  # gloo's collectives are no graph's
     wanted = model.embed(SENTENCES)
     fault("forward", 1, what)
-    error = r"rank 1 \(process \d+\) (is stopped|made no progress)|waited in vain for rank 1"
+    error = r"rank 1 \(process \d+\) (is stopped|made no progress)|timed out waiting for rank 1"
     until_it_fails(partial(model.embed, SENTENCES), error)
     assert not any(is_running(process.pid) for process in workers._processes)
     model.close()

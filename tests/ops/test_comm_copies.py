@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from bytetx.ops import comm_copies, comm_kernels
-from bytetx.ops.comm_copies import added_sums, all_gather_gemm, partial_sums
+from bytetx.ops.comm_copies import all_gather_gemm, partial_sums
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.reference import activate
@@ -26,11 +25,11 @@ OFFSETS = {
 
 @dataclass
 class Host:
-    """What the threads that are ranks share. came: (to, from, whether it is the early copy)."""
+    """What the threads that are ranks share. arrived: (to, from) of each copy."""
 
     regions: list[Tensor]
     barrier: Barrier
-    came: set[tuple[int, int, bool]] = field(default_factory=set)
+    arrived: set[tuple[int, int]] = field(default_factory=set)
     news: Condition = field(default_factory=Condition)
 
 
@@ -46,18 +45,18 @@ class Copies:
     def barrier(self) -> None:
         self._host.barrier.wait(TIMEOUT)
 
-    def send(self, rows: Tensor, to: int, first: int, *, is_early: bool = False) -> None:
+    def send(self, rows: Tensor, to: int, first: int) -> None:
         _rows(self._host.regions[to], rows.shape[1])[first : first + len(rows)] = rows
         with self._host.news:
-            assert (to, self.rank, is_early) not in self._host.came
-            self._host.came.add((to, self.rank, is_early))
+            assert (to, self.rank) not in self._host.arrived
+            self._host.arrived.add((to, self.rank))
             self._host.news.notify_all()
 
-    def wait(self, sources: Iterable[int], *, is_early: bool = False) -> None:
-        wanted = {(self.rank, source, is_early) for source in sources}
-        assert (self.rank, self.rank, is_early) not in wanted
+    def wait(self, sources: Iterable[int]) -> None:
+        wanted = {(self.rank, source) for source in sources}
+        assert (self.rank, self.rank) not in wanted
         with self._host.news:
-            assert self._host.news.wait_for(lambda: wanted <= self._host.came, TIMEOUT)
+            assert self._host.news.wait_for(lambda: wanted <= self._host.arrived, TIMEOUT)
 
     def end(self) -> None:
         self._host.barrier.wait(TIMEOUT)
@@ -118,43 +117,3 @@ def test_partial_sums(size: int, offsets: tuple[int, ...], has_partial: bool) ->
             wanted = F.linear(xs[source], weights[source])[own]
             wanted = wanted + partials[source][own] if has_partial else wanted
             assert torch.allclose(part, wanted, atol=1e-4)
-
-
-@pytest.mark.parametrize(("size", "offsets"), [*CASES, (2, (0, 17, 23)), (4, (0, 4, 9, 9, 20))])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_added_sums(
-    size: int, offsets: tuple[int, ...], has_bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In pieces of two rows, of which the second half is summed alone."""
-    xs = [torch.randn(offsets[-1], K) for _ in range(size)]
-    weights = [torch.randn(N, K) for _ in range(size)]
-    residual, bias = torch.randn(offsets[-1], N), torch.randn(N) if has_bias else None
-    called: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(comm_copies, "_HALVES_STEP", 2)
-
-    def add_parts(x, w, *, rows, residual, bias, parts, rank, size, out, tiling) -> None:
-        own, others = slice(*rows), [r for r in range(size) if r != rank]
-        called.append((rank, *rows))
-        assert tiling == "128x192" and len(parts) == size * len(out)
-        came = parts.view(size, len(out), N)[others].sum(0)
-        out[own] = (F.linear(x, w.weight, bias) + residual + came)[own]
-
-    monkeypatch.setattr(comm_kernels, "gemm_add_parts", add_parts)
-
-    def call(rank: int, copies: Copies) -> Tensor:
-        own = residual[offsets[rank] : offsets[rank + 1]]
-        options = {"row_offsets": offsets, "residual": own, "bias": bias, "tiling": "128x192"}
-        return added_sums(
-            xs[rank], prepare_linear(weights[rank], prepack=False), copies=copies, **options
-        )
-
-    wanted = residual + (0 if bias is None else bias)
-    for x, weight in zip(xs, weights, strict=True):
-        wanted = wanted + F.linear(x, weight)
-    for rank, found in enumerate(on_ranks(size, call)):
-        own = slice(offsets[rank], offsets[rank + 1])
-        assert torch.allclose(found, wanted[own], atol=1e-4)
-        count = own.stop - own.start
-        pieces = [(first, end) for r, first, end in sorted(called) if r == rank]
-        half = count // 2 // 2 * 2
-        assert pieces == ([(0, half), (half, count)] if half else [(0, count)])

@@ -197,8 +197,8 @@ def test_wrong_arguments() -> None:
     on_ranks(2, do)
 
 
-def test_sums_of_rows_that_all_ranks_hold_fit_the_inbox() -> None:
-    """Up to where row_schemes.json begins to deal them; of four ranks and more in two exchanges."""
+def test_sums_of_rows_that_all_ranks_have_fit_the_staging_buffer() -> None:
+    """Up to where row_schemes.json begins to shard them; four ranks and more use two exchanges."""
     schemes = json.loads(files("bytetx.parallel").joinpath("row_schemes.json").read_text())["cuda"]
     for n, tp, most in [(s["hidden_size"], s["tp"], s["shard_from_tokens"] - 1) for s in schemes]:
         weight = torch.empty(n, 64, dtype=torch.bfloat16, device="meta")
@@ -207,8 +207,16 @@ def test_sums_of_rows_that_all_ranks_hold_fit_the_inbox() -> None:
             assert comm_kernels.fits_staging(w, rows=most, size=size, is_two_shot=size > 2)
 
 
-@pytest.mark.parametrize("way", ["128x192", "adding-128x128", "copied", "copied-128x192"])
-def test_rows_that_no_kernel_sums_go_through_a_collective(way: str) -> None:
+@pytest.mark.parametrize(
+    "plan",
+    [
+        CommPlan("fused", "peer_store", "128x192"),
+        CommPlan("fused", "peer_store", "128x128", fuse_reduce=True),
+        CommPlan("cublas", "copy_engine"),
+    ],
+    ids=str,
+)
+def test_rows_that_no_kernel_sums_go_through_a_collective(plan: CommPlan) -> None:
     """Of 16416 features, where a kernel takes 16384."""
 
     class Alone:
@@ -231,7 +239,7 @@ def test_rows_that_no_kernel_sums_go_through_a_collective(way: str) -> None:
         row_offsets=(0, m),
         residual=residual.clone(),
         norm=RowNorm(vector, vector, 1e-5),
-        plan=CommPlan(way),
+        plan=plan,
     )
     assert torch.allclose(found, h, atol=1e-4)
     assert torch.allclose(normalized, F.layer_norm(h, (n,), vector, vector), atol=1e-3)

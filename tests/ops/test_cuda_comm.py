@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,19 +14,22 @@ from comm_layers import Group, Layer, check_layer, gather_layer, random_layer, s
 from paths import TESTS
 from torch import Tensor
 
-from bytetx.ops import native
-from bytetx.ops.comm_plan import (
-    ADDING,
-    COPIED,
-    COPIED_ADDING,
-    LINEAR_TWO_SHOT,
-    PUSHES,
-    TWO_SHOTS,
-    CommPlan,
-)
+from bytetx.ops import comm_plan, native
+from bytetx.ops.comm_plan import CommPlan, Transport, fused_plans
 
 SIZES = (1, 2, 4, 8)
 DTYPES = [torch.float16, torch.bfloat16]
+PLAIN_GEMM_PLANS = [
+    CommPlan("cublas", "one_shot"),
+    CommPlan("linear", "one_shot"),
+    CommPlan("cublas", "two_shot"),
+    CommPlan("linear", "two_shot"),
+]
+FUSED_PLANS = [
+    CommPlan("fused_small_m", "one_shot", "16x64"),
+    CommPlan("fused_small_m", "two_shot", "16x64"),
+    CommPlan("fused", "one_shot", "128x128"),
+]
 LATE_CYCLES = 300_000  # about 150 microseconds
 
 
@@ -51,11 +55,16 @@ def test_against_float64(group: Group, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tiling_of_the_all_reduce(group: Group, dtype: torch.dtype) -> None:
-    for name, rows, *_ in native.gemm_all_reduce_tilings():
-        for split_k in (1, 2, 3, 5, 8):
-            options = {"is_dealt": False, "plan": CommPlan(name, split_k)}
-            layer = sum_layer(group, dtype, max_rows=2 * rows + 3, **options)
-            check_layer(group, layer, dtype)
+    for fused in fused_plans(comm_plan.Layer("gemm_all_reduce", group.size, 64, 64)):
+        is_small_m = fused.gemm == "fused_small_m"
+        transports: tuple[Transport, ...] = (
+            ("one_shot", "two_shot") if is_small_m else ("one_shot",)
+        )
+        rows = int(str(fused.tile).split("x")[0])
+        for transport, split_k in product(transports, (1, 2, 3, 5, 8)):
+            plan = replace(fused, transport=transport, split_k=split_k)
+            options = {"is_sharded": False, "plan": plan, "max_rows": 2 * rows + 3}
+            check_layer(group, sum_layer(group, dtype, **options), dtype)
 
 
 def test_copies_beside_cublas(group: Group) -> None:
@@ -63,45 +72,43 @@ def test_copies_beside_cublas(group: Group) -> None:
         pytest.skip("cuBLAS may load kernels while others wait: test_cuda_comm_shared.py has it")
     for number in range(30):
         dtype, rows = DTYPES[number % 2], 6 if number % 5 == 0 else 1500
-        options = {"max_rows": rows, "plan": CommPlan(COPIED)}
+        options = {"max_rows": rows, "plan": CommPlan("cublas", "copy_engine")}
         check_layer(group, gather_layer(group, dtype, **options), dtype)
-        check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
-        for name in ("128x192", "128x128"):
-            options["plan"] = CommPlan(COPIED_ADDING + name)
-            check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
+        check_layer(group, sum_layer(group, dtype, is_sharded=True, **options), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("tiling", ["128x192", "128x128"])
-def test_reduce_scatters_whose_tiles_add(group: Group, tiling: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tile", ["128x192", "128x128"])
+def test_fused_reduce(group: Group, tile: str, dtype: torch.dtype) -> None:
     for number in range(40):
         rows = 6 if number % 5 == 0 else 900 * group.size
-        options = {"max_rows": rows, "plan": CommPlan(ADDING + tiling)}
-        check_layer(group, sum_layer(group, dtype, is_dealt=True, **options), dtype)
+        plan = CommPlan("fused", "peer_store", tile, fuse_reduce=True)
+        options = {"max_rows": rows, "plan": plan}
+        check_layer(group, sum_layer(group, dtype, is_sharded=True, **options), dtype)
 
 
-@pytest.mark.parametrize("way", [*PUSHES, *TWO_SHOTS])
-def test_all_reduce_behind_another_gemm(group: Group, way: str) -> None:
+@pytest.mark.parametrize("plan", PLAIN_GEMM_PLANS, ids=str)
+def test_all_reduce_after_another_gemm(group: Group, plan: CommPlan) -> None:
     for number in range(20):
         dtype, rows = DTYPES[number % 2], 5 if number % 5 == 0 else 600
-        options = {"is_dealt": False, "plan": CommPlan(way)}
+        options = {"is_sharded": False, "plan": plan}
         check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
 
 
-def test_an_all_reduce_whose_slots_do_not_fit_takes_the_inbox(group: Group) -> None:
+def test_an_all_reduce_whose_slots_do_not_fit_takes_the_staging_buffer(group: Group) -> None:
     peers = {
         rank: replace(own, workspace=replace(own.workspace, buffer_bytes=4096))
         for rank, own in group.peers.items()
     }
-    small, plan = replace(group, peers=peers), CommPlan("many-128x128")
-    layer = sum_layer(small, torch.bfloat16, max_rows=300, is_dealt=False, plan=plan)
+    small, plan = replace(group, peers=peers), CommPlan("fused", "one_shot", "128x128")
+    layer = sum_layer(small, torch.bfloat16, max_rows=300, is_sharded=False, plan=plan)
     check_layer(small, layer, torch.bfloat16)
 
 
-@pytest.mark.parametrize("way", ["16x64", "dealt-16x64", "many-128x128", *PUSHES, *TWO_SHOTS])
-def test_sums_that_are_zero(group: Group, way: str) -> None:
+@pytest.mark.parametrize("plan", [*FUSED_PLANS, *PLAIN_GEMM_PLANS], ids=str)
+def test_sums_that_are_zero(group: Group, plan: CommPlan) -> None:
     """A staging buffer takes a word that is not there yet for zero."""
-    options = {"is_dealt": False, "plan": CommPlan(way), "factor": 0.0}
+    options = {"is_sharded": False, "plan": plan, "factor": 0.0}
     layer = sum_layer(group, torch.bfloat16, max_rows=40, **options)
     check_layer(group, layer, torch.bfloat16)
 
@@ -109,14 +116,14 @@ def test_sums_that_are_zero(group: Group, way: str) -> None:
 def test_two_exchanges_of_wide_rows(group: Group) -> None:
     for n in (4096, 8192, 12288, 16384):
         for dtype, rows in ((torch.bfloat16, 300), (torch.float16, 9)):
-            options = {"is_dealt": False, "plan": CommPlan(LINEAR_TWO_SHOT), "n": n}
+            options = {"is_sharded": False, "plan": CommPlan("linear", "two_shot"), "n": n}
             check_layer(group, sum_layer(group, dtype, max_rows=rows, **options), dtype)
 
 
 def test_all_reduce_gives_every_rank_the_same_bits(group: Group) -> None:
     for number in range(40):
-        plan = CommPlan(LINEAR_TWO_SHOT) if number % 4 == 0 else None
-        layer = sum_layer(group, torch.bfloat16, max_rows=600, is_dealt=False, plan=plan)
+        plan = CommPlan("linear", "two_shot") if number % 4 == 0 else None
+        layer = sum_layer(group, torch.bfloat16, max_rows=600, is_sharded=False, plan=plan)
         results = [layer.call(rank) for rank in range(group.size)]
         group.wait()
         for found in results[1:]:
@@ -222,7 +229,7 @@ comm_kernels.TIMEOUT_CYCLES = 100_000_000
 from comm_layers import sum_layer
 from comm_group import make_group
 group = make_group(2)
-layer = sum_layer(group, torch.float16, max_rows=300, is_dealt=False)
+layer = sum_layer(group, torch.float16, max_rows=300, is_sharded=False)
 group.wait()
 layer.call(0)
 try:
@@ -245,4 +252,4 @@ def test_a_wait_in_vain_says_for_whom() -> None:
         text=True,
         timeout=100,
     )
-    assert "rank 0 waited in vain for rank 1: flag" in done.stdout, done.stderr
+    assert "rank 0 timed out waiting for rank 1: flag" in done.stdout, done.stderr
