@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
@@ -23,9 +23,8 @@ from bytetx.arguments import (
 )
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.encode.model_runner import Runner
-from bytetx.encode.pipeline import Finished, in_order, run
+from bytetx.encode.pipeline import in_order
 from bytetx.encode.request import RunCounter
-from bytetx.encode.scheduler import windows
 from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
@@ -34,10 +33,10 @@ from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
 from bytetx.nn.sentence_modules import Normalize, activation_by_name
 from bytetx.ops.pooling import POOLING_MODES
-from bytetx.requests.inputs import InputReader
 from bytetx.runtime.forking import computing
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
+from bytetx.tasks.embed_sparse import SparseMixin
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
@@ -56,7 +55,7 @@ from bytetx.tasks.options import (
     Yes,
 )
 from bytetx.tasks.precision import Precision, make_quantizer, needs_ranges, quantize_all
-from bytetx.tasks.progress import num_texts, with_progress
+from bytetx.tasks.progress import num_texts
 from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
@@ -108,7 +107,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin):
+class Model(GenerationMixin, SparseMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -545,6 +544,11 @@ class Model(GenerationMixin):
     ) -> EmbedTask:
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
         modes = sentence.pooling
+        if pooling is None and sentence.splade is not None:
+            raise InputError(
+                "this checkpoint is a sparse encoder and names no pooling for embed; use "
+                "embed_sparse, or pass pooling"
+            )
         if pooling is not None:
             modes = chosen_modes(pooling, known=POOLING_MODES)
         elif not sentence.is_declared:
@@ -564,69 +568,3 @@ class Model(GenerationMixin):
                 precision, ranges, dim=dimensions or size, device=self.checkpoint.device
             ),
         )
-
-    def _reader(self, *, truncate: bool, on_error: str) -> InputReader:
-        if on_error not in ("raise", "return"):
-            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        keeps_errors = on_error == "return"
-        return InputReader(self.spec, self.tokenizer, truncate=truncate, keeps_errors=keeps_errors)
-
-    def _run(
-        self,
-        texts: Texts,
-        task: Task[R],
-        reader: InputReader,
-        counter: RunCounter,
-        *,
-        title: str,
-        show_progress: bool,
-    ) -> Generator[Finished[R], None, None]:
-        check_iterable("texts", texts)
-        cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
-        steps = run(
-            cut,
-            reader.read,
-            task,
-            runner=self._runner,
-            token_budget=self.token_budget,
-            counter=counter,
-            keeps_errors=reader.keeps_errors,
-        )
-        if not show_progress:
-            return steps
-        return with_progress(steps, counter.num_done, title=title, total=num_texts(texts))
-
-    def _results(
-        self,
-        texts: Texts,
-        task: Task[R],
-        reader: InputReader,
-        *,
-        stream: bool,
-        title: str,
-        show_progress: bool,
-    ) -> Results[Any] | Stream[Any]:
-        counter = RunCounter()
-        steps = self._run(texts, task, reader, counter, title=title, show_progress=show_progress)
-        blocks = in_order(steps)
-        if stream:
-            return Stream(blocks, counter.stats)
-        items = [result for block in blocks for result in block]
-        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
-        return Results(items, counter.stats(), errors)
-
-    def _labels(self) -> tuple[str, ...]:
-        return tuple(self.spec.id2label[i] for i in range(self.spec.num_labels))
-
-    def _need_head(self, head: R | None, name: str) -> R:
-        if head is None:
-            raise InputError(
-                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) has "
-                f"no {name} head; load one that was fine-tuned for it"
-            )
-        return head
-
-    def _need_tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise InputError("this checkpoint has no tokenizer, which this task needs")
-        return self.tokenizer

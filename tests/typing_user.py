@@ -21,6 +21,7 @@ from bytetx.tasks.results import (
     Results,
     Stream,
 )
+from bytetx.tasks.vectors import SparseEmbeddings, SparseVector
 
 
 def read_texts() -> Iterator[str]:
@@ -35,6 +36,9 @@ def embeds(model: bytetx.Model) -> None:
     assert_type(model.embed(["a", "b"], precision="int8", ranges=[[0.0], [1.0]]), Embeddings)
     for vector in model.embed(["a"], stream=True, prompt="query: "):
         assert_type(vector, np.ndarray)
+    assert_type(model.embed_sparse(["a"], max_active_dims=8), SparseEmbeddings)
+    for sparse in model.embed_sparse(["a"], stream=True):
+        assert_type(sparse, SparseVector)
     stream = model.embed(["a"], stream=True, on_error="return")
     assert_type(stream, Stream[np.ndarray | InputError])
 

@@ -29,7 +29,11 @@ from bytetx.checkpoint.side_files import (
 from bytetx.errors import CheckpointError
 
 # Everything a load may read, in any subfolder; weights in other formats are never fetched.
-_HUB_PATTERNS = ("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors")
+# The last two are BGE-M3's, a few MiB, read by torch's loader of plain tensors.
+_HUB_PATTERNS = (
+    *("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"),
+    *("sparse_linear.pt", "colbert_linear.pt"),
+)
 _HUB_IGNORED = ("onnx/*", "openvino/*")
 
 # Classes of a checkpoint's own code that would compute something else than the family does.
@@ -53,6 +57,10 @@ MODULES: dict[str, Field] = {
     "path": PATH,
     "type": TEXT,
 }
+
+# Classes of sentence-transformers' first module; the second is the name of sparse encoders before
+# version 5.4.
+TRANSFORMERS = ("Transformer", "MLMTransformer")
 
 
 def resolve_checkpoint(
@@ -220,7 +228,7 @@ def transformer_folder(folder: Path) -> Path:
     names = [
         module.get("path", "")
         for module in modules
-        if str(module.get("type", "")).rpartition(".")[2] == "Transformer"
+        if str(module.get("type", "")).rpartition(".")[2] in TRANSFORMERS
     ]
     if not names:
         kinds = ", ".join(str(module.get("type")) for module in modules)

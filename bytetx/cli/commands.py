@@ -32,6 +32,8 @@ app = typer.Typer(
 app.add_typer(bench_app)
 
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
+Prompt = Annotated[str | None, typer.Option(help="Text to put before every text.")]
+PromptName = Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")]
 RawScores = Annotated[
     bool, typer.Option("--raw-scores", help="The head's own numbers, without softmax or sigmoid.")
 ]
@@ -86,6 +88,11 @@ def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
             leader.close()
 
 
+def _check_prompt(prompt: str | None, prompt_name: str | None) -> None:
+    if prompt is not None and prompt_name is not None:
+        raise typer.BadParameter("--prompt and --prompt-name exclude each other")
+
+
 def _print_error(message: str) -> None:
     line = Text.assemble(("error: ", "bold red"), message.replace("\n", " "))
     with suppress(OSError):  # a stderr that is full changes no exit code
@@ -109,8 +116,8 @@ def embed(
         str | None,
         typer.Option(help="cls, mean, max, ...; the checkpoint's own if not given."),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to put before every text.")] = None,
-    prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")] = None,
+    prompt: Prompt = None,
+    prompt_name: PromptName = None,
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="Keep the first dimensions and normalise again.")
     ] = None,
@@ -135,8 +142,7 @@ def embed(
     from bytetx.cli.files.ranges import check_precision, read_ranges
     from bytetx.cli.files.tasks import embed_task
 
-    if prompt is not None and prompt_name is not None:
-        raise typer.BadParameter("--prompt and --prompt-name exclude each other")
+    _check_prompt(prompt, prompt_name)
     check_precision(precision, has_ranges=ranges is not None)
     given = {
         "pooling": pooling,
@@ -148,6 +154,31 @@ def embed(
     }
     calibration = None if ranges is None else read_ranges(ranges)
     run_text_job(options, embed_task(given, ranges=calibration))
+
+
+@app.command()
+@with_job_options
+def embed_sparse(
+    options: JobOptions,
+    prompt: Prompt = None,
+    prompt_name: PromptName = None,
+    max_active_dims: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep so many of the largest weights; the checkpoint's own."),
+    ] = None,
+) -> None:
+    """Token ids and weights of each text (SPLADE, BGE-M3): only those above 0."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.tasks import embed_sparse_task
+
+    given = {
+        "prompt": prompt,
+        "prompt_name": prompt_name,
+        "max_active_dims": max_active_dims,
+        "truncate": options.truncate,
+    }
+    _check_prompt(prompt, prompt_name)
+    run_text_job(options, embed_sparse_task(given))
 
 
 @app.command()

@@ -4,6 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from bytetx.nn.heads import (
 )
 from bytetx.nn.sentence_modules import Module, SentenceSpec, load_modules, load_sentence_spec
 from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
+from bytetx.ops.linear import LinearWeight
 from bytetx.runtime.device_memory import check_fits
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.forking import check_device_after_fork
@@ -58,6 +61,7 @@ class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
     eos_token_ids: tokens that end a generated text.
+    token_weight, token_projection: BGE-M3's layers [1, hidden_size] and [n, hidden_size].
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.
     """
@@ -77,6 +81,8 @@ class LoadedCheckpoint:
     dtype: torch.dtype
     is_fp8: bool = False
     num_parameters: int = 0
+    token_weight: LinearWeight | None = None
+    token_projection: LinearWeight | None = None
     executor: Executor = field(default_factory=Executor)
 
 
@@ -113,6 +119,13 @@ def load_checkpoint(
     )
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
+    token_head = partial(
+        load_token_head,
+        sentence.folder,
+        in_features=spec.output_size,
+        dtype=dtype,
+        device=device,
+    )
     return LoadedCheckpoint(
         folder=folder,
         spec=spec,
@@ -134,6 +147,8 @@ def load_checkpoint(
         dtype=dtype,
         is_fp8=is_fp8,
         num_parameters=weights.num_parameters,
+        token_weight=token_head("sparse_linear", out_features=1),
+        token_projection=token_head("colbert_linear", out_features=None),
     )
 
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from bytetx.checkpoint.files import MODULES, module_folder, transformer_folder
+from bytetx.checkpoint.files import MODULES, TRANSFORMERS, module_folder, transformer_folder
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
     either,
     integer,
     list_of,
+    one_of,
     read_fields,
     read_json,
     read_json_objects,
@@ -22,6 +23,7 @@ from bytetx.checkpoint.side_files import (
 )
 from bytetx.checkpoint.weights import read_header
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES
@@ -60,7 +62,12 @@ _TRANSFORMER_CONFIGS = (
 
 
 # What is read of each file, and what it must be.
-_MODEL = {"prompts": table_of(TEXT), "default_prompt_name": TEXT, "activation_fn": TEXT}
+_MODEL = {
+    "prompts": table_of(TEXT),
+    "default_prompt_name": TEXT,
+    "activation_fn": TEXT,
+    "max_active_dims": integer(1),
+}
 _TRANSFORMER = {"max_seq_length": integer(1), "do_lower_case": FLAG}
 _POOLING = {
     "pooling_mode": either(TEXT, list_of(TEXT)),
@@ -76,6 +83,11 @@ _DENSE = {
     "module_input_name": TEXT,
 }
 _NORM = {"dimension": integer(1)}
+_SPLADE = {
+    "pooling_strategy": one_of(*POOLING_STRATEGIES),
+    "activation_function": one_of(*SPARSE_ACTIVATIONS),
+}
+_SPLADE_NAMES = {"pooling_strategy": "strategy", "activation_function": "activation"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +144,8 @@ class SentenceSpec:
     is_declared: False where there is no modules.json and mean pooling is a guess.
     max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
     follows pooling, in order; `load_modules` reads their weights.
+    splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
+    vector keeps.
     """
 
     folder: Path
@@ -144,6 +158,8 @@ class SentenceSpec:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str | None = None
     activation_fn: str | None = None
+    splade: SpladeSpec | None = None
+    max_active_dims: int | None = None
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text to put before every input. Raises OptionError for a name that is not known."""
@@ -178,11 +194,15 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     for place, entry in enumerate(entries):
         kind = _module_kind(entry, path)
-        if (kind == "Transformer") != (place == 0):
+        if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
             pooling = _pooling_config(module_folder(path, entry.get("path")))
             spec = replace(spec, is_declared=True, **pooling)
+        elif kind == "SpladePooling":
+            config = read_fields(module_folder(path, entry.get("path")) / "config.json", _SPLADE)
+            given = {_SPLADE_NAMES[key]: value for key, value in config.items()}
+            spec = replace(spec, splade=SpladeSpec(**given))
         elif kind in _AFTER_POOLING:
             # Normalize has no files, and hubs drop empty folders.
             has_files = kind != "Normalize"
@@ -214,13 +234,14 @@ def _model_config(folder: Path) -> dict[str, Any]:
         "prompts": config.get("prompts", {}),
         "default_prompt_name": config.get("default_prompt_name"),
         "activation_fn": config.get("activation_fn"),
+        "max_active_dims": config.get("max_active_dims"),
     }
 
 
 def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
     name = str(entry.get("type"))
     kind = name.rpartition(".")[2]
-    known = ("Transformer", "Pooling", "Dropout", *_AFTER_POOLING)
+    known = (*TRANSFORMERS, "Pooling", "SpladePooling", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"

@@ -33,6 +33,12 @@ class EmbedOptions(TextOptions, total=False):
     ranges: npt.ArrayLike | None
 
 
+class SparseOptions(TextOptions, total=False):
+    prompt: str | None
+    prompt_name: str | None
+    max_active_dims: int | None
+
+
 class ClassifyOptions(TextOptions, total=False):
     top_k: int | None
     raw_scores: bool

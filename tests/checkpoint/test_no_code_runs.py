@@ -158,6 +158,21 @@ def test_weights_that_unpickle_are_never_opened(name: str, tmp_path: Path) -> No
     assert "no model.safetensors" in ran.stderr or "are refused" in ran.stderr
 
 
+@pytest.mark.parametrize("name", ["sparse_linear.pt", "colbert_linear.pt"])
+def test_layers_in_a_pickle_run_no_code(name: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    mark = tmp_path / "the code ran"
+
+    class Bomb:
+        def __reduce__(self) -> tuple:
+            return Path.touch, (mark,)
+
+    torch.save({"weight": Bomb(), "bias": torch.zeros(1)}, folder / name)
+    ran = embed(folder)
+    assert ran.returncode == 1 and not mark.exists()
+    assert "cannot be read as plain tensors" in ran.stderr
+
+
 def calls(*names: str) -> list[tuple[str, ast.Call]]:
     """(place, call) of every call in the package of a function or method with such a name."""
     found = []
@@ -182,12 +197,23 @@ def test_every_call_that_could_run_code_forbids_it() -> None:
 
 
 def test_nothing_unpickles_or_asks() -> None:
-    """bytetx.executor.control pickles what ranks of one group tell one another, and no file."""
+    """bytetx.executor.control pickles what ranks of one group tell one another, and no file.
+
+    One call of torch.load reads plain tensors alone.
+    """
     assert calls("input") == []
     functions = {
         place: ast.unparse(call.func) for place, call in calls("load", "loads", "Unpickler")
     }
-    unpickling = [place for place, name in functions.items() if name.startswith("torch.")]
+    loads = [(p, ast.unparse(c)) for p, c in calls("load") if functions[p] == "torch.load"]
+    assert [place.split(":")[0] for place, _ in loads] == ["bytetx/nn/token_heads.py"]
+    assert all("weights_only=True" in call for _, call in loads)
+    plain = {place for place, _ in loads}
+    unpickling = [
+        place
+        for place, name in functions.items()
+        if name.startswith("torch.") and place not in plain
+    ]
     unpickling += [place for place, name in functions.items() if "pickle" in name.lower()]
     assert all(place.startswith("bytetx/executor/control.py") for place in unpickling)
     for _, call in calls("load"):

@@ -34,7 +34,7 @@ def read_ranges(path: str) -> np.ndarray:
     Raises InputError where the file is no matrix of floats or has fewer than two rows.
     """
     try:
-        vectors = np.load(path, mmap_mode="r", allow_pickle=False)
+        vectors = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError) as error:
         raise InputError(f"--ranges {path} cannot be read as .npy: {error}") from error
     if not isinstance(vectors, np.ndarray) or vectors.ndim != 2 or vectors.dtype.kind != "f":

@@ -57,6 +57,25 @@ def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> 
     return Task("embed", options | digest, {"embedding": [numbers]}, open_task)
 
 
+def embed_sparse_task(options: dict[str, Any]) -> Task:
+    """Token ids and weights of each text. options: keyword arguments of Model.embed_sparse."""
+    # Nine significant digits give every float32 back exactly.
+    weight = "%.9g".__mod__
+
+    def to_json(answer: Any) -> str:
+        values = ", ".join(map(weight, answer.values.tolist()))
+        if "n" in values:
+            raise ValueError("nan or inf, which JSON does not have")
+        return f'{{"indices": {answer.indices.tolist()}, "values": [{values}]}}'
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        model.embed_sparse([], **options)  # checks the model and the options early
+        return _streaming(model.embed_sparse, options), _line_encoder(to_json, suffix)
+
+    columns: dict[str, ColumnType] = {"indices": ["int32"], "values": ["float32"]}
+    return Task("embed-sparse", options, columns, open_task)
+
+
 # Arrow's names for the numbers of a vector.
 _COLUMN_TYPES = {
     "float32": "float32",

@@ -1,0 +1,169 @@
+"""Sparse vectors: SPLADE's weights of the vocabulary, or a weight for each token of the text."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Unpack, overload
+
+import numpy as np
+import torch
+
+from bytetx.arguments import check_positive, check_text
+from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Task as OnePassTask
+from bytetx.errors import InputError
+from bytetx.nn.heads import MaskedLMHead
+from bytetx.nn.splade import SpladeSpec, splade
+from bytetx.nn.transformer import Transformer
+from bytetx.ops.linear import LinearWeight, linear
+from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
+from bytetx.tasks.results import Results, Stream
+from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, join_sparse
+
+
+@dataclass(frozen=True, slots=True)
+class SpladeTask:
+    """Weights of the vocabulary from a masked language model head."""
+
+    head: MaskedLMHead
+    spec: SpladeSpec
+    max_active_dims: int | None
+
+    @property
+    def capture(self) -> None:
+        """None: only the host knows where texts end, and only the device how many weights are."""
+        return None
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """(indices, values, counts) from the last hidden states."""
+        rows = splade(
+            self.head,
+            hidden_states,
+            step.requests.seqlens,
+            spec=self.spec,
+            max_active_dims=self.max_active_dims,
+        )
+        return rows.indices, rows.values, rows.counts
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        indices, values, counts = outputs
+        ends = np.cumsum(counts)[:-1]
+        # Copies: a caller may hold one vector, and the arrays of the step with it.
+        pieces = zip(np.split(indices, ends), np.split(values, ends), strict=True)
+        return [SparseVector(i.copy(), v.copy()) for i, v in pieces]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWeightTask:
+    """A weight for each token of the text: relu(linear(x)), of equal tokens the largest one.
+
+    linear: [1, hidden_size].  skipped_ids: tokens without a weight.
+    Source: BGE-M3 (arXiv 2402.03216), section 3.2.
+    """
+
+    weight: LinearWeight
+    skipped_ids: Collection[int]
+    max_active_dims: int | None
+
+    @property
+    def capture(self) -> Capture:
+        return Capture(("token_weights", id(self.weight)), rows="tokens")
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [total_tokens, 1] from the last hidden states."""
+        return (linear(hidden_states, self.weight).float().relu_(),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        weights = np.split(outputs[0][:, 0], step.requests.cu_seqlens[1:-1])
+        texts = zip(step.requests.split(), weights, strict=True)
+        return [self._vector(token_ids, values) for token_ids, values in texts]
+
+    def _vector(self, token_ids: np.ndarray, weights: np.ndarray) -> SparseVector:
+        is_kept = (weights > 0) & ~np.isin(token_ids, list(self.skipped_ids))
+        indices, places = np.unique(token_ids[is_kept], return_inverse=True)
+        values = np.zeros(len(indices), dtype=np.float32)
+        np.maximum.at(values, places, weights[is_kept])
+        if self.max_active_dims is not None and len(indices) > self.max_active_dims:
+            best = np.sort(np.argsort(-values, kind="stable")[: self.max_active_dims])
+            indices, values = indices[best], values[best]
+        return SparseVector(indices.astype(np.int32), values)
+
+
+class SparseMixin(OnePass):
+    """Model.embed_sparse."""
+
+    @overload
+    def embed_sparse(
+        self, texts: Texts, *, stream: No = ..., on_error: OnError = ..., **o: Unpack[SparseOptions]
+    ) -> SparseEmbeddings: ...
+
+    @overload
+    def embed_sparse(
+        self, texts: Texts, *, stream: Yes, on_error: Raise = ..., **o: Unpack[SparseOptions]
+    ) -> Stream[SparseVector]: ...
+
+    @overload
+    def embed_sparse(
+        self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[SparseOptions]
+    ) -> Stream[SparseVector | InputError]: ...
+
+    def embed_sparse(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        stream: bool = False,
+        show_progress: bool = False,
+    ) -> SparseEmbeddings | Stream[Any]:
+        """A sparse vector over the vocabulary for each text, as SparseEncoder gives it.
+
+        A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says
+        (max over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for
+        each token of the text.
+        max_active_dims: keep so many of the largest weights; None is the checkpoint's own number,
+        or all.  prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
+        `errors`.
+        Raises InputError where the checkpoint gives no sparse vectors.
+        """
+        task = self._sparse_task(max_active_dims)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        if prompt is not None:
+            check_text("prompt", prompt)
+        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        results = self._results(
+            texts, task, reader, stream=stream, title="embed_sparse", show_progress=show_progress
+        )
+        if isinstance(results, Stream):
+            return results
+        assert isinstance(results, Results)
+        return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
+
+    def _sparse_task(self, max_active_dims: int | None) -> OnePassTask[SparseVector]:
+        if max_active_dims is not None:
+            check_positive("max_active_dims", max_active_dims)
+        sentence = self.checkpoint.sentence
+        most = max_active_dims or sentence.max_active_dims
+        weight = self.checkpoint.token_weight
+        if weight is not None and sentence.splade is None:
+            tokenizer = self._need_tokenizer()
+            special = (tokenizer.unk_token_id, *tokenizer.frame_ids)
+            skipped = frozenset(token_id for token_id in special if token_id is not None)
+            return TokenWeightTask(weight, skipped, most)
+        if self.heads.masked_lm is None:
+            raise InputError(
+                f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) "
+                "gives no sparse vectors: it has neither a masked language model head (SPLADE) nor "
+                "BGE-M3's sparse_linear; use embed"
+            )
+        return SpladeTask(self.heads.masked_lm, sentence.splade or SpladeSpec(), most)

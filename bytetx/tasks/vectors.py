@@ -1,0 +1,98 @@
+"""Result types of tasks that give sparse vectors, or one vector for each token of a text."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, SupportsIndex
+
+import numpy as np
+import torch
+
+from bytetx.encode.request import RunStats
+from bytetx.errors import InputError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+
+@dataclass(frozen=True, slots=True)
+class SparseVector:
+    """The weights of one text that are not 0.
+
+    indices: int32 [nnz], token ids, rising.  values: f32 [nnz].
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        """The number of weights."""
+        return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseEmbeddings:
+    """Sparse vectors of all texts in the caller's order, as a matrix in CSR.
+
+    Row i has values[indptr[i]:indptr[i + 1]] in columns indices[indptr[i]:indptr[i + 1]].
+    indices: int32 [nnz], rising in each row.  values: f32 [nnz].  indptr: int64 [num_texts + 1].
+    size: columns, the size of the vocabulary.
+    errors: InputError of each text that failed, by its index; its row is empty.
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+    indptr: np.ndarray
+    size: int
+    stats: RunStats
+    errors: Mapping[int, InputError] = field(default_factory=dict)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self), self.size
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    def __getitem__(self, index: SupportsIndex) -> SparseVector:
+        row = range(len(self))[index]
+        some = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
+        return SparseVector(self.indices[some], self.values[some])
+
+    def __iter__(self) -> Iterator[SparseVector]:
+        return (self[row] for row in range(len(self)))
+
+    def to_scipy(self) -> "csr_array":
+        """A scipy.sparse.csr_array [num_texts, size] that shares this memory."""
+        from scipy.sparse import csr_array
+
+        return csr_array((self.values, self.indices, self.indptr), shape=self.shape)
+
+    def to_torch(self) -> torch.Tensor:
+        """A sparse CSR tensor [num_texts, size] that shares this memory."""
+        return torch.sparse_csr_tensor(
+            torch.from_numpy(self.indptr),
+            torch.from_numpy(self.indices.astype(np.int64)),
+            torch.from_numpy(self.values),
+            size=self.shape,
+            check_invariants=False,  # they hold
+        )
+
+
+def join_sparse(
+    vectors: Sequence[SparseVector | InputError], *, size: int, stats: RunStats
+) -> SparseEmbeddings:
+    """One CSR matrix; a text that failed has an empty row."""
+    rows = [_NO_WEIGHTS if isinstance(vector, InputError) else vector for vector in vectors]
+    indptr = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=indptr[1:])
+    return SparseEmbeddings(
+        np.concatenate([_NO_WEIGHTS.indices, *(row.indices for row in rows)]),
+        np.concatenate([_NO_WEIGHTS.values, *(row.values for row in rows)]),
+        indptr,
+        size,
+        stats,
+        {i: vector for i, vector in enumerate(vectors) if isinstance(vector, InputError)},
+    )
+
+
+_NO_WEIGHTS = SparseVector(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
