@@ -3,7 +3,7 @@
 Every rank is a process and runs the same cases; times are the slowest rank's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,14 +79,14 @@ def shapes(op: str, size: int) -> list[Shape]:
 
 
 def measure_gather(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
-    """Ours; cuBLAS and NCCL behind one another; torch's fused op. All without bias, as it is."""
+    """Ours; cuBLAS after NCCL; torch's fused op. All without bias, as that op is."""
     m, n, k = shape.m, shape.n // ranks.size, shape.k
     offsets = shard_offsets(m, ranks.size, step=_row_step(m, ranks.size))
     weights = _weights(n, k, shape.dtype)
-    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    dtype = DTYPES[shape.dtype]
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
-    shard, even = torch.randn(own, k, **options), torch.randn(-(-m // ranks.size), k, **options)
-    rows = torch.empty(len(even) * ranks.size, k, **options)
+    shard, even = _randn(own, k, dtype=dtype), _randn(-(-m // ranks.size), k, dtype=dtype)
+    rows = _empty(len(even) * ranks.size, k, dtype=dtype)
 
     def ours(w: LinearWeight) -> None:
         all_gather_gemm(shard, w, peers=ranks.peers, row_offsets=offsets)
@@ -112,20 +112,27 @@ def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     """Ours with bias, residual and norm; cuBLAS and NCCL, torch's op: without and with a norm."""
     m, n, k = shape.m, shape.n, shape.k // ranks.size
     offsets = shard_offsets(m, ranks.size, step=_row_step(m, ranks.size))
-    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    dtype = DTYPES[shape.dtype]
     weights = _weights(n, k, shape.dtype)
     own = offsets[ranks.group.rank + 1] - offsets[ranks.group.rank]
     even = -(-m // ranks.size)
-    x = torch.randn(even * ranks.size, k, **options)
-    product = torch.empty(len(x), n, **options)
-    part = torch.empty(even, n, **options)
-    residual, rest = torch.randn(own, n, **options), torch.randn(even, n, **options)
-    vector = torch.randn(n, **options)
+    x = _randn(even * ranks.size, k, dtype=dtype)
+    product = _empty(len(x), n, dtype=dtype)
+    part = _empty(even, n, dtype=dtype)
+    residual, rest = _randn(own, n, dtype=dtype), _randn(even, n, dtype=dtype)
+    vector = _randn(n, dtype=dtype)
     norm = RowNorm(vector, vector, 1e-5)
 
     def ours(w: LinearWeight) -> None:
-        given = {"row_offsets": offsets, "residual": residual, "bias": vector, "norm": norm}
-        gemm_reduce_scatter(x[:m], w, peers=ranks.peers, **given)
+        gemm_reduce_scatter(
+            x[:m],
+            w,
+            peers=ranks.peers,
+            row_offsets=offsets,
+            residual=residual,
+            bias=vector,
+            norm=norm,
+        )
 
     def gemm(w: LinearWeight) -> None:
         torch.mm(x, w.weight.t(), out=product)
@@ -139,8 +146,9 @@ def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
         return part
 
     def symmetric(w: LinearWeight) -> Tensor:
-        options = ("sum", 0, ranks.name)
-        return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.weight.t(), *options)
+        fused = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        scattered: Tensor = fused(x, w.weight.t(), "sum", 0, ranks.name)
+        return scattered
 
     runs = {"ours": ours, "gemm": gemm, "nccl": collective, "cublas-nccl": nccl}
     then_norm = partial(_then_norm, residual=rest, norm=norm)
@@ -152,17 +160,18 @@ def measure_scatter(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
     """Ours with bias, residual and norm; cuBLAS, then NCCL's or torch's all-reduce, then a norm."""
     m, n, k = shape.m, shape.n, shape.k // ranks.size
-    options = {"device": "cuda", "dtype": DTYPES[shape.dtype]}
+    dtype = DTYPES[shape.dtype]
     weights = _weights(n, k, shape.dtype)
-    x, residual = torch.randn(m, k, **options), torch.randn(m, n, **options)
-    vector = torch.randn(n, **options)
+    x, residual = _randn(m, k, dtype=dtype), _randn(m, n, dtype=dtype)
+    vector = _randn(n, dtype=dtype)
     norm = RowNorm(vector, vector, 1e-5)
-    product = symm_mem.empty(m, n, **options)
-    symm_mem.rendezvous(product, ranks.name)
+    product = symm_mem.empty(m, n, dtype=dtype, device=torch.device("cuda"))
+    world = dist.group.WORLD
+    assert world is not None  # join() has made it
+    symm_mem.rendezvous(product, world)
 
     def ours(w: LinearWeight) -> None:
-        given = {"residual": residual, "bias": vector, "norm": norm}
-        gemm_all_reduce(x, w, peers=ranks.peers, **given)
+        gemm_all_reduce(x, w, peers=ranks.peers, residual=residual, bias=vector, norm=norm)
 
     def gemm(w: LinearWeight) -> None:
         torch.mm(x, w.weight.t(), out=product)
@@ -177,7 +186,8 @@ def measure_reduce(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 
     def two_shot(w: LinearWeight) -> Tensor:
         gemm(w)
-        return torch.ops.symm_mem.two_shot_all_reduce_(product, "sum", ranks.name)
+        reduced: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(product, "sum", ranks.name)
+        return reduced
 
     def one_shot(w: LinearWeight) -> None:
         gemm(w)
@@ -195,8 +205,10 @@ _MEASURES = {"ag_gemm": measure_gather, "gemm_rs": measure_scatter, "gemm_ar": m
 
 def join() -> Ranks:
     """With memory for all cases."""
-    largest = {"max_tokens": max(_MANY_TOKENS), "hidden_size": 12288, "itemsize": 2}
-    return join_ranks(workspace_bytes=workspace_bytes(size=dist.get_world_size(), **largest))
+    num_bytes = workspace_bytes(
+        max_tokens=max(_MANY_TOKENS), hidden_size=12288, size=dist.get_world_size(), itemsize=2
+    )
+    return join_ranks(workspace_bytes=num_bytes)
 
 
 def is_long(flop: float) -> bool:
@@ -205,29 +217,37 @@ def is_long(flop: float) -> bool:
 
 
 def calls_of_graph(flop: float, num_weights: int) -> int:
-    """How many calls of so many FLOP one graph has, which take the weights in turn."""
+    """The number of calls of so many FLOP in one graph; they cycle through the weights."""
     return 1 if is_long(flop) else max(num_weights, _FEWEST_CALLS)
 
 
 def _row_step(m: int, size: int) -> int:
-    """Rows of a step in which ranks get theirs: whole tiles where these are few beside a share."""
+    """Rows are sharded in steps of this many: whole tiles where a shard has many of them."""
     return next(step for step in (256, 128, 64, 16) if m >= 8 * step * size or step == 16)
 
 
+def _randn(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
 def _weights(n: int, k: int, dtype: str) -> list[LinearWeight]:
-    """Without bias: as many as keep each call from finding its own in L2."""
-    options = {"device": "cuda", "dtype": DTYPES[dtype]}
+    """Without bias; as many as keep each call from finding its weight in L2."""
     count = num_rotated(n * k * DTYPES[dtype].itemsize)
-    return [prepare_linear(torch.randn(n, k, **options), prepack=False) for _ in range(count)]
+    return [prepare_linear(_randn(n, k, dtype=DTYPES[dtype]), prepack=False) for _ in range(count)]
 
 
-def _then_norm(call: Call, *, residual: Tensor, norm: RowNorm) -> Call:
-    """call, and behind its sums what ours does, but for the bias: norm(sums + residual), and h."""
+def _then_norm(call: Callable[[LinearWeight], Tensor], *, residual: Tensor, norm: RowNorm) -> Call:
+    """call, then what ours does with its sums, but for the bias: norm(sums + residual), and h."""
 
     def run(w: LinearWeight) -> Tensor:
         sums = call(w)
-        given = {"eps": norm.eps, "residual": residual, "sum_out": sums}
-        return layer_norm(sums, norm.weight, norm.bias, **given)
+        return layer_norm(
+            sums, norm.weight, norm.bias, eps=norm.eps, residual=residual, sum_out=sums
+        )
 
     return run
 
@@ -236,19 +256,19 @@ def _measure(
     shape: Shape,
     ranks: Ranks,
     weights: list[LinearWeight],
-    calls: dict[str, Call],
+    calls: Mapping[str, Call],
     *,
     notes: tuple[str, ...] = (),
 ) -> Measurement:
     flop = 2.0 * shape.m * shape.n * shape.k / ranks.size
     count = calls_of_graph(flop, len(weights))
 
-    def in_turn(call: Call) -> None:
+    def run_all(call: Call) -> None:
         for i in range(count):
             call(weights[i % len(weights)])
 
     left_out: list[str] = []
-    runs = {name: partial(in_turn, call) for name, call in calls.items()}
+    runs = {name: partial(run_all, call) for name, call in calls.items()}
     found = ranks_us(runs, left_out, sample_us=sample_us_of(flop))
     sizes = {"m": shape.m, "n": shape.n, "k": shape.k, "tp": ranks.size}
     per_call = {name: us / count for name, us in found.items()}

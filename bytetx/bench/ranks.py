@@ -63,14 +63,15 @@ def join_ranks(*, workspace_bytes: int) -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
     device = torch.device("cuda", rank)
-    options = {"rank": rank, "size": size, "device": device}
-    group = join_group(store, **options, workspace_bytes=workspace_bytes)
+    group = join_group(store, rank=rank, size=size, device=device, workspace_bytes=workspace_bytes)
     if group.workspace is None or group.workspace.memory is None:
         raise BytetxError(
             "the fused ops have no kernels here, and NCCL would be measured against itself: they "
             "need Hopper GPUs that are NVLink peers, and bytetx._cuda (`bytetx info` says more)"
         )
-    return Ranks(group, dist.group.WORLD.group_name)
+    world = dist.group.WORLD
+    assert world is not None  # start_ranks has made it
+    return Ranks(group, world.group_name)
 
 
 def overlap_measurement(

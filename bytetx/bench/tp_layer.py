@@ -144,18 +144,25 @@ def measure(shape: Shape, gpu: Gpu, *, ranks: Ranks) -> Measurement:
 def _shared_runs(shape: Shape, ours: Share, group: TpGroup) -> dict[str, Run]:
     """Everything that all ranks do together."""
     spec, shard, count = ours.spec, ours.blocks.shard, len(ours.layers)
+    assert shard is not None
     # NCCL takes equal shares, and would have others padded.
     rows = RowScheme(group.rows.shard_from_tokens, ((0, 1),))
     plain_group = replace(group, workspace=None, rows=rows)
     plain, silent = (ShardedBlocks(spec, plain_group, shard) for _ in range(2))
     silent.peers = replace(silent.peers, collectives=NoCollectives(group.rank))
     batch, cache = _step(shape, ours)
-    sizes = {"count": count, "dtype": ours.like.dtype}
     return {
         "ours": layers_run(ours, batch, cache),
         "gemm": layers_run(replace(ours, blocks=silent), batch, cache),
         "cublas": layers_run(without_kernels(ours, silent), batch, cache),
-        "nccl": partial(communicate, plain_group, shape, spec.hidden_size, **sizes),
+        "nccl": partial(
+            communicate,
+            plain_group,
+            shape,
+            spec.hidden_size,
+            count=count,
+            dtype=ours.like.dtype,
+        ),
         "bytetx-nccl": layers_run(replace(ours, blocks=plain), batch, cache),
         "cublas-nccl": layers_run(without_kernels(ours, plain), batch, cache),
     }
@@ -173,8 +180,7 @@ def communicate(
     """The collectives of some layers, and nothing else: two halves each."""
     total = int(shape.lengths.sum())
     offsets = group.rows.offsets(total, group.size)
-    options = {"dtype": dtype, "device": group.device}
-    rows = torch.empty(total, hidden_size, **options)
+    rows = torch.empty(total, hidden_size, dtype=dtype, device=group.device)
     for _ in range(2 * count):
         if offsets is None:
             group.collectives.all_reduce(rows)

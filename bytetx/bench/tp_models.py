@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from bytetx.bench.gpu import Run
 from bytetx.checkpoint.spec import ModelSpec, build_spec
-from bytetx.nn.blocks import Blocks, NormWeight, OutWeight, RowWeight
+from bytetx.nn.blocks import Blocks, ColumnWeight, NormWeight, OutWeight, RowWeight
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.rotary import rotary_tables
@@ -47,9 +48,12 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
+W = TypeVar("W", bound=ColumnWeight | OutWeight)
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process holds of some layers. blocks: whole, or of a rank."""
+    """The layers of one process. blocks: of all of a layer, or of a rank's shard."""
 
     spec: ModelSpec
     blocks: Blocks
@@ -90,25 +94,31 @@ def shared_layers(spec: ModelSpec, group: TpGroup, *, count: int, dtype: torch.d
 def without_kernels(share: Share, blocks: Blocks) -> Share:
     """The same weights for cuBLAS: every linear layer takes its reference path."""
 
-    def plain(w: LinearWeight | GatedWeight | OutWeight) -> LinearWeight | GatedWeight | RowWeight:
+    def plain(w: W) -> W:
         if isinstance(w, GatedWeight):
             return replace(w, fused=plain(w.fused))
         if isinstance(w, RowWeight):
             return replace(w, linear=plain(w.linear))
+        assert isinstance(w, LinearWeight)
         return replace(w, has_kernel=False)
 
-    names = ("qkv", "attn_out", "ffn_in", "ffn_out")
     layers = [
-        replace(layer, **{name: plain(getattr(layer, name)) for name in names})
+        replace(
+            layer,
+            qkv=plain(layer.qkv),
+            attn_out=plain(layer.attn_out),
+            ffn_in=plain(layer.ffn_in),
+            ffn_out=plain(layer.ffn_out),
+        )
         for layer in share.layers
     ]
     return Share(share.spec, blocks, layers)
 
 
 def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:
-    """Runs the layers on a step's rows, which lie where the scheme of rows has them.
+    """Runs the layers on a step's rows, sharded or not as the row scheme says.
 
-    Rows that were dealt stay so: who gathers them is not a layer.
+    Sharded rows stay sharded: the gather after the last layer is not a part of a layer.
     """
     spec, blocks = share.spec, share.blocks
     rows = blocks.begin(batch.total_tokens)
@@ -116,7 +126,7 @@ def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:
     x = _randn(like, batch.total_tokens, spec.hidden_size)
     x = rows.local(x).clone()
     if hasattr(rows, "_offsets"):
-        rows.gather = _as_it_is
+        rows.gather = _as_it_is  # type: ignore[method-assign]  # of this instance only
     rotary, is_post = spec.layer_spec.rotary, spec.layer_spec.norm_placement == "post"
     tables = {}
     if rotary is not None:
@@ -175,18 +185,20 @@ def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
     biases |= {"qkv"} if "q" in biases else set()
     weight = partial(_linear, like)
     out: Callable[..., OutWeight] = partial(_out_linear, like, blocks)
-    norms = {name: _norm(spec, like) for name in ("attn_norm", "ffn_norm")}
-    linears = {
-        "qkv": weight((heads + 2 * kv_heads) * spec.head_dim, hidden, has_bias="qkv" in biases),
-        "attn_out": out(hidden, heads * spec.head_dim, has_bias="attn_out" in biases),
-        "ffn_out": out(hidden, inner, has_bias="ffn_out" in biases),
-    }
+    ffn_in: LinearWeight | GatedWeight
     if "ffn_gate" in spec.layer:
         gate, up = (_matrix(like, inner, hidden) for _ in range(2))
-        linears["ffn_in"] = prepare_gated(gate, up, prepack=False)
+        ffn_in = prepare_gated(gate, up, prepack=False)
     else:
-        linears["ffn_in"] = weight(inner, hidden, has_bias="ffn_in" in biases)
-    return LayerWeights(**linears, **norms)
+        ffn_in = weight(inner, hidden, has_bias="ffn_in" in biases)
+    return LayerWeights(
+        qkv=weight((heads + 2 * kv_heads) * spec.head_dim, hidden, has_bias="qkv" in biases),
+        attn_out=out(hidden, heads * spec.head_dim, has_bias="attn_out" in biases),
+        attn_norm=_norm(spec, like),
+        ffn_in=ffn_in,
+        ffn_out=out(hidden, inner, has_bias="ffn_out" in biases),
+        ffn_norm=_norm(spec, like),
+    )
 
 
 def _linear(like: Tensor, n: int, k: int, *, has_bias: bool) -> LinearWeight:

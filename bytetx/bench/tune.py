@@ -165,18 +165,25 @@ def _norms_faster(shape: Shape, alone: Found, fused: Found, *, left: bool) -> bo
         return False
     torch.manual_seed(0)
     operands = [make_operands(shape) for _ in range(num_rotated(int(work_of(shape).num_bytes)))]
-    norm = tuple(torch.randn(2, shape.n, device="cuda", dtype=DTYPES[shape.dtype]))
+    norm_weight, norm_bias = torch.randn(2, shape.n, device="cuda", dtype=DTYPES[shape.dtype])
     workspace = make_workspace(shape.m, shape.n, torch.device("cuda"))
     call = _caller(alone.candidate, "bias") if left else _caller(fused.candidate, RESIDUAL)
 
     def one() -> None:
         for o in operands:
-            options = {"residual": o.residual, "norm": norm, "eps": _EPS}
-            run_norm_kernel(o.x, o.prepared, **options, workspace=workspace)
+            run_norm_kernel(
+                o.x,
+                o.prepared,
+                residual=o.residual,
+                norm=(norm_weight, norm_bias),
+                eps=_EPS,
+                workspace=workspace,
+            )
 
     def two() -> None:
         for o in operands:
-            layer_norm(call(o), *norm, eps=_EPS, residual=o.residual if left else None)
+            residual = o.residual if left else None
+            layer_norm(call(o), norm_weight, norm_bias, eps=_EPS, residual=residual)
 
     runs = {"one": one, "two": two}
     times = graph_us(runs, calls=len(operands), samples=_SAMPLES, sample_us=_SAMPLE_US)
@@ -212,8 +219,14 @@ def _named(name: str) -> Tiling:
 
 def _kernel(o: Operands, *, plan: LinearPlan, epilogue: str) -> torch.Tensor:
     residual = o.residual if epilogue == RESIDUAL else None
-    options = {"activation": _ACTIVATIONS.get(epilogue, "none"), "is_gated": epilogue == GATED}
-    return run_kernel(o.x, o.prepared, plan=plan, residual=residual, **options)
+    return run_kernel(
+        o.x,
+        o.prepared,
+        plan=plan,
+        activation=_ACTIVATIONS.get(epilogue, "none"),
+        residual=residual,
+        is_gated=epilogue == GATED,
+    )
 
 
 def _cublas(o: Operands, *, epilogue: str) -> torch.Tensor:

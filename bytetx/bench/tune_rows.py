@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,12 +77,16 @@ def best_scheme(times: Times) -> RowScheme:
 def write_scheme(path: Path, scheme: RowScheme, *, size: int, hidden_size: int) -> None:
     """Puts the scheme of a model and a size of group on CUDA in the place of theirs."""
 
-    def key(each: Mapping[str, int]) -> tuple[int, int]:
+    def key(each: Mapping[str, Any]) -> tuple[int, int]:
         return each["tp"], each["hidden_size"]
 
     table = json.loads(path.read_text())
-    own = {"tp": size, "hidden_size": hidden_size}
-    own |= {"shard_from_tokens": scheme.shard_from_tokens, "tiles": scheme.tiles}
+    own = {
+        "tp": size,
+        "hidden_size": hidden_size,
+        "shard_from_tokens": scheme.shard_from_tokens,
+        "tiles": scheme.tiles,
+    }
     others = [other for other in table["cuda"] if key(other) != key(own)]
     table["cuda"] = sorted([*others, own], key=key)
     kinds = []
@@ -97,11 +102,12 @@ def _measure(model: str, rows: int, ranks: Ranks) -> dict[int, float]:
     count = _LAYERS if spec.hidden_size > 4096 else spec.num_layers
     share = shared_layers(spec, group, count=count, dtype=DTYPES["bf16"])
     batch = prefill_batch(share, dense(_SEQUENCE, rows // _SEQUENCE))
-    runs = {}
+    sharded, runs = share.blocks, {}
+    assert isinstance(sharded, ShardedBlocks) and sharded.shard is not None
     for tile in (_REPLICATED, *_TILES):
         scheme = RowScheme(0 if tile else rows + 1, ((0, tile or 1),))
-        own = ShardedBlocks(spec, replace(group, rows=scheme), share.blocks.shard)
-        own.peers = share.blocks.peers
+        own = ShardedBlocks(spec, replace(group, rows=scheme), sharded.shard)
+        own.peers = sharded.peers
         runs[str(tile)] = layers_run(replace(share, blocks=own), batch, None)
-    options = {"required": runs, "samples": _SAMPLES, "sample_us": _SAMPLE_US}
-    return {int(tile): us / count for tile, us in ranks_us(runs, [], **options).items()}
+    found = ranks_us(runs, [], required=runs, samples=_SAMPLES, sample_us=_SAMPLE_US)
+    return {int(tile): us / count for tile, us in found.items()}

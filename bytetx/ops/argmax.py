@@ -23,9 +23,10 @@ def argmax(
     if (slot_indices is None) != (last_tokens is None):
         raise ValueError("slot_indices and last_tokens must be given both, or neither")
     if slot_indices is not None and last_tokens is not None:
-        options = {"dtypes": (torch.int32,), "device": logits.device}
-        require_tensor("slot_indices", slot_indices, shape=logits.shape[:1], **options)
-        require_tensor("last_tokens", last_tokens, shape=(None,), **options)
+        int32, device = (torch.int32,), logits.device
+        shape = logits.shape[:1]
+        require_tensor("slot_indices", slot_indices, shape=shape, dtypes=int32, device=device)
+        require_tensor("last_tokens", last_tokens, shape=(None,), dtypes=int32, device=device)
     kernel = native.kernel("argmax", logits.device)
     if kernel is not None and logits.dtype in native.DTYPE_CODES:
         out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)

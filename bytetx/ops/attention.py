@@ -62,26 +62,60 @@ def varlen_attention(
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[2])
-    options = {
-        "softmax_scale": softmax_scale,
-        "relative_bias": relative_bias,
-        "bias_positions": bias_positions,
-    }
     if torch.compiler.is_compiling():
-        attended = torch.ops.bytetx.varlen_attention(
-            q, k, v, cu_seqlens, max_seqlen=max_seqlen, causal=causal, window=window, **options
+        attended: Tensor = torch.ops.bytetx.varlen_attention(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            max_seqlen=max_seqlen,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window=window,
+            relative_bias=relative_bias,
+            bias_positions=bias_positions,
         )
         return attended if out is None else out.copy_(attended)
     if takes_plan(q, k, v, softmax_scale) and q.shape[0] > 0 and cu_seqlens.shape[0] > 1:
         plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=relative_bias is not None)
-        return run_planned(q, k, v, plan, out=out, **options)
+        return run_planned(
+            q,
+            k,
+            v,
+            plan,
+            softmax_scale=softmax_scale,
+            relative_bias=relative_bias,
+            bias_positions=bias_positions,
+            out=out,
+        )
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
     run = _choose(q, has_bias=relative_bias is not None, has_mask=has_mask)
-    if run is not _memory_efficient:
-        options |= {"causal": causal, "window": window}
     if run is run_kernel:
-        return run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, out=out, **options)
-    attended = run(q, k, v, cu_seqlens, max_seqlen=max_seqlen, **options)
+        return run_kernel(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            max_seqlen=max_seqlen,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window=window,
+            relative_bias=relative_bias,
+            bias_positions=bias_positions,
+            out=out,
+        )
+    attended = run(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        max_seqlen=max_seqlen,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window=window,
+        relative_bias=relative_bias,
+        bias_positions=bias_positions,
+    )
     return attended if out is None else out.copy_(attended)
 
 
@@ -95,8 +129,14 @@ def _plan_for(
     has_bias: bool,
 ) -> AttentionPlan:
     if plan is None:
-        sizes = {"total_tokens": q.shape[0], "head_dim": q.shape[2], "has_bias": has_bias}
-        plan = plan_attention(cu_seqlens, causal=causal, window=window, **sizes)
+        plan = plan_attention(
+            cu_seqlens,
+            total_tokens=q.shape[0],
+            head_dim=q.shape[2],
+            causal=causal,
+            window=window,
+            has_bias=has_bias,
+        )
         assert plan is not None  # takes_plan said that there is a kernel
         return plan
     made_for = (plan.batch_size, plan.total_tokens, plan.causal, plan.window)
@@ -153,11 +193,9 @@ def run_kernel(
 
 
 @cache
-def _kernel(device: torch.device) -> tuple[Callable[..., None], Callable[..., int]]:
-    kernel = native.kernel("varlen_attention", device)
-    workspace_bytes = native.kernel("varlen_attention_workspace_bytes", device)
-    assert kernel is not None and workspace_bytes is not None  # _choose asked
-    return kernel, workspace_bytes
+def _kernel(device: torch.device) -> tuple[native.Kernel, native.Kernel]:
+    workspace_bytes = native.require_kernel("varlen_attention_workspace_bytes", device)
+    return native.require_kernel("varlen_attention", device), workspace_bytes
 
 
 def _choose(q: Tensor, *, has_bias: bool, has_mask: bool) -> Callable[..., Tensor]:
@@ -192,7 +230,7 @@ def _flash(
     softmax_scale: float,
     causal: bool,
     window: int,
-    relative_bias: None,
+    relative_bias: Tensor | None,
     bias_positions: Tensor | None,
 ) -> Tensor:
     """FlashAttention as torch ships it: f16 and bf16, head_dim a multiple of 8 up to 256.
@@ -200,10 +238,11 @@ def _flash(
     Called below torch.nn.attention.varlen, whose custom op costs microseconds a call and whose
     signature moved between torch 2.10 and 2.13.
     """
-    return torch.ops.aten._flash_attention_forward(
+    attended: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False,
         scale=softmax_scale, window_size_left=window - 1 if window else None,
     )[0]  # fmt: skip
+    return attended
 
 
 def _memory_efficient(
@@ -214,14 +253,17 @@ def _memory_efficient(
     *,
     max_seqlen: int,
     softmax_scale: float,
-    relative_bias: None,
+    causal: bool,
+    window: int,
+    relative_bias: Tensor | None,
     bias_positions: Tensor | None,
 ) -> Tensor:
-    """torch's memory-efficient attention, which takes f32 and packed sequences."""
-    return torch.ops.aten._efficient_attention_forward(
+    """torch's memory-efficient attention: f32, packed sequences, no mask, no bias."""
+    attended: Tensor = torch.ops.aten._efficient_attention_forward(
         q[None], k[None], v[None], None, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, 0,
         scale=softmax_scale,
     )[0][0]  # fmt: skip
+    return attended
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor | None) -> None:
@@ -290,9 +332,12 @@ def _check_bias(
         )
     if bias_positions is None:
         return
-    shape = (q.shape[0],)
     require_tensor(
-        "bias_positions", bias_positions, shape=shape, dtypes=(torch.int32,), device=q.device
+        "bias_positions",
+        bias_positions,
+        shape=q.shape[:1],
+        dtypes=(torch.int32,),
+        device=q.device,
     )
     require_contiguous("bias_positions", bias_positions)
     if q.shape[0] > 0 and not q.is_cuda and not torch.compiler.is_compiling():

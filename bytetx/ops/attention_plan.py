@@ -153,6 +153,4 @@ def _kernels(device: torch.device) -> _Kernels:
         "attention_plan",
         "planned_attention",
     )
-    found = [native.kernel(name, device) for name in names]
-    assert all(found)  # one module has all of them
-    return _Kernels(*found)
+    return _Kernels(*(native.require_kernel(name, device) for name in names))

@@ -46,14 +46,14 @@ class CopyMemory:
     def barrier(self) -> None:
         """Returns (on the stream) when every rank's region may be written."""
         launch = native.launch_args(self.own.device)
-        native.kernel("barrier", self.own.device)(self.memory, *launch)
+        native.require_kernel("barrier", self.own.device)(self.memory, *launch)
 
     def send(self, rows: Tensor, to: int, first: int) -> None:
         """Copies rows to row `first` of a rank's region, after the current stream's work."""
         self.side.wait_stream(torch.cuda.current_stream())
         row_bytes = rows.shape[1] * rows.itemsize
         device, _, *rest = native.launch_args(self.own.device)
-        native.kernel("send_copy", self.own.device)(
+        native.require_kernel("send_copy", self.own.device)(
             self.memory,
             to,
             self.places[to] + first * row_bytes,
@@ -67,7 +67,7 @@ class CopyMemory:
     def wait(self, sources: Iterable[int]) -> None:
         """Waits (on the stream) for what these ranks send."""
         mask = sum(1 << source for source in sources)
-        native.kernel("wait_copies", self.own.device)(
+        native.require_kernel("wait_copies", self.own.device)(
             self.memory, mask, *native.launch_args(self.own.device)
         )
 

@@ -44,7 +44,8 @@ def peer_memory(
     if make is None:
         return None
     addresses = (epochs.data_ptr(), buffer_bytes, num_flags, fault.data_ptr())
-    return make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
+    memory: object = make(list(buffers), list(flags), *addresses, TIMEOUT_CYCLES, rank)
+    return memory
 
 
 def fits_gather(w: LinearWeight, *, total_tokens: int, buffer_bytes: int) -> bool:
@@ -104,7 +105,7 @@ def all_gather_gemm(
         dtype=native.DTYPE_CODES[x.dtype],
     )
     launch = native.launch_args(x.device)
-    native.kernel("all_gather_gemm", x.device)(linear, memory, row_offsets, *launch)
+    native.require_kernel("all_gather_gemm", x.device)(linear, memory, row_offsets, *launch)
     return d
 
 
@@ -214,7 +215,7 @@ def _sum(
         eps=norm.eps,
         dtype=linear.dtype,
     )
-    native.kernel(kernel, residual.device)(
+    native.require_kernel(kernel, residual.device)(
         linear,
         params,
         0 if bias is None else bias.data_ptr(),

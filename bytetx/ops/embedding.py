@@ -1,7 +1,5 @@
 """Embedding gather, sum and norm from packed ids: checks, choice of kernel."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -32,7 +30,7 @@ def embed(
     inputs_embeds: [total_tokens, embedding_size] in place of word[input_ids].
     bad_ids: int32 [3] on a GPU, for ids that no host checked: where one is outside its table, such
     an id of input_ids, position_ids or token_type_ids (never 0) is written there, and the token's
-    row is NaN.  The caller owns it, sets it to zero and reads it when he waits for the GPU anyway.
+    row is NaN.  The caller owns it, sets it to zero and reads it when it waits for the GPU anyway.
     Returns [total_tokens, embedding_size] in word's dtype; sums and statistics in f32.
     Raises ValueError on shape, dtype or device mismatch, and on a CPU naming the first id outside
     its table. Without bad_ids, a GPU's kernel never reads outside a table but takes the nearest row
@@ -40,30 +38,62 @@ def embed(
     checks them on the host before they are sent. A compiled graph does not write bad_ids.
     """
     _check_ids(input_ids, position_ids, token_type_ids, position, token_type)
-    tables = {"word": word, "position": position, "token_type": token_type}
-    _check_tables(tables, norm_weight, norm_bias, inputs_embeds, input_ids)
-    options = {
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-        "eps": eps,
-        "inputs_embeds": inputs_embeds,
-    }
-    ids = (input_ids, position_ids, token_type_ids)
+    _check_tables(
+        word,
+        {"position": position, "token_type": token_type},
+        norm_weight,
+        norm_bias,
+        inputs_embeds,
+        input_ids,
+    )
     if torch.compiler.is_compiling():
-        return torch.ops.bytetx.embed(*ids, **tables, **options)
+        embedded: Tensor = torch.ops.bytetx.embed(
+            input_ids,
+            position_ids,
+            token_type_ids,
+            word=word,
+            position=position,
+            token_type=token_type,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            inputs_embeds=inputs_embeds,
+        )
+        return embedded
     kernel = native.kernel("embed", word.device)
     if bad_ids is not None:
         require_tensor("bad_ids", bad_ids, shape=(3,), dtypes=(torch.int32,), device=word.device)
         if not word.is_cuda:
             raise ValueError("bad_ids must be None on a CPU, where an id outside its table raises")
     if kernel is None or not has_row_kernel(word):
-        return reference.embed(*ids, **tables, **options, bad_ids=bad_ids)
-    return run_kernel(kernel, ids, (word, position, token_type), **options, bad_ids=bad_ids)
+        return reference.embed(
+            input_ids,
+            position_ids,
+            token_type_ids,
+            word=word,
+            position=position,
+            token_type=token_type,
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            inputs_embeds=inputs_embeds,
+            bad_ids=bad_ids,
+        )
+    return run_kernel(
+        kernel,
+        (input_ids, position_ids, token_type_ids),
+        (word, position, token_type),
+        norm_weight=norm_weight,
+        norm_bias=norm_bias,
+        eps=eps,
+        inputs_embeds=inputs_embeds,
+        bad_ids=bad_ids,
+    )
 
 
 def run_kernel(
-    kernel: Callable[..., None],
-    ids: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kernel: native.Kernel,
+    ids: tuple[Tensor, Tensor | None, Tensor | None],
     tables: tuple[Tensor, Tensor | None, Tensor | None],
     *,
     norm_weight: Tensor | None,
@@ -112,25 +142,27 @@ def _check_ids(
         if table is not None and not is_operand(ids, input_ids.shape, torch.int32, index):
             device = input_ids.device
             require_tensor(name, ids, shape=input_ids.shape, dtypes=int32, device=device)
+            assert ids is not None
             require_contiguous(name, ids)
 
 
 def _check_tables(
-    tables: dict[str, Tensor | None],
+    word: Tensor,
+    others: dict[str, Tensor | None],
     norm_weight: Tensor | None,
     norm_bias: Tensor | None,
     inputs_embeds: Tensor | None,
     input_ids: Tensor,
 ) -> None:
-    word = tables["word"]
     require_tensor("word", word, shape=(None, None), device=input_ids.device)
+    tables = {"word": word, **others}
     width = word.shape[1]
     index, dtype = word.get_device(), word.dtype
-    others = (norm_weight, norm_bias)
+    vectors = (norm_weight, norm_bias)
     if (
         inputs_embeds is None
         and all(t is None or _is_table(t, width, dtype, index) for t in tables.values())
-        and all(t is None or is_operand(t, (width,), dtype, index) for t in others)
+        and all(t is None or is_operand(t, (width,), dtype, index) for t in vectors)
     ):
         return
     shapes = {name: (t, (None, width)) for name, t in tables.items()} | {

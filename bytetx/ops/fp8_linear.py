@@ -103,10 +103,19 @@ def fp8_linear(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if out_scale is not None and not out_scale > 0:
         raise ValueError(f"out_scale must be above 0, got {out_scale}")
-    options = {"activation": activation, "out_scale": out_scale}
     if has_fp8_linear(w) and is_aligned(rows):
-        return run_kernel(rows, scale, w, plan_fp8_linear(rows.shape[0], w.n).index, **options)
-    return reference.fp8_linear(rows, scale, w.rows, w.scale, w.bias, dtype=w.dtype, **options)
+        tiling = plan_fp8_linear(rows.shape[0], w.n).index
+        return run_kernel(rows, scale, w, tiling, activation=activation, out_scale=out_scale)
+    return reference.fp8_linear(
+        rows,
+        scale,
+        w.rows,
+        w.scale,
+        w.bias,
+        dtype=w.dtype,
+        activation=activation,
+        out_scale=out_scale,
+    )
 
 
 def run_kernel(
@@ -122,7 +131,7 @@ def run_kernel(
     is_fp8 = out_scale is not None
     dtype = torch.float8_e4m3fn if is_fp8 else w.dtype
     d = torch.empty((rows.shape[0], w.n), dtype=dtype, device=rows.device)
-    native.kernel("fp8_linear", rows.device)(
+    native.require_kernel("fp8_linear", rows.device)(
         rows.data_ptr(),
         w.rows.data_ptr(),
         0 if scale is None else scale.data_ptr(),

@@ -15,8 +15,8 @@ def flatten_int_lists(lists: Sequence[list[int]], *, total: int) -> np.ndarray |
     """
     flatten = native.flatten_int_lists()
     if flatten is not None:
-        numbers = np.empty(total, dtype=np.int32)
-        return numbers if flatten(list(lists), numbers.ctypes.data, total) else None
+        flat = np.empty(total, dtype=np.int32)
+        return flat if flatten(list(lists), flat.ctypes.data, total) else None
     if any(type(number) is not int for numbers in lists for number in numbers[:1]):
         return None  # an array would take True for 1
     numbers = array("i")

@@ -105,7 +105,9 @@ def linear(
         return x.new_empty((0, w.n))
     m, rows = x.shape[0], _rows_for_onednn(x)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
+    d: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows, w.weight, w.bias, attribute, [], algorithm
+    )[:m]
     return d if residual is None else d.add_(residual)
 
 
@@ -150,7 +152,7 @@ def run_kernel(
     """The Hopper kernel on checked arguments, cut as `plan` says (plan.tiling is not None)."""
     m = x.shape[0]
     d = x.new_empty((m, w.n // 2 if is_gated else w.n))
-    native.kernel("linear", x.device)(
+    native.require_kernel("linear", x.device)(
         x.data_ptr(),
         w.weight.data_ptr(),
         0 if w.bias is None else w.bias.data_ptr(),
@@ -198,5 +200,5 @@ def _has_onednn(weight: Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32

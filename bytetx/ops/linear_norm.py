@@ -47,7 +47,7 @@ def run_kernel(
     w: LinearWeight,
     *,
     residual: Tensor,
-    norm: tuple[Tensor, Tensor],
+    norm: tuple[Tensor, Tensor | None],
     eps: float,
     workspace: Tensor,
 ) -> Tensor:
@@ -57,13 +57,14 @@ def run_kernel(
     require_tensor("residual", residual, shape=shape, dtypes=(w.dtype,), device=x.device)
     for name, t in zip(("norm_weight", "norm_bias"), norm, strict=True):
         require_tensor(name, t, shape=(w.n,), dtypes=(w.dtype,), device=x.device)
+        assert t is not None
         require_contiguous(name, t)
     require_contiguous("x", x)
     require_contiguous("residual", residual)
     d = x.new_empty(shape)
     operands = (x, w.weight, w.bias, residual, *norm, d, workspace)
-    native.kernel("linear_norm", x.device)(
-        *(t.data_ptr() for t in operands),
+    native.require_kernel("linear_norm", x.device)(
+        *(0 if t is None else t.data_ptr() for t in operands),
         m,
         w.n,
         w.k,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
+from typing import Any, cast
 
 import torch
 
@@ -51,6 +52,8 @@ _CUDA_KERNELS = {  # where the kernel's name is another
     "paged_attention": "planned_paged_attention",
 }
 
+Kernel = Callable[..., Any]  # takes the fields of a Params struct of csrc/ops.h, then launch_args
+
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
 
@@ -65,7 +68,7 @@ def _load_modules() -> dict[str, ModuleType | str]:
 _modules = _load_modules()
 
 
-def kernel(op: str, device: torch.device) -> Callable[..., None] | None:
+def kernel(op: str, device: torch.device) -> Kernel | None:
     """The native kernel of `op` for tensors on `device`, or None where the reference runs.
 
     Call it with the fields of its Params struct (csrc/ops.h), in their order, then
@@ -73,6 +76,14 @@ def kernel(op: str, device: torch.device) -> Callable[..., None] | None:
     """
     found = _lookup(op, device.type, device.index)
     return None if isinstance(found, str) else found
+
+
+def require_kernel(op: str, device: torch.device) -> Kernel:
+    """The native kernel of `op`, which the caller has found to be there; else RuntimeError."""
+    found = kernel(op, device)
+    if found is None:
+        raise RuntimeError(f"no kernel for {op} on {device}: {why_no_kernel(op, device)}")
+    return found
 
 
 def why_no_kernel(op: str, device: torch.device) -> str | None:
@@ -84,29 +95,29 @@ def why_no_kernel(op: str, device: torch.device) -> str | None:
 def linear_tilings() -> list[tuple[str, int, int, bool]]:
     """(name, rows, columns, whether it is for small m) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
-    return [] if isinstance(module, str) else module.linear_tilings()
+    return [] if isinstance(module, str) else list(module.linear_tilings())
 
 
 def linear_norm_workspace_bytes(m: int, n: int) -> int:
     """What the kernel `linear_norm` needs for m rows of n columns; 0 where it is not built."""
     module = _modules["cuda"]
-    return 0 if isinstance(module, str) else module.linear_norm_workspace_bytes(m, n)
+    return 0 if isinstance(module, str) else int(module.linear_norm_workspace_bytes(m, n))
 
 
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
     """Those of the kernel `fp8_linear`, like linear_tilings()."""
     module = _modules["cuda"]
-    return [] if isinstance(module, str) else module.fp8_linear_tilings()
+    return [] if isinstance(module, str) else list(module.fp8_linear_tilings())
 
 
 def gemm_all_reduce_tilings() -> list[tuple[str, int, int, bool]]:
     """The same of the kernel `gemm_all_reduce`."""
     module = _modules["cuda"]
-    return [] if isinstance(module, str) else module.gemm_all_reduce_tilings()
+    return [] if isinstance(module, str) else list(module.gemm_all_reduce_tilings())
 
 
 @cache
-def _lookup(op: str, device_type: str, index: int | None) -> Callable[..., None] | str:
+def _lookup(op: str, device_type: str, index: int | None) -> Kernel | str:
     module = _modules.get(device_type, f"no native core for device type {device_type}")
     if isinstance(module, str):
         return module
@@ -114,7 +125,8 @@ def _lookup(op: str, device_type: str, index: int | None) -> Callable[..., None]
         refusal = _refuse_gpu(index)
         if refusal is not None:
             return refusal
-    return getattr(module, op, f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}")
+    missing = f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}"
+    return cast(Kernel | str, getattr(module, op, missing))
 
 
 def _refuse_gpu(index: int | None) -> str | None:

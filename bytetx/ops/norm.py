@@ -1,7 +1,5 @@
 """Layer norm and RMS norm with a fused residual: checks, choice of kernel."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ def layer_norm(
     Raises ValueError on shape, dtype or device mismatch, or sum_out without residual.
     """
     outs = (out, sum_out, fp8_out)
-    return _norm("layer_norm", x, (weight, bias), eps=eps, residual=residual, outs=outs)
+    return _norm("layer_norm", x, weight, (bias,), eps=eps, residual=residual, outs=outs)
 
 
 def rms_norm(
@@ -59,41 +57,51 @@ def rms_norm(
     Source: root mean square layer normalization (arXiv 1910.07467).
     """
     outs = (out, sum_out, fp8_out)
-    return _norm("rms_norm", x, (weight,), eps=eps, residual=residual, outs=outs)
+    return _norm("rms_norm", x, weight, (), eps=eps, residual=residual, outs=outs)
 
 
 def _norm(
     name: str,
     x: Tensor,
-    parameters: tuple[Tensor | None, ...],
+    weight: Tensor,
+    biases: tuple[Tensor | None, ...],
     *,
     eps: float,
     residual: Tensor | None,
     outs: tuple[Tensor | None, Tensor | None, tuple[Tensor, Tensor] | None],
 ) -> Tensor:
-    """What both norms share; parameters: weight, and bias where the norm has one."""
-    weight, bias = parameters if len(parameters) > 1 else (*parameters, None)
+    """What both norms share; biases: the bias argument where the norm has one."""
+    bias = biases[0] if biases else None
     out, sum_out, fp8_out = outs
     _check(x, weight, bias, residual, out)
     if sum_out is not None or fp8_out is not None:
         _check_more_outputs(x, residual, out, sum_out, fp8_out)
     if torch.compiler.is_compiling():
-        normalized = getattr(torch.ops.bytetx, name)(x, *parameters, eps=eps, residual=residual)
+        normalized = getattr(torch.ops.bytetx, name)(x, weight, *biases, eps=eps, residual=residual)
         return _store(normalized, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel(name, x.device)
     if kernel is None or not has_row_kernel(x):
-        normalized = getattr(reference, name)(x, *parameters, eps=eps, residual=residual)
+        normalized = getattr(reference, name)(x, weight, *biases, eps=eps, residual=residual)
         return _store(normalized, x, residual, out, sum_out, fp8_out)
     if out is None:
         out = torch.empty_like(x) if x.is_cuda else empty_rows(x.shape[0], x.shape[1:], x.dtype)
     fused = fp8_out if fp8_out is not None and has_fp8_kernel(x) else None
-    more = {"sum_out": sum_out, "fp8_out": fused}
-    run_kernel(kernel, x, weight, bias, eps=eps, residual=residual, out=out, **more)
-    return out if fp8_out is fused else _store_fp8(out, fp8_out)
+    run_kernel(
+        kernel,
+        x,
+        weight,
+        bias,
+        eps=eps,
+        residual=residual,
+        out=out,
+        sum_out=sum_out,
+        fp8_out=fused,
+    )
+    return out if fp8_out is None or fp8_out is fused else _store_fp8(out, fp8_out)
 
 
 def run_kernel(
-    kernel: Callable[..., None],
+    kernel: native.Kernel,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -135,6 +143,7 @@ def _store(
 ) -> Tensor:
     """What a kernel does with `normalized`, in torch; sum_out comes first, for out may be x."""
     if sum_out is not None:
+        assert residual is not None  # as checked
         sum_out.copy_(x.float() + residual.float())
     if fp8_out is not None:
         _store_fp8(normalized, fp8_out)

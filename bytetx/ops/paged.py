@@ -1,7 +1,6 @@
 """Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
 
 import math
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -230,11 +229,9 @@ def run_kernel(
 
 
 @cache
-def _kernel(device: torch.device) -> tuple[Callable[..., None], Callable[..., int]]:
-    kernel = native.kernel("paged_attention", device)
-    workspace_bytes = native.kernel("paged_attention_workspace_bytes", device)
-    assert kernel is not None and workspace_bytes is not None  # _has_kernel asked
-    return kernel, workspace_bytes
+def _kernel(device: torch.device) -> tuple[native.Kernel, native.Kernel]:
+    workspace_bytes = native.require_kernel("paged_attention_workspace_bytes", device)
+    return native.require_kernel("paged_attention", device), workspace_bytes
 
 
 def _check(
@@ -270,9 +267,10 @@ def _check_sizes(page_table: Tensor, max_kv_seqlen: int, *, page_size: int, wind
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tensor) -> None:
-    options = {"dtypes": (like.dtype,), "device": like.device}
-    require_tensor("k_cache", k_cache, shape=(None, None, None, head_dim), **options)
-    require_tensor("v_cache", v_cache, shape=tuple(k_cache.shape), **options)
+    dtypes, device = (like.dtype,), like.device
+    shape = (None, None, None, head_dim)
+    require_tensor("k_cache", k_cache, shape=shape, dtypes=dtypes, device=device)
+    require_tensor("v_cache", v_cache, shape=k_cache.shape, dtypes=dtypes, device=device)
     require_contiguous("k_cache", k_cache)
     require_contiguous("v_cache", v_cache)
     page_size = k_cache.shape[1]

@@ -151,6 +151,4 @@ class _Kernels:
 @cache
 def _kernels(device: torch.device) -> _Kernels:
     names = ("paged_tile_tokens", "paged_plan_bytes", "paged_plan", "planned_paged_attention")
-    found = [native.kernel(name, device) for name in names]
-    assert all(found)  # one module has all of them
-    return _Kernels(*found)
+    return _Kernels(*(native.require_kernel(name, device) for name in names))

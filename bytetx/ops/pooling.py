@@ -1,7 +1,5 @@
 """One vector a sequence from packed rows: checks, choice of kernel."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -35,17 +33,34 @@ def pool(
     cu_seqlens does not run from 0 to total_tokens; a GPU's kernel reads rows of x and no others.
     """
     _check(x, cu_seqlens, mode, first_tokens)
-    options = {"mode": mode, "first_tokens": first_tokens, "normalize": normalize}
     if torch.compiler.is_compiling():
-        return torch.ops.bytetx.pool(x, cu_seqlens, **options, max_seqlen=max_seqlen)
+        pooled: Tensor = torch.ops.bytetx.pool(
+            x,
+            cu_seqlens,
+            mode=mode,
+            first_tokens=first_tokens,
+            normalize=normalize,
+            max_seqlen=max_seqlen,
+        )
+        return pooled
     kernel = native.kernel("pool", x.device)
-    if kernel is not None and has_row_kernel(x):
-        return run_kernel(kernel, x, cu_seqlens, **options, max_seqlen=max_seqlen)
-    return reference.pool(x, cu_seqlens, **options)
+    if kernel is None or not has_row_kernel(x):
+        return reference.pool(
+            x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
+        )
+    return run_kernel(
+        kernel,
+        x,
+        cu_seqlens,
+        mode=mode,
+        first_tokens=first_tokens,
+        normalize=normalize,
+        max_seqlen=max_seqlen,
+    )
 
 
 def run_kernel(
-    kernel: Callable[..., None],
+    kernel: native.Kernel,
     x: Tensor,
     cu_seqlens: Tensor,
     *,
@@ -61,7 +76,7 @@ def run_kernel(
     longest = total_tokens if max_seqlen is None else max_seqlen
     device = x.device
     out = torch.empty((batch_size, hidden_size), dtype=torch.float32, device=device)
-    workspace_bytes = native.kernel("pool_workspace_bytes", device)(
+    workspace_bytes = native.require_kernel("pool_workspace_bytes", device)(
         total_tokens, longest, hidden_size
     )
     workspace = None

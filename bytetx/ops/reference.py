@@ -239,14 +239,16 @@ def _activate_in_place(x: Tensor, activation: str) -> Tensor:
     if activation == "none":
         return x
     if activation in ("relu", "tanh"):
-        return {"relu": torch.relu_, "tanh": torch.tanh_}[activation](x)
+        return torch.relu_(x) if activation == "relu" else torch.tanh_(x)
     if _rounds_by_place(x):
         for rows in x.split(_ROWS_IN_F32):
             rows.copy_(activate(rows, activation))
         return x
     if activation == "silu":
-        return torch.ops.aten.silu_(x)
-    return torch.ops.aten.gelu_(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+        torch.ops.aten.silu_(x)
+    else:
+        torch.ops.aten.gelu_(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return x
 
 
 def layer_norm(
@@ -322,8 +324,10 @@ def embed(
     else:
         h = inputs_embeds.float()
     if token_type is not None:
+        assert token_type_ids is not None
         h = h + _rows(token_type, "token_type_ids", token_type_ids, notes[2])
     if position is not None:
+        assert position_ids is not None
         h = h + _rows(position, "position_ids", position_ids, notes[1])
     if norm_weight is not None:
         h = _norm(h, norm_weight, norm_bias, eps)

@@ -100,11 +100,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, position_i
 
 
 def _check_cache(k: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    options = {"dtypes": (k.dtype,), "device": k.device}
-    require_tensor("k_cache", k_cache, shape=(None, None, *k.shape[1:]), **options)
-    require_tensor("v_cache", v_cache, shape=k_cache.shape, **options)
-    shape = k.shape[:1]
-    require_tensor("slot_mapping", slot_mapping, shape=shape, dtypes=_INT32, device=k.device)
+    dtypes, device, num_tokens = (k.dtype,), k.device, k.shape[:1]
+    shape = (None, None, *k.shape[1:])
+    require_tensor("k_cache", k_cache, shape=shape, dtypes=dtypes, device=device)
+    require_tensor("v_cache", v_cache, shape=k_cache.shape, dtypes=dtypes, device=device)
+    require_tensor("slot_mapping", slot_mapping, shape=num_tokens, dtypes=_INT32, device=device)
     caches = (("k_cache", k_cache), ("v_cache", v_cache), ("slot_mapping", slot_mapping))
     for name, t in caches:
         require_contiguous(name, t)

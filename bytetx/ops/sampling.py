@@ -234,6 +234,7 @@ def _nucleus(x: Tensor, candidates: Tensor, lowest: Tensor, top_p: Tensor) -> Te
 
 def _open_rows(filters: Filters) -> Tensor:
     """bool [n]: rows with a top_p and no top_k."""
+    assert filters.top_p is not None
     is_limited = filters.top_p < 1
     return is_limited if filters.top_k is None else is_limited & (filters.top_k == 0)
 
