@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,44 @@ from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import POOLING_MODES
+from bytetx.ops.reference import activate
+
+# torch's sigmoid, softplus, Mish and ELU round differently in their vector code and in the scalar
+# code for the last elements, so a row's result would depend on its place in the batch. exp, expm1,
+# log1p and tanh in float32 do not.
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return torch.exp(-x.float()).add_(1).reciprocal_().to(x.dtype)
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return torch.log1p(torch.exp(-wide.abs())).add_(wide.clamp(min=0)).to(x.dtype)
+
+
+def _mish(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return torch.tanh(_softplus(wide)).mul_(wide).to(x.dtype)
+
+
+def _elu(x: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return torch.where(wide > 0, wide, torch.expm1(wide)).to(x.dtype)
+
 
 # torch.nn activations that a config may name. A name is looked up here and never imported.
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,
-    "Sigmoid": torch.sigmoid,
-    "GELU": F.gelu,
+    "Sigmoid": _sigmoid,
+    "GELU": partial(activate, activation="gelu"),
     "ReLU": torch.relu,
-    "SiLU": F.silu,
-    "Mish": F.mish,
-    "ELU": F.elu,
+    "SiLU": partial(activate, activation="silu"),
+    "Mish": _mish,
+    "ELU": _elu,
     "LeakyReLU": F.leaky_relu,
-    "Softplus": F.softplus,
+    "Softplus": _softplus,
 }
 
 # sentence-transformers wrote one flag a mode before it wrote "pooling_mode".

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import (
     SENTENCES,
     cosine_distance,
@@ -22,6 +23,7 @@ from torch import nn
 
 import bytetx
 from bytetx.errors import CheckpointError, InputError
+from bytetx.nn.sentence_modules import ACTIVATIONS
 from bytetx.ops.pooling import POOLING_MODES
 
 HIDDEN = 48
@@ -186,3 +188,19 @@ def test_folder_of_its_own_for_the_transformer(tmp_path: Path) -> None:
     entries[0]["path"] = "0_Transformer"
     (folder / "modules.json").write_text(json.dumps(entries))
     assert_same_embeddings(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_activations_do_not_depend_on_a_rows_place(name: str, dtype: torch.dtype) -> None:
+    activation, values = ACTIVATIONS[name], torch.randn(61, 33).mul(4).to(dtype)
+    together = activation(values.clone())
+    assert together.dtype == dtype
+    for count in (1, 2, 7):
+        for first in range(0, len(values) - count, 5):
+            rows = activation(values[first : first + count].clone())
+            assert torch.equal(rows, together[first : first + count])
+    exact = getattr(nn, name)()(values.double())
+    stock = getattr(nn, name)()(values).double()
+    noise = 2 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (together.double() - exact).abs().max() <= 2 * (stock - exact).abs().max() + noise
