@@ -37,6 +37,7 @@ from bytetx.runtime.forking import computing
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
 from bytetx.tasks.embed_sparse import SparseMixin
+from bytetx.tasks.embed_tokens import TokenVectorMixin
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
 
 logger = logging.getLogger("bytetx")
+
+_NO_POOLING = "this checkpoint is {} and names no pooling for embed; use {}, or pass pooling"
 
 R = TypeVar("R")
 
@@ -107,7 +110,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin, SparseMixin):
+class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -544,11 +547,11 @@ class Model(GenerationMixin, SparseMixin):
     ) -> EmbedTask:
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
         modes = sentence.pooling
-        if pooling is None and sentence.splade is not None:
-            raise InputError(
-                "this checkpoint is a sparse encoder and names no pooling for embed; use "
-                "embed_sparse, or pass pooling"
-            )
+        if pooling is None and not sentence.is_declared:
+            if sentence.splade is not None:
+                raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
+            if sentence.multi_vector is not None:
+                raise InputError(_NO_POOLING.format("a multi-vector model", "embed_tokens"))
         if pooling is not None:
             modes = chosen_modes(pooling, known=POOLING_MODES)
         elif not sentence.is_declared:

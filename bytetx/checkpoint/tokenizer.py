@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,8 +65,37 @@ class Tokenizer:
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
+        self._limited: dict[int, Tokenizer] = {}
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
+
+    def limited(self, max_tokens: int) -> "Tokenizer":
+        """The same tokenizer for texts of at most so many tokens; made once, and kept."""
+        if max_tokens >= self.max_tokens:
+            return self
+        if max_tokens not in self._limited:
+            limited = copy(self)
+            truncation = self.backend.truncation
+            assert truncation is not None  # the constructor enabled it
+            limited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            limited.backend.enable_truncation(
+                max_tokens, strategy="longest_first", direction=truncation["direction"]
+            )
+            limited.max_tokens = max_tokens
+            self._limited[max_tokens] = limited
+        return self._limited[max_tokens]
+
+    def add_prefix(self, prefix: str) -> None:
+        """Makes a prefix that is in the vocabulary one token of the texts that begin with it.
+
+        Either the whole prefix or its first word is such a token; other prefixes are plain text.
+        """
+        for token in dict.fromkeys([prefix, *prefix.split(None, 1)[:1]]):
+            if token and self.backend.token_to_id(token) is not None:
+                if self.encode_plain(token).tokens != [token]:
+                    added = tokenizers.AddedToken(token, normalized=False, special=True)
+                    self.backend.add_special_tokens([added])
+                return
 
     def encode(
         self, texts: Sequence[Text], *, with_offsets: bool = False

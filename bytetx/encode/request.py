@@ -35,6 +35,8 @@ class Requests:
     token_type_ids: int32 [total_tokens], None means 0 everywhere.
     prompt_tokens: int32 [num_texts], tokens of the prompt at each start, None means 0 everywhere.
     alignments: one a text, only where the task asked for them.
+    unseen_tokens: int32 [num_texts], tokens at each end that see the others and that no token sees,
+    None means 0 everywhere.
     """
 
     indices: np.ndarray
@@ -44,6 +46,7 @@ class Requests:
     token_type_ids: np.ndarray | None = None
     prompt_tokens: np.ndarray | None = None
     alignments: Sequence[Alignment] | None = None
+    unseen_tokens: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -79,6 +82,7 @@ class Requests:
             None if types is None else types[tokens],
             None if prompts is None else prompts[rows],
             None if alignments is None else [alignments[row] for row in rows],
+            None if self.unseen_tokens is None else self.unseen_tokens[rows],
         )
 
     def cut(self, bounds: Sequence[int]) -> "list[Requests]":
@@ -99,6 +103,7 @@ class Requests:
             None if types is None else types[tokens],
             None if prompts is None else prompts[texts],
             None if alignments is None else alignments[texts],
+            None if self.unseen_tokens is None else self.unseen_tokens[texts],
         )
 
 

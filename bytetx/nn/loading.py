@@ -30,12 +30,21 @@ from bytetx.nn.heads import (
     load_sequence_classification,
     load_token_classification,
 )
-from bytetx.nn.sentence_modules import Module, SentenceSpec, load_modules, load_sentence_spec
+from bytetx.nn.sentence_modules import (
+    ACTIVATIONS,
+    Dense,
+    Module,
+    Normalize,
+    Projection,
+    SentenceSpec,
+    load_modules,
+    load_sentence_spec,
+)
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
 from bytetx.ops import native
-from bytetx.ops.linear import LinearWeight
+from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.runtime.device_memory import check_fits
 from bytetx.runtime.faults import is_out_of_memory
 from bytetx.runtime.forking import check_device_after_fork
@@ -61,7 +70,8 @@ class LoadedCheckpoint:
     """A checkpoint in memory. cross_encoder_activation: a torch.nn name, or None for the default.
 
     eos_token_ids: tokens that end a generated text.
-    token_weight, token_projection: BGE-M3's layers [1, hidden_size] and [n, hidden_size].
+    token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
+    token_modules: what gives each token a vector, behind the transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.
     """
@@ -82,7 +92,7 @@ class LoadedCheckpoint:
     is_fp8: bool = False
     num_parameters: int = 0
     token_weight: LinearWeight | None = None
-    token_projection: LinearWeight | None = None
+    token_modules: tuple[Module, ...] = ()
     executor: Executor = field(default_factory=Executor)
 
 
@@ -117,8 +127,6 @@ def load_checkpoint(
         fp8=is_fp8,
         may_lack_head=sentence.is_declared,
     )
-    unused = tuple(weights.unused())
-    _report_unused(folder, unused)
     token_head = partial(
         load_token_head,
         sentence.folder,
@@ -126,19 +134,20 @@ def load_checkpoint(
         dtype=dtype,
         device=device,
     )
+    token_modules = _load_token_modules(sentence, spec, weights, device=device)
+    projection = token_head("colbert_linear", out_features=None)
+    if sentence.multi_vector is None and projection is not None:
+        token_modules = (Projection(projection), Normalize())
+    unused = tuple(weights.unused())
+    _report_unused(folder, unused)
     return LoadedCheckpoint(
         folder=folder,
         spec=spec,
         sentence=sentence,
-        modules=load_modules(sentence, device=device),
+        modules=load_modules(sentence.modules, device=device),
         transformer=transformer,
         heads=heads,
-        tokenizer=load_tokenizer(
-            sentence.folder,
-            max_positions=spec.max_positions,
-            max_seq_length=sentence.max_seq_length,
-            do_lower_case=sentence.do_lower_case,
-        ),
+        tokenizer=_load_tokenizer(sentence, spec),
         chat_template=load_chat_template(sentence.folder),
         eos_token_ids=_eos_token_ids(sentence.folder, config),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
@@ -148,8 +157,42 @@ def load_checkpoint(
         is_fp8=is_fp8,
         num_parameters=weights.num_parameters,
         token_weight=token_head("sparse_linear", out_features=1),
-        token_projection=token_head("colbert_linear", out_features=None),
+        token_modules=token_modules,
     )
+
+
+def _load_tokenizer(sentence: SentenceSpec, spec: ModelSpec) -> Tokenizer | None:
+    tokenizer = load_tokenizer(
+        sentence.folder,
+        max_positions=spec.max_positions,
+        max_seq_length=sentence.max_seq_length,
+        do_lower_case=sentence.do_lower_case,
+    )
+    if tokenizer is not None and sentence.multi_vector is not None:
+        for prefix in sentence.multi_vector.prefixes:
+            tokenizer.add_prefix(prefix)
+    return tokenizer
+
+
+def _load_token_modules(
+    sentence: SentenceSpec, spec: ModelSpec, weights: Weights, *, device: torch.device
+) -> tuple[Module, ...]:
+    """In f32; a projection among the transformer's own tensors comes first."""
+    multi_vector = sentence.multi_vector
+    if multi_vector is None:
+        return ()
+    modules = load_modules(multi_vector.modules, device=device)
+    name = multi_vector.projection
+    if name is None:
+        return modules
+    loader = TensorLoader(
+        weights.cast(torch.float32), dtype=torch.float32, device=device, prepack=False
+    )
+    loader.require([name])
+    rows = weights.shape(name)[:1]
+    weight = loader.tensor(name, (*rows, spec.output_size))
+    projection = Dense(prepare_linear(weight, prepack=False), ACTIVATIONS["Identity"], False, None)
+    return projection, *modules
 
 
 def default_token_budget(spec: ModelSpec, device: torch.device) -> int:

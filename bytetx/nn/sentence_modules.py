@@ -1,6 +1,6 @@
 """sentence-transformers' modules.json: how token rows become one vector a text."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.checkpoint.files import MODULES, TRANSFORMERS, module_folder, transformer_folder
+from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
@@ -141,6 +142,24 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """x @ w.T + bias in the weight's dtype, as f32."""
+
+    weight: LinearWeight
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.k
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.n
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight).float()
+
+
+@dataclass(frozen=True, slots=True)
 class LayerNorm:
     weight: torch.Tensor
     bias: torch.Tensor
@@ -159,7 +178,7 @@ class Normalize:
         return F.normalize(x, dim=-1)
 
 
-Module = Dense | LayerNorm | Normalize
+Module = Dense | Projection | LayerNorm | Normalize
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +190,7 @@ class SentenceSpec:
     max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
     follows pooling, in order; `load_modules` reads their weights.
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
-    vector keeps.
+    vector keeps.  multi_vector: of a model that gives a vector for each token.
     """
 
     folder: Path
@@ -186,6 +205,7 @@ class SentenceSpec:
     activation_fn: str | None = None
     splade: SpladeSpec | None = None
     max_active_dims: int | None = None
+    multi_vector: MultiVectorSpec | None = None
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text to put before every input. Raises OptionError for a name that is not known."""
@@ -212,10 +232,14 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
 
     Raises CheckpointError for a module that is not known here: its embeddings would be wrong.
     """
-    path = folder / "modules.json"
+    path, base = folder / "modules.json", transformer_folder(folder)
+    multi_vector = load_multi_vector_spec(folder, base)
+    if multi_vector is not None:
+        config = _model_config(folder) | _transformer_config(base)
+        config["prompts"] = multi_vector.prompts
+        return SentenceSpec(base, multi_vector=multi_vector, **config)
     if not path.is_file():
         return SentenceSpec(folder)
-    base = transformer_folder(folder)
     spec = SentenceSpec(base, **_model_config(folder), **_transformer_config(base))
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     for place, entry in enumerate(entries):
@@ -233,13 +257,17 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
             # Normalize has no files, and hubs drop empty folders.
             has_files = kind != "Normalize"
             module = module_folder(path, entry.get("path")) if has_files else folder
+            if kind == "Dense":
+                _check_dense_input(module)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
     return spec
 
 
-def load_modules(spec: SentenceSpec, *, device: torch.device) -> tuple[Module, ...]:
+def load_modules(
+    modules: Iterable[tuple[str, Path]], *, device: torch.device
+) -> tuple[Module, ...]:
     """What follows pooling, in f32 on the device: vectors are few, and their digits count."""
-    return tuple(_AFTER_POOLING[kind](folder, device) for kind, folder in spec.modules)
+    return tuple(_AFTER_POOLING[kind](folder, device) for kind, folder in modules)
 
 
 def activation_by_name(name: str, *, source: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -298,12 +326,16 @@ def _pooling_config(folder: Path) -> dict[str, Any]:
     return {"pooling": modes, "include_prompt": config.get("include_prompt") is not False}
 
 
+def _check_dense_input(folder: Path) -> None:
+    path = folder / "config.json"
+    source = read_fields(path, _DENSE).get("module_input_name", "sentence_embedding")
+    if source != "sentence_embedding":
+        raise CheckpointError(f"{path}: a Dense of {source!r:.120} is not supported")
+
+
 def _load_dense(folder: Path, device: torch.device) -> Dense:
     path = folder / "config.json"
     config = read_fields(path, _DENSE)
-    source = config.get("module_input_name", "sentence_embedding")
-    if source != "sentence_embedding":
-        raise CheckpointError(f"{path}: a Dense of {source!r:.120} is not supported")
     shape = (config.get("out_features"), config.get("in_features"))
     tensors = _tensors(folder, device)
     has_residual = config.get("use_residual", False)

@@ -21,6 +21,18 @@ _TOKENS_PER_CHARACTER = 0.25  # of English text; only a guess to size the first 
 _MIN_DENSITY, _MAX_DENSITY = 1 / 16, 4.0  # so that no window is much larger than it should be
 
 
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Copies of a token behind an input that has fewer than `length` tokens.
+
+    is_seen: whether the input's own tokens see them.
+    """
+
+    token_id: int
+    length: int
+    is_seen: bool
+
+
 @dataclass(slots=True)
 class InputReader:
     """Turns windows of inputs into requests. Threads may share one that has read the first window.
@@ -28,7 +40,8 @@ class InputReader:
     prompt: put before every string; token ids get none.  truncate: cut what is too long instead of
     failing it.  with_alignment: keep offsets and words of each token.  keeps_errors: a bad input
     becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
-    tokenizer's mask token is a bad input.
+    tokenizer's mask token is a bad input.  max_tokens: of token ids, where that is fewer than the
+    model takes.  expansion: tokens that are appended to each input.
     """
 
     spec: ModelSpec
@@ -38,6 +51,8 @@ class InputReader:
     with_alignment: bool = False
     keeps_errors: bool = False
     needs_mask: bool = False
+    max_tokens: int | None = None
+    expansion: Expansion | None = None
     _prompt_tokens: int | None = None
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
@@ -67,6 +82,8 @@ class InputReader:
         if ids:
             pieces.append(self._read_ids(ids, errors))
         requests = _in_order(pieces)
+        if self.expansion is not None:
+            requests = _expanded(requests, self.expansion)
         if self.needs_mask:
             self._check_masks(requests, errors)
         if not errors:
@@ -156,7 +173,7 @@ class InputReader:
     def _read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""
         columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
-        limit = self.spec.max_positions
+        limit = min(self.spec.max_positions, self.max_tokens or self.spec.max_positions)
         is_long = columns.seqlens > limit
         requests = Requests(columns.indices, columns.seqlens, columns.token_ids, is_long)
         self._check_range(requests, errors)
@@ -281,6 +298,21 @@ def _alignment(encoding: tokenizers.Encoding, text: Text) -> Alignment:
 def _no_requests() -> Requests:
     int32 = np.empty(0, dtype=np.int32)
     return Requests(np.empty(0, dtype=np.int64), int32, int32, np.empty(0, dtype=bool))
+
+
+def _expanded(requests: Requests, expansion: Expansion) -> Requests:
+    """The requests with the expansion's tokens; a text without any token gets none."""
+    seqlens = requests.seqlens
+    missing = np.where(seqlens > 0, np.maximum(expansion.length - seqlens, 0), 0).astype(np.int32)
+    places = np.repeat(requests.cu_seqlens[1:], missing)
+    types = requests.token_type_ids
+    return replace(
+        requests,
+        seqlens=seqlens + missing,
+        token_ids=np.insert(requests.token_ids, places, np.int32(expansion.token_id)),
+        token_type_ids=None if types is None else np.insert(types, places, np.int32(0)),
+        unseen_tokens=None if expansion.is_seen else missing,
+    )
 
 
 def _in_order(pieces: Sequence[Requests]) -> Requests:

@@ -39,6 +39,15 @@ class SparseOptions(TextOptions, total=False):
     max_active_dims: int | None
 
 
+class TokenOptions(TextOptions, total=False):
+    task: Literal["query", "document"]
+    prompt: str | None
+    prompt_name: str | None
+    normalize: bool | None
+    precision: Precision
+    ranges: npt.ArrayLike | None
+
+
 class ClassifyOptions(TextOptions, total=False):
     top_k: int | None
     raw_scores: bool

@@ -78,6 +78,49 @@ class SparseEmbeddings:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class TokenEmbeddings:
+    """Vectors of the tokens of all texts, packed in the caller's order.
+
+    Text i has vectors[cu_seqlens[i]:cu_seqlens[i + 1]].
+    vectors: [total_vectors, dimensions], f32 or in the precision asked for.
+    cu_seqlens: int64 [num_texts + 1].
+    errors: InputError of each text that failed, by its index; it has no vectors.
+    """
+
+    vectors: np.ndarray
+    cu_seqlens: np.ndarray
+    stats: RunStats
+    errors: Mapping[int, InputError] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """The number of texts."""
+        return len(self.cu_seqlens) - 1
+
+    def __getitem__(self, index: SupportsIndex) -> np.ndarray:
+        """The vectors of one text: [num_vectors, dimensions]."""
+        text = range(len(self))[index]
+        return self.vectors[int(self.cu_seqlens[text]) : int(self.cu_seqlens[text + 1])]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[text] for text in range(len(self)))
+
+
+def join_tokens(
+    matrices: Sequence[np.ndarray | InputError], *, empty: np.ndarray, stats: RunStats
+) -> TokenEmbeddings:
+    """All matrices behind one another.  empty: of no vectors, with their size and dtype."""
+    rows = [empty if isinstance(matrix, InputError) else matrix for matrix in matrices]
+    cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=cu_seqlens[1:])
+    return TokenEmbeddings(
+        np.concatenate([empty, *rows]),
+        cu_seqlens,
+        stats,
+        {i: matrix for i, matrix in enumerate(matrices) if isinstance(matrix, InputError)},
+    )
+
+
 def join_sparse(
     vectors: Sequence[SparseVector | InputError], *, size: int, stats: RunStats
 ) -> SparseEmbeddings:
