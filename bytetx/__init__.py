@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
     from bytetx.sampling_params import SamplingParams
+    from bytetx.tasks.search import maxsim, semantic_search, similarity
 
 __version__ = "0.1.0"
 
@@ -17,7 +18,10 @@ __all__ = [
     "SamplingParams",
     "__version__",
     "load",
+    "maxsim",
     "pack",
+    "semantic_search",
+    "similarity",
     "unwrap",
     "wrap",
 ]
@@ -28,7 +32,10 @@ _HOMES = {
     "PackedBatch": "bytetx.packed",
     "SamplingParams": "bytetx.sampling_params",
     "load": "bytetx.model",
+    "maxsim": "bytetx.tasks.search",
     "pack": "bytetx.packed",
+    "semantic_search": "bytetx.tasks.search",
+    "similarity": "bytetx.tasks.search",
     "unwrap": "bytetx.hf",
     "wrap": "bytetx.hf",
 }

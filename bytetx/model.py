@@ -59,6 +59,7 @@ from bytetx.tasks.precision import Precision, make_quantizer, needs_ranges, quan
 from bytetx.tasks.progress import num_texts
 from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
+from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.tag import AGGREGATIONS, TagTask
 
 if TYPE_CHECKING:
@@ -530,6 +531,24 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         return self._results(
             texts, task, reader, stream=stream, title="hidden_states", show_progress=show_progress
         )
+
+    def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
+        """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.
+
+        A checkpoint that names none: cosine; dot where it is a sparse encoder, and maxsim where it
+        is a multi-vector model.
+        """
+        return similarity(a, b, function=self.similarity_function)
+
+    @property
+    def similarity_function(self) -> Similarity:
+        """One of bytetx.tasks.search.SIMILARITIES, for bytetx.similarity and semantic_search."""
+        sentence = self.checkpoint.sentence
+        if sentence.multi_vector is not None:
+            return "meanmaxsim" if sentence.multi_vector.mean else "maxsim"
+        if sentence.similarity is not None:
+            return sentence.similarity
+        return "cosine" if sentence.splade is None else "dot"
 
     def info(self) -> dict[str, Any]:
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import assert_type
 
 import numpy as np
+import torch
 from torch import nn
 
 import bytetx
@@ -21,7 +22,8 @@ from bytetx.tasks.results import (
     Results,
     Stream,
 )
-from bytetx.tasks.vectors import SparseEmbeddings, SparseVector
+from bytetx.tasks.search import Match
+from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, TokenEmbeddings
 
 
 def read_texts() -> Iterator[str]:
@@ -39,6 +41,10 @@ def embeds(model: bytetx.Model) -> None:
     assert_type(model.embed_sparse(["a"], max_active_dims=8), SparseEmbeddings)
     for sparse in model.embed_sparse(["a"], stream=True):
         assert_type(sparse, SparseVector)
+    tokens = model.embed_tokens(["a"], task="query")
+    assert_type(tokens, TokenEmbeddings)
+    assert_type(bytetx.maxsim(tokens, list(tokens)), torch.Tensor)
+    assert_type(bytetx.semantic_search(model.embed(["a"]), np.ones((2, 8)))[0], list[Match])
     stream = model.embed(["a"], stream=True, on_error="return")
     assert_type(stream, Stream[np.ndarray | InputError])
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional as F
@@ -88,12 +88,22 @@ _TRANSFORMER_CONFIGS = (
 )
 
 
+VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+# By the names in config files; others, as of functions of the user's own, count as none.
+_SIMILARITIES: dict[str, VectorSimilarity] = {
+    "cosine": "cosine",
+    "dot": "dot",
+    "euclidean": "euclidean",
+    "manhattan": "manhattan",
+}
+
 # What is read of each file, and what it must be.
 _MODEL = {
     "prompts": table_of(TEXT),
     "default_prompt_name": TEXT,
     "activation_fn": TEXT,
     "max_active_dims": integer(1),
+    "similarity_fn_name": TEXT,
 }
 _TRANSFORMER = {"max_seq_length": integer(1), "do_lower_case": FLAG}
 _POOLING = {
@@ -191,6 +201,7 @@ class SentenceSpec:
     follows pooling, in order; `load_modules` reads their weights.
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
     vector keeps.  multi_vector: of a model that gives a vector for each token.
+    similarity: the function that compares vectors, where the checkpoint names one.
     """
 
     folder: Path
@@ -206,6 +217,7 @@ class SentenceSpec:
     splade: SpladeSpec | None = None
     max_active_dims: int | None = None
     multi_vector: MultiVectorSpec | None = None
+    similarity: VectorSimilarity | None = None
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text to put before every input. Raises OptionError for a name that is not known."""
@@ -289,6 +301,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
         "default_prompt_name": config.get("default_prompt_name"),
         "activation_fn": config.get("activation_fn"),
         "max_active_dims": config.get("max_active_dims"),
+        "similarity": _SIMILARITIES.get(config.get("similarity_fn_name", "")),
     }
 
 

@@ -1,0 +1,397 @@
+"""Scores between vectors, and the best of a corpus for each query, block by block."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional as F
+
+from bytetx.arguments import check_top_k
+from bytetx.errors import OptionError
+from bytetx.ops.pooling import pool
+from bytetx.tasks.results import Embeddings
+from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
+
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim"]
+Matrix = npt.NDArray[np.floating] | torch.Tensor
+# A matrix with a row for each text, or packed rows of tokens with the bounds of each text.
+Vectors = Matrix | Embeddings | SparseEmbeddings
+Packed = TokenEmbeddings | tuple[Matrix, npt.ArrayLike | torch.Tensor] | Sequence[Matrix]
+
+SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan", "maxsim", "meanmaxsim")
+_OF_TOKENS = ("maxsim", "meanmaxsim")
+
+# Scores of rows that are held at once: 1024 queries by 16 384 rows of a corpus are 64 MiB.
+_QUERY_ROWS, _CORPUS_ROWS = 1024, 16384
+# A block of sparse queries is dense: 128 MiB are 1099 rows of BERT's vocabulary.
+_DENSE_BYTES = 1 << 27
+# Products of token vectors that are held at once, _QUERY_TOKENS by so many document tokens. They
+# fit a GPU's cache until their maximum is taken; on two cores, 32 queries of 32 tokens against 3000
+# documents take 2.1 s so, 3.3 s with 8 MiB and 7 s with 1 MiB.
+_PRODUCT_BYTES = {"cpu": 1 << 25, "cuda": 1 << 25}
+_QUERY_TOKENS = 512
+_CORPUS_TOKENS = 1 << 18
+# Of a document without a vector: below every other, as sentence-transformers has it.
+_NO_VECTORS_SCORE = -1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A row of the corpus and its score for a query."""
+
+    index: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResults:
+    """The best rows of a corpus for each query, best first.
+
+    indices: int64 [num_queries, k].  scores: f32 [num_queries, k].
+    """
+
+    indices: np.ndarray
+    scores: np.ndarray
+
+    def __len__(self) -> int:
+        """The number of queries."""
+        return len(self.indices)
+
+    def __getitem__(self, query: int) -> list[Match]:
+        pairs = zip(self.indices[query].tolist(), self.scores[query].tolist(), strict=True)
+        return [Match(index, score) for index, score in pairs]
+
+    def __iter__(self) -> Iterator[list[Match]]:
+        return (self[query] for query in range(len(self)))
+
+
+def similarity(
+    a: Vectors | Packed,
+    b: Vectors | Packed,
+    *,
+    function: Similarity = "cosine",
+    device: str | torch.device | None = None,
+) -> torch.Tensor:
+    """The score of every row of a with every row of b.
+
+    a, b: [n, dimensions] each, float arrays, tensors, Embeddings or SparseEmbeddings.
+    function: cosine, dot, or the negative distance that euclidean and manhattan name; maxsim and
+    meanmaxsim take vectors of tokens, as bytetx.maxsim does.
+    device: where the scores are computed; None is b's.
+    Returns f32 [len(a), len(b)] on b's device. Raises OptionError for what does not fit together.
+    """
+    queries, corpus, place = _collections(a, b, function, device)
+    out = torch.empty((len(queries), len(corpus)), device=corpus.device)
+    for rows, columns, scores in _score_blocks(queries, corpus, function, place):
+        out[rows, columns] = scores.to(out.device)
+    return out
+
+
+def maxsim(
+    queries: Packed,
+    documents: Packed,
+    *,
+    mean: bool = False,
+    device: str | torch.device | None = None,
+) -> torch.Tensor:
+    """For each query and document: the sum over the query's vectors of the largest dot product.
+
+    queries, documents: TokenEmbeddings, a list of matrices [num_vectors, dimensions], or a pair of
+    packed vectors [total_vectors, dimensions] and cu_seqlens [n + 1].  mean: divide by the number
+    of the query's vectors.  device: where the scores are computed; None is that of the documents.
+    A document without vectors has the score -1e9, a query without them 0. Half types multiply in
+    f32 on a CPU, and on a GPU as they are with f32 sums.
+    Returns f32 [num_queries, num_documents] on the documents' device; no padded tensor is made.
+    Source: ColBERT (arXiv 2004.12832), section 3.2.
+    """
+    function: Similarity = "meanmaxsim" if mean else "maxsim"
+    return similarity(queries, documents, function=function, device=device)
+
+
+def semantic_search(
+    queries: Vectors | Packed,
+    corpus: Vectors | Packed,
+    *,
+    top_k: int = 10,
+    function: Similarity = "cosine",
+    device: str | torch.device | None = None,
+) -> SearchResults:
+    """The top_k rows of the corpus for each query, best first.
+
+    The arguments are those of `similarity`. Only the scores of a block of queries with a block of
+    the corpus exist at any time. A row of NaN, as of a text that failed, comes last.
+    """
+    check_top_k(top_k, may_be_none=False)
+    given, rows, place = _collections(queries, corpus, function, device)
+    k = min(top_k, len(rows))
+    best = torch.full((len(given), k), -torch.inf, device=place)
+    indices = torch.zeros((len(given), k), dtype=torch.int64, device=place)
+    for some, columns, scores in _score_blocks(given, rows, function, place):
+        found = min(columns.start, k)  # so many of each query are there
+        scores = scores.nan_to_num(nan=-torch.inf)
+        values, places = scores.topk(min(k, scores.shape[1]), dim=1)
+        values = torch.cat([best[some, :found], values], dim=1)
+        both = torch.cat([indices[some, :found], places + columns.start], dim=1)
+        values, chosen = values.topk(min(k, values.shape[1]), dim=1)
+        best[some, : values.shape[1]] = values
+        indices[some, : values.shape[1]] = both.gather(1, chosen)
+    return SearchResults(indices.cpu().numpy(), best.cpu().numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class _Dense:
+    x: torch.Tensor  # [n, dimensions]
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def size(self) -> int:
+        return self.x.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def blocks(self, *, is_query: bool) -> Iterator[slice]:
+        return _cuts(len(self), _QUERY_ROWS if is_query else _CORPUS_ROWS)
+
+    def take(self, rows: slice, device: torch.device) -> torch.Tensor:
+        return self.x[rows].to(device).float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Sparse:
+    x: SparseEmbeddings
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def size(self) -> int:
+        return self.x.size
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def blocks(self, *, is_query: bool) -> Iterator[slice]:
+        dense_rows = max(1, min(_QUERY_ROWS, _DENSE_BYTES // (4 * self.size)))
+        return _cuts(len(self), dense_rows if is_query else _CORPUS_ROWS)
+
+    def take(self, rows: slice, device: torch.device) -> torch.Tensor:
+        """Sparse CSR [n, size]."""
+        indptr = self.x.indptr[rows.start : rows.stop + 1]
+        some = slice(int(indptr[0]), int(indptr[-1]))
+        return torch.sparse_csr_tensor(
+            torch.from_numpy(indptr - indptr[0]),
+            torch.from_numpy(self.x.indices[some].astype(np.int64)),
+            torch.from_numpy(self.x.values[some].copy()),
+            size=(rows.stop - rows.start, self.size),
+            device=device,
+            check_invariants=False,  # they hold
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Packed rows of tokens. cu_seqlens: int64 [n + 1], on the host."""
+
+    x: torch.Tensor  # [total_vectors, dimensions]
+    cu_seqlens: np.ndarray
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.device
+
+    @property
+    def size(self) -> int:
+        return self.x.shape[1]
+
+    def __len__(self) -> int:
+        return len(self.cu_seqlens) - 1
+
+    def blocks(self, *, is_query: bool) -> Iterator[slice]:
+        return self.cuts(_QUERY_TOKENS if is_query else _CORPUS_TOKENS)
+
+    def cuts(self, num_tokens: int) -> Iterator[slice]:
+        """Texts of at most so many tokens; one of more is alone."""
+        start = 0
+        while start < len(self):
+            limit = self.cu_seqlens[start] + num_tokens
+            stop = int(np.searchsorted(self.cu_seqlens, limit, side="right")) - 1
+            yield slice(start, start := min(max(stop, start + 1), len(self)))
+
+    def take(self, texts: slice, device: torch.device) -> "_Tokens":
+        bounds = self.cu_seqlens[texts.start : texts.stop + 1]
+        return _Tokens(self.x[int(bounds[0]) : int(bounds[-1])].to(device), bounds - bounds[0])
+
+
+def _cuts(num_rows: int, step: int) -> Iterator[slice]:
+    return (slice(row, min(row + step, num_rows)) for row in range(0, num_rows, step))
+
+
+def _collections(
+    a: Vectors | Packed, b: Vectors | Packed, function: str, device: str | torch.device | None
+) -> tuple["_Dense | _Sparse | _Tokens", "_Dense | _Sparse | _Tokens", torch.device]:
+    """Both sides, and the device of the scores."""
+    if function not in SIMILARITIES:
+        known = ", ".join(SIMILARITIES)
+        raise OptionError(f"function must be one of {known}, got {function!r}")
+    make = _tokens if function in _OF_TOKENS else _rows
+    left, right = make("the first vectors", a), make("the second vectors", b)
+    if left.size != right.size and len(left) and len(right):
+        raise OptionError(f"both sides need vectors of one size, got {left.size} and {right.size}")
+    if isinstance(left, _Sparse) != isinstance(right, _Sparse):
+        raise OptionError("sparse vectors are compared with sparse ones; one side is dense")
+    if isinstance(left, _Sparse) and function == "manhattan":
+        raise OptionError("function manhattan is not for sparse vectors; use dot or cosine")
+    return left, right, right.device if device is None else torch.device(device)
+
+
+def _rows(name: str, given: object) -> "_Dense | _Sparse":
+    if isinstance(given, SparseEmbeddings):
+        return _Sparse(given)
+    if isinstance(given, TokenEmbeddings):
+        raise OptionError(f"{name} are of tokens; use function maxsim, or bytetx.maxsim")
+    x = _tensor(name, given.vectors if isinstance(given, Embeddings) else given)
+    x = x[None] if x.dim() == 1 else x
+    if x.dim() != 2:
+        raise OptionError(f"{name} must be [n, dimensions], got shape {tuple(x.shape)}")
+    return _Dense(x)
+
+
+def _tokens(name: str, given: object) -> _Tokens:
+    if isinstance(given, TokenEmbeddings):
+        return _Tokens(_tensor(name, given.vectors), given.cu_seqlens)
+    if isinstance(given, tuple) and len(given) == 2 and np.ndim(given[1]) == 1:
+        x = _tensor(name, given[0])
+        bounds = given[1].cpu() if isinstance(given[1], torch.Tensor) else given[1]
+        cu_seqlens = np.asarray(bounds, dtype=np.int64)
+        is_whole = len(cu_seqlens) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(x)
+        if x.dim() != 2 or not is_whole or (np.diff(cu_seqlens) < 0).any():
+            raise OptionError(
+                f"{name}: cu_seqlens must rise from 0 to the rows of [total_vectors, dimensions], "
+                f"got {cu_seqlens[:1]} to {cu_seqlens[-1:]} for shape {tuple(x.shape)}"
+            )
+        return _Tokens(x, cu_seqlens)
+    if not isinstance(given, Sequence):
+        raise OptionError(
+            f"{name} must be TokenEmbeddings, a list of matrices, or (vectors, cu_seqlens), got "
+            f"{type(given).__name__}"
+        )
+    matrices = [_tensor(name, matrix) for matrix in given]
+    sizes = {matrix.shape[1:] for matrix in matrices}
+    if len(sizes) > 1 or any(matrix.dim() != 2 for matrix in matrices):
+        raise OptionError(f"{name} must be matrices [num_vectors, dimensions] of one size")
+    cu_seqlens = np.cumsum([0, *map(len, matrices)], dtype=np.int64)
+    return _Tokens(torch.cat(matrices) if matrices else torch.empty((0, 0)), cu_seqlens)
+
+
+def _tensor(name: str, given: object) -> torch.Tensor:
+    if isinstance(given, np.ndarray):
+        given = torch.from_numpy(np.ascontiguousarray(given))
+    elif isinstance(given, list | tuple):
+        given = torch.from_numpy(np.asarray(given, dtype=np.float32))
+    if not isinstance(given, torch.Tensor) or not given.is_floating_point():
+        kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
+        raise OptionError(f"{name} must be floating numbers, got {kind}")
+    return given
+
+
+@torch.inference_mode()
+def _score_blocks(
+    queries: "_Dense | _Sparse | _Tokens",
+    corpus: "_Dense | _Sparse | _Tokens",
+    function: str,
+    device: torch.device,
+) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """(queries, rows of the corpus, their scores f32), each row of the corpus read once."""
+    if isinstance(queries, _Tokens) and isinstance(corpus, _Tokens):
+        for columns in corpus.blocks(is_query=False):
+            documents = corpus.take(columns, device)
+            for rows in queries.blocks(is_query=True):
+                block = queries.take(rows, device)
+                yield rows, columns, _maxsim(block, documents, is_mean=function == "meanmaxsim")
+        return
+    assert not isinstance(queries, _Tokens) and not isinstance(corpus, _Tokens)
+    for columns in corpus.blocks(is_query=False):
+        b = _prepared(corpus.take(columns, device), function)
+        for rows in queries.blocks(is_query=True):
+            a = _prepared(queries.take(rows, device), function)
+            yield rows, columns, _scores(a, b, function)
+
+
+def _prepared(x: torch.Tensor, function: str) -> torch.Tensor:
+    """Of unit length for cosine."""
+    if function != "cosine":
+        return x
+    if x.layout is not torch.sparse_csr:
+        return F.normalize(x, dim=1)
+    norms = _squares(x).sqrt().clamp(min=1e-12).repeat_interleave(x.crow_indices().diff())
+    return torch.sparse_csr_tensor(
+        x.crow_indices(), x.col_indices(), x.values() / norms, size=x.shape, check_invariants=False
+    )
+
+
+def _squares(x: torch.Tensor) -> torch.Tensor:
+    """The square of each sparse row's length."""
+    row = torch.repeat_interleave(
+        torch.arange(x.shape[0], device=x.device), x.crow_indices().diff()
+    )
+    return x.values().new_zeros(x.shape[0]).index_add_(0, row, x.values().square())
+
+
+def _scores(a: torch.Tensor, b: torch.Tensor, function: str) -> torch.Tensor:
+    if b.layout is torch.sparse_csr:
+        products = (b @ a.to_dense().T).T
+        if function != "euclidean":
+            return products
+        squares = _squares(a)[:, None] + _squares(b)[None] - 2 * products
+        return -squares.clamp(min=0).sqrt()
+    if function in ("cosine", "dot"):
+        return a @ b.T
+    return -torch.cdist(a, b, p=2.0 if function == "euclidean" else 1.0)
+
+
+def _maxsim(queries: _Tokens, documents: _Tokens, *, is_mean: bool) -> torch.Tensor:
+    """f32 [num_queries, num_documents] of one block of queries."""
+    device, seqlens = documents.device, np.diff(queries.cu_seqlens)
+    out = torch.empty((len(queries), len(documents)), device=device)
+    query_vectors = _operand(queries.x)
+    num_tokens = max(1, _PRODUCT_BYTES[device.type] // (4 * max(1, len(query_vectors))))
+    for some in documents.cuts(num_tokens):
+        block = documents.take(some, device)
+        products = _products(_operand(block.x), query_vectors)  # [document tokens, query tokens]
+        cu_seqlens = torch.from_numpy(block.cu_seqlens.astype(np.int32)).to(device)
+        longest = int(np.diff(block.cu_seqlens).max(initial=0))
+        best = pool(products, cu_seqlens, mode="max", max_seqlen=longest)
+        out[:, some] = _sums(best.T, seqlens)
+    is_empty = torch.from_numpy(np.diff(documents.cu_seqlens) == 0).to(device)
+    if is_mean:
+        out /= torch.from_numpy(np.maximum(seqlens, 1)).to(device)[:, None]
+    return out.masked_fill_(is_empty, _NO_VECTORS_SCORE)
+
+
+def _operand(x: torch.Tensor) -> torch.Tensor:
+    return x if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) else x.float()
+
+
+def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b.T in f32."""
+    if a.dtype == b.dtype == torch.float32:
+        return a @ b.T
+    if a.dtype == b.dtype:
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    return a.float() @ b.float().T
+
+
+def _sums(x: torch.Tensor, seqlens: np.ndarray) -> torch.Tensor:
+    """Of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
+    if len(seqlens) and (seqlens == seqlens[0]).all():
+        return x.reshape(len(seqlens), int(seqlens[0]), -1).sum(dim=1)
+    lengths = torch.from_numpy(seqlens).to(x.device)
+    return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, axis=0, unsafe=True)
