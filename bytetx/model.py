@@ -36,6 +36,7 @@ from bytetx.ops.pooling import POOLING_MODES
 from bytetx.runtime.forking import computing
 from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
+from bytetx.tasks.embed_all import AllEmbeddings, EmbedAllTask, join_all
 from bytetx.tasks.embed_sparse import SparseMixin
 from bytetx.tasks.embed_tokens import TokenVectorMixin
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
@@ -265,6 +266,47 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         if needs_ranges(task.quantizer):
             vectors = quantize_all(vectors, precision, failed=sorted(buffer.errors))
         return Embeddings(vectors, counter.stats(), buffer.errors)
+
+    def embed_all(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        show_progress: bool = False,
+    ) -> AllEmbeddings:
+        """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
+
+        Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
+        Raises InputError where the checkpoint does not give all three.
+        """
+        if self.checkpoint.sentence.multi_vector is not None:
+            raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
+        dense = self._embed_task()
+        sparse = self._sparse_task(None)
+        token_size, tokens = self._token_task("document", None)
+        if prompt is not None:
+            check_text("prompt", prompt)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        results = self._results(
+            texts,
+            EmbedAllTask(dense, sparse, tokens),
+            reader,
+            stream=False,
+            title="embed_all",
+            show_progress=show_progress,
+        )
+        assert isinstance(results, Results)  # no stream was asked for
+        return join_all(
+            results,
+            dense_size=output_size(self.spec.output_size, dense.pooling, dense.modules),
+            token_size=token_size,
+            vocab_size=self.spec.vocab_size,
+            stats=results.stats,
+        )
 
     @overload
     def classify(
@@ -558,11 +600,11 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
     def _embed_task(
         self,
         *,
-        dimensions: int | None,
-        pooling: str | Sequence[str] | None,
-        normalize: bool | None,
-        precision: str,
-        ranges: npt.ArrayLike | None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: str = "float32",
+        ranges: npt.ArrayLike | None = None,
     ) -> EmbedTask:
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
         modes = sentence.pooling

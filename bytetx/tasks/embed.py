@@ -38,9 +38,12 @@ class EmbedTask:
         precision = None if self.quantizer is None else self.quantizer.key
         return Capture(("embed", modules, *options, precision), rows="sequences")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        hidden_states = transformer.forward(step.batch)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """[batch_size, dimensions] from the last hidden states."""
         modules = self._all_modules()
         # The pooling kernel also normalises; torch would read the rows three more times.
         is_normalized = (

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_positive, check_text
-from bytetx.encode.step import Capture, Step
-from bytetx.encode.step import Task as OnePassTask
+from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.splade import SpladeSpec, splade
@@ -136,7 +135,7 @@ class SparseMixin(OnePass):
         `errors`.
         Raises InputError where the checkpoint gives no sparse vectors.
         """
-        task = self._sparse_task(max_active_dims)
+        task: Task[SparseVector] = self._sparse_task(max_active_dims)
         reader = self._reader(truncate=truncate, on_error=on_error)
         if prompt is not None:
             check_text("prompt", prompt)
@@ -149,7 +148,7 @@ class SparseMixin(OnePass):
         assert isinstance(results, Results)
         return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
 
-    def _sparse_task(self, max_active_dims: int | None) -> OnePassTask[SparseVector]:
+    def _sparse_task(self, max_active_dims: int | None) -> SpladeTask | TokenWeightTask:
         if max_active_dims is not None:
             check_positive("max_active_dims", max_active_dims)
         sentence = self.checkpoint.sentence

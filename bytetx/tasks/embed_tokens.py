@@ -141,7 +141,12 @@ class TokenVectorMixin(OnePass):
         return join_tokens(results, empty=empty, stats=results.stats)
 
     def _token_task(
-        self, task: str, normalize: bool | None, *, precision: str, ranges: npt.ArrayLike | None
+        self,
+        task: str,
+        normalize: bool | None,
+        *,
+        precision: str = "float32",
+        ranges: npt.ArrayLike | None = None,
     ) -> tuple[int, TokenVectorTask]:
         """(numbers of a vector, the task)"""
         checkpoint = self.checkpoint

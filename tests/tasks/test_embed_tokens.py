@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import SENTENCES, edit_json, save_checkpoint, texts
+from checkpoints import SENTENCES, edit_json, save_checkpoint, save_sentence_model, texts
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.util import quantize_embeddings
 from tiny import one_thread, randomize  # noqa: F401  (autouse)
 from torch import nn
@@ -278,3 +279,35 @@ def test_m3(tmp_path: Path) -> None:
         projected = torch.from_numpy(states[0][1:]) @ layer["weight"].T + layer["bias"]
         wanted.append(nn.functional.normalize(projected, dim=-1).numpy())
     assert_same(model.embed_tokens(given), wanted)
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_all_three_kinds_of_m3_from_one_pass(suffix: str, tmp_path: Path) -> None:
+    folder = save_sentence_model(tmp_path, [Pooling(48, "cls"), Normalize()], family="xlm-roberta")
+    for name, rows in (("sparse_linear", 1), ("colbert_linear", 20)):
+        layer = {"weight": torch.randn(rows, 48), "bias": torch.randn(rows)}
+        save = torch.save if suffix == ".pt" else save_file
+        save(layer, folder / f"{name}{suffix}")
+    model = bytetx.load(folder)
+    given = [*SENTENCES[6:], *texts(30, max_words=3), TOO_LONG]
+    passes = []
+    run = model.transformer.forward
+    model.transformer.forward = lambda *a, **k: passes.append(a[0].total_tokens) or run(*a, **k)
+    got = model.embed_all(given, on_error="return")
+    assert sum(passes) == got.stats.num_tokens  # no token runs twice
+    np.testing.assert_array_equal(got.dense.vectors, model.embed(given, on_error="return").vectors)
+    sparse = model.embed_sparse(given, on_error="return")
+    for name in ("indices", "values", "indptr"):
+        np.testing.assert_array_equal(getattr(got.sparse, name), getattr(sparse, name))
+    tokens = model.embed_tokens(given, on_error="return")
+    np.testing.assert_array_equal(got.tokens.vectors, tokens.vectors)
+    np.testing.assert_array_equal(got.tokens.cu_seqlens, tokens.cu_seqlens)
+    last = len(given) - 1
+    assert list(got.errors) == [last] == list(got.dense.errors) == list(got.tokens.errors)
+
+
+def test_what_gives_not_all_three_kinds(model: bytetx.Model, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="use embed_tokens with this model"):
+        model.embed_all(["a"])
+    with pytest.raises(InputError, match="gives no sparse vectors"):
+        bytetx.load(save_checkpoint(tmp_path)).embed_all(["a"])
