@@ -39,7 +39,8 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_prior_kernel();
     const int peer = static_cast<int>(threadIdx.x);
     const uint32_t epoch = comm::load_acquire(p.epochs + comm::kCopyEpoch);
-    if (sources >> peer & 1) comm::wait_for(p, peer, p.flags[p.rank] + comm::kArrived + peer, epoch);
+    if (sources >> peer & 1)
+        comm::wait_for(p, peer, p.flags[p.rank] + comm::kArrived + peer, epoch);
 }
 
 template <typename... Arguments>

@@ -35,8 +35,8 @@ GatherParams make_gather_params(const AllGatherGemmParams& o) {
     for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
     constexpr int kRows = C::kTileM * C::kClusterCtas;
     // The first rows of tiles that have no rows of the rank before.
-    p.gemm.bands = {static_cast<int>((first + kRows - 1) / kRows) % p.gemm.tiles_m,
-                    band_rows(p.gemm.tiles_m, peers.size)};
+    p.gemm.raster = {static_cast<int>((first + kRows - 1) / kRows) % p.gemm.tiles_m,
+                     raster_rows(p.gemm.tiles_m, peers.size)};
     const bool is_cut_last = last % C::kTileM != 0 && last < o.linear.m;
     p.sends_to_self = last > first && (first % C::kTileM != 0 || is_cut_last);
     return p;

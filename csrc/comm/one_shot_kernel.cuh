@@ -79,7 +79,7 @@ __device__ __forceinline__ float* sums_of(Smem<C>& s, int token) {
 }
 
 template <typename C>
-__device__ __forceinline__ void store_transposed(Smem<C>& s, const typename C::Sums& sums) {
+__device__ __forceinline__ void store_transposed(Smem<C>& s, const typename C::Accumulators& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
 #pragma unroll
@@ -185,7 +185,7 @@ __device__ __forceinline__ void send_part(const OneShotParams& p, Smem<C>& s, ui
 // Puts this CTA's share of the sums into shared memory.
 template <typename C>
 __device__ __forceinline__ void sum_share(Smem<C>& s, Share share) {
-    typename C::Sums sums;
+    typename C::Accumulators sums;
 #pragma unroll
     for (int i = 0; i < cute::size(sums); ++i) sums(i) = 0.0f;
     RingIndex<C::kStages> ring;

@@ -19,8 +19,8 @@ struct ScatterAddParams : ScatterParams {
     int first_adding, num_adding;  // rows of cluster tiles whose tiles add parts
 };
 
-// Bands of all other rows of cluster tiles, from the one after this rank's on, then of those that
-// add parts.
+// RasterOrder of all other rows of cluster tiles, from the one after this rank's on, then of those
+// that add parts.
 template <typename C>
 struct FusedReduceSchedule : Schedule<C> {
     const ScatterAddParams& all;
@@ -32,11 +32,11 @@ struct FusedReduceSchedule : Schedule<C> {
         const int num_others = p.tiles_m - all.num_adding;
         const bool is_adding = adds(tile);
         if (is_adding) tile -= num_others * p.tiles_n;
-        const int whole = p.bands.rows * p.tiles_n;
+        const int whole = p.raster.rows * p.tiles_n;
         const int band = tile / whole, within = tile % whole;
         const int rows = is_adding ? all.num_adding : num_others;
-        const int height = min(p.bands.rows, rows - band * p.bands.rows);
-        int row = band * p.bands.rows + within % height + all.first_adding;
+        const int height = min(p.raster.rows, rows - band * p.raster.rows);
+        int row = band * p.raster.rows + within % height + all.first_adding;
         if (!is_adding) row += all.num_adding;
         if (row >= p.tiles_m) row -= p.tiles_m;
         return {row, within / height};
@@ -61,15 +61,15 @@ struct FusedReduceEpilogue : ScatterEpilogue<C> {
         return row >= 0 && row < params.num_adding;
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void load(Accumulators& sums) const {
 #pragma unroll
-        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
         if (adds() && this->p.bias != nullptr) this->add_bias(sums);
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(Accumulators& sums) const {
         if (!adds()) return Scatter::store(sums);
         const int count = params.peers.size;
 #pragma unroll 1

@@ -33,10 +33,10 @@ struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
     const ScatterParams& all;
 
     // The partial sums alone: bias and residual belong to the sum over ranks.
-    template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void load(Accumulators& sums) const {
 #pragma unroll
-        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
         if (this->p.residual != nullptr) this->add_residual(sums);
     }
 
@@ -59,8 +59,8 @@ struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(const Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(const Accumulators& sums) const {
         // Read here, not kept in a register through the products.
         const uint32_t epoch = comm::this_epoch(all.peers, comm::kSumEpoch);
 #pragma unroll

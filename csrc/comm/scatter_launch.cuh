@@ -16,8 +16,8 @@ ScatterParams make_scatter_params(const GemmSumParams& o, bool to_all_ranks) {
     p.peers = comm::make_peers(peers);
     for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
     const int next = peers.rank + 1 < peers.size ? p.offsets[peers.rank + 1] : 0;
-    p.gemm.bands = {next / kRows % p.gemm.tiles_m, band_rows(p.gemm.tiles_m, peers.size)};
-    if (to_all_ranks) p.gemm.bands = {0, band_rows(p.gemm.tiles_m, 1)};
+    p.gemm.raster = {next / kRows % p.gemm.tiles_m, raster_rows(p.gemm.tiles_m, peers.size)};
+    if (to_all_ranks) p.gemm.raster = {0, raster_rows(p.gemm.tiles_m, 1)};
     p.to_all_ranks = to_all_ranks;
     return p;
 }
@@ -85,7 +85,7 @@ void launch_scatter_add(const GemmSumParams& o, cudaStream_t stream) {
     p.first_adding = (own + kRows - 1) / kRows;
     const int last_adding = end == p.gemm.m ? p.gemm.tiles_m : end / kRows;
     p.num_adding = std::max(0, last_adding - p.first_adding);
-    if (p.num_adding == 0) p.first_adding = p.gemm.bands.first;
+    if (p.num_adding == 0) p.first_adding = p.gemm.raster.first;
     launch_scatter_kernel<C>(gemm_scatter_add_kernel<C>, sizeof(ResidualSmem<C>), p, stream);
     comm::SumShape shape = sum_shape<C>(p, own, end);
     if (p.num_adding > 0) {

@@ -1,4 +1,4 @@
-// Bands of tiles for rows that belong to ranks: they begin at a row that the caller chooses.
+// RasterOrder of tiles for rows that belong to ranks: they begin at a row that the caller chooses.
 #pragma once
 
 #include "cuda/linear_types.cuh"
@@ -14,7 +14,7 @@ struct CommConfig : Config<T, Tile> {
 
 // Rows of cluster tiles in a band: as many as make the operands of one wave of CTAs nearly square,
 // but no more than a rank owns.
-inline int band_rows(int tiles_m, int num_ranks) {
+inline int raster_rows(int tiles_m, int num_ranks) {
     // 8 * 256 rows by 8 * 192 columns are a wave of an H200's 66 clusters.
     constexpr int kMost = 8;
     const int of_rank = tiles_m / num_ranks;

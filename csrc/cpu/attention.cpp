@@ -1,10 +1,10 @@
-// Varlen attention on the CPU: checks, choice of kernel, and the sharing of work among threads.
+// Varlen attention on the CPU: checks, choice of kernel, and the distribution of work over threads.
 //
 // The work is cut into items (a head of a sequence, and up to kGroupQueries of its query rows) that
 // depend on nothing but their own sequence, so a result is bitwise the same in any batch and on any
-// number of threads.  work_line.h shares them among the threads.
+// number of threads.  work_queue.h distributes them over the threads.
 //
-// workspace:  the line's | scratch of thread 0, 1, ...
+// workspace:  the queue's | scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h.
 #include "cpu/attention.h"
 
@@ -21,7 +21,7 @@ namespace {
 using cpu::AttentionInput;
 using cpu::AttentionKernels;
 using cpu::TileWork;
-using cpu::WorkLine;
+using cpu::WorkQueue;
 
 void require(bool condition, const char* what, int64_t got) {
     if (condition) return;
@@ -95,7 +95,7 @@ cpu::AttentionKernels cpu::choose_attention(Isa isa, DType dtype) {
 
 int64_t varlen_attention_workspace_bytes(int64_t batch_size, int32_t head_dim, int num_threads) {
     const int64_t scratch = (num_threads > 1 ? num_threads : 1) * cpu::scratch_bytes(head_dim);
-    return WorkLine<TileWork>::workspace_bytes(batch_size) + scratch;
+    return WorkQueue<TileWork>::workspace_bytes(batch_size) + scratch;
 }
 
 void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
@@ -107,12 +107,12 @@ void varlen_attention(const VarlenAttentionParams& p, const Launch& launch) {
     int64_t num_items = 0;
     for (int64_t i = 0; i < p.batch_size; ++i) num_items += tiles.num_items(in.num_queries(i));
     tiles.cut(num_items, launch.num_threads);
-    const WorkLine<TileWork> line(p.batch_size, p.workspace, tiles);
-    char* scratch = static_cast<char*>(p.workspace) + line.workspace_bytes(p.batch_size);
-    line.run(launch.num_threads, scratch, cpu::scratch_bytes(p.head_dim),
-             [&](int32_t sequence, int64_t index, float* own) {
-                 kernels.attend(in, tiles.item(sequence, index), own);
-             });
+    const WorkQueue<TileWork> queue(p.batch_size, p.workspace, tiles);
+    char* scratch = static_cast<char*>(p.workspace) + queue.workspace_bytes(p.batch_size);
+    queue.run(launch.num_threads, scratch, cpu::scratch_bytes(p.head_dim),
+              [&](int32_t sequence, int64_t index, float* own) {
+                  kernels.attend(in, tiles.item(sequence, index), own);
+              });
 }
 
 }  // namespace bytetx

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "cpu/attention.h"
-#include "cpu/work_line.h"
+#include "cpu/work_queue.h"
 
 namespace bytetx::cpu {
 

@@ -1,11 +1,11 @@
-// Attention over keys in pages on the CPU: checks, and the sharing of work among threads.
+// Attention over keys in pages on the CPU: checks, and the distribution of work over threads.
 //
 // A sequence with one row (decode) is cut by runs of kDecodeKeys keys, and where these are few by
 // heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut
 // as in attention.cpp.  Runs depend on nothing but the sequence and other cuts move no bit, so that
 // a result is bitwise the same in any batch and on any number of threads.
 //
-// workspace:  the line's | first partial result of each sequence, in words, int64 [batch_size] |
+// workspace:  the queue's | first partial result of each sequence, in words, int64 [batch_size] |
 //             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
 //             | scratch of thread 0, 1, ...
 // The kernels are in attention_kernel.h and attention_decode.h.
@@ -29,7 +29,7 @@ using cpu::AttentionKernels;
 using cpu::kDecodeKeys;
 using cpu::SequenceWork;
 using cpu::TileWork;
-using cpu::WorkLine;
+using cpu::WorkQueue;
 
 // One key costs a decode item its reading: as much as this many multiply-adds a feature.
 constexpr int64_t kReadCost = 16;
@@ -118,7 +118,7 @@ struct Layout {
         int64_t partial_words = 0;
         for (int64_t i = 0; i < batch_size; ++i) partial_words += work.partial_words(i);
         const int64_t num_counters = batch_size * work.in.num_kv_heads;
-        first_partials = WorkLine<PagedWork>::workspace_bytes(batch_size);
+        first_partials = WorkQueue<PagedWork>::workspace_bytes(batch_size);
         ended = first_partials + aligned(batch_size * int64_t{sizeof(int64_t)});
         partials = ended + aligned(num_counters * int64_t{sizeof(int32_t)});
         scratch = partials + aligned(partial_words * int64_t{sizeof(float)});
@@ -244,14 +244,14 @@ void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
             ("workspace must have " + std::to_string(layout.end) + " bytes").c_str(),
             p.workspace_bytes);
     work.cut(p.batch_size, launch.num_threads);
-    const WorkLine<PagedWork> line(p.batch_size, p.workspace, work);
+    const WorkQueue<PagedWork> queue(p.batch_size, p.workspace, work);
     auto* workspace = static_cast<char*>(p.workspace);
     const Decoder decoder(work, kernels, workspace, layout, p.batch_size);
-    line.run(launch.num_threads, workspace + layout.scratch, cpu::scratch_bytes(p.head_dim),
-             [&](int32_t sequence, int64_t index, float* own) {
-                 if (work.is_decode(sequence)) return decoder.run(sequence, index, own);
-                 kernels.attend(in, work.tiles.item(sequence, index), own);
-             });
+    queue.run(launch.num_threads, workspace + layout.scratch, cpu::scratch_bytes(p.head_dim),
+              [&](int32_t sequence, int64_t index, float* own) {
+                  if (work.is_decode(sequence)) return decoder.run(sequence, index, own);
+                  kernels.attend(in, work.tiles.item(sequence, index), own);
+              });
 }
 
 }  // namespace bytetx

@@ -1,14 +1,14 @@
-// The most likely token of each row of logits, and where the next step looks for it.
+// The most likely token of each row of logits, also stored where the next step reads it.
 //
 //   out[i] = first j of the largest logits[i, j], -1 where that is no finite number or one is NaN;
 //   last_tokens[slot_indices[i]] = max(out[i], 0)
 //
 // logits [num_rows, vocab_size] f32, f16, bf16. A cluster of 1 to 8 CTAs shares a row, so that few
 // rows still take many SMs. Each of 256 threads keeps the 16 bytes that hold its largest element,
-// by one comparison a vector, and looks for the element in them at the end. All rows are read from
-// their last element to their first: what the product before wrote last is still in the L2. Warps
-// join keys of 64 bits, the value's ordered bits above the inverted place, so that of equal values
-// the first wins; the cluster's first CTA joins the others' through their shared memory.
+// by one comparison a vector, and finds the element in them at the end. Rows are read from their
+// last element to their first: what the GEMM before wrote last is still in L2. Warps reduce keys of
+// 64 bits, the value's ordered bits above the inverted index, so that the first of equal values
+// wins; the cluster's first CTA reduces the others' through their shared memory.
 //
 // Bytes: num_rows * vocab_size * sizeof(T). Bound by HBM; fraction reached:
 // docs/kernels/sampling.md.

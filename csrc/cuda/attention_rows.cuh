@@ -7,8 +7,8 @@
 
 namespace bytetx::attention {
 
-// A row's top stays that of its first keys until a thread's weights of one row and step sum to more
-// than this, which is far from f16's end: most rescales disappear.
+// A row's maximum stays that of its first keys until a thread's weights of one row and step sum to
+// more than this, which is far from f16's end: most rescales disappear.
 constexpr float kMaxSum = 4096.0f;
 
 // Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
@@ -57,7 +57,7 @@ struct SoftmaxRows {
     int origin;                // first key of the tile
     int2 seen[2];              // of the thread's columns from there on, those of its two rows
     int full_begin, full_end;  // keys that every row of the warp sees
-    float top[2];              // the scaled score that the weights are relative to
+    float row_max[2];          // the scaled score that the weights are relative to
     float sum[2];              // of this thread's weights
     AccO out;
 
@@ -66,7 +66,7 @@ struct SoftmaxRows {
     }
 
     __device__ __forceinline__ void clear() {
-        top[0] = top[1] = kNoMax;
+        row_max[0] = row_max[1] = kNoMax;
         sum[0] = sum[1] = 0.0f;
         cute::clear(out);
     }
@@ -162,9 +162,9 @@ struct SoftmaxRows {
         return first >= full_begin && first + kN <= full_end;
     }
 
-    // Scores become weights 2^(score * scale - top), and sums follow. True where top was raised:
-    // out must be multiplied by factor, which is set only then. find fills seen in where it is
-    // needed.
+    // Scores become weights 2^(score * scale - row_max), and sums follow. True where row_max was
+    // raised: out must be multiplied by factor, which is set only then. find fills seen in where it
+    // is needed.
     template <int kN, typename Scores, typename Find>
     __device__ __forceinline__ bool weigh(Scores& scores, int first, float scale,
                                           float (&factor)[2], Find&& find) {
@@ -216,7 +216,7 @@ struct SoftmaxRows {
 #pragma unroll
             for (int i = chunk; i < chunk + 8; ++i) {
                 const int half = (i / 2) % 2;
-                scores(i) = exp2_approx(fmaf(scores(i), scale, -top[half]));
+                scores(i) = exp2_approx(fmaf(scores(i), scale, -row_max[half]));
                 added[half] += scores(i);
             }
         }
@@ -226,8 +226,8 @@ struct SoftmaxRows {
         return is_raised;
     }
 
-    // The first keys of a row set its top; a row that has one keeps it, for whether the warp comes
-    // here depends on its mates.
+    // The first keys of a row set its row_max; a row that has one keeps it, for whether the warp
+    // comes here depends on its mates.
     template <int kN, typename Scores, typename IsLive>
     __device__ __forceinline__ void begin_rows(const Scores& scores, float scale,
                                                IsLive&& is_live) {
@@ -241,14 +241,14 @@ struct SoftmaxRows {
             }
         }
         const float found[2] = {quad_max(largest[0]) * scale, quad_max(largest[1]) * scale};
-        if (top[0] == kNoMax) top[0] = fmaxf(found[0], kNoMax);
-        if (top[1] == kNoMax) top[1] = fmaxf(found[1], kNoMax);
+        if (row_max[0] == kNoMax) row_max[0] = fmaxf(found[0], kNoMax);
+        if (row_max[1] == kNoMax) row_max[1] = fmaxf(found[1], kNoMax);
     }
 
     // No maximum is searched for after a row's first keys: a weight may exceed 1, but a sum of
-    // weights bounds each of them, so top of rows whose sum is too large is raised after the fact,
-    // by a power of two, which rounds nothing. A score 2^127 above top is infinite before that: its
-    // row comes out as no number, and store_tile computes it again.
+    // weights bounds each of them, so row_max of rows whose sum is too large is raised after the
+    // fact, by a power of two, which rounds nothing. A score 2^127 above row_max is infinite before
+    // that: its row comes out as no number, and store_tile computes it again.
     template <int kN, typename Scores>
     __device__ __forceinline__ bool raise_after(Scores& scores, float (&added)[2],
                                                 float (&factor)[2]) {
@@ -261,7 +261,7 @@ struct SoftmaxRows {
             factor[half] = __int_as_float((127 - raise) << 23);
             sum[half] *= factor[half];
             added[half] *= factor[half];
-            top[half] += static_cast<float>(raise);
+            row_max[half] += static_cast<float>(raise);
         }
 #pragma unroll
         for (int i = 0; i < kN / 2; ++i) scores(i) *= factor[(i / 2) % 2];

@@ -22,28 +22,29 @@ struct SplitSmem {
     };
     alignas(1024) typename C::Element q[C::kQElements];
     Share shares[C::kNumWarpgroups];
-    float2 top[C::kNumWarpgroups][128], sum[C::kNumWarpgroups][128];
+    float2 row_max[C::kNumWarpgroups][128], sum[C::kNumWarpgroups][128];
     uint64_t q_full;
     uint64_t k_full[C::kNumWarpgroups][C::kStages], v_full[C::kNumWarpgroups][C::kStages];
 };
 
-// Adds up what the warpgroups found, relative to the largest top of each row.
+// Adds up what the warpgroups found, relative to the largest row_max of each row.
 template <typename C>
 __device__ __forceinline__ void join(RowTile<C>& tile, const SplitSmem<C>& s) {
-    float top[2] = {tile.top[0], tile.top[1]};
+    float row_max[2] = {tile.row_max[0], tile.row_max[1]};
 #pragma unroll
     for (int w = 1; w < C::kNumWarpgroups; ++w) {
-        top[0] = fmaxf(top[0], s.top[w][tile.tid].x);
-        top[1] = fmaxf(top[1], s.top[w][tile.tid].y);
+        row_max[0] = fmaxf(row_max[0], s.row_max[w][tile.tid].x);
+        row_max[1] = fmaxf(row_max[1], s.row_max[w][tile.tid].y);
     }
-    float factor[2] = {exp2_approx(tile.top[0] - top[0]), exp2_approx(tile.top[1] - top[1])};
+    float factor[2] = {exp2_approx(tile.row_max[0] - row_max[0]),
+                       exp2_approx(tile.row_max[1] - row_max[1])};
     tile.rescale(factor);
     tile.sum[0] *= factor[0];
     tile.sum[1] *= factor[1];
 #pragma unroll
     for (int w = 1; w < C::kNumWarpgroups; ++w) {
-        factor[0] = exp2_approx(s.top[w][tile.tid].x - top[0]);
-        factor[1] = exp2_approx(s.top[w][tile.tid].y - top[1]);
+        factor[0] = exp2_approx(s.row_max[w][tile.tid].x - row_max[0]);
+        factor[1] = exp2_approx(s.row_max[w][tile.tid].y - row_max[1]);
         tile.sum[0] += s.sum[w][tile.tid].x * factor[0];
         tile.sum[1] += s.sum[w][tile.tid].y * factor[1];
 #pragma unroll
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(128 * C::kNumWarpgroups, 1)
     if (warpgroup > 0) {
 #pragma unroll
         for (int i = 0; i < C::kDim / 2; ++i) own.out[i][thread] = tile.out(i);
-        s.top[warpgroup][thread] = {tile.top[0], tile.top[1]};
+        s.row_max[warpgroup][thread] = {tile.row_max[0], tile.row_max[1]};
         s.sum[warpgroup][thread] = {tile.sum[0], tile.sum[1]};
     }
     __syncthreads();

@@ -33,7 +33,7 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
     const T* q = static_cast<const T*>(p.q_rows) + row * p.q_stride + head * p.head_dim;
     const T* k = static_cast<const T*>(p.k_rows) + kv_head * p.head_dim;
     const T* v = static_cast<const T*>(p.v_rows) + kv_head * p.head_dim;
-    float top = -INFINITY, sum = 0.0f, out[kSlots] = {};
+    float row_max = -INFINITY, sum = 0.0f, out[kSlots] = {};
 #pragma unroll 1
     for (int first = bounds.x; first < bounds.y; first += 32) {
         const int key = first + lane;
@@ -51,11 +51,11 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
                                          distance];
             }
         }
-        float next = top;
+        float next = row_max;
 #pragma unroll 1
         for (int i = 0; i < 32; ++i) next = fmaxf(next, __shfl_sync(kFullMask, score, i));
-        const float factor = expf(top - next), weight = expf(score - next);
-        top = next;
+        const float factor = expf(row_max - next), weight = expf(score - next);
+        row_max = next;
         sum *= factor;
         for (int slot = 0; slot < kSlots; ++slot) out[slot] *= factor;
 #pragma unroll 1

@@ -52,7 +52,7 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     // the move must not exceed that, or it never ends.
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
     static constexpr int kProducerRegisters = kNumWarpgroups == 2 ? 40 : 32;
-    // Between two steps of a warpgroup, where they are dealt out in turn (split_kernel).
+    // Between two steps of a warpgroup, where the warpgroups take steps round-robin (split_kernel).
     static constexpr int kSkippedKeys =
         kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;
     static constexpr bool kHasBias = Tiling::kHasBias;

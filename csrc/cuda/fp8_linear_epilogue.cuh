@@ -32,7 +32,7 @@ __device__ __forceinline__ float gelu_erf_coarse(float x) {
 }
 
 template <typename C, Epilogue kEpilogue, typename Out>
-struct Fp8TileEdge {
+struct Fp8TileEpilogue {
     static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
     static constexpr int kColumnGroups = C::kTileN / kPermutedRows;
     static constexpr bool kIsFp8 = sizeof(Out) == 1;
@@ -72,8 +72,8 @@ struct Fp8TileEdge {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(const Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(const Accumulators& sums) const {
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
             const Columns& group = columns[q];

@@ -35,7 +35,7 @@ struct Fp8Config : Tile_ {
         cute::GMMA::ss_op_selector<
             Fp8, Fp8, float,
             cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kFeatures>>>()));
-    using Sums = decltype(cute::partition_fragment_C(
+    using Accumulators = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<kTileM>, cute::Int<Tile::kTileN>>{}));
 
     static __device__ __forceinline__ Fp8* operand(Fp8Pair* rows) {
@@ -47,25 +47,25 @@ template <typename C, Epilogue kEpilogue, typename Out>
 __device__ __forceinline__ void consume_fp8(const Fp8Params& p, Smem<C>& s, const Schedule<C>& at) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     RingIndex<C::kStages> ring;
-    uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
-    typename C::Sums sums;
+    uint32_t order_phase = 1 ^ group;  // the first warpgroup does not wait for its first tile
+    typename C::Accumulators sums;
     int tile = at.cluster;
     if (group > 0) {  // the other warpgroup's first tile
         tile += at.num_clusters;
         ring.advance(p.num_k_blocks);
     }
     for (; tile < p.tiles_m * p.tiles_n; tile += C::kConsumers * at.num_clusters) {
-        Fp8TileEdge<C, kEpilogue, Out> edge{p, at.tile_m(p, tile), at.tile_n(p, tile)};
-        edge.begin();
+        Fp8TileEpilogue<C, kEpilogue, Out> epilogue{p, at.tile_m(p, tile), at.tile_n(p, tile)};
+        epilogue.begin();
         cute::clear(sums);
-        EmptyBarrier::wait(&s.turn[group], turn_phase);  // as in consume()
-        turn_phase ^= 1;
+        EmptyBarrier::wait(&s.order[group], order_phase);  // as in consume()
+        order_phase ^= 1;
         const auto release = [&](int stage) { release_stage(s, stage); };
         multiply(s, p.num_k_blocks, ring, sums, release, [&] {
-            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
+            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.order[group ^ 1]);
         });
         ring.advance(p.num_k_blocks);
-        edge.store(sums);
+        epilogue.store(sums);
     }
 }
 

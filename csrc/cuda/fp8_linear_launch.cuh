@@ -61,7 +61,7 @@ Fp8Params make_fp8_params(const Fp8LinearParams& o) {
     p.b_scale = o.b_scale;
     p.float_bias = o.bias;
     p.inverse_d_scale = 1.0f / o.d_scale;
-    p.bands = choose_bands<C>(p, 0);
+    p.raster = choose_raster<C>(p, 0);
     return p;
 }
 

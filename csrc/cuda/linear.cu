@@ -1,11 +1,11 @@
-// Linear layers with everything fused: bias, activation, residual, gates.
+// Linear layers with a fused epilogue: bias, activation, residual, gates.
 //
 //   d = act(a b^T + bias + residual)         a [m, k], b [n, k], d [m, n], f16 or bf16, f32 inside
 //
-// Two kernels, each in several tilings. linear_kernel.cuh: persistent, two warpgroups in turn on
-// tiles of their own, for many rows; bound by the matrix unit and the power it draws.
-// linear_small_m.cuh: one tile a cluster whose CTAs share k, for few; bound by latency and the
-// weights' bytes. Which one runs is the caller's choice (bytetx/ops/linear_plan.py has the table).
+// Two kernels, each in several tilings. linear_kernel.cuh, for large m: persistent, two warpgroups
+// that alternate (ping-pong), each on its own tiles; bound by the tensor cores and the power they
+// draw. linear_small_m.cuh, for small m: one tile a cluster, whose CTAs split k; bound by latency
+// and the bytes of the weights. The caller chooses (bytetx/ops/linear_plan.py has the table).
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -26,13 +26,13 @@ constexpr Entry kEntries[] = {
     {{"192x128", 192, 128, false}, gemm::linear_192x128},
     {{"128x128", 128, 128, false}, gemm::linear_128x128},
     {{"192x128-single", 192, 128, false}, gemm::linear_192x128_single},
-    {{"few-64x32", 64, 32, true}, gemm::linear_few_64x32},
-    {{"few-64x64", 64, 64, true}, gemm::linear_few_64x64},
-    {{"few-64x96", 64, 96, true}, gemm::linear_few_64x96},
-    {{"few-128x64", 128, 64, true}, gemm::linear_few_128x64},
-    {{"few-128x96", 128, 96, true}, gemm::linear_few_128x96},
-    {{"few-128x128", 128, 128, true}, gemm::linear_few_128x128},
-    {{"few-192x128", 192, 128, true}, gemm::linear_few_192x128},
+    {{"small-m-64x32", 64, 32, true}, gemm::linear_small_m_64x32},
+    {{"small-m-64x64", 64, 64, true}, gemm::linear_small_m_64x64},
+    {{"small-m-64x96", 64, 96, true}, gemm::linear_small_m_64x96},
+    {{"small-m-128x64", 128, 64, true}, gemm::linear_small_m_128x64},
+    {{"small-m-128x96", 128, 96, true}, gemm::linear_small_m_128x96},
+    {{"small-m-128x128", 128, 128, true}, gemm::linear_small_m_128x128},
+    {{"small-m-192x128", 192, 128, true}, gemm::linear_small_m_192x128},
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

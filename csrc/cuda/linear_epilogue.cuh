@@ -131,30 +131,30 @@ struct TileEpilogue {
 
     // sums = bias, or 0. Addresses outside are moved inside instead of skipped, so that no branch
     // keeps the loads from overlapping.
-    template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void load(Accumulators& sums) const {
 #pragma unroll
-        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
         if (p.bias != nullptr) add_bias(sums);
     }
 
     // sums = bias + residual, or 0. The bias is a constant: it is under way before wait(), which
     // must come before what kernels write.
-    template <typename Sums, typename Wait>
-    __device__ __forceinline__ void load_all(Sums& sums, const Wait& wait) const {
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void load_all(Accumulators& sums, const Wait& wait) const {
         load(sums);
         wait();
         if (p.residual != nullptr) add_residual(sums);
     }
 
     // The same where each of the CTAs that share k adds them to the units that it will finish.
-    template <typename Sums, typename Wait>
-    __device__ __forceinline__ void load_units(Sums& sums, int rank, int num_ranks,
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void load_units(Accumulators& sums, int rank, int num_ranks,
                                                const Wait& wait) const {
         OwnUnits owns{0};
         for (int u = rank; u < kUnits; u += num_ranks) owns.bits |= 1u << u;
 #pragma unroll
-        for (int i = 0; i < cute::size(Sums{}); ++i) sums(i) = 0.0f;
+        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
         if (p.bias != nullptr) add_bias(sums, owns);
         wait();
         if (p.residual != nullptr) add_residual(sums, owns);
@@ -164,8 +164,8 @@ struct TileEpilogue {
         return first_column + (has_group(q) ? q * kPermutedRows : 0);
     }
 
-    template <typename Sums, typename Owns = Everything>
-    __device__ __forceinline__ void add_residual(Sums& sums, const Owns& owns = {}) const {
+    template <typename Accumulators, typename Owns = Everything>
+    __device__ __forceinline__ void add_residual(Accumulators& sums, const Owns& owns = {}) const {
         uint4 eights[kRowsOfThread][kColumnGroups];
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
@@ -183,8 +183,8 @@ struct TileEpilogue {
         }
     }
 
-    template <typename Sums, typename Owns = Everything>
-    __device__ __forceinline__ void add_bias(Sums& sums, const Owns& owns = {}) const {
+    template <typename Accumulators, typename Owns = Everything>
+    __device__ __forceinline__ void add_bias(Accumulators& sums, const Owns& owns = {}) const {
         uint4 eights[kColumnGroups];
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
@@ -200,8 +200,8 @@ struct TileEpilogue {
         }
     }
 
-    template <typename Sums>
-    static __device__ __forceinline__ void add(Sums& sums, int i, int q, uint4 eight) {
+    template <typename Accumulators>
+    static __device__ __forceinline__ void add(Accumulators& sums, int i, int q, uint4 eight) {
         const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
         for (int e = 0; e < 8; e += 2) {
@@ -211,8 +211,8 @@ struct TileEpilogue {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(const Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(const Accumulators& sums) const {
         const int64_t stride = kGated ? p.n / 2 : p.n;
         const int column = kGated ? n / 2 + lane % 4 * 8 : first_column;
 #pragma unroll
@@ -228,8 +228,8 @@ struct TileEpilogue {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ uint4 finish(const Sums& sums, int i, int q) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ uint4 finish(const Accumulators& sums, int i, int q) const {
         uint32_t words[4];
 #pragma unroll
         for (int e = 0; e < 8; e += 2) {
@@ -238,8 +238,8 @@ struct TileEpilogue {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ float value(const Sums& sums, int i, int q, int e) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ float value(const Accumulators& sums, int i, int q, int e) const {
         const float x = activate<kEpilogue>(sums(at(i, q, e)), p.activation);
         if constexpr (kGated) return x * sums(at(i, q + 1, e));
         return x;

@@ -14,7 +14,7 @@ __device__ __forceinline__ void init_barriers(Smem<C>& s) {
             FullBarrier::init(&s.full[i], 1);
             EmptyBarrier::init(&s.empty[i], kReaders);
         }
-        for (int i = 0; i < C::kConsumers; ++i) EmptyBarrier::init(&s.turn[i], 4);
+        for (int i = 0; i < C::kConsumers; ++i) EmptyBarrier::init(&s.order[i], 4);
         cutlass::arch::fence_barrier_init();
     }
     if constexpr (C::kClusterCtas > 1) {
@@ -25,32 +25,32 @@ __device__ __forceinline__ void init_barriers(Smem<C>& s) {
     }
 }
 
-// make_edge(m, n): what loads and stores the tile that begins there.
+// make_epilogue(m, n): what loads and stores the tile that begins there.
 template <typename C, typename At, typename MakeEdge>
 __device__ __forceinline__ void consume(const Params& p, Smem<C>& s, const At& at,
-                                        const MakeEdge& make_edge) {
+                                        const MakeEdge& make_epilogue) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     RingIndex<C::kStages> ring;
-    uint32_t turn_phase = 1 ^ group;  // the first warpgroup's first turn comes at once
-    typename C::Sums sums;
+    uint32_t order_phase = 1 ^ group;  // the first warpgroup does not wait for its first tile
+    typename C::Accumulators sums;
     int tile = at.cluster;
     if (group > 0) {  // the other warpgroup's first tile
         tile += at.num_clusters;
         ring.advance(p.num_k_blocks);
     }
     for (; tile < p.tiles_m * p.tiles_n; tile += C::kConsumers * at.num_clusters) {
-        const auto edge = make_edge(at.tile_m(p, tile), at.tile_n(p, tile));
-        edge.load(sums);
+        const auto epilogue = make_epilogue(at.tile_m(p, tile), at.tile_n(p, tile));
+        epilogue.load(sums);
         // A stage's barrier tells odd fills from even ones, no more: whoever runs ahead of the
         // other warpgroup would take an older fill for its own.
-        EmptyBarrier::wait(&s.turn[group], turn_phase);
-        turn_phase ^= 1;
+        EmptyBarrier::wait(&s.order[group], order_phase);
+        order_phase ^= 1;
         const auto release = [&](int stage) { release_stage(s, stage); };
         multiply(s, p.num_k_blocks, ring, sums, release, [&] {
-            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.turn[group ^ 1]);
+            if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.order[group ^ 1]);
         });
         ring.advance(p.num_k_blocks);
-        edge.store(sums);
+        epilogue.store(sums);
     }
 }
 

@@ -82,15 +82,15 @@ inline ActivationConstants activation_constants(Activation activation) {
 // matrix unit, and with E4M3 more bytes than HBM delivers. In bands of so many rows a wave reads
 // about as many rows of a as columns of b.
 constexpr int64_t kMostBytesInL2 = 24 << 20;
-constexpr int kBandRows = 2048;
+constexpr int kRasterRows = 2048;
 
 // Up to `most_rows` of a its tiles go along n, too.
 template <typename C>
-Bands choose_bands(const Params& p, int most_rows) {
+RasterOrder choose_raster(const Params& p, int most_rows) {
     const int64_t b_rows = int64_t{p.tiles_n} * C::kTileN;
     const bool fits_l2 = b_rows * p.num_k_blocks * kBlockK * kElementBytes <= kMostBytesInL2;
     if (fits_l2 || p.m <= most_rows) return {0, 1};
-    return {0, std::max(1, kBandRows / (C::kTileM * C::kClusterCtas))};
+    return {0, std::max(1, kRasterRows / (C::kTileM * C::kClusterCtas))};
 }
 
 template <typename C>
@@ -108,7 +108,7 @@ Params make_params(const LinearParams& o) {
     p.tiles_m = tiles(o.m, C::kTileM * C::kClusterCtas);
     p.tiles_n = tiles(o.n, C::kTileN);
     p.activation = activation_constants(o.activation);
-    p.bands = choose_bands<C>(p, kBandRows);  // one band of fewer rows loses 3 to 5 %
+    p.raster = choose_raster<C>(p, kRasterRows);  // one band of fewer rows loses 3 to 5 %
     return p;
 }
 

@@ -93,7 +93,7 @@ __device__ __forceinline__ void release_stage(Smem<C>& s, int stage) {
 template <typename C, template <typename> typename S, typename Ring, typename Release,
           typename OnLast>
 __device__ __forceinline__ void multiply(S<C>& s, int num_blocks, Ring& ring,
-                                         typename C::Sums& sums, Release&& release,
+                                         typename C::Accumulators& sums, Release&& release,
                                          OnLast&& on_last, int a_offset = 0) {
     using namespace cute;
     typename C::Mma mma;

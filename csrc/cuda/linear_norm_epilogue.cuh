@@ -54,8 +54,8 @@ struct RowNormEdge {
     }
 
     // sums = bias. The residual is added behind the products: it need not be there before.
-    template <typename Sums>
-    __device__ __forceinline__ void load(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void load(Accumulators& sums) const {
 #pragma unroll
         for (int q = 0; q < kGroups; ++q) {
             float bias[8];
@@ -68,8 +68,8 @@ struct RowNormEdge {
         }
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(Accumulators& sums) const {
         float mean[kRows], squares[kRows], scale[kRows], offset[kRows];
         add_residual(sums);
         centre(sums, mean, squares);
@@ -77,8 +77,8 @@ struct RowNormEdge {
         store_normalized(sums, scale, offset);
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void add_residual(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void add_residual(Accumulators& sums) const {
         const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
         FullBarrier::wait(&s.residual_full[group], round % 2);  // pairs with fetch_residuals()
         const T* words = s.residual + row * kPermutedRows + thread % 4 * 8;
@@ -103,8 +103,8 @@ struct RowNormEdge {
 
     // Takes the mean of the CTA's columns from the sums. In two passes, so that a large mean costs
     // no digits.
-    template <typename Sums>
-    __device__ __forceinline__ void centre(Sums& sums, float (&mean)[kRows],
+    template <typename Accumulators>
+    __device__ __forceinline__ void centre(Accumulators& sums, float (&mean)[kRows],
                                            float (&squares)[kRows]) const {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -221,8 +221,9 @@ struct RowNormEdge {
                 __uint_as_float(static_cast<uint32_t>(got >> 32))};
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void store_normalized(const Sums& sums, const float (&scale)[kRows],
+    template <typename Accumulators>
+    __device__ __forceinline__ void store_normalized(const Accumulators& sums,
+                                                     const float (&scale)[kRows],
                                                      const float (&offset)[kRows]) const {
         const int cta = static_cast<int>(blockIdx.x) % C::kGroupCtas;
         const int column = cta * C::kTileN + thread % 4 * 8;

@@ -57,10 +57,10 @@ __device__ __forceinline__ void fetch_residuals(const RowNormParams& p, RowNormS
                                                 const RowSchedule<C>& at) {
     const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
     const int group = at.tile_n(p, 0) / kPermutedRows;
-    int turn = 0;
-    for (int tile = at.cluster; tile < p.tiles_m; tile += at.num_clusters, ++turn) {
-        EmptyBarrier::wait(&s.residual_empty, turn % 2 ^ 1);  // pairs with add_residual()
-        uint64_t* full = &s.residual_full[turn % C::kConsumers];
+    int round = 0;
+    for (int tile = at.cluster; tile < p.tiles_m; tile += at.num_clusters, ++round) {
+        EmptyBarrier::wait(&s.residual_empty, round % 2 ^ 1);  // pairs with add_residual()
+        uint64_t* full = &s.residual_full[round % C::kConsumers];
         FullBarrier::arrive_and_expect_tx(full, sizeof(s.residual));
         cute::SM90_TMA_LOAD_3D::copy(&p.residual_map, full, hint, s.residual, 0, at.tile_m(p, tile),
                                      group);

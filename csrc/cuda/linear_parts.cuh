@@ -29,10 +29,10 @@ __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t
 template <typename C, Epilogue kEpilogue, bool kGated>
 struct Parts {
     using T = typename C::Element;
-    using Edge = TileEpilogue<C, kEpilogue, kGated>;
+    using TileEpilogueType = TileEpilogue<C, kEpilogue, kGated>;
     static constexpr int kEights = kGated ? 2 : 1;
-    static constexpr int kUnitsOfRow = Edge::kUnitsOfRow;
-    static constexpr int kUnits = Edge::kUnits;
+    static constexpr int kUnitsOfRow = TileEpilogueType::kUnitsOfRow;
+    static constexpr int kUnits = TileEpilogueType::kUnits;
     static constexpr int kThreads = C::Tile::kConsumerThreads;
     static constexpr int kUnitBytes = kEights * 32 * kThreads;
 
@@ -64,8 +64,8 @@ struct Parts {
                threadIdx.x;
     }
 
-    template <typename Sums>
-    __device__ __forceinline__ void push(const Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void push(const Accumulators& sums) const {
         int owner = 0, j = 0;
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
@@ -73,7 +73,7 @@ struct Parts {
             const uint32_t barrier = address_at(arrived, owner);
 #pragma unroll
             for (int eight = 0; eight < kEights; ++eight) {
-                const auto at = [&](int e) { return sums(Edge::at(i, q + eight, e)); };
+                const auto at = [&](int e) { return sums(TileEpilogueType::at(i, q + eight, e)); };
                 const uint32_t target = address_at(place(j, rank, eight, 0), owner);
                 store_async(target, make_float4(at(0), at(1), at(2), at(3)), barrier);
                 store_async(target + kThreads * 16, make_float4(at(4), at(5), at(6), at(7)),
@@ -98,15 +98,15 @@ struct Parts {
         }
     }
 
-    __device__ __forceinline__ void finish(const Edge& edge) const {
+    __device__ __forceinline__ void finish(const TileEpilogueType& epilogue) const {
         if (num_units() == 0) return;
         FullBarrier::wait(arrived, 0);
-        const Params& p = edge.p;
+        const Params& p = epilogue.p;
         const int64_t stride = kGated ? p.n / 2 : p.n;
-        const int column = kGated ? edge.n / 2 + edge.lane % 4 * 8 : edge.first_column;
+        const int column = kGated ? epilogue.n / 2 + epilogue.lane % 4 * 8 : epilogue.first_column;
 #pragma unroll 1
         for (int u = rank, j = 0; u < kUnits; u += num_ranks, ++j) {
-            const int row = edge.row(u / kUnitsOfRow), q = u % kUnitsOfRow * kEights;
+            const int row = epilogue.row(u / kUnitsOfRow), q = u % kUnitsOfRow * kEights;
             float x[8], factor[8];
             add_up(j, 0, x);
             if constexpr (kGated) add_up(j, 1, factor);
@@ -115,7 +115,7 @@ struct Parts {
                 x[e] = activate<kEpilogue>(x[e], p.activation);
                 if constexpr (kGated) x[e] *= factor[e];
             }
-            if (row >= p.m || !edge.has_group(q)) continue;
+            if (row >= p.m || !epilogue.has_group(q)) continue;
             T* out = static_cast<T*>(p.d) + row * stride + column;
             *reinterpret_cast<uint4*>(out + q / kEights * kPermutedRows) =
                 make_uint4(pack(x[0], x[1], T{}), pack(x[2], x[3], T{}), pack(x[4], x[5], T{}),

@@ -84,15 +84,15 @@ __device__ __forceinline__ void produce_before_residuals(const Params& p, Residu
     });
 }
 
-// turn: of the residuals that this warpgroup adds.
-template <typename C, typename Sums>
-__device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int turn) {
+// index: counts the residuals that this warpgroup adds.
+template <typename C, typename Accumulators>
+__device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Accumulators& sums, int index) {
     using T = typename C::Element;
     using Edge = TileEpilogue<C, Epilogue::linear, false>;
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     const int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
-    const int row = thread / 32 * 16 + thread % 32 / 4;    // the thread's first, of the tile
-    FullBarrier::wait(&s.residual_full[group], turn % 2);  // pairs with fetch_residuals()
+    const int row = thread / 32 * 16 + thread % 32 / 4;     // the thread's first, of the tile
+    FullBarrier::wait(&s.residual_full[group], index % 2);  // pairs with fetch_residuals()
     const T* words = s.residual + row * kResidualColumns;
     // A row's pieces of eight lie at their number, exclusive-or the row's in its eight.
     const int piece = thread % 4 ^ row % 8;
@@ -113,9 +113,9 @@ __device__ __forceinline__ void add_residual(ResidualSmem<C>& s, Sums& sums, int
 
 // The same of nothing.
 template <typename C>
-__device__ __forceinline__ void skip_residual(ResidualSmem<C>& s, int turn) {
+__device__ __forceinline__ void skip_residual(ResidualSmem<C>& s, int index) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-    FullBarrier::wait(&s.residual_full[group], turn % 2);
+    FullBarrier::wait(&s.residual_full[group], index % 2);
     __syncwarp();
     if (threadIdx.x % 32 == 0) EmptyBarrier::arrive(&s.residual_empty);
 }
@@ -128,8 +128,8 @@ struct ResidualEdge : TileEpilogue<C, Epilogue::linear, false> {
     ResidualSmem<C>& s;
     int round;
 
-    template <typename Sums>
-    __device__ __forceinline__ void store(Sums& sums) const {
+    template <typename Accumulators>
+    __device__ __forceinline__ void store(Accumulators& sums) const {
         const int count = params.num_residuals();
         for (int i = 0; i < count; ++i) add_residual(s, sums, round * count + i);
         Base::store(sums);

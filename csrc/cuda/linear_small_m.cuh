@@ -116,14 +116,14 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
         if (num_ranks > 1) cute::cluster_wait();
         return;
     }
-    typename C::Sums sums;
-    const TileEpilogue<C, kEpilogue, kGated> edge{p, m + group * C::kWarpgroupM, n};
+    typename C::Accumulators sums;
+    const TileEpilogue<C, kEpilogue, kGated> epilogue{p, m + group * C::kWarpgroupM, n};
     // The residual is another kernel's, and d may be what one still reads.
     const auto wait = [] { wait_for_prior_kernel(); };
     if (num_ranks == 1) {
-        edge.load_all(sums, wait);
+        epilogue.load_all(sums, wait);
     } else {
-        edge.load_units(sums, rank, num_ranks, wait);
+        epilogue.load_units(sums, rank, num_ranks, wait);
     }
     AnyRingIndex ring{p.num_stages};
     const auto release = [&](int stage) {
@@ -131,10 +131,10 @@ __global__ void __launch_bounds__(C::Tile::kThreads)
     };
     multiply(
         s, share.end - share.begin, ring, sums, release, [] {}, group * C::kWarpgroupM * kBlockK);
-    if (!parts.are_used(num_ranks)) return edge.store(sums);
+    if (!parts.are_used(num_ranks)) return epilogue.store(sums);
     if (num_ranks > 1) cute::cluster_wait();  // all ranks expect what now comes
     parts.push(sums);
-    parts.finish(edge);
+    parts.finish(epilogue);
 }
 
 }  // namespace bytetx::gemm

@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_few_128x128(const LinearParams& p, cudaStream_t stream) {
+void linear_small_m_128x128(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<SmallMTiling<2, 1, 128, 4>>(p, stream);
 }
 

@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_few_192x128(const LinearParams& p, cudaStream_t stream) {
+void linear_small_m_192x128(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<SmallMTiling<3, 1, 128, 4>>(p, stream);
 }
 

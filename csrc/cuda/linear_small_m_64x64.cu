@@ -4,7 +4,7 @@
 
 namespace bytetx::gemm {
 
-void linear_few_64x64(const LinearParams& p, cudaStream_t stream) {
+void linear_small_m_64x64(const LinearParams& p, cudaStream_t stream) {
     launch_tiling<SmallMTiling<1, 1, 64>>(p, stream);
 }
 

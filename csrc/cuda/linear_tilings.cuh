@@ -11,12 +11,12 @@ void linear_128x192(const LinearParams& p, cudaStream_t stream);
 void linear_192x128(const LinearParams& p, cudaStream_t stream);
 void linear_128x128(const LinearParams& p, cudaStream_t stream);
 void linear_192x128_single(const LinearParams& p, cudaStream_t stream);
-void linear_few_64x32(const LinearParams& p, cudaStream_t stream);
-void linear_few_64x64(const LinearParams& p, cudaStream_t stream);
-void linear_few_64x96(const LinearParams& p, cudaStream_t stream);
-void linear_few_128x64(const LinearParams& p, cudaStream_t stream);
-void linear_few_128x96(const LinearParams& p, cudaStream_t stream);
-void linear_few_128x128(const LinearParams& p, cudaStream_t stream);
-void linear_few_192x128(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_64x32(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_64x64(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_64x96(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_128x64(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_128x96(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_128x128(const LinearParams& p, cudaStream_t stream);
+void linear_small_m_192x128(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -43,12 +43,12 @@ struct ActivationConstants {
     float times_x, times_one, offset;
 };
 
-// The order of a persistent kernel's tiles: in bands of several rows of them, within which
-// neighbours along m come first. A band is read together: its rows of a stay in L2 while the
-// columns of b pass once. A band of one row goes along n: it reads its rows of a once.
-struct Bands {
-    int first;  // row of cluster tiles that comes first; behind the last one it goes round
-    int rows;   // of cluster tiles in a band
+// The raster order of a persistent kernel's tiles: bands of several rows of tiles, within a band
+// along m first. The rows of a of a band stay in L2 while the columns of b pass once. A band of one
+// row goes along n and reads its rows of a once.
+struct RasterOrder {
+    int first;  // first row of cluster tiles; the order wraps around after the last row
+    int rows;   // rows of cluster tiles in a band
 };
 
 // What a kernel gets. Tensor maps first: they must be 64-byte aligned.
@@ -62,10 +62,10 @@ struct Params {
     int num_k_blocks;
     int tiles_m, tiles_n;  // of clusters
     ActivationConstants activation;
-    Bands bands;
+    RasterOrder raster;
 };
 
-// One way to cut a GEMM. Registers: 64 * kRowBlocks * kTileN / 128 of a thread hold sums.
+// A tiling of a GEMM. 64 * kRowBlocks * kTileN / 128 registers of a thread hold accumulators.
 template <int kRowBlocks_, int kTileN_, int kStages_, int kClusterCtas_>
 struct Tiling {
     static constexpr int kRowBlocks = kRowBlocks_;  // wgmmas of 64 rows that a warpgroup issues
@@ -97,7 +97,7 @@ struct Config : Tiling_ {
     using Mma = decltype(cute::make_tiled_mma(
         cute::GMMA::ss_op_selector<
             T, T, float, cute::Shape<cute::_64, cute::Int<Tile::kTileN>, cute::Int<kBlockK>>>()));
-    using Sums = decltype(cute::partition_fragment_C(
+    using Accumulators = decltype(cute::partition_fragment_C(
         Mma{}, cute::Shape<cute::Int<kWarpgroupM>, cute::Int<Tile::kTileN>>{}));
 
     // What the matrix unit takes a stage's rows for.
@@ -109,7 +109,7 @@ struct Smem {
     alignas(1024) typename C::Element a[C::kStages][C::kAElements];
     alignas(1024) typename C::Element b[C::kStages][C::kBElements];
     uint64_t full[C::kStages], empty[C::kStages];
-    uint64_t turn[C::kConsumers];  // the other warpgroup has taken all its stages
+    uint64_t order[C::kConsumers];  // the other warpgroup has taken all its stages
 };
 
 using FullBarrier = cutlass::arch::ClusterTransactionBarrier;
@@ -127,10 +127,10 @@ struct Schedule {
     };
 
     __device__ __forceinline__ Place place(const Params& p, int tile) const {
-        const int whole = p.bands.rows * p.tiles_n;
+        const int whole = p.raster.rows * p.tiles_n;
         const int band = tile / whole, within = tile % whole;
-        const int height = min(p.bands.rows, p.tiles_m - band * p.bands.rows);
-        int row = band * p.bands.rows + within % height + p.bands.first;
+        const int height = min(p.raster.rows, p.tiles_m - band * p.raster.rows);
+        int row = band * p.raster.rows + within % height + p.raster.first;
         if (row >= p.tiles_m) row -= p.tiles_m;
         return {row, within / height};
     }

@@ -6,8 +6,8 @@
 // head_dim]; scores, softmax and sums in f32, weights rounded to the element type for the second
 // product. Sequences of one row go to the decode kernel (paged_decode.cuh), or where they are few
 // to clusters (paged_cluster.cuh), longer pieces to the prefill kernel. A sequence's result depends
-// on its own rows, keys and lengths, and on the batch's size in two classes (paged_plan.cuh),
-// never on what else is in it.
+// on its own rows, keys and lengths, and on whether the batch is small or large (paged_plan.cuh),
+// never on the other sequences.
 
 #include <cstdint>
 #include <stdexcept>

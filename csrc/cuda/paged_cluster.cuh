@@ -1,17 +1,17 @@
 // Decode rows of few sequences: a cluster of CTAs reads one sequence's keys for one key head.
 //
-// Nothing is planned and nothing is joined through memory. Each of the kClusterCtas CTAs finds its
-// chunk from the sequence's lengths; its warps take 16 keys in turn, | w0 | w1 | w2 | w3 | w0 |,
-// each with a ring and a softmax of its own. The sums meet in shared memory, first the warps', then
-// the cluster's: CTA r gathers the r-th slice of the features from all chunks and writes it. Which
-// keys a chunk holds depends on the sequence alone, and all joins are in the order of the keys.
+// There is no plan, and no merge through global memory. Each of the kClusterCtas CTAs computes its
+// chunk from the sequence's lengths; its warps take 16 keys each, round-robin, | w0 | w1 | w2 | w3
+// | w0 |, each with its own ring and softmax. The results are merged in shared memory, first over
+// the warps, then over the cluster: CTA r gathers the r-th slice of the features from all chunks
+// and writes it. The keys of a chunk depend on the sequence alone, and all merges are in key order.
 //
-// q and out once, keys and values of the sequence once. What bounds a short sequence is the chain
-// of dependent trips: lengths and page table (at once), queries and keys (at once), shared memory
-// of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 4.7 us on an H200, 3.8
-// where its keys may be read early; an empty kernel is 0.8, a pass over the same bytes 2.1
-// (2026-11-21). A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us, 0.65 of
-// the copy rate.
+// Bytes: q and out once, keys and values of the sequence once. A short sequence is bound by the
+// chain of dependent loads: lengths and page table (together), queries and keys (together), shared
+// memory of the cluster. One of 1024 keys (8 key heads of 128 features, bf16) takes 4.7 us on an
+// H200, 3.8 where its keys may be read early; an empty kernel is 0.8, a pass over the same
+// bytes 2.1 (2026-11-21). A very long one is bound by what its 64 CTAs can read: 16384 keys 24 us,
+// 0.65 of the copy rate.
 #pragma once
 
 #include "cuda/paged_cluster_rows.cuh"
@@ -161,13 +161,13 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
     constexpr int kFours = C::kDim / 4, kSlice = C::kSlice;
     for (int i = threadIdx.x; i < item.num_rows * kFours; i += C::kThreads) {
         const int row = i / kFours, column = i % kFours * 4, owner = column / kSlice;
-        float top = kNoMax, weights = 0.0f;
+        float row_max = kNoMax, weights = 0.0f;
 #pragma unroll
-        for (int w = 0; w < C::kWarps; ++w) top = fmaxf(top, s.stats[w][row].x);
+        for (int w = 0; w < C::kWarps; ++w) row_max = fmaxf(row_max, s.stats[w][row].x);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < C::kWarps; ++w) {
-            const float factor = exp2_approx(s.stats[w][row].x - top);
+            const float factor = exp2_approx(s.stats[w][row].x - row_max);
             weights += s.stats[w][row].y * factor;
             const float* from = s.sums(w) + row * C::kSumStride + column;
             add_scaled(sums, *reinterpret_cast<const float4*>(from), factor);
@@ -179,7 +179,7 @@ __device__ __forceinline__ void send_slices(ClusterSmem<C>& s, const PagedItem& 
         if (column % kSlice == 0) {
             asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(
                              address_in(&s.gathered_stats[item.chunk][row], owner)),
-                         "f"(top), "f"(weights)
+                         "f"(row_max), "f"(weights)
                          : "memory");
         }
     }
@@ -194,14 +194,15 @@ __device__ __forceinline__ void write_slice(const DecodeParams& p, const Cluster
         const int row = i / (kSlice / 4), column = i % (kSlice / 4) * 4;
         const int feature = item.chunk * kSlice + column;
         if (feature >= p.head_dim) continue;
-        float top = kNoMax, weights = 0.0f;
+        float row_max = kNoMax, weights = 0.0f;
         float4 sums{};
-        for (int c = 0; c < item.num_chunks; ++c) top = fmaxf(top, s.gathered_stats[c][row].x);
+        for (int c = 0; c < item.num_chunks; ++c)
+            row_max = fmaxf(row_max, s.gathered_stats[c][row].x);
 #pragma unroll
         for (int c = 0; c < kClusterCtas; ++c) {
             if (c >= item.num_chunks) break;
             const float2 stat = s.gathered_stats[c][row];
-            const float factor = exp2_approx(stat.x - top);
+            const float factor = exp2_approx(stat.x - row_max);
             weights += stat.y * factor;
             add_scaled(sums, *reinterpret_cast<const float4*>(&s.gathered[c][row][column]), factor);
         }

@@ -1,22 +1,24 @@
 // Attention of few rows over many paged keys: the kernel of decode rows.
 //
 // An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up
-// to 16 rows: the query heads that share the key head. Eight warps, each with one duty, so that no
-// wait for memory stands in the way of the stream of keys. Under a saturated memory every dependent
-// load costs microseconds: with all duties in the four compute warps, items of 256 keys ran at 0.41
-// of the copy rate, most of it waits at their ends (H200, 2026-11-21).
+// to 16 rows: the query heads that share the key head. Eight warps are specialised, so that no wait
+// for memory delays the stream of keys. When memory is saturated, every dependent load costs
+// microseconds: with all work in the four compute warps, items of 256 keys ran at 0.41 of the copy
+// rate, most of it waits at the end of an item (H200, 2026-11-21).
 //
-//   fetch      two warps, of keys and of values: steps of 16 keys of all items in turn, into a ring
-//              of stages that runs on into the next item (cp.async on an mbarrier)
-//   scout      an item or two ahead: the item's record and its queries, to shared memory
-//   compute    four warps take the steps in turn, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each with a
-//              softmax of its own
-//   join       adds the four warps' sums, writes them, and where it finishes a sequence's last
-//              chunk, joins all chunks in the order of the keys: who is last changes no bit
+//   fetch      two warps, one for keys and one for values: steps of 16 keys of item after item,
+//   into
+//              a ring of stages that continues into the next item (cp.async on an mbarrier)
+//   scout      one or two items ahead: loads the item's record and its queries to shared memory
+//   compute    four warps take steps round-robin, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each with
+//   its
+//              own softmax
+//   join       adds the four warps' sums and writes them; after a sequence's last chunk, merges all
+//              chunks in key order, so the result does not depend on which chunk finishes last
 //
-// Where the kernel right before wrote no more than q and this step's rows (early_read), the plan,
-// and keys that are older, are read before it has ended. This holds for it alone: it must itself
-// have waited for those before it before it released this one.
+// Early read: if the kernel before wrote only q and this step's rows (early_read), this kernel
+// reads the plan and older keys before that kernel has ended. That kernel must itself have waited
+// for the kernels before it when it released this one.
 #pragma once
 
 #include "cuda/paged_decode_compute.cuh"

@@ -1,4 +1,4 @@
-// The fetching warps of the decode kernel: keys and values of all items in turn, into the ring.
+// The fetching warps of the decode kernel: keys and values of item after item, into the ring.
 #pragma once
 
 #include "cuda/paged_decode_types.cuh"

@@ -30,22 +30,22 @@ __device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSm
     const int64_t partial = int64_t{item.partial_row} + int64_t{item.chunk} * item.num_rows;
     for (int i = lane; i < item.num_rows * kFours; i += 32) {
         const int row = i / kFours, column = i % kFours * 4;
-        float top = kNoMax, weights = 0.0f;
+        float row_max = kNoMax, weights = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kComputeWarps; ++w) top = fmaxf(top, s.stats[w][row].x);
+        for (int w = 0; w < kComputeWarps; ++w) row_max = fmaxf(row_max, s.stats[w][row].x);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < kComputeWarps; ++w) {
             const int warp = (first_warp + w) % kComputeWarps;
             const float2 stat = s.stats[warp][row];
-            const float factor = exp2_approx(stat.x - top);
+            const float factor = exp2_approx(stat.x - row_max);
             weights += stat.y * factor;
             add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[warp][row][column]), factor);
         }
         if (item.num_chunks > 1) {
             const int64_t at = (partial + row) * p.num_kv_heads + staged.kv_head;
             *reinterpret_cast<float4*>(p.partial_out + at * C::kDim + column) = sums;
-            if (column == 0) p.partial_stats[at] = {top, weights};
+            if (column == 0) p.partial_stats[at] = {row_max, weights};
         } else if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
             store_four(

@@ -23,7 +23,7 @@ struct DecodeParams {
     const PagedItem* items;
     unsigned* counters;     // [units, num_kv_heads]
     float* partial_out;     // [partial_rows, num_kv_heads, kDim], sums that are not yet divided
-    float2* partial_stats;  // [partial_rows, num_kv_heads] {top, sum}
+    float2* partial_stats;  // [partial_rows, num_kv_heads] {row_max, sum}
     int64_t max_pages;
     int64_t q_stride;
     int page_shift;
@@ -56,7 +56,7 @@ struct DecodeTypes {
     static constexpr int kStages = (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kTileBytes);
     static constexpr int kPieces = kDim / 8;     // of 16 bytes, a row
     static constexpr int kSumStride = kDim + 4;  // floats
-    // The steps of all items in turn go to the warps in turn, and so does each stage to one warp:
+    // The steps of item after item go to the warps round-robin, and so does each stage to one warp:
     // it never waits for a phase that is two ahead.
     static_assert(kStages % kComputeWarps == 0);
 

@@ -1,11 +1,11 @@
 // The plan of a step over paged keys: decode items and prefill tiles, from lengths on the device,
 // so that no length travels to the host and a captured graph serves any lengths.
 //
-// One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA places it, and
-// the thread writes its items. Tiles are sorted by their keys into buckets, longest first, for the
-// prefill kernel's CTAs take them one after another: who ends last ends with a short one. Their
-// order within a bucket is left to chance and changes no result.
-// Bound by latency; made once a step and shared by all layers.
+// One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA gives its
+// offset, and the thread writes its items. Tiles are sorted into buckets by their number of keys,
+// longest first, because the prefill kernel's CTAs take them one after another and should end with
+// a short one. The order within a bucket is arbitrary and changes no result. Bound by latency; made
+// once a step and shared by all layers.
 
 #include <algorithm>
 #include <cstdint>

@@ -206,7 +206,7 @@ __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWor
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         rows.bounds[half] = row_keys(p, work, rows.row(half));
-        rows.top[half] = kNoMax;
+        rows.row_max[half] = kNoMax;
         rows.sum[half] = 0.0f;
     }
     rows.warp_begin = __shfl_sync(kFullMask, rows.bounds[0].x, 0);

@@ -1,9 +1,10 @@
 // The arithmetic of prefill tiles: what one warpgroup does with 64 rows and a step of keys, by
 // wgmma.
 //
-// Rows of a tile are in the order of their last visible key, so the keys that all rows of a warp
-// see, and that any of them sees, come from its end rows. As in attention_rows.cuh, for keys of one
-// sequence; and every step looks for the largest scores, for no one computes a row again here.
+// Rows of a tile are in the order of their last visible key, so the first and the last row of a
+// warp tell which keys all of its rows see, and which keys any row sees. As in attention_rows.cuh,
+// but for keys of one sequence, and every step computes the maximum, because no row is computed
+// again here.
 #pragma once
 
 #include "cuda/attention_mma.cuh"
@@ -46,7 +47,7 @@ struct RowTile {
     int warp_begin, warp_end;  // keys that any row of the warp sees
     int full_begin, full_end;  // keys that every row of the warp sees
     float scale;               // score to power of two
-    float top[2];              // the scaled score that the weights are relative to
+    float row_max[2];          // the scaled score that the weights are relative to
     float sum[2];              // of this thread's weights
     AccO out;
     bool is_fresh;  // nothing is in out yet
@@ -124,7 +125,7 @@ struct RowTile {
         is_fresh = false;
     }
 
-    // Scores become weights 2^(score - top); sums and, where top is raised, out follow.
+    // Scores become weights 2^(score - row_max); sums and, where row_max is raised, out follow.
     // Chunks of 16 keys that no row of the warp sees cost nothing but their zeros.
     template <int kN, bool kMasked, typename Scores>
     __device__ __forceinline__ void softmax(Scores& scores, int first) {
@@ -162,7 +163,7 @@ struct RowTile {
 #pragma unroll
             for (int i = chunk; i < chunk + 8; ++i) {
                 const int half = (i / 2) % 2;
-                scores(i) = exp2_approx(fmaf(scores(i), scale, -top[half]));
+                scores(i) = exp2_approx(fmaf(scores(i), scale, -row_max[half]));
                 sum[half] += scores(i);
             }
         }
@@ -171,15 +172,16 @@ struct RowTile {
     // A row's own scores decide, never its neighbours': the vote only skips work that changes
     // nothing.
     __device__ __forceinline__ void raise_top(float largest0, float largest1) {
-        const bool raise[2] = {largest0 > top[0] + kMaxSlack, largest1 > top[1] + kMaxSlack};
+        const bool raise[2] = {largest0 > row_max[0] + kMaxSlack,
+                               largest1 > row_max[1] + kMaxSlack};
         if (!__any_sync(kFullMask, raise[0] || raise[1])) return;
-        const float next[2] = {raise[0] ? largest0 : top[0], raise[1] ? largest1 : top[1]};
+        const float next[2] = {raise[0] ? largest0 : row_max[0], raise[1] ? largest1 : row_max[1]};
         float factor[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            factor[half] = exp2_approx(top[half] - next[half]);
+            factor[half] = exp2_approx(row_max[half] - next[half]);
             sum[half] *= factor[half];
-            top[half] = next[half];
+            row_max[half] = next[half];
         }
         if (is_fresh) return;
 #pragma unroll

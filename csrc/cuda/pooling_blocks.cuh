@@ -1,4 +1,4 @@
-// The blocks of long sequences: which rows each has, and whose block has a given number.
+// The blocks of long sequences: the rows of each, and the sequence of a block by its number.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// What pooling.cu sums rows with: a sequence's rows, a warp's ring of rows on their way, and the
-// warp that pools a sequence alone.
+// The parts of pooling.cu: a sequence's rows, a warp's ring of rows in flight, and the warp that
+// pools a sequence by itself.
 #pragma once
 
 #include <cstdint>

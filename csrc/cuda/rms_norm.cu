@@ -3,7 +3,7 @@
 //
 //   h = x + residual;  out = h * rsqrt(mean(h^2) + eps) * weight
 //
-// The kernels are norm_rows.cuh's, without the mean: who does what, and why, stands there.
+// The kernels are those of norm_rows.cuh, without the mean; the work split is described there.
 //
 // Bytes: (2 to 4) * total_tokens * hidden_size * sizeof(T). Bound by HBM; fraction reached:
 // docs/kernels/norm-embedding-pooling.md. Source: root mean square layer normalization (arXiv

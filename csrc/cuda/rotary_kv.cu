@@ -1,5 +1,5 @@
-// What stands between a layer's fused q, k, v rows and attention over pages, in one pass: RMS norm
-// of each head of q and k, rotary positions, and the way of k and v into their slots.
+// The step between a layer's fused q, k, v rows and attention over pages, in one pass: RMS norm of
+// each head of q and k, rotary positions, and the writes of k and v to their cache slots.
 //
 //   x = x / sqrt(mean(x^2) + eps) * weight        heads of q and k, where weights are given
 //   (a, b) = (a cos - b sin, b cos + a sin)       pairs of the first 2 * num_pairs features
@@ -101,7 +101,7 @@ __device__ __forceinline__ void store_piece(T* to, const float (&x)[kPiece], boo
 }
 
 // Rounded where it says so, or kernels with other numbers of heads a thread round elsewhere.
-__device__ __forceinline__ void turn(float& a, float& b, float cos, float sin) {
+__device__ __forceinline__ void rotate(float& a, float& b, float cos, float sin) {
     const float x = a;
     a = fmaf(x, cos, -__fmul_rn(b, sin));
     b = fmaf(b, cos, __fmul_rn(x, sin));
@@ -150,9 +150,9 @@ struct Turns {
         for (int i = 0; i < kPiece; ++i) {
             if (!has[i / 4]) continue;
             if (is_split) {
-                turn(x[0][i], x[1][i], cos[i], sin[i]);
+                rotate(x[0][i], x[1][i], cos[i], sin[i]);
             } else {
-                turn(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1], cos[i], sin[i]);
+                rotate(x[i / 4][i % 4 * 2], x[i / 4][i % 4 * 2 + 1], cos[i], sin[i]);
             }
         }
     }
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = p.num_pairs > 0 ? int64_t{p.position_ids[token]} * p.num_pairs : 0;
         for (int i = lane; i < p.num_pairs; i += kWarpSize) {
             float* a = x + (p.is_interleaved ? 2 * i : i);
-            turn(*a, a[p.is_interleaved ? 1 : p.num_pairs], p.cos[row + i], p.sin[row + i]);
+            rotate(*a, a[p.is_interleaved ? 1 : p.num_pairs], p.cos[row + i], p.sin[row + i]);
         }
         __syncwarp();
     }

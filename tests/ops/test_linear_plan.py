@@ -24,9 +24,9 @@ TILINGS = [
     ("128x192", 128, 192, False),
     ("192x128", 192, 128, False),
     ("128x128", 128, 128, False),
-    ("few-64x32", 64, 32, True),
-    ("few-128x64", 128, 64, True),
-    ("few-128x128", 128, 128, True),
+    ("small-m-64x32", 64, 32, True),
+    ("small-m-128x64", 128, 64, True),
+    ("small-m-128x128", 128, 128, True),
 ]
 
 
@@ -72,7 +72,7 @@ def test_the_shipped_table_names_tilings_that_exist() -> None:
 
 @pytest.mark.usefixtures("kernel_tilings")
 def test_a_line_serves_rows_up_to_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [(64, "few-64x32", 2), (512, CUBLAS, 1), (4096, "128x192", 1)]
+    lines = [(64, "small-m-64x32", 2), (512, CUBLAS, 1), (4096, "128x192", 1)]
     line = Line(tuple(lines), frozenset([512]), frozenset([4096]))
     table = {(768, 768, "fp16", "bias"): line, (768, 768, "fp16", "residual"): line}
     monkeypatch.setattr(linear_plan, "_table", lambda: table)

@@ -1,8 +1,9 @@
-// A line of work items of many sequences, and the threads that draw stretches of it.
+// A queue of the work items of many sequences, which threads take in pieces of about equal cost.
 //
-// A sequence has items of one cost each.  Sequences stand in the line by their cost, the dearest
-// power of two first; a thread that is free draws the next stretch of about equal cost, so that
-// neither one long sequence nor thousands of short ones leave it idle, and a draw is never a lock.
+// All items of a sequence have the same cost. Sequences are sorted by their cost, rounded to a
+// power of two, the most expensive first. A free thread takes the next piece with one atomic
+// addition, so neither one long sequence nor thousands of short ones leave threads idle, and there
+// is no lock.
 #pragma once
 
 #include <algorithm>
@@ -18,9 +19,9 @@ constexpr int64_t kCacheLine = 64;  // bytes; threads share none
 
 inline int64_t aligned(int64_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
-// In multiply-adds of one of attention's two products.  An item's own cost is its packing and its
-// loops' ends.  A thread's least share is 5 us (bf16) or 15 us (f32) of AVX-512 work: less does not
-// pay for waking it.
+// Costs are in multiply-adds of one of attention's two products. An item's fixed cost is its
+// packing and its loop overhead. A thread gets at least 5 us (bf16) or 15 us (f32) of AVX-512 work:
+// less does not pay for waking it.
 constexpr int64_t kItemCost = 1 << 14;
 constexpr int64_t kMinThreadCost = 1 << 19;
 constexpr int64_t kDrawsPerThread = 16;
@@ -33,14 +34,14 @@ struct SequenceWork {
 // `work(sequence)` is a SequenceWork.  workspace:  order int32 [batch_size] | cost int64
 // [batch_size + 1].
 template <typename Work>
-class WorkLine {
+class WorkQueue {
   public:
     static int64_t workspace_bytes(int64_t batch_size) {
         return aligned(batch_size * int64_t{sizeof(int32_t)}) +
                aligned((batch_size + 1) * int64_t{sizeof(int64_t)});
     }
 
-    WorkLine(int64_t batch_size, void* workspace, const Work& work)
+    WorkQueue(int64_t batch_size, void* workspace, const Work& work)
         : batch_size_(batch_size),
           work_(work),
           order_(static_cast<int32_t*>(workspace)),
@@ -75,7 +76,7 @@ class WorkLine {
         const SequenceWork work = work_(sequence);
         return work.num_items * work.item_cost;
     }
-    // Calls run(sequence, index) for every item that begins in [begin, end) of the line.
+    // Calls run(sequence, index) for every item that begins in [begin, end) of the queue's cost.
     template <typename Run>
     void visit(int64_t begin, int64_t end, Run&& run) const {
         for (int64_t i = find(begin); i < batch_size_ && cost_[i] < end; ++i) {
@@ -87,11 +88,11 @@ class WorkLine {
             }
         }
     }
-    // The sequence that holds place `begin` of the line.
+    // The sequence that contains position `begin` of the queue's cost.
     int64_t find(int64_t begin) const {
         return std::upper_bound(cost_ + 1, cost_ + batch_size_ + 1, begin) - (cost_ + 1);
     }
-    // Within a power of two the batch's own order.
+    // Sequences of the same power of two stay in the order of the batch.
     void sort_by_cost() {
         int64_t starts[65] = {};
         const auto place = [&](int64_t i) {
