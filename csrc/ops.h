@@ -200,7 +200,7 @@ void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
 // score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
-// causal hides j > i, a window j <= i - window. Query heads h * num_heads / num_kv_heads and on
+// causal hides j > i, a window |i - j| >= window. Query heads h * num_heads / num_kv_heads and on
 // share head h of k and v.
 struct VarlenAttentionParams {
     const void* q;                  // [total_tokens, num_heads, head_dim], dtype
@@ -219,7 +219,7 @@ struct VarlenAttentionParams {
     int32_t num_kv_heads;
     int32_t head_dim;
     int32_t relative_bias_span;  // positions, >= the longest sequence
-    int32_t window;              // keys a row sees up to its own; 0: from the sequence's first
+    int32_t window;              // 0: no limit
     bool causal;
     int64_t q_stride;  // elements from row to row
     int64_t k_stride;

@@ -43,7 +43,8 @@ def varlen_attention(
     num_heads, each shared by neighbouring query heads.  cu_seqlens: int32 [batch_size + 1] on q's
     device, starts at 0, ends at total_tokens.  max_seqlen: tokens, host int.
     softmax_scale: 1 / sqrt(head_dim) where None.  causal: no token sees a later one.
-    window: a token sees itself and the window - 1 tokens before it; 0: all before it.
+    window: a token sees itself, the window - 1 tokens before it and, unless causal, the window - 1
+        tokens after it; 0: no limit.
     relative_bias: f32 [num_heads, 2 * span - 1], span >= max_seqlen; score(i, j) of a head gets
     relative_bias[head, position(j) - position(i) + span - 1], where position is the index in the
     sequence, or bias_positions: int32 [total_tokens], values in [0, span).
@@ -241,6 +242,7 @@ def _flash(
     attended: Tensor = torch.ops.aten._flash_attention_forward(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False,
         scale=softmax_scale, window_size_left=window - 1 if window else None,
+        window_size_right=window - 1 if window and not causal else None,
     )[0]  # fmt: skip
     return attended
 

@@ -98,7 +98,7 @@ class _Mask:
         if self.causal:
             mask = mask.masked_fill(distance > 0, -torch.inf)
         if self.window:
-            mask = mask.masked_fill(distance <= -self.window, -torch.inf)
+            mask = mask.masked_fill(distance.abs() >= self.window, -torch.inf)
         return mask
 
 

@@ -66,8 +66,13 @@ struct KeyRange {
 inline KeyRange visible_keys(const AttentionInput& in, int num_keys, int first_query,
                              int num_queries) {
     const int before = in.window > 0 ? first_query - in.window + 1 : 0;
-    return {before > 0 ? before & ~1 : 0,
-            in.causal ? min_int(first_query + num_queries, num_keys) : num_keys};
+    int end = num_keys;
+    if (in.causal) {
+        end = min_int(end, first_query + num_queries);
+    } else if (in.window > 0) {
+        end = min_int(end, first_query + num_queries - 1 + in.window);
+    }
+    return {before > 0 ? before & ~1 : 0, end};
 }
 
 // The relative bias of key `key` for kWidth queries from `query` on; lanes without a query are 0.
@@ -125,7 +130,8 @@ typename Isa::Vec hide_lanes(int count, bool is_first) {
     return Isa::load(lanes.x + (is_first ? 2 : 1) * Isa::kWidth - n);
 }
 
-// Hides from each row the keys after it, and those before its window; the maximum of the rest.
+// Hides from each row the keys after it (causal) and those outside its window; the maximum of the
+// rest.
 template <class Isa, int kVectors>
 void hide_keys(const Workspace<Isa>& w, const AttentionInput& in, const Place& at,
                typename Isa::Vec (&maximum)[kVectors]) {
@@ -134,9 +140,14 @@ void hide_keys(const Workspace<Isa>& w, const AttentionInput& in, const Place& a
         const int query = at.first_query + v * Isa::kWidth;
         for (int key = 0; key < at.num_keys; ++key) {
             float* s = w.scores + key * w.kTile + v * Isa::kWidth;
-            const int ahead = at.first_key + key - query;  // lanes below it do not see the key
+            const int ahead =
+                at.first_key + key - query;  // causal: lanes below it do not see the key
             typename Isa::Vec x = Isa::load(s);
-            if (in.causal) x = Isa::add(x, hide_lanes<Isa>(ahead, true));
+            if (in.causal) {
+                x = Isa::add(x, hide_lanes<Isa>(ahead, true));
+            } else if (in.window > 0) {
+                x = Isa::add(x, hide_lanes<Isa>(ahead - in.window + 1, true));
+            }
             if (in.window > 0) x = Isa::add(x, hide_lanes<Isa>(ahead + in.window, false));
             maximum[v] = Isa::max(maximum[v], x);
             Isa::store(s, x);
@@ -147,8 +158,10 @@ void hide_keys(const Workspace<Isa>& w, const AttentionInput& in, const Place& a
 // Whether a row of the tile does not see every key of the block.
 inline bool has_hidden_keys(const AttentionInput& in, const Place& at) {
     const int last_query = at.first_query + at.num_queries - 1;
-    return (in.causal && at.first_key + at.num_keys - 1 > at.first_query) ||
-           (in.window > 0 && at.first_key <= last_query - in.window);
+    const int last_key = at.first_key + at.num_keys - 1;
+    if (in.window > 0 && at.first_key <= last_query - in.window) return true;
+    if (in.causal) return last_key > at.first_query;
+    return in.window > 0 && last_key >= at.first_query + in.window;
 }
 
 // One tile of queries against the packed key block; `tile` is its first query within the group.

@@ -23,7 +23,10 @@ struct TileWork {
         const int64_t num_queries = in.num_queries(sequence);
         int64_t num_keys = in.num_keys(sequence);
         if (in.causal) num_keys -= num_queries / 2;
-        if (in.causal && in.window > 0) num_keys = std::min(num_keys, in.window + group / 2);
+        if (in.window > 0) {
+            const int64_t seen = in.causal ? in.window : 2 * int64_t{in.window};
+            num_keys = std::min(num_keys, seen + group / 2);
+        }
         return {num_items(num_queries),
                 std::min(num_queries, group) * num_keys * in.head_dim + kItemCost};
     }

@@ -2,7 +2,7 @@
 //
 //   out[i] = sum_j softmax_j(q[i] . k[j] * softmax_scale + bias[position(j) - position(i)]) v[j]
 //
-// over the keys j of i's sequence, with causal and window: j <= i and j > i - window. q [total,
+// over the keys j of i's sequence; causal: j <= i; window: |i - j| < window. q [total,
 // num_heads, head_dim], k and v [total, num_kv_heads, head_dim], f16 or bf16, rows any stride
 // apart; scores, softmax and sums in f32; weights rounded to the element type for the second
 // product.

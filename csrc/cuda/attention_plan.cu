@@ -87,8 +87,13 @@ __device__ void write_tiles(const PlanKernelParams& p, const Opening& o, int4* t
     for (int i = 0; i <= o.full; ++i) {
         const int row = o.start + i * p.tile_rows, end = i < o.full ? o.stop : o.end;
         const int rows = min(p.tile_rows, end - row);
-        to[i] = {row, rows | rank, p.window > 0 ? max(o.start, row + 1 - p.window) : o.start,
-                 p.causal ? min(end, row + rows) : end};
+        int first_key = o.start, last_key = end;
+        if (p.window > 0) {
+            first_key = max(first_key, row + 1 - p.window);
+            last_key = min(last_key, row + rows - 1 + p.window);
+        }
+        if (p.causal) last_key = min(end, row + rows);
+        to[i] = {row, rows | rank, first_key, last_key};
     }
 }
 

@@ -19,7 +19,11 @@ namespace bytetx::attention {
 
 // The keys that `row` sees, of its sequence [bounds.x, bounds.y).
 __device__ __forceinline__ int2 key_bounds(const Params& p, int2 bounds, int row) {
-    if (p.causal) bounds.y = min(bounds.y, row + 1);
+    if (p.causal) {
+        bounds.y = min(bounds.y, row + 1);
+    } else if (p.window > 0) {
+        bounds.y = min(bounds.y, row + p.window);
+    }
     if (p.window > 0) bounds.x = max(bounds.x, min(bounds.y, row + 1 - p.window));
     return bounds;
 }

@@ -33,7 +33,7 @@ struct Params {
     int num_heads;
     int group;  // query heads per key head
     int head_dim;
-    int window;  // keys a row sees up to itself; 0: no limit
+    int window;  // a row sees window - 1 keys before its own, and after it unless causal; 0: all
     int bias_span;
     bool causal;
     float softmax_scale;

@@ -33,7 +33,7 @@ def test_masks_and_groups(causal: bool, window: int, num_kv_heads: int, has_bias
         if causal:
             scores.masked_fill_(distance > 0, -torch.inf)
         if window:
-            scores.masked_fill_(distance <= -window, -torch.inf)
+            scores.masked_fill_(distance.abs() >= window, -torch.inf)
         expected.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[rows].double()))
     torch.testing.assert_close(ours.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 

@@ -95,7 +95,7 @@ def attend(
         if causal:
             mask = mask.masked_fill(distance > 0, -torch.inf)
         if window:
-            mask = mask.masked_fill(distance <= -window, -torch.inf)
+            mask = mask.masked_fill(distance.abs() >= window, -torch.inf)
         q, k, v = (t.transpose(0, 1).to(dtype) for t in (q, k, v))
         k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))
         out.append(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).double())
@@ -129,7 +129,7 @@ def test_every_shape_is_as_exact_as_torch(
 )
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 63, 100])
-def test_a_window_hides_older_tokens(
+def test_a_window_hides_tokens_outside_it(
     head_dim: int, lengths: list[int], causal: bool, window: int
 ) -> None:
     case = make_case(lengths, head_dim=head_dim)

@@ -90,7 +90,7 @@ def largest_error(case: Draw, pool: Tensor) -> Tensor:
     if case.causal:
         seen = seen & (distance <= 0)
     if case.window:
-        seen = seen & (distance > -case.window)
+        seen = seen & (distance.abs() < case.window)
     error = (ours.float()[rows] - expected(case, q, k, v, rows, seen)).abs()
     error = error.masked_fill(~is_row[:, :, None, None], 0.0)
     return error.max() / torch.finfo(case.dtype).eps

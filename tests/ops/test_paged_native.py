@@ -181,5 +181,5 @@ def masked(
     if causal:
         scores.masked_fill_(distance > 0, -torch.inf)
     if window:
-        scores.masked_fill_(distance <= -window, -torch.inf)
+        scores.masked_fill_(distance.abs() >= window, -torch.inf)
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v)
