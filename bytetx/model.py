@@ -3,6 +3,7 @@
 import logging
 import pickle
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
@@ -12,14 +13,12 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import (
-    check_dimensions,
     check_iterable,
     check_names,
     check_text,
     check_token_budget,
     check_top_k,
     chosen_layers,
-    chosen_modes,
 )
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.encode.model_runner import Runner
@@ -31,14 +30,13 @@ from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
-from bytetx.nn.sentence_modules import Normalize, activation_by_name
-from bytetx.ops.pooling import POOLING_MODES
+from bytetx.nn.sentence_modules import activation_by_name
 from bytetx.runtime.forking import computing
-from bytetx.tasks.classify import ClassifyTask, ScoreTask, raw, score_function
-from bytetx.tasks.embed import EmbedTask, VectorBuffer, output_size
-from bytetx.tasks.embed_all import AllEmbeddings, EmbedAllTask, join_all
-from bytetx.tasks.embed_sparse import SparseMixin
-from bytetx.tasks.embed_tokens import TokenVectorMixin
+from bytetx.tasks.chunks import Overflow
+from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, ScoreTask, raw, score_function
+from bytetx.tasks.embed import VectorBuffer, output_size
+from bytetx.tasks.embed_all import EmbedAllMixin
+from bytetx.tasks.embed_chunks import ChunkMixin
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
@@ -56,19 +54,17 @@ from bytetx.tasks.options import (
     Texts,
     Yes,
 )
-from bytetx.tasks.precision import Precision, make_quantizer, needs_ranges, quantize_all
+from bytetx.tasks.precision import Precision, needs_ranges, quantize_all
 from bytetx.tasks.progress import num_texts
 from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
-from bytetx.tasks.tag import AGGREGATIONS, TagTask
+from bytetx.tasks.tag import AGGREGATIONS, TagTask, merge_entities
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
 
 logger = logging.getLogger("bytetx")
-
-_NO_POOLING = "this checkpoint is {} and names no pooling for embed; use {}, or pass pooling"
 
 R = TypeVar("R")
 
@@ -112,7 +108,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
+class Model(GenerationMixin, EmbedAllMixin, ChunkMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -120,6 +116,9 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
     Every task takes any iterable of inputs (a str, a pair of str, or a sequence of token ids that
     already has its special tokens) and returns results in the caller's order. Common options:
     truncate: cut a text beyond the model's positions; else it is a TooLongError.
+    overflow, stride: of embed, classify and tag: "error" and "truncate" are truncate's two values;
+    "chunk" cuts a long text into chunks of the model's positions, which share stride tokens. A
+    prompt is in the first chunk. Pairs and token ids are not cut into chunks.
     on_error: "raise" a bad text's InputError, or "return" it in place of that text's result.
     stream: return an iterator that reads inputs as needed, instead of all results at the end.
     show_progress: a bar on stderr that counts texts.
@@ -217,6 +216,8 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         normalize: bool | None = None,
         precision: Precision = "float32",
         ranges: npt.ArrayLike | None = None,
+        overflow: Overflow | None = None,
+        stride: int = 0,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
@@ -232,6 +233,7 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         signs of 8 dimensions in each byte), as sentence-transformers' quantize_embeddings.
         ranges: [2, dimensions], the minima and maxima that int8 and uint8 divide into 256 steps;
         None takes those of the vectors of this call, which a stream cannot know.
+        overflow="chunk": the mean of the vectors of a long text's chunks; see embed_chunks.
         """
         if prompt is not None:
             check_text("prompt", prompt)
@@ -247,12 +249,22 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
                 f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
                 "and maxima), because its first vector comes before the last one is known"
             )
-        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader = self._overflow_reader(
+            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
+        )
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
         counter = RunCounter()
         # The rows of one array; numpy's types do not say that it is a sequence of them.
-        rows = cast("Task[np.ndarray]", task)
-        steps = self._run(texts, rows, reader, counter, title="embed", show_progress=show_progress)
+        rows = cast("Task[np.ndarray]", replace(task, quantizer=None) if reader.cuts else task)
+        steps = self._run(
+            texts,
+            rows,
+            reader,
+            counter,
+            title="embed",
+            show_progress=show_progress,
+            merge=task.mean if reader.cuts else None,
+        )
         if stream:
             return Stream(in_order(steps), counter.stats)
         size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
@@ -266,47 +278,6 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         if needs_ranges(task.quantizer):
             vectors = quantize_all(vectors, precision, failed=sorted(buffer.errors))
         return Embeddings(vectors, counter.stats(), buffer.errors)
-
-    def embed_all(
-        self,
-        texts: Texts,
-        *,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> AllEmbeddings:
-        """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
-
-        Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
-        Raises InputError where the checkpoint does not give all three.
-        """
-        if self.checkpoint.sentence.multi_vector is not None:
-            raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
-        dense = self._embed_task()
-        sparse = self._sparse_task(None)
-        token_size, tokens = self._token_task("document", None)
-        if prompt is not None:
-            check_text("prompt", prompt)
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
-        results = self._results(
-            texts,
-            EmbedAllTask(dense, sparse, tokens),
-            reader,
-            stream=False,
-            title="embed_all",
-            show_progress=show_progress,
-        )
-        assert isinstance(results, Results)  # no stream was asked for
-        return join_all(
-            results,
-            dense_size=output_size(self.spec.output_size, dense.pooling, dense.modules),
-            token_size=token_size,
-            vocab_size=self.spec.vocab_size,
-            stats=results.stats,
-        )
 
     @overload
     def classify(
@@ -334,6 +305,8 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         *,
         top_k: int | None = None,
         raw_scores: bool = False,
+        overflow: Overflow | None = None,
+        stride: int = 0,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
@@ -343,14 +316,24 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
 
         Scores are a softmax; with one label or a multi-label problem type a sigmoid each; for a
         regression, or with raw_scores, the logits themselves.  top_k: None keeps every label.
+        overflow="chunk": the mean of the scores of a long text's chunks.
         """
         check_top_k(top_k)
         head = self._need_head(self.heads.sequence, "sequence classification")
         scores = raw if raw_scores else score_function(self.spec)
         task = ClassifyTask(head, self._labels(), scores, top_k)
-        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader = self._overflow_reader(
+            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
+        )
+        job: Task[Any] = ChunkScoresTask(task) if reader.cuts else task
         return self._results(
-            texts, task, reader, stream=stream, title="classify", show_progress=show_progress
+            texts,
+            job,
+            reader,
+            stream=stream,
+            title="classify",
+            show_progress=show_progress,
+            merge=task.mean if reader.cuts else None,
         )
 
     def rerank(
@@ -422,6 +405,8 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         *,
         aggregation: str = "simple",
         ignore_labels: Collection[str] = ("O",),
+        overflow: Overflow | None = None,
+        stride: int = 0,
         truncate: bool = False,
         on_error: OnError = "raise",
         stream: bool = False,
@@ -431,6 +416,7 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
 
         aggregation: none (every token), simple (runs of one tag), or first, average, max (one tag
         a word, then runs); as Hugging Face's token-classification pipeline.
+        overflow="chunk": as that pipeline with a stride; not with aggregation none.
         """
         if aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
@@ -439,10 +425,23 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         head = self._need_head(self.heads.token, "token classification")
         tokenizer = self._need_tokenizer()
         task = TagTask(head, tokenizer, self._labels(), aggregation, ignore_labels)
-        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader = self._overflow_reader(
+            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
+        )
+        if reader.cuts and aggregation == "none":
+            raise OptionError(
+                "overflow='chunk' needs an aggregation other than none: chunks overlap, and only "
+                "entities are merged"
+            )
         reader.with_alignment = True
         return self._results(
-            texts, task, reader, stream=stream, title="tag", show_progress=show_progress
+            texts,
+            task,
+            reader,
+            stream=stream,
+            title="tag",
+            show_progress=show_progress,
+            merge=merge_entities if reader.cuts else None,
         )
 
     @overload
@@ -596,39 +595,3 @@ class Model(GenerationMixin, SparseMixin, TokenVectorMixin):
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""
         limits = {"max_tokens": self.max_tokens, "token_budget": self.token_budget}
         return checkpoint_info(self.checkpoint, **limits)
-
-    def _embed_task(
-        self,
-        *,
-        dimensions: int | None = None,
-        pooling: str | Sequence[str] | None = None,
-        normalize: bool | None = None,
-        precision: str = "float32",
-        ranges: npt.ArrayLike | None = None,
-    ) -> EmbedTask:
-        sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
-        modes = sentence.pooling
-        if pooling is None and not sentence.is_declared:
-            if sentence.splade is not None:
-                raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
-            if sentence.multi_vector is not None:
-                raise InputError(_NO_POOLING.format("a multi-vector model", "embed_tokens"))
-        if pooling is not None:
-            modes = chosen_modes(pooling, known=POOLING_MODES)
-        elif not sentence.is_declared:
-            logger.info("%s names no pooling: mean is used", self.checkpoint.folder)
-        if normalize is False:
-            modules = tuple(module for module in modules if not isinstance(module, Normalize))
-        normalizes = any(isinstance(module, Normalize) for module in modules)
-        size = output_size(self.spec.output_size, modes, modules)
-        check_dimensions(dimensions, size=size)
-        return EmbedTask(
-            modes,
-            modules,
-            dimensions,
-            skips_prompt=not sentence.include_prompt,
-            normalize=bool(normalize) or (normalizes and dimensions is not None),
-            quantizer=make_quantizer(
-                precision, ranges, dim=dimensions or size, device=self.checkpoint.device
-            ),
-        )

@@ -41,6 +41,8 @@ def embeds(model: bytetx.Model) -> None:
     assert_type(model.embed_sparse(["a"], max_active_dims=8), SparseEmbeddings)
     for sparse in model.embed_sparse(["a"], stream=True):
         assert_type(sparse, SparseVector)
+    assert_type(model.embed(["a"], overflow="chunk", stride=8), Embeddings)
+    assert_type(model.embed_spans(["a"], [[(0, 1)]]), TokenEmbeddings)
     tokens = model.embed_tokens(["a"], task="query")
     assert_type(tokens, TokenEmbeddings)
     assert_type(bytetx.maxsim(tokens, list(tokens)), torch.Tensor)

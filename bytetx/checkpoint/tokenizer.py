@@ -65,25 +65,37 @@ class Tokenizer:
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
-        self._limited: dict[int, Tokenizer] = {}
+        self._limited: dict[tuple[int, int], Tokenizer] = {}
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
 
-    def limited(self, max_tokens: int) -> "Tokenizer":
-        """The same tokenizer for texts of at most so many tokens; made once, and kept."""
-        if max_tokens >= self.max_tokens:
+    def limited(self, max_tokens: int, *, stride: int = 0) -> "Tokenizer":
+        """The same tokenizer for texts of at most so many tokens; made once, and kept.
+
+        stride: tokens of a cut text that the next of its overflowing encodings has, too.
+        """
+        sizes = min(max_tokens, self.max_tokens), stride
+        if sizes == (self.max_tokens, 0):
             return self
-        if max_tokens not in self._limited:
+        if sizes not in self._limited:
             limited = copy(self)
             truncation = self.backend.truncation
             assert truncation is not None  # the constructor enabled it
             limited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
             limited.backend.enable_truncation(
-                max_tokens, strategy="longest_first", direction=truncation["direction"]
+                sizes[0],
+                stride=stride,
+                strategy="longest_first",
+                direction=truncation["direction"],
             )
-            limited.max_tokens = max_tokens
-            self._limited[max_tokens] = limited
-        return self._limited[max_tokens]
+            limited.max_tokens = sizes[0]
+            self._limited[sizes] = limited
+        return self._limited[sizes]
+
+    @property
+    def num_special_tokens(self) -> int:
+        """Tokens that are added to a single text."""
+        return int(self.backend.num_special_tokens_to_add(False))
 
     def add_prefix(self, prefix: str) -> None:
         """Makes a prefix that is in the vocabulary one token of the texts that begin with it.

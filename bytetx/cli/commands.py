@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -34,6 +34,15 @@ app.add_typer(bench_app)
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
 Prompt = Annotated[str | None, typer.Option(help="Text to put before every text.")]
 PromptName = Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")]
+OverflowOption = Annotated[
+    str | None,
+    typer.Option(
+        "--overflow",
+        help="Of texts that are too long: error, truncate (as --truncate) or chunk.",
+        show_default=False,
+    ),
+]
+Stride = Annotated[int, typer.Option(min=0, help="Tokens that two chunks of a text share.")]
 RawScores = Annotated[
     bool, typer.Option("--raw-scores", help="The head's own numbers, without softmax or sigmoid.")
 ]
@@ -88,6 +97,14 @@ def _torchrun(arguments: Sequence[str]) -> Iterator["TorchrunLeader | None"]:
             leader.close()
 
 
+def _overflow(options: JobOptions, overflow: str | None, stride: int) -> dict[str, Any]:
+    """Of a job; only what is given, so that jobs of before can be resumed."""
+    given: dict[str, Any] = {"truncate": options.truncate}
+    if overflow is not None:
+        given["overflow"] = overflow
+    return given | ({"stride": stride} if stride else {})
+
+
 def _check_prompt(prompt: str | None, prompt_name: str | None) -> None:
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("--prompt and --prompt-name exclude each other")
@@ -136,6 +153,8 @@ def embed(
             "maximum of each dimension are the ends of the 256 steps.",
         ),
     ] = None,
+    overflow: OverflowOption = None,
+    stride: Stride = 0,
 ) -> None:
     """One vector for each text: float32 rows in .npy; the row of an error is NaN, in integers 0."""
     from bytetx.cli.files.command import run_text_job
@@ -150,7 +169,7 @@ def embed(
         "prompt_name": prompt_name,
         "dimensions": dimensions,
         "precision": precision,
-        "truncate": options.truncate,
+        **_overflow(options, overflow, stride),
     }
     calibration = None if ranges is None else read_ranges(ranges)
     run_text_job(options, embed_task(given, ranges=calibration))
@@ -183,12 +202,18 @@ def embed_sparse(
 
 @app.command()
 @with_job_options
-def classify(options: JobOptions, top_k: TopK = None, raw_scores: RawScores = False) -> None:
+def classify(
+    options: JobOptions,
+    top_k: TopK = None,
+    raw_scores: RawScores = False,
+    overflow: OverflowOption = None,
+    stride: Stride = 0,
+) -> None:
     """Labels and scores of each text or pair (--column twice), best first."""
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import classify_task
 
-    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    given = {"top_k": top_k, "raw_scores": raw_scores, **_overflow(options, overflow, stride)}
     run_text_job(options, classify_task(given), takes_pairs=True)
 
 
@@ -200,12 +225,14 @@ def tag(
         str,
         typer.Option(help="none, simple, first, average or max; rows are as Hugging Face's."),
     ] = "simple",
+    overflow: OverflowOption = None,
+    stride: Stride = 0,
 ) -> None:
     """Tagged tokens or groups of tokens of each text, with character offsets."""
     from bytetx.cli.files.command import run_text_job
     from bytetx.cli.files.tasks import tag_task
 
-    given = {"aggregation": aggregation, "truncate": options.truncate}
+    given = {"aggregation": aggregation, **_overflow(options, overflow, stride)}
     run_text_job(options, tag_task(given))
 
 

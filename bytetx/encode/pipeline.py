@@ -202,7 +202,9 @@ def _collect(running: _Running, task: Task[R], runner: Runner, counter: RunCount
     if launched is None:
         return Finished(window, np.empty(0, dtype=np.int64), [], running.is_last)
     counter.add_failures(len(launched.failures))
-    counter.add_done(len(launched.step.requests.indices) + len(launched.failures))
+    requests = launched.step.requests
+    num_texts = len(requests) if requests.chunks is None else np.count_nonzero(requests.chunks == 0)
+    counter.add_done(int(num_texts) + len(launched.failures))
     indices = launched.step.requests.indices
     results = task.finish(launched.outputs(), launched.step) if len(indices) else []
     return Finished(window, indices, results, running.is_last, launched.failures)

@@ -37,6 +37,8 @@ class Requests:
     alignments: one a text, only where the task asked for them.
     unseen_tokens: int32 [num_texts], tokens at each end that see the others and that no token sees,
     None means 0 everywhere.
+    chunks: int32 [num_texts], the number of each row among the chunks of its text, whose index all
+    of them have; None where each row is a whole text.
     """
 
     indices: np.ndarray
@@ -47,6 +49,7 @@ class Requests:
     prompt_tokens: np.ndarray | None = None
     alignments: Sequence[Alignment] | None = None
     unseen_tokens: np.ndarray | None = None
+    chunks: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.seqlens)
@@ -83,6 +86,7 @@ class Requests:
             None if prompts is None else prompts[rows],
             None if alignments is None else [alignments[row] for row in rows],
             None if self.unseen_tokens is None else self.unseen_tokens[rows],
+            None if self.chunks is None else self.chunks[rows],
         )
 
     def cut(self, bounds: Sequence[int]) -> "list[Requests]":
@@ -104,6 +108,7 @@ class Requests:
             None if prompts is None else prompts[texts],
             None if alignments is None else alignments[texts],
             None if self.unseen_tokens is None else self.unseen_tokens[texts],
+            None if self.chunks is None else self.chunks[texts],
         )
 
 

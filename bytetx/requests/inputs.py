@@ -41,7 +41,8 @@ class InputReader:
     failing it.  with_alignment: keep offsets and words of each token.  keeps_errors: a bad input
     becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
     tokenizer's mask token is a bad input.  max_tokens: of token ids, where that is fewer than the
-    model takes.  expansion: tokens that are appended to each input.
+    model takes.  expansion: tokens that are appended to each input.  cuts: a text beyond the
+    tokenizer's limit becomes several rows, as the tokenizer's stride says.
     """
 
     spec: ModelSpec
@@ -53,6 +54,7 @@ class InputReader:
     needs_mask: bool = False
     max_tokens: int | None = None
     expansion: Expansion | None = None
+    cuts: bool = False
     _prompt_tokens: int | None = None
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
@@ -107,6 +109,8 @@ class InputReader:
         is_pair: Sequence[bool] = ()
         if set(map(type, given.values())) != {str}:
             is_pair = [not isinstance(text, str) for text in given.values()]
+        if self.cuts:
+            return self._read_chunks(given, is_pair, tokenizer, errors)
         if self.with_alignment or any(is_pair):
             encodings = tokenizer.encode(list(given.values()), with_offsets=self.with_alignment)
             tokens = tokenizer.tokens(encodings)
@@ -127,6 +131,55 @@ class InputReader:
             types,
             prompt_tokens,
             alignments,
+        )
+        self._check_tokens(requests, tokenizer, errors)
+        return requests
+
+    def _read_chunks(
+        self,
+        given: Mapping[int, Text],
+        is_pair: Sequence[bool],
+        tokenizer: Tokenizer,
+        errors: Errors,
+    ) -> Requests:
+        """A row for each chunk of each text; a pair that is too long is an error."""
+        encodings = tokenizer.encode(list(given.values()), with_offsets=self.with_alignment)
+        rows: list[tokenizers.Encoding] = []
+        indices: list[int] = []
+        numbers: list[int] = []
+        are_pairs: list[bool] = []
+        for place, (index, encoding) in enumerate(zip(given, encodings, strict=True)):
+            chunks = [encoding, *encoding.overflowing]
+            pair = bool(is_pair) and is_pair[place]
+            if pair and len(chunks) > 1:
+                errors[index] = TooLongError(
+                    f"texts[{index}] is a pair with more than the {tokenizer.max_tokens} tokens "
+                    "this model takes, and pairs are not cut into chunks; shorten it"
+                )
+                chunks = chunks[:1]
+            rows += chunks
+            indices += [index] * len(chunks)
+            numbers += range(len(chunks))
+            are_pairs += [pair] * len(chunks)
+        tokens = tokenizer.tokens(rows)
+        types = prompt_tokens = alignments = None
+        if any(are_pairs) and self.spec.num_token_types > 1 and tokenizer.has_token_types:
+            types = _type_ids(rows, tokens, are_pairs)
+        if self.with_alignment:
+            alignments = list(map(_alignment, rows, (given[index] for index in indices)))
+        chunk_numbers = np.array(numbers, dtype=np.int32)
+        if self.prompt:  # it is in a text's first chunk
+            num_tokens = self._count_prompt_tokens(tokenizer)
+            prompt_tokens = np.where(chunk_numbers == 0, num_tokens, 0).astype(np.int32)
+        requests = Requests(
+            np.array(indices, dtype=np.int64),
+            tokens.seqlens,
+            tokens.token_ids,
+            np.zeros(len(rows), dtype=bool),
+            types,
+            prompt_tokens,
+            alignments,
+            chunks=chunk_numbers,
         )
         self._check_tokens(requests, tokenizer, errors)
         return requests
@@ -328,6 +381,9 @@ def _in_order(pieces: Sequence[Requests]) -> Requests:
         prompts = np.concatenate([prompts, np.zeros(len(ids), dtype=np.int32)])
     if texts.alignments is not None and ids.alignments is not None:
         alignments = [*texts.alignments, *ids.alignments]
+    chunks = None
+    if texts.chunks is not None:
+        chunks = np.concatenate([texts.chunks, np.zeros(len(ids), dtype=np.int32)])
     both = Requests(
         np.concatenate([texts.indices, ids.indices]),
         np.concatenate([texts.seqlens, ids.seqlens]),
@@ -336,5 +392,6 @@ def _in_order(pieces: Sequence[Requests]) -> Requests:
         types,
         prompts,
         alignments,
+        chunks=chunks,
     )
-    return both.take(np.argsort(both.indices))
+    return both.take(np.argsort(both.indices, kind="stable"))

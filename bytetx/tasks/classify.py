@@ -56,11 +56,32 @@ class ClassifyTask:
         return (_logits(self.head, transformer, step),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Label]]:
-        return [self._labels(row) for row in self.scores(outputs[0])]
+        return [self.best(row) for row in self.scores(outputs[0])]
 
-    def _labels(self, scores: np.ndarray) -> list[Label]:
+    def mean(self, chunks: list[np.ndarray]) -> list[Label]:
+        """The labels of a text from the scores of its chunks."""
+        return self.best(chunks[0] if len(chunks) == 1 else np.mean(chunks, axis=0))
+
+    def best(self, scores: np.ndarray) -> list[Label]:
         order = np.argsort(-scores, kind="stable")[: self.top_k]
         return [Label(self.labels[i], float(scores[i])) for i in order]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScoresTask:
+    """Scores f32 [num_labels] of each chunk of a text."""
+
+    task: ClassifyTask
+
+    @property
+    def capture(self) -> Capture:
+        return self.task.capture
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.task.compute(transformer, step)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
+        return list(self.task.scores(outputs[0].copy()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,26 @@
 """Embeddings: pooled rows, then the checkpoint's sentence-transformers modules."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from bytetx.arguments import check_dimensions, chosen_modes
 from bytetx.encode.pipeline import Finished
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.pooling import pool
-from bytetx.tasks.precision import Quantizer
+from bytetx.ops.pooling import POOLING_MODES, pool
+from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.precision import Quantizer, make_quantizer
+
+logger = logging.getLogger("bytetx")
+
+_NO_POOLING = "this checkpoint is {} and names no pooling for embed; use {}, or pass pooling"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,23 @@ class EmbedTask:
     @torch.inference_mode()
     def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """[batch_size, dimensions] from the last hidden states."""
+        batch = step.batch
+        first_tokens = step.prompt_tokens if self.skips_prompt else None
+        return (
+            self.vectors(
+                hidden_states, batch.cu_seqlens, first_tokens, max_seqlen=batch.max_seqlen
+            ),
+        )
+
+    def vectors(
+        self,
+        rows: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        first_tokens: torch.Tensor | None = None,
+        *,
+        max_seqlen: int,
+    ) -> torch.Tensor:
+        """The pooled rows of each sequence through all modules; arguments as of ops.pool."""
         modules = self._all_modules()
         # The pooling kernel also normalises; torch would read the rows three more times.
         is_normalized = (
@@ -51,19 +76,34 @@ class EmbedTask:
         )
         pooled = [
             pool(
-                hidden_states,
-                step.batch.cu_seqlens,
+                rows,
+                cu_seqlens,
                 mode=mode,
-                first_tokens=step.prompt_tokens if self.skips_prompt else None,
+                first_tokens=first_tokens,
                 normalize=is_normalized,
-                max_seqlen=step.batch.max_seqlen,
+                max_seqlen=max_seqlen,
             )
             for mode in self.pooling
         ]
         x = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=1)
         for module in modules[is_normalized:]:
             x = module(x)
-        return (x,)
+        return x
+
+    def mean(self, chunks: list[np.ndarray]) -> np.ndarray:
+        """The vector of a text from the f32 vectors of its chunks, in the task's precision.
+
+        It has unit length where theirs have; one chunk's vector stays as it is.
+        """
+        mean: np.ndarray = chunks[0]
+        if len(chunks) > 1:
+            wide = np.stack(chunks).mean(axis=0, dtype=np.float64)
+            if self.normalize or any(isinstance(module, Normalize) for module in self.modules):
+                wide /= max(float(np.linalg.norm(wide)), 1e-12)
+            mean = wide.astype(np.float32)
+        if self.quantizer is not None:
+            mean = self.quantizer.on_host(mean[None])[0]
+        return mean
 
     def _all_modules(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], ...]:
         """All that is applied to the pooled rows, in order."""
@@ -79,6 +119,46 @@ class EmbedTask:
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> np.ndarray:
         """[num_texts, dimensions]: a row for each text."""
         return outputs[0]
+
+
+class DenseMixin(OnePass):
+    """What Model's methods for dense vectors share."""
+
+    def _embed_task(
+        self,
+        *,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: str = "float32",
+        ranges: npt.ArrayLike | None = None,
+    ) -> EmbedTask:
+        sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
+        modes = sentence.pooling
+        if pooling is None and not sentence.is_declared:
+            if sentence.splade is not None:
+                raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
+            if sentence.multi_vector is not None:
+                raise InputError(_NO_POOLING.format("a multi-vector model", "embed_tokens"))
+        if pooling is not None:
+            modes = chosen_modes(pooling, known=POOLING_MODES)
+        elif not sentence.is_declared:
+            logger.info("%s names no pooling: mean is used", self.checkpoint.folder)
+        if normalize is False:
+            modules = tuple(module for module in modules if not isinstance(module, Normalize))
+        normalizes = any(isinstance(module, Normalize) for module in modules)
+        size = output_size(self.spec.output_size, modes, modules)
+        check_dimensions(dimensions, size=size)
+        return EmbedTask(
+            modes,
+            modules,
+            dimensions,
+            skips_prompt=not sentence.include_prompt,
+            normalize=bool(normalize) or (normalizes and dimensions is not None),
+            quantizer=make_quantizer(
+                precision, ranges, dim=dimensions or size, device=self.checkpoint.device
+            ),
+        )
 
 
 def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Module, ...]) -> int:

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from bytetx.arguments import check_text
 from bytetx.encode.request import RunStats
 from bytetx.encode.step import Step
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
-from bytetx.tasks.embed import EmbedTask
-from bytetx.tasks.embed_sparse import SpladeTask, TokenWeightTask
-from bytetx.tasks.embed_tokens import TokenVectorTask
-from bytetx.tasks.results import Embeddings
+from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
+from bytetx.tasks.embed_sparse import SparseMixin, SpladeTask, TokenWeightTask
+from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
+from bytetx.tasks.options import OnError, Texts
+from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.vectors import (
     SparseEmbeddings,
     SparseVector,
@@ -67,6 +69,51 @@ class EmbedAllTask:
             strict=True,
         )
         return [(row.copy(), weights, matrix) for row, weights, matrix in parts]
+
+
+class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
+    """Model.embed_all."""
+
+    def embed_all(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        show_progress: bool = False,
+    ) -> AllEmbeddings:
+        """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
+
+        Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
+        Raises InputError where the checkpoint does not give all three.
+        """
+        if self.checkpoint.sentence.multi_vector is not None:
+            raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
+        dense = self._embed_task()
+        sparse = self._sparse_task(None)
+        token_size, tokens = self._token_task("document", None)
+        if prompt is not None:
+            check_text("prompt", prompt)
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        results = self._results(
+            texts,
+            EmbedAllTask(dense, sparse, tokens),
+            reader,
+            stream=False,
+            title="embed_all",
+            show_progress=show_progress,
+        )
+        assert isinstance(results, Results)  # no stream was asked for
+        return join_all(
+            results,
+            dense_size=output_size(self.spec.output_size, dense.pooling, dense.modules),
+            token_size=token_size,
+            vocab_size=self.spec.vocab_size,
+            stats=results.stats,
+        )
 
 
 def join_all(

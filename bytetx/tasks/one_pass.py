@@ -1,6 +1,7 @@
 """What Model's one-pass tasks share: the reader of inputs, the run, results and needed parts."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, TypeVar
 
 from bytetx.arguments import check_iterable
@@ -14,11 +15,13 @@ from bytetx.encode.step import Task
 from bytetx.errors import InputError
 from bytetx.nn.loading import Heads, LoadedCheckpoint
 from bytetx.requests.inputs import InputReader
+from bytetx.tasks.chunks import ChunkTask, chosen_overflow, merge_chunks, set_chunks
 from bytetx.tasks.options import Texts
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import Results, Stream
 
 R = TypeVar("R")
+S = TypeVar("S")
 
 
 class OnePass:
@@ -37,6 +40,16 @@ class OnePass:
         keeps_errors = on_error == "return"
         return InputReader(self.spec, self.tokenizer, truncate=truncate, keeps_errors=keeps_errors)
 
+    def _overflow_reader(
+        self, *, overflow: str | None, stride: int, truncate: bool, on_error: str
+    ) -> InputReader:
+        """A reader that does what the options say of texts that are too long."""
+        chosen = chosen_overflow(overflow, truncate=truncate, stride=stride)
+        reader = self._reader(truncate=chosen == "truncate", on_error=on_error)
+        if chosen == "chunk":
+            set_chunks(reader, self._need_tokenizer(), stride=stride)
+        return reader
+
     def _run(
         self,
         texts: Texts,
@@ -46,18 +59,22 @@ class OnePass:
         *,
         title: str,
         show_progress: bool,
-    ) -> Generator[Finished[R], None, None]:
+        merge: Callable[[list[R]], S] | None = None,
+    ) -> Generator[Finished[Any], None, None]:
+        """Results are those of the task; or with merge, which makes one from those of a text's
+        chunks, what it gives."""
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
-        steps = run(
+        start = partial(
+            run,
             cut,
             reader.read,
-            task,
             runner=self._runner,
             token_budget=self.token_budget,
             counter=counter,
             keeps_errors=reader.keeps_errors,
         )
+        steps = start(task) if merge is None else merge_chunks(start(ChunkTask(task)), merge)
         if not show_progress:
             return steps
         return with_progress(steps, counter.num_done, title=title, total=num_texts(texts))
@@ -71,9 +88,12 @@ class OnePass:
         stream: bool,
         title: str,
         show_progress: bool,
+        merge: Callable[[list[R]], S] | None = None,
     ) -> Results[Any] | Stream[Any]:
         counter = RunCounter()
-        steps = self._run(texts, task, reader, counter, title=title, show_progress=show_progress)
+        steps = self._run(
+            texts, task, reader, counter, title=title, show_progress=show_progress, merge=merge
+        )
         blocks = in_order(steps)
         if stream:
             return Stream(blocks, counter.stats)

@@ -6,6 +6,7 @@ from typing import Literal, TypedDict
 import numpy.typing as npt
 
 from bytetx.requests.inputs import Input
+from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.precision import Precision
 
 Texts = Iterable[Input]
@@ -23,7 +24,12 @@ class TextOptions(TypedDict, total=False):
     show_progress: bool
 
 
-class EmbedOptions(TextOptions, total=False):
+class OverflowOptions(TextOptions, total=False):
+    overflow: Overflow | None
+    stride: int
+
+
+class EmbedOptions(OverflowOptions, total=False):
     prompt: str | None
     prompt_name: str | None
     dimensions: int | None
@@ -48,12 +54,12 @@ class TokenOptions(TextOptions, total=False):
     ranges: npt.ArrayLike | None
 
 
-class ClassifyOptions(TextOptions, total=False):
+class ClassifyOptions(OverflowOptions, total=False):
     top_k: int | None
     raw_scores: bool
 
 
-class TagOptions(TextOptions, total=False):
+class TagOptions(OverflowOptions, total=False):
     aggregation: str
     ignore_labels: Collection[str]
 

@@ -1,7 +1,7 @@
 """f32 vectors to half floats, integers or bits, as sentence-transformers quantises them."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -56,6 +56,12 @@ class Quantizer:
         if self.ranges is not None:
             return self._divide(x, self.ranges)
         return x
+
+    def on_host(self, x: np.ndarray) -> np.ndarray:
+        """The same of f32 rows on the host."""
+        ranges = None if self.ranges is None else self.ranges.cpu()
+        rows: np.ndarray = replace(self, ranges=ranges)(torch.from_numpy(x)).numpy()
+        return rows
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
         bits = F.pad((x > 0).to(torch.uint8), (0, -x.shape[1] % 8))

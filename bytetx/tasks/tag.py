@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -128,6 +129,33 @@ class TagTask:
             word=self.tokenizer.join([entity.word for entity in entities]),
             end=entities[-1].end,
         )
+
+
+def merge_entities(chunks: list[list[Entity]]) -> list[Entity]:
+    """The entities of a text from those of its chunks, as Hugging Face's pipeline with a stride.
+
+    Of entities that overlap, the longest one stays, and of two as long that of the higher score.
+    """
+    if len(chunks) == 1:
+        return chunks[0]
+    found: list[Entity] = []
+    for entity in sorted(chain.from_iterable(chunks), key=lambda entity: entity.start or 0):
+        last = found[-1] if found else None
+        if last is None or not _span(last)[0] <= _span(entity)[0] < _span(last)[1]:
+            found.append(entity)
+        elif (_length(entity), entity.score) > (_length(last), last.score):
+            found[-1] = entity
+    return found
+
+
+def _span(entity: Entity) -> tuple[int, int]:
+    assert entity.start is not None and entity.end is not None  # only texts are cut
+    return entity.start, entity.end
+
+
+def _length(entity: Entity) -> int:
+    start, end = _span(entity)
+    return end - start
 
 
 def _words(tokens: list[_Token]) -> list[list[_Token]]:

@@ -1,0 +1,99 @@
+"""Texts longer than the model: options of what happens, and one result from those of chunks."""
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.pipeline import Finished
+from bytetx.encode.request import Failure
+from bytetx.encode.step import Capture, Step, Task
+from bytetx.errors import OptionError
+from bytetx.nn.transformer import Transformer
+from bytetx.requests.inputs import InputReader
+
+Overflow = Literal["error", "truncate", "chunk"]
+
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTask(Generic[R]):
+    """A task on chunks: each result is (the chunk's number in its text, the result)."""
+
+    task: Task[R]
+
+    @property
+    def capture(self) -> Capture | None:
+        return self.task.capture
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.task.compute(transformer, step)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[tuple[int, R]]:
+        results = self.task.finish(outputs, step)
+        if isinstance(results, np.ndarray):
+            results = results.copy()  # they outlive the pinned memory of their step
+        chunks = step.requests.chunks
+        numbers = [0] * len(step.requests) if chunks is None else chunks.tolist()
+        return list(zip(numbers, results, strict=True))
+
+
+def merge_chunks(
+    finished: Generator[Finished[tuple[int, R]], None, None], merge: Callable[[list[R]], S]
+) -> Generator[Finished[S], None, None]:
+    """One step a window, with one result a text: merge(results of its chunks, in order).
+
+    A text of which a chunk failed is a failure.
+    """
+    parts: dict[int, list[tuple[int, R]]] = {}
+    failures: dict[int, Failure] = {}
+    with closing(finished):
+        for step in finished:
+            for index, part in zip(step.indices.tolist(), step.results, strict=True):
+                parts.setdefault(index, []).append(part)
+            failures |= {failure.index: failure for failure in step.failures}
+            if not step.is_last:
+                continue
+            indices = sorted(parts.keys() - failures.keys())
+            results = [merge(_in_order(parts[index])) for index in indices]
+            yield Finished(
+                step.window,
+                np.array(indices, dtype=np.int64),
+                results,
+                is_last=True,
+                failures=[failures[index] for index in sorted(failures)],
+            )
+            parts, failures = {}, {}
+
+
+def _in_order(parts: list[tuple[int, R]]) -> list[R]:
+    return [result for _, result in sorted(parts, key=lambda part: part[0])]
+
+
+def chosen_overflow(overflow: object, *, truncate: bool, stride: object) -> Overflow:
+    """What happens to a text that is too long. OptionError where options do not go together."""
+    if overflow is None:
+        overflow = "truncate" if truncate else "error"
+    elif truncate:
+        raise OptionError("truncate and overflow exclude each other; give overflow alone")
+    if overflow not in ("error", "truncate", "chunk"):
+        raise OptionError(f"overflow must be error, truncate or chunk, got {overflow!r}")
+    if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
+        raise OptionError(f"stride must be a number of tokens, 0 or more, got {stride!r}")
+    if stride and overflow != "chunk":
+        raise OptionError(f"stride goes with overflow='chunk', got {overflow!r}")
+    return overflow
+
+
+def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> None:
+    """Makes a reader cut texts. OptionError where chunks would have no tokens of their own."""
+    most = tokenizer.max_tokens - tokenizer.num_special_tokens
+    if stride >= most:
+        raise OptionError(f"stride must be less than the {most} tokens of a chunk, got {stride}")
+    reader.tokenizer, reader.cuts = tokenizer.limited(tokenizer.max_tokens, stride=stride), True

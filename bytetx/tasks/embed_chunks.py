@@ -1,0 +1,227 @@
+"""Several vectors a text: one for each chunk of a long text, or for each span of one pass."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bytetx.arguments import check_text
+from bytetx.encode.request import Alignment
+from bytetx.encode.step import Step, Task
+from bytetx.errors import InputError, OptionError
+from bytetx.nn.transformer import Transformer
+from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
+from bytetx.tasks.options import OnError, Texts
+from bytetx.tasks.precision import Precision, needs_ranges
+from bytetx.tasks.results import Results
+from bytetx.tasks.vectors import TokenEmbeddings, join_tokens
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedSpansTask:
+    """The vectors of spans of characters of each text, pooled from one pass over the text.
+
+    spans: by the index of a text.  num_prompt_characters: in front of each text.
+    Source: late chunking (arXiv 2409.04701).
+    """
+
+    task: EmbedTask
+    spans: Sequence[Sequence[Span]]
+    num_prompt_characters: int
+
+    @property
+    def capture(self) -> None:
+        """None: only the host knows which rows a span has."""
+        return None
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        rows, cu_seqlens = self._layout(step)
+        hidden_states = transformer.forward(step.batch)
+        device = hidden_states.device
+        picked = hidden_states[torch.from_numpy(rows).to(device)]
+        bounds = torch.from_numpy(cu_seqlens).to(device)
+        longest = int(np.diff(cu_seqlens).max(initial=0))
+        return (self.task.vectors(picked, bounds, max_seqlen=longest),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
+        counts = [len(self.spans[index]) for index in step.requests.indices.tolist()]
+        return [rows.copy() for rows in np.split(outputs[0], np.cumsum(counts)[:-1])]
+
+    def _layout(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """(rows of all spans, int64; bounds of each span in them, int32)"""
+        requests = step.requests
+        alignments = requests.alignments
+        assert alignments is not None  # the reader keeps them
+        rows: list[np.ndarray] = []
+        starts = requests.cu_seqlens[:-1].tolist()
+        for start, index, alignment in zip(
+            starts, requests.indices.tolist(), alignments, strict=True
+        ):
+            rows += [start + tokens for tokens in self._tokens(alignment, self.spans[index])]
+        cu_seqlens = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        return np.concatenate([np.empty(0, dtype=np.int64), *rows]), cu_seqlens
+
+    def _tokens(self, alignment: Alignment, spans: Sequence[Span]) -> list[np.ndarray]:
+        """The tokens that have a character in each span."""
+        offsets = np.array(alignment.offsets, dtype=np.int64).reshape(-1, 2)
+        offsets = offsets - self.num_prompt_characters
+        is_own = np.array(alignment.special_tokens_mask) == 0
+        is_own &= offsets[:, 1] > offsets[:, 0]
+        return [
+            np.flatnonzero(is_own & (offsets[:, 0] < end) & (offsets[:, 1] > start))
+            for start, end in spans
+        ]
+
+
+class ChunkMixin(DenseMixin):
+    """Model.embed_chunks and Model.embed_spans."""
+
+    def embed_chunks(
+        self,
+        texts: Texts,
+        *,
+        stride: int = 0,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        on_error: OnError = "raise",
+        show_progress: bool = False,
+    ) -> TokenEmbeddings:
+        """A vector for each chunk of each text: embed with overflow="chunk" without the mean.
+
+        A chunk has as many tokens as the model takes, and shares stride of them with the next one.
+        Other options are those of embed; int8 and uint8 need ranges.
+        Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
+        """
+        task = self._rows_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        reader = self._overflow_reader(
+            overflow="chunk", stride=stride, truncate=False, on_error=on_error
+        )
+        reader.prompt = self._prompt(prompt, prompt_name)
+        rows = cast("Task[np.ndarray]", task)  # the rows of one array
+        results = self._results(
+            texts,
+            rows,
+            reader,
+            stream=False,
+            title="embed_chunks",
+            show_progress=show_progress,
+            merge=np.stack,
+        )
+        assert isinstance(results, Results)  # no stream was asked for
+        empty = self._no_vectors(task, dimensions)
+        return join_tokens(results, empty=empty, stats=results.stats)
+
+    def embed_spans(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span]],
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] = "mean",
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        show_progress: bool = False,
+    ) -> TokenEmbeddings:
+        """A vector for each span of each text, pooled from one pass over the text (late chunking).
+
+        spans: for each text, (start, end) in characters; they may overlap and leave gaps. A token
+        belongs to every span that has one of its characters; a span without any, as one that was
+        cut off, is a vector of zeros before the checkpoint's modules.
+        pooling: of the tokens of a span.  Other options are those of embed; int8 and uint8 need
+        ranges.
+        Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
+        """
+        _check_spans(texts, spans)
+        task = self._rows_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        self._need_tokenizer()
+        reader.with_alignment = True
+        reader.prompt = self._prompt(prompt, prompt_name)
+        job = EmbedSpansTask(task, spans, len(reader.prompt))
+        results = self._results(
+            texts, job, reader, stream=False, title="embed_spans", show_progress=show_progress
+        )
+        assert isinstance(results, Results)  # no stream was asked for
+        empty = self._no_vectors(task, dimensions)
+        return join_tokens(results, empty=empty, stats=results.stats)
+
+    def _rows_task(
+        self,
+        *,
+        dimensions: int | None,
+        pooling: str | Sequence[str] | None,
+        normalize: bool | None,
+        precision: Precision,
+        ranges: npt.ArrayLike | None,
+    ) -> EmbedTask:
+        task = self._embed_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        if needs_ranges(task.quantizer):
+            raise OptionError(
+                f"precision {precision} of several vectors a text needs ranges (f32 [2, "
+                "dimensions], minima and maxima)"
+            )
+        return task
+
+    def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
+        if prompt is not None:
+            check_text("prompt", prompt)
+        return self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+
+    def _no_vectors(self, task: EmbedTask, dimensions: int | None) -> np.ndarray:
+        """No rows, of the task's size and dtype."""
+        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        quantizer = task.quantizer
+        if quantizer is None:
+            return np.empty((0, size), dtype=np.float32)
+        return np.empty((0, quantizer.size(size)), dtype=quantizer.dtype)
+
+
+def _check_spans(texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
+    if isinstance(texts, str) or len(texts) != len(spans):
+        raise InputError(
+            f"spans must have one list for each of the texts, got {len(spans)} for {len(texts)}"
+        )
+    for index, (text, of_text) in enumerate(zip(texts, spans, strict=True)):
+        if not isinstance(text, str):
+            raise InputError(f"texts[{index}] must be a str for embed_spans")
+        for span in of_text:
+            start, end = span
+            if not 0 <= start < end <= len(text):
+                raise InputError(
+                    f"spans[{index}] has {tuple(span)}, which is no (start, end) within the "
+                    f"{len(text)} characters of the text"
+                )
