@@ -36,6 +36,8 @@ TOKENIZERS = {
     "distilbert": "wordpiece",
     "mpnet": "wordpiece",
     "electra": "wordpiece",
+    "modernbert": "bpe",
+    "eurobert": "bpe",
 }
 _POSITION_OFFSETS = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
 # cls, sep, pad, unk, mask

@@ -38,6 +38,8 @@ FAMILIES = {
     "distilbert": ("DistilBert", {}),
     "mpnet": ("MPNet", {}),
     "electra": ("Electra", {"embedding_size": 32}),
+    "modernbert": ("ModernBert", {"local_attention": 8, "pad_token_id": 0}),
+    "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
 }
 _DISTILBERT_KEYS = {
     "hidden_size": "dim",

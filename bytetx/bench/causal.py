@@ -121,5 +121,5 @@ def kv_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 def _elements_of_layer(spec: ModelSpec) -> int:
     attended = spec.num_heads * spec.head_dim
     qkv = attended + 2 * spec.num_kv_heads * spec.head_dim
-    inner = (3 if "ffn_gate" in spec.layer else 2) * spec.intermediate_size
+    inner = (3 if spec.is_gated else 2) * spec.intermediate_size
     return spec.hidden_size * (qkv + attended + inner)

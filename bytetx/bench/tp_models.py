@@ -62,7 +62,9 @@ class Share:
     @property
     def like(self) -> Tensor:
         """A tensor of the weights' dtype and device."""
-        return self.layers[0].attn_norm.weight
+        norm = self.layers[0].attn_norm
+        assert norm is not None  # of all models of the bench
+        return norm.weight
 
 
 def spec_of(model: str) -> ModelSpec:
@@ -186,7 +188,7 @@ def _layer(spec: ModelSpec, blocks: Blocks, like: Tensor) -> LayerWeights:
     weight = partial(_linear, like)
     out: Callable[..., OutWeight] = partial(_out_linear, like, blocks)
     ffn_in: LinearWeight | GatedWeight
-    if "ffn_gate" in spec.layer:
+    if spec.is_gated:
         gate, up = (_matrix(like, inner, hidden) for _ in range(2))
         ffn_in = prepare_gated(gate, up, prepack=False)
     else:

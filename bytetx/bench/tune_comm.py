@@ -131,7 +131,7 @@ def _lines_of_models(op: Op, tp: int, rows: tuple[int, ...]) -> Iterator[Line]:
             continue
         split = shard_model(spec, rank=0, size=tp)
         heads, inner, hidden = len(split.heads), len(split.inner), spec.hidden_size
-        is_gated = "ffn_gate" in spec.layer
+        is_gated = spec.is_gated
         if op in ("all_gather_gemm", _COLUMN):
             qkv = (heads + 2 * len(split.kv_heads)) * spec.head_dim
             ffn = Layer(op, tp, inner * (1 + is_gated), hidden, is_gated)

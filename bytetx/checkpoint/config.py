@@ -56,11 +56,13 @@ class Values:
         """A truth value by bytetx's name for it; `default` where the family has no such choice."""
         if name not in self.names:
             return default
-        value = self.read(self.names[name])
+        return self.flag(self.names[name])
+
+    def flag(self, key: str) -> bool:
+        """A truth value by its key in config.json."""
+        value = self.read(key)
         if not isinstance(value, bool):
-            raise CheckpointError(
-                f"config.json: {self.names[name]} must be true or false, got {value!r}"
-            )
+            raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
         return value
 
     def number(self, name: str) -> float:
@@ -124,8 +126,8 @@ class Values:
             )
         return rows
 
-    def activation(self) -> str:
-        key = self.names["activation"]
+    def activation(self, key_name: str = "activation") -> str:
+        key = self.names[key_name]
         name = self.read(key)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             raise CheckpointError(

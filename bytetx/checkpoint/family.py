@@ -11,30 +11,7 @@ from bytetx.errors import CheckpointError
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # Keys of causal families only; nothing reads them for an encoder.
-_CAUSAL_KEYS = {
-    "config": {
-        "num_kv_heads",
-        "head_dim",
-        "rotary_fraction",
-        "rotary_dim",
-        "window",
-        "uses_window",
-        "first_windowed_layer",
-        "layer_types",
-        "attention_types",
-        "attention_bias",
-        "ffn_bias",
-        "linear_bias",
-        "parallel",
-        "pre_norm",
-        "scales_attention",
-        "scales_by_layer",
-    },
-    "architecture": {"first_position_row", "biases", "intermediate_multiple", "softmax_scale"},
-    "embeddings": {"project_in"},
-    "layer": {"q_norm", "k_norm", "ffn_gate"},
-    "heads": {"lm"},
-}
+_CAUSAL_KEYS = {"embeddings": {"project_in"}, "heads": {"lm"}}
 
 # section -> (keys it must have, keys it may have).
 _SECTIONS = {
@@ -48,8 +25,32 @@ _SECTIONS = {
             "activation",
             "norm_eps",
         },
-        {"embedding_size", "num_token_types", "relative_bias_rows", "rotary_theta"}
-        | _CAUSAL_KEYS["config"],
+        {
+            "embedding_size",
+            "num_token_types",
+            "num_kv_heads",
+            "head_dim",
+            "relative_bias_rows",
+            "rotary_theta",
+            "windowed_rotary_theta",
+            "rotary_fraction",
+            "rotary_dim",
+            "window",
+            "uses_window",
+            "first_windowed_layer",
+            "layer_types",
+            "attention_types",
+            "global_attention_period",
+            "attention_bias",
+            "ffn_bias",
+            "linear_bias",
+            "norm_bias",
+            "parallel",
+            "pre_norm",
+            "scales_attention",
+            "scales_by_layer",
+            "classifier_activation",
+        },
     ),
     "architecture": (
         {"norm_placement", "norm", "positions", "position_offset"},
@@ -60,16 +61,22 @@ _SECTIONS = {
             "rotary_layout",
             "qkv",
             "weight_layout",
-        }
-        | _CAUSAL_KEYS["architecture"],
+            "window_sides",
+            "has_first_norm",
+            "first_position_row",
+            "biases",
+            "intermediate_multiple",
+            "softmax_scale",
+        },
     ),
     "embeddings": (
         {"word"},
         {"position", "norm", "token_type", "relative_bias", "project"} | _CAUSAL_KEYS["embeddings"],
     ),
     "layer": (
-        {"attn_out", "attn_norm", "ffn_in", "ffn_out"},
-        {"q", "k", "v", "qkv", "ffn_norm"} | _CAUSAL_KEYS["layer"],
+        {"attn_out", "attn_norm", "ffn_out"},
+        {"q", "k", "v", "qkv", "q_norm", "k_norm"}
+        | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up"},
     ),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
@@ -80,14 +87,15 @@ _SECTIONS = {
 }
 # Sections that a family may leave out.
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed"}
+_CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
-    "sequence_classification": ({"out"}, {"dense", "activation"}),
-    "token_classification": ({"out"}, {"dense", "activation"}),
-    "masked_lm": ({"dense", "activation", "norm", "norm_eps", "decoder", "bias"}, set()),
+    "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling"}),
+    "token_classification": ({"out"}, _CLASSIFIER_KEYS),
+    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),
     "lm": ({"decoder"}, {"bias"}),
 }
-# A key's allowed values; those after the first need `causal`, where the first is the default.
+# A key's allowed values, the default first.
 _CLOSED_VALUES = {
     "norm_placement": ("post", "pre", "parallel"),
     "norm": ("layer_norm", "rms_norm"),
@@ -96,6 +104,9 @@ _CLOSED_VALUES = {
     "qkv": ("separate", "stacked", "interleaved"),
     "weight_layout": ("linear", "conv1d"),
     "causal": (False, True),
+    # The window of config.json counts a token and those before it, or both sides of a token.
+    "window_sides": ("one", "both"),
+    "has_first_norm": (True, False),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -194,10 +205,11 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
         if "{i}" not in stem:
             raise CheckpointError(f"{where} [layer] {key} is {stem!r}, must contain {{i}}")
     for head, content in table.get("heads", {}).items():
-        if content.get("activation", "config") not in ("config", *ACTIVATIONS):
+        known = ("config", "classifier", *ACTIVATIONS)
+        if content.get("activation", "config") not in known:
             raise CheckpointError(
-                f"{where} [heads.{head}] activation is {content['activation']!r}, must be "
-                f"'config' or one of {', '.join(ACTIVATIONS)}"
+                f"{where} [heads.{head}] activation is {content['activation']!r}, must be one of "
+                f"{', '.join(known)}"
             )
     for (section, key), (other_section, other) in _PAIRS:
         if (key in table.get(section, {})) != (other in table.get(other_section, {})):
@@ -209,15 +221,12 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
 
 
 def _check_architecture(where: str, architecture: dict[str, Any]) -> None:
-    is_causal = architecture.get("causal", False)
     for key, allowed in _CLOSED_VALUES.items():
         value = architecture.get(key, allowed[0])
         if value not in allowed:
             raise CheckpointError(
                 f"{where} {key} is {value!r}, must be one of {', '.join(map(str, allowed))}"
             )
-        if value != allowed[0] and not is_causal:
-            raise CheckpointError(f"{where} {key} is {value!r}, which only a causal family may be")
     offset = architecture["position_offset"]
     if offset != "after_pad_token" and (not isinstance(offset, int) or offset < 0):
         raise CheckpointError(
@@ -231,14 +240,18 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_causal = architecture.get("causal", False)
     is_learned = architecture["positions"] == "learned"
     separate = architecture.get("qkv", "separate") == "separate"
-    own_norm = architecture["norm_placement"] != "parallel"
+    placement = architecture["norm_placement"]
+    gate_up, gate = "ffn_gate_up" in table["layer"], "ffn_gate" in table["layer"]
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
-        ("embeddings", "norm", not is_causal, is_causal),
+        ("embeddings", "norm", not is_causal and placement == "post", is_causal),
         ("config", "rotary_theta", not is_learned, is_learned),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
-        ("layer", "ffn_norm", own_norm, False),
+        ("layer", "ffn_norm", placement != "parallel", False),
+        ("layer", "ffn_in", not gate_up, gate_up),
+        ("layer", "ffn_gate", gate, gate_up),
+        ("config", "windowed_rotary_theta", False, is_learned),
         # Its rows are heads of one query, key and value each.
         ("config", "num_kv_heads", False, architecture.get("qkv") == "interleaved"),
     ]
@@ -258,8 +271,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             f"{where} [config] embedding_size and [embeddings] {project} go together; "
             "one of them is missing"
         )
-    if is_causal != ("final" in table):
-        raise CheckpointError(f"{where} [final] goes with causal; one of them is missing")
+    if (placement != "post") != ("final" in table):
+        raise CheckpointError(
+            f"{where} [final] goes with norm_placement pre or parallel; one of them is missing"
+        )
     if is_causal:
         return
     for section, keys in _CAUSAL_KEYS.items():

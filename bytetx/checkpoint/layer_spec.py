@@ -10,7 +10,7 @@ from bytetx.errors import CheckpointError
 
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
 ATTENTION_LINEARS = ("q", "k", "v", "qkv", "attn_out")
-FFN_LINEARS = ("ffn_gate", "ffn_in", "ffn_out")
+FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_in", "ffn_out")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS)
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
@@ -24,11 +24,12 @@ class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
     causal: no token attends to a later one.  norm_placement: pre, post or parallel.
-    norm: layer_norm or rms_norm.
+    norm: layer_norm or rms_norm.  norm_bias: whether layer norms have a bias.
+    has_first_norm: whether the first layer has a norm before its attention, of pre-norm layers.
     rotary: None without rotary positions.  windowed_rotary: of windowed layers, where it differs.
     qkv: separate, stacked or interleaved.  weight_layout: linear [n, k] or conv1d [k, n].
     biases: layer keys whose linear layers have one.
-    window: tokens that a windowed layer attends to, 0 where none is; window_pattern: whether each
+    window: of windowed layers, as of ops.attention, 0 where none is; window_pattern: whether each
     layer is windowed, or empty where all from first_windowed_layer on are.
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
     final: stems of the last norm and projection.
@@ -48,9 +49,11 @@ class LayerSpec:
     scales_by_layer: bool
     final: Mapping[str, str]
     windowed_rotary: RotarySpec | None = None
+    norm_bias: bool = True
+    has_first_norm: bool = True
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a token of this layer attends to, itself included; 0: no limit."""
+        """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
         if self.window_pattern:
             return self.window if self.window_pattern[layer] else 0
         return self.window if layer >= self.first_windowed_layer else 0
@@ -68,7 +71,7 @@ def read_layers(
 ) -> LayerSpec:
     """The choices of a checkpoint's layers. Raises CheckpointError for those that nothing runs."""
     architecture = table["architecture"]
-    if "ffn_gate" in table["layer"] and activation not in _GATES:
+    if is_gated(table["layer"]) and activation not in _GATES:
         raise CheckpointError(
             f"config.json: {values.names['activation']} means {activation!r}, this family's gate "
             f"must be one of {', '.join(_GATES)}"
@@ -80,6 +83,9 @@ def read_layers(
         norm_placement=placement,
         norm=architecture["norm"],
         rotary=read_rotary(values, head_dim),
+        windowed_rotary=read_rotary(values, head_dim, windowed=True),
+        norm_bias=values.switch("norm_bias", True),
+        has_first_norm=architecture.get("has_first_norm", True),
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
         biases=_biases(values, table["layer"]),
@@ -90,6 +96,11 @@ def read_layers(
         scales_by_layer=values.switch("scales_by_layer", False),
         final=table.get("final", {}),
     )
+
+
+def is_gated(layer: Mapping[str, str]) -> bool:
+    """Whether the feed-forward of a family's [layer] has a gate."""
+    return "ffn_gate" in layer or "ffn_gate_up" in layer
 
 
 def _norm_placement(values: Values) -> str:
@@ -118,7 +129,9 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
 def _window(values: Values) -> int:
     if not values.switch("uses_window", True):
         return 0
-    return values.size_or_none("window") or 0
+    window = values.size_or_none("window") or 0
+    is_two_sided = values.architecture.get("window_sides") == "both"
+    return window // 2 + 1 if window and is_two_sided else window
 
 
 def _first_windowed_layer(values: Values) -> int:
@@ -136,6 +149,9 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     kinds: list[Any] | None = None
     key = values.names.get("layer_types") or values.names.get("attention_types")
     given = None if key is None else values.read(key)
+    if given is None and "global_attention_period" in values.names:
+        period = values.size("global_attention_period")
+        return tuple(i % period > 0 for i in range(num_layers))
     if given is None:
         return ()
     if "layer_types" in values.names:

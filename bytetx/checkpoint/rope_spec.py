@@ -38,12 +38,17 @@ class RotarySpec:
     attention_factor: float
 
 
-def read_rotary(values: Values, head_dim: int) -> RotarySpec | None:
+def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> RotarySpec | None:
     """The rotation that config.json asks for, None for a family without; CheckpointError where it
-    asks for one that is not known or lacks a number."""
+    asks for one that is not known or lacks a number.
+
+    windowed: that of the windowed layers, None for a family that has one rotation for all.
+    """
     if values.architecture["positions"] != "rotary":
         return None
-    given = _Given(values)
+    if windowed and "windowed_rotary_theta" not in values.names:
+        return None
+    given = _Given(values, windowed=windowed)
     original = given.original_positions()
     factor = given.factor(original)
     is_llama3, is_yarn = given.scaling == "llama3", given.scaling == "yarn"
@@ -86,11 +91,19 @@ def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
 class _Given:
     """rope_parameters of config.json, or rope_scaling with rope_theta beside it (older files)."""
 
-    def __init__(self, values: Values):
+    def __init__(self, values: Values, *, windowed: bool):
         self.values = values
+        self.theta_name = "windowed_rotary_theta" if windowed else "rotary_theta"
         given = values.config.get("rope_scaling") or values.config.get("rope_parameters") or {}
         if not isinstance(given, Mapping):
             raise CheckpointError(f"config.json: rope_parameters must be a table, got {given!r}")
+        if "windowed_rotary_theta" in values.names:
+            kind = "sliding_attention" if windowed else "full_attention"
+            of_kind = given.get(kind)
+            if isinstance(of_kind, Mapping):
+                given = of_kind
+            elif any(isinstance(entry, Mapping) for entry in given.values()):
+                given = {}
         if any(isinstance(entry, Mapping) for entry in given.values()):
             raise CheckpointError(
                 "config.json: rope_parameters differ by layer type, which is not supported"
@@ -109,7 +122,7 @@ class _Given:
 
     def theta(self) -> float:
         given = self.parameters.get("rope_theta") is not None
-        theta = self.number("rope_theta") if given else self.values.number("rotary_theta")
+        theta = self.number("rope_theta") if given else self.values.number(self.theta_name)
         if theta <= 1:
             raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta}")
         return theta

@@ -6,7 +6,7 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.family import families, known_model_types
-from bytetx.checkpoint.layer_spec import LayerSpec, read_layers
+from bytetx.checkpoint.layer_spec import LayerSpec, is_gated, read_layers
 from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
 
@@ -21,13 +21,17 @@ _MAX_LABELS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """One head: first token or every token -> dense -> activation -> norm -> out.
+    """One head: some rows -> dense -> activation -> norm -> out or decoder.
 
-    Each field is a tensor-name stem without `.weight`/`.bias`, or None where the head lacks it;
-    `decoder` and `bias` (masked_lm, lm) are whole tensor names.
+    dense, norm, out: tensor-name stems without `.weight`/`.bias`, or None where the head lacks it.
+    decoder, bias (masked_lm, lm): whole tensor names.  dense_bias: whether dense has a bias.
+    pooling: the rows of sequence_classification: "cls", the first token; "mean", the mean of all;
+    "late", every token, and the mean of their logits.
     """
 
     dense: str | None = None
+    dense_bias: bool = True
+    pooling: str = "cls"
     activation: str | None = None
     norm: str | None = None
     norm_eps: float | None = None
@@ -94,6 +98,11 @@ class ModelSpec:
         return self.layer_spec.causal
 
     @property
+    def is_gated(self) -> bool:
+        """Whether the feed-forward layers have a gate."""
+        return is_gated(self.layer)
+
+    @property
     def max_plain_prompt(self) -> int | None:
         """Tokens of a prompt beyond which its keys depend on its length; None: they never do."""
         rotary = self.layer_spec.rotary
@@ -122,7 +131,7 @@ class ModelSpec:
                 before, behind = 2 * hidden, 4 * hidden
             case _:  # parallel
                 before, behind = 2 * hidden + attended, 5 * hidden + attended
-        gated = 4 if "ffn_gate" in self.layer else 1
+        gated = 4 if self.is_gated else 1
         row = max(
             before + qkv + attended,
             before + gated * inner,
@@ -167,7 +176,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         embeddings=table["embeddings"],
         layer=table["layer"],
         layer_spec=layers,
-        heads=_heads(table, activation, norm_eps),
+        heads=_heads(table, values, activation=activation, norm_eps=norm_eps),
     )
 
 
@@ -284,14 +293,37 @@ def _labels(config: Mapping[str, Any]) -> dict[int, str]:
         ) from error
 
 
-def _heads(table: Mapping[str, Any], activation: str, norm_eps: float) -> dict[str, HeadSpec]:
-    """The family's heads; "config" stands for the checkpoint's own activation or epsilon."""
+def _heads(
+    table: Mapping[str, Any], values: Values, *, activation: str, norm_eps: float
+) -> dict[str, HeadSpec]:
+    """The family's heads.
+
+    "config" stands for the checkpoint's own activation or epsilon, "classifier" for its
+    classifier_activation.  dense_bias, decoder_bias and pooling name keys of config.json.
+    """
     heads = {}
     for name, entry in table.get("heads", {}).items():
         resolved = dict(entry)
         if resolved.get("activation") == "config":
             resolved["activation"] = activation
+        elif resolved.get("activation") == "classifier":
+            resolved["activation"] = values.activation("classifier_activation")
         if resolved.get("norm_eps") == "config":
             resolved["norm_eps"] = norm_eps
+        if "dense_bias" in resolved:
+            resolved["dense_bias"] = values.flag(resolved["dense_bias"])
+        if "decoder_bias" in resolved and not values.flag(resolved.pop("decoder_bias")):
+            resolved["bias"] = None
+        if "pooling" in resolved:
+            resolved["pooling"] = _pooling(values, resolved["pooling"])
         heads[name] = HeadSpec(**resolved)
     return heads
+
+
+def _pooling(values: Values, key: str) -> str:
+    given, known = values.read(key), {"cls": "cls", "bos": "cls", "mean": "mean", "late": "late"}
+    if not isinstance(given, str) or given not in known:
+        raise CheckpointError(
+            f"config.json: {key} must be one of {', '.join(known)}, got {given!r}"
+        )
+    return known[given]

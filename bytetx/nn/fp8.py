@@ -37,7 +37,7 @@ _MARGIN = 1.1
 def takes_fp8(spec: ModelSpec) -> bool:
     """Whether _Fp8Rows computes the layers: post-norm ones of layer norms, without a gate."""
     layers = spec.layer_spec
-    is_gated = "ffn_gate" in spec.layer
+    is_gated = spec.is_gated
     return layers.norm_placement == "post" and layers.norm == "layer_norm" and not is_gated
 
 
@@ -94,6 +94,7 @@ class _Fp8Rows(LocalBlocks):
 def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
     """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
     assert isinstance(w.ffn_in, LinearWeight) and w.ffn_norm is not None
+    assert w.attn_norm is not None  # of post-norm layers
     inner_scale = inner_bound(w.ffn_in, w.attn_norm) * _MARGIN / FP8_MAX
     out = _quantized(w.ffn_out)
     ffn_norm = w.ffn_norm  # of the last layer: no GEMM reads its rows

@@ -23,30 +23,46 @@ _MAX_COPIED_HEAD_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class ClassificationHead:
-    """(dense -> activation ->) out, on the rows given: first tokens or every token."""
+    """(dense -> activation -> norm ->) out, on rows of sequences or of tokens.
+
+    pooling: as of HeadSpec.
+    """
 
     dense: LinearWeight | None
     activation: str
     out: LinearWeight | None
+    norm: NormWeight | None = None
+    norm_eps: float = 0.0
+    pooling: str = "cls"
+
+    @torch.inference_mode()
+    def classify(self, hidden_states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        """hidden_states [total_tokens, hidden_size] -> [batch_size, num_labels], f32 if late."""
+        if self.pooling == "late":
+            return pool(self.forward(hidden_states), batch.cu_seqlens, mode="mean")
+        rows = pool(hidden_states, batch.cu_seqlens, mode=self.pooling)
+        return self.forward(rows.to(hidden_states.dtype))
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden_size] -> [n, num_labels], or [n, hidden_size] for a bare pooler."""
         if self.dense is not None:
             rows = linear(rows, self.dense, activation=self.activation)
+        if self.norm is not None:
+            rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
         return rows if self.out is None else linear(rows, self.out)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskedLMHead:
-    """dense -> activation -> norm -> decoder over the vocabulary.
+    """(dense -> activation -> norm ->) decoder over the vocabulary.
 
     blocks: where the vocabulary is sharded over a group, every rank calls forward.
     """
 
-    dense: LinearWeight
+    dense: LinearWeight | None
     activation: str
-    norm: NormWeight
+    norm: NormWeight | None
     norm_eps: float
     decoder: LinearWeight
     blocks: Blocks | None = None
@@ -54,9 +70,11 @@ class MaskedLMHead:
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, hidden_size] -> logits [n, vocab_size]."""
-        x = linear(rows, self.dense, activation=self.activation)
-        x = layer_norm(x, self.norm.weight, self.norm.bias, eps=self.norm_eps)
-        logits = linear(x, self.decoder)
+        if self.dense is not None:
+            rows = linear(rows, self.dense, activation=self.activation)
+        if self.norm is not None:
+            rows = layer_norm(rows, self.norm.weight, self.norm.bias, eps=self.norm_eps)
+        logits = linear(rows, self.decoder)
         return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
 
@@ -149,26 +167,55 @@ def load_masked_lm(
     head = spec.heads.get("masked_lm")
     if head is None or not _has(load, head):
         return None
-    assert head.dense and head.norm and head.decoder and head.bias  # families say so
-    assert head.activation and head.norm_eps is not None
-    saved = [head.decoder] if head.decoder in load.tensors or not spec.tie_word_embeddings else []
+    assert head.decoder  # families say so
+    is_saved = head.decoder in load.tensors
+    if head.dense is None and not is_saved and not _names_masked_lm(spec):
+        return None  # tied, and nothing else tells it from a model without a head
+    saved = [head.decoder] if is_saved or not spec.tie_word_embeddings else []
     bias = f"{head.decoder.removesuffix('.weight')}.bias"
     if bias not in load.tensors:  # tied to head.bias, and saved under that name
-        bias = head.bias
-    stems = (f"{stem}.{part}" for stem in (head.dense, head.norm) for part in ("weight", "bias"))
-    load.require([*stems, *saved, bias])
+        bias = head.bias or ""
+    stems = _head_tensors(spec, head)
+    load.require([*stems, *saved, *[bias] * (head.bias is not None)])
     decoder_name = saved[0] if saved else spec.embeddings["word"]
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
+    decoder_bias = None if head.bias is None else load.tensor(bias, shape[:1], part=part)
     return MaskedLMHead(
-        dense=load.linear(head.dense, spec.embedding_size, spec.hidden_size),
-        activation=head.activation,
-        norm=load.norm(head.norm, spec.embedding_size),
-        norm_eps=head.norm_eps,
-        decoder=load.linear_from(
-            load.tensor(decoder_name, shape, part=part), load.tensor(bias, shape[:1], part=part)
-        ),
+        dense=_dense(load, head, spec.embedding_size, spec.hidden_size),
+        activation=head.activation or "none",
+        norm=_norm(spec, load, head, spec.embedding_size),
+        norm_eps=head.norm_eps or 0.0,
+        decoder=load.linear_from(load.tensor(decoder_name, shape, part=part), decoder_bias),
         blocks=blocks,
     )
+
+
+def _names_masked_lm(spec: ModelSpec) -> bool:
+    return any(name.endswith("ForMaskedLM") for name in spec.architectures)
+
+
+def _head_tensors(spec: ModelSpec, head: HeadSpec) -> list[str]:
+    """Names of a head's tensors but those of its decoder."""
+    parts = (
+        (head.dense, head.dense_bias),
+        (head.norm, spec.layer_spec.norm_bias),
+        (head.out, True),
+    )
+    found: list[str] = []
+    for stem, has_bias in parts:
+        if stem is not None:
+            found += [f"{stem}.weight", *[f"{stem}.bias"] * has_bias]
+    return found
+
+
+def _dense(load: TensorLoader, head: HeadSpec, n: int, k: int) -> LinearWeight | None:
+    return None if head.dense is None else load.linear(head.dense, n, k, has_bias=head.dense_bias)
+
+
+def _norm(spec: ModelSpec, load: TensorLoader, head: HeadSpec, size: int) -> NormWeight | None:
+    if head.norm is None:
+        return None
+    return load.norm(head.norm, size, has_bias=spec.layer_spec.norm_bias)
 
 
 def load_lm(
@@ -216,13 +263,15 @@ def _classification(
             f"config.json: id2label must name the classes 0 to {num_labels - 1} without a hole, "
             f"got {list(spec.id2label)[:20]}"
         )
-    stems = [stem for stem in (head.dense, head.out) if stem is not None]
-    load.require(f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
+    load.require(_head_tensors(spec, head))
     hidden = spec.hidden_size
     return ClassificationHead(
-        dense=None if head.dense is None else load.linear(head.dense, hidden, hidden),
+        dense=_dense(load, head, hidden, hidden),
         activation=head.activation or "none",
         out=None if head.out is None else load.linear(head.out, num_labels, hidden),
+        norm=_norm(spec, load, head, hidden),
+        norm_eps=head.norm_eps or 0.0,
+        pooling=head.pooling,
     )
 
 

@@ -7,7 +7,6 @@ import torch
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
-from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
 from bytetx.nn.fp8 import quantize_layer
 from bytetx.nn.layers import Layers, LayerWeights
@@ -30,7 +29,6 @@ def load_layers(
 
     blocks: of layers that are sharded, only the local shard is read.  fp8: layers of E4M3 rows.
     """
-    _check_attention(spec)
     layer_spec, final_norm, indices = spec.layer_spec, None, range(spec.num_layers)
     reader = _LayerReader(spec, load, blocks)
     if layer_spec.norm_placement != "post":
@@ -58,19 +56,10 @@ def load_layers(
     )
 
 
-def _check_attention(spec: ModelSpec) -> None:
-    """What no attention kernel computes."""
-    has_window = any(spec.layer_spec.window_of(i) for i in range(spec.num_layers))
-    if has_window and not spec.is_causal:
-        raise CheckpointError(
-            f"{spec.family}: attention windows of layers that are not causal are not supported"
-        )
-
-
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name that the layers and the last norm need, lazily."""
     layers = spec.layer_spec
-    has_shift = layers.norm == "layer_norm"
+    has_shift = layers.norm == "layer_norm" and layers.norm_bias
     norms = [layers.final["norm"]] if layers.norm_placement != "post" else []
     for stem in norms:
         yield f"{stem}.weight"
@@ -78,6 +67,8 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
             yield f"{stem}.bias"
     for i in range(spec.num_layers):
         for key, stem in spec.layer.items():
+            if key == "attn_norm" and i == 0 and not layers.has_first_norm:
+                continue
             name = stem.format(i=i)
             yield f"{name}.weight"
             is_head_norm = key in ("q_norm", "k_norm")
@@ -103,6 +94,8 @@ class _LayerReader:
     def layer(self, i: int) -> LayerWeights:
         spec = self.spec
         names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
+        if i == 0 and not self.layer_spec.has_first_norm:
+            del names["attn_norm"]
         hidden = spec.hidden_size
         norms = {
             key: self.norm(names[key], hidden) for key in ("attn_norm", "ffn_norm") if key in names
@@ -115,7 +108,7 @@ class _LayerReader:
         qkv = self._qkv(names)
         attn_out, ffn_out = self._out_linears(names)
         return LayerWeights(
-            attn_norm=norms["attn_norm"],
+            attn_norm=norms.get("attn_norm"),
             qkv=qkv,
             q_norm=head_norms.get("q_norm"),
             k_norm=head_norms.get("k_norm"),
@@ -126,9 +119,8 @@ class _LayerReader:
         )
 
     def norm(self, stem: str, size: int) -> NormWeight:
-        if self.layer_spec.norm == "layer_norm":
-            return self.load.norm(stem, size)
-        return NormWeight(self.load.tensor(f"{stem}.weight", (size,)), None)
+        has_bias = self.layer_spec.norm == "layer_norm" and self.layer_spec.norm_bias
+        return self.load.norm(stem, size, has_bias=has_bias)
 
     def _qkv(self, names: dict[str, str]) -> LinearWeight:
         spec = self.spec
@@ -169,11 +161,25 @@ class _LayerReader:
     def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)
         outputs = _ranges(self.inner)
+        if "ffn_gate_up" in names:
+            return self._gate_up(names)
         if "ffn_gate" not in names:
             return self.load.linear_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
         gate, gate_bias = self._tensors(names, "ffn_gate", *sizes, outputs=outputs)
         up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
         return self.load.gated(gate, up, gate_bias, up_bias)
+
+    def _gate_up(self, names: dict[str, str]) -> GatedWeight:
+        """Gate and up projection that are saved as one weight, the gate's rows first."""
+        inner, hidden = self.spec.intermediate_size, self.spec.hidden_size
+        outputs = None
+        if self.inner is not None:
+            up = range(inner + self.inner.start, inner + self.inner.stop)
+            outputs = (self.inner, up)
+        both, bias = self._tensors(names, "ffn_gate_up", 2 * inner, hidden, outputs=outputs)
+        rows, up_rows = both.chunk(2)
+        biases = (None, None) if bias is None else bias.chunk(2)
+        return self.load.gated(rows, up_rows, *biases)
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""

@@ -28,7 +28,7 @@ class LayerWeights:
 
     qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: OutWeight
-    attn_norm: NormWeight
+    attn_norm: NormWeight | None  # None where the first layer of pre-norm layers has none
     ffn_in: ColumnWeight
     ffn_out: OutWeight
     ffn_norm: NormWeight | None
@@ -106,7 +106,8 @@ class Layers:
         if on_layer:
             on_layer(rows.gather(x))
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
-        h = x if placement == "post" else rows.norm(x, self.weights[0].attn_norm)
+        first_norm = None if placement == "post" else self.weights[0].attn_norm
+        h = x if first_norm is None else rows.norm(x, first_norm)
         for i, layer in enumerate(self.weights):
             is_last = i + 1 == len(self.weights)
             if placement == "parallel":

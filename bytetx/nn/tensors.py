@@ -79,16 +79,14 @@ class TensorLoader:
             return shape, tensor
         return shape, take_part(tensor, part) if _has_part(shape, part) else torch.empty(0)
 
-    def norm(self, stem: str, size: int) -> NormWeight:
-        return NormWeight(
-            self.tensor(f"{stem}.weight", (size,)), self.tensor(f"{stem}.bias", (size,))
-        )
+    def norm(self, stem: str, size: int, *, has_bias: bool = True) -> NormWeight:
+        weight = self.tensor(f"{stem}.weight", (size,))
+        return NormWeight(weight, self.tensor(f"{stem}.bias", (size,)) if has_bias else None)
 
-    def linear(self, stem: str, n: int, k: int) -> LinearWeight:
-        """A linear layer of n outputs and k inputs, with its bias."""
-        return self.linear_from(
-            self.tensor(f"{stem}.weight", (n, k)), self.tensor(f"{stem}.bias", (n,))
-        )
+    def linear(self, stem: str, n: int, k: int, *, has_bias: bool = True) -> LinearWeight:
+        """A linear layer of n outputs and k inputs."""
+        weight = self.tensor(f"{stem}.weight", (n, k))
+        return self.linear_from(weight, self.tensor(f"{stem}.bias", (n,)) if has_bias else None)
 
     def out_linear_from(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_sharded: bool

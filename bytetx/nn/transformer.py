@@ -166,7 +166,8 @@ def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     if spec.relative_bias_rows:
         yield names["relative_bias"]
     if "norm" in names:
-        yield from (f"{names['norm']}.{part}" for part in ("weight", "bias"))
+        parts = ("weight", "bias") if spec.layer_spec.norm_bias else ("weight",)
+        yield from (f"{names['norm']}.{part}" for part in parts)
     if is_projected and spec.is_causal:
         yield f"{names['project_in']}.weight"
         yield f"{spec.layer_spec.final['project_out']}.weight"
@@ -185,7 +186,7 @@ def _embedding_weights(
     if width != spec.hidden_size:
         project = _project_in(spec, load)
     if "norm" in names:
-        norm = load.norm(names["norm"], width)
+        norm = load.norm(names["norm"], width, has_bias=spec.layer_spec.norm_bias)
     return EmbeddingWeights(
         word=_word_table(spec, load, shard),
         position=_position_table(spec, load),

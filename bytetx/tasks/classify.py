@@ -8,7 +8,7 @@ import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.encode.step import Capture, Step
-from bytetx.nn.heads import ClassificationHead, first_tokens
+from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.results import Label
 
@@ -106,5 +106,4 @@ class ScoreTask:
 
 def _logits(head: ClassificationHead, transformer: Transformer, step: Step) -> torch.Tensor:
     """f32 [batch_size, num_labels]."""
-    rows = first_tokens(transformer.forward(step.batch), step.batch)
-    return head.forward(rows).float()
+    return head.classify(transformer.forward(step.batch), step.batch).float()

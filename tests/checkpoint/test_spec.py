@@ -53,9 +53,10 @@ def test_every_family() -> None:
                 assert spec.heads.keys() == {"lm"}
                 continue
             assert spec.head_dim * spec.num_heads == spec.hidden_size
-            assert spec.max_positions + spec.position_offset == 512
+            is_learned = spec.layer_spec.rotary is None
+            assert spec.max_positions + spec.position_offset == (512 if is_learned else 8192)
             assert spec.heads.keys() >= {"sequence_classification", "token_classification"}
-            assert spec.activation == "gelu"
+            assert spec.activation == ("silu" if name == "eurobert" else "gelu")
 
 
 def test_known_model_types() -> None:
@@ -64,12 +65,14 @@ def test_known_model_types() -> None:
         "camembert",
         "distilbert",
         "electra",
+        "eurobert",
         "gpt2",
         "gpt_neo",
         "gpt_neox",
         "gptj",
         "llama",
         "mistral",
+        "modernbert",
         "mpnet",
         "opt",
         "qwen2",
@@ -113,13 +116,12 @@ BROKEN_FAMILIES = [
 
 # (file, what is replaced in it, by what, what the error says)
 BROKEN_CAUSAL = [
-    (
-        "bert",
-        'q = "',
-        'q_norm = "{i}"\nk_norm = "{i}"\nq = "',
-        "k_norm, q_norm: only a causal family",
-    ),
-    ("bert", "position_offset = 0", "position_offset = 0\nsoftmax_scale = 1.0", "only a causal"),
+    ("bert", 'q = "', 'q_norm = "{i}"\nq = "', "q_norm and .* k_norm go together"),
+    ("bert", "[heads.pooler]", '[heads.lm]\ndecoder = "d"\n[heads.pooler]', "only a causal"),
+    ("modernbert", "ffn_gate_up =", 'ffn_in = "{i}"\nffn_gate_up =', "ffn_in does not belong"),
+    ("modernbert", 'activation = "classifier"', 'activation = "own"', "activation is 'own'"),
+    ("modernbert", '[final]\nnorm = "final_norm"', "", r"\[final\] goes with norm_placement pre"),
+    ("modernbert", 'window_sides = "both"', 'window_sides = "left"', "window_sides is 'left'"),
     ("qwen3", "k_norm =", "# k_norm =", "q_norm and .* k_norm go together"),
     ("opt", "project_out =", "# project_out =", "project_in and .* project_out go together"),
     (
@@ -129,7 +131,7 @@ BROKEN_CAUSAL = [
         "norm is 'l2', must be one of layer_norm, rms_no",
     ),
     ("llama", "causal = true", "causal = 1.5", "causal is 1.5, must be one of False, True"),
-    ("llama", "causal = true", "", "norm_placement is 'pre', which only a causal family may be"),
+    ("llama", "causal = true", "", "heads. lm: only a causal family may have it"),
     ("llama", 'rotary_theta = "rope_theta"', "", r"\[config\] rotary_theta is missing"),
     ("llama", '"embed_tokens.weight"', '"e"\nposition = "p"', "position does not belong to how"),
     ("llama", '"embed_tokens.weight"', '"e"\nnorm = "n"', "norm does not belong to how"),
@@ -137,7 +139,7 @@ BROKEN_CAUSAL = [
     ("mistral", "biases = []", 'biases = ["o"]', "biases names o, which"),
     ("gpt2", 'qkv = "stacked"', "", r"\[layer\] q is missing"),
     ("gpt2", "intermediate_multiple = 4", "", "missing key n_inner"),
-    ("gpt2", '[final]\nnorm = "ln_f"', "", r"\[final\] goes with causal"),
+    ("gpt2", '[final]\nnorm = "ln_f"', "", r"\[final\] goes with norm_placement pre"),
     ("opt", "project_in =", "project =", "go together"),
     ("gpt_neox", 'rotary_theta = "rotary_emb_base"', 'theta = "x"', "unknown key theta"),
 ]

@@ -1,5 +1,6 @@
 """Every family and head against transformers in fp32 and bf16, on small random checkpoints."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,7 +83,7 @@ def test_sequence_classification(family: str, tmp_path: Path) -> None:
     head = heads.load_sequence_classification(loaded.spec, loaded.loader)
     ids = random_ids(SEQLENS)
     batch = loaded.pack(ids)
-    logits = head.forward(heads.first_tokens(loaded.transformer.forward(batch), batch))
+    logits = head.classify(loaded.transformer.forward(batch), batch)
     for sequence, row in zip(ids, logits, strict=True):
         assert_close(row, expected(model, sequence).logits[0])
     assert loaded.weights.unused() == []
@@ -166,7 +167,9 @@ def test_heads_have_an_activation_of_their_own(
     model = tiny_model(family, "ForSequenceClassification", hidden_act=hidden_act)
     loaded = load(save(model, tmp_path / "classifier"))
     classifier = heads.load_sequence_classification(loaded.spec, loaded.loader)
-    assert_close(classifier.forward(loaded.rows(ids)[0][:1]), expected(model, ids[0]).logits)
+    batch = loaded.pack(ids)
+    logits = classifier.classify(loaded.transformer.forward(batch), batch)
+    assert_close(logits, expected(model, ids[0]).logits)
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta", "mpnet"])
@@ -208,10 +211,12 @@ def test_text_that_spells_out_the_pad_token(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", FAMILIES)
 def test_up_to_the_last_position(family: str, tmp_path: Path) -> None:
     model = tiny_model(family)
-    longest = load(save(model, tmp_path)).spec.max_positions
+    spec = load(save(model, tmp_path)).spec
+    longest = spec.max_positions
     assert_encoder_agrees(model, tmp_path, [longest, 1, longest - 1])
-    with pytest.raises((IndexError, RuntimeError)):
-        expected(model, random_ids([longest + 1])[0])
+    if spec.layer_spec.rotary is None:  # transformers rotates by any position
+        with pytest.raises((IndexError, RuntimeError)):
+            expected(model, random_ids([longest + 1])[0])
 
 
 @pytest.mark.parametrize("family", ["bert", "electra", "roberta"])
@@ -310,3 +315,75 @@ def test_weights_of_the_test_are_spread() -> None:
     assert (before - expected(model, ids).last_hidden_state).abs().max() > 100 * TOLERANCE
     randomize(model)
     assert torch.equal(before, expected(model, ids).last_hidden_state)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "eurobert"])
+@pytest.mark.parametrize("pooling", ["cls", "bos", "mean", "late"])
+def test_classifier_pooling(family: str, pooling: str, tmp_path: Path) -> None:
+    known = {"modernbert": ("cls", "mean"), "eurobert": ("bos", "mean", "late")}[family]
+    if pooling not in known:
+        pytest.skip(f"transformers has no such pooling for {family}")
+    model = tiny_model(family, "ForSequenceClassification", classifier_pooling=pooling)
+    loaded = load(save(model, tmp_path))
+    head, ids = heads.load_sequence_classification(loaded.spec, loaded.loader), random_ids(SEQLENS)
+    batch = loaded.pack(ids)
+    logits = head.classify(loaded.transformer.forward(batch), batch)
+    for sequence, row in zip(ids, logits, strict=True):
+        assert_close(row, expected(model, sequence).logits[0])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True},
+        {"decoder_bias": False, "classifier_activation": "silu", "hidden_activation": "silu"},
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        {"local_attention": 7},
+        {"num_hidden_layers": 5},
+    ],
+    ids=lambda config: "+".join(config),
+)
+@pytest.mark.parametrize("head", ["Model", "ForMaskedLM", "ForSequenceClassification"])
+def test_modernbert_options(config: dict[str, object], head: str, tmp_path: Path) -> None:
+    model = tiny_model("modernbert", head, **config)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids(SEQLENS)
+    batch = loaded.pack(ids)
+    rows = loaded.transformer.forward(batch)
+    if head == "ForMaskedLM":
+        rows = heads.load_masked_lm(loaded.spec, loaded.loader).forward(rows)
+    elif head == "ForSequenceClassification":
+        rows = heads.load_sequence_classification(loaded.spec, loaded.loader).classify(rows, batch)
+    found = rows if head == "ForSequenceClassification" else split(rows, batch)
+    for sequence, ours in zip(ids, found, strict=True):
+        wanted = expected(model, sequence)
+        assert_close(ours, wanted.last_hidden_state[0] if head == "Model" else wanted.logits[0])
+    assert loaded.weights.unused() == []
+
+
+def test_a_config_of_the_hub_before_layer_types(tmp_path: Path) -> None:
+    """global_attn_every_n_layers and two thetas, as ModernBERT's first checkpoints have them."""
+    model = tiny_model("modernbert", num_hidden_layers=4, global_attn_every_n_layers=2)
+    folder = save(model, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("layer_types", "rope_parameters"):
+        del config[key]
+    config |= {"global_attn_every_n_layers": 2}
+    config |= {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    loaded = load(folder)
+    assert loaded.spec.layer_spec.window_pattern == (False, True, False, True)
+    ids = random_ids(SEQLENS)
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+
+
+@pytest.mark.parametrize("family", ["modernbert", "eurobert"])
+def test_batch_mates_change_nothing(family: str, tmp_path: Path) -> None:
+    loaded = load(save(tiny_model(family), tmp_path))
+    ids = random_ids([40, 1, 17, 30, 5])
+    together, order = loaded.rows(ids), [3, 0, 4, 2, 1]
+    for index, rows in zip(order, loaded.rows([ids[i] for i in order]), strict=True):
+        assert torch.equal(rows, together[index])
+    for index, sequence in enumerate(ids):
+        assert torch.equal(loaded.rows([sequence])[0], together[index])

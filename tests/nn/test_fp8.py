@@ -27,8 +27,11 @@ from bytetx.packed import split
 # Both operands of a product are up to 2^-4 off, at random: in the mean 0.026 each.
 _GEMM_NOISE = 0.037
 
+# Of post-norm layers; the others are refused.
+FP8_FAMILIES = [name for name in tiny.FAMILIES if name not in ("modernbert", "eurobert")]
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+
+@pytest.mark.parametrize("family", FP8_FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_family_stays_near_its_own_f32(
     family: str, dtype: torch.dtype, tmp_path: Path
@@ -95,7 +98,7 @@ def test_embeddings_of_a_real_checkpoint() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", FP8_FAMILIES)
 def test_kernels_give_what_the_definition_gives(family: str, tmp_path: Path) -> None:
     if native.why_no_kernel("fp8_linear", torch.device("cuda")) is not None:
         pytest.skip("no kernel for this GPU")

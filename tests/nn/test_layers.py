@@ -9,7 +9,6 @@ from tiny import Loaded, load, one_thread, random_ids, save  # noqa: F401  (one_
 from tiny_decoders import tiny_decoder
 
 from bytetx.checkpoint.layer_spec import LayerSpec
-from bytetx.errors import CheckpointError
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import split
 
@@ -49,12 +48,6 @@ def test_windowed_layers_have_their_own_rotation(window: str, tmp_path: Path) ->
     expected = loaded_as(loaded, replace(layers, rotary=other)) if layers.window else loaded
     ids = random_ids(LENGTHS)
     assert all(torch.equal(a, b) for a, b in zip(both.rows(ids), expected.rows(ids), strict=True))
-
-
-def test_a_window_without_a_causal_mask_is_refused(tmp_path: Path) -> None:
-    loaded = load(save(tiny_decoder("mistral"), tmp_path))
-    with pytest.raises(CheckpointError, match="windows of layers that are not causal"):
-        loaded_as(loaded, replace(loaded.spec.layer_spec, causal=False))
 
 
 def test_an_encoder_takes_no_cache(tmp_path: Path) -> None:
