@@ -38,8 +38,13 @@ TOKENIZERS = {
     "electra": "wordpiece",
     "modernbert": "bpe",
     "eurobert": "bpe",
+    "albert": "unigram",
+    "xlm-roberta-xl": "unigram",
+    "roberta-prelayernorm": "bpe",
 }
-_POSITION_OFFSETS = {"roberta": 2, "xlm-roberta": 2, "camembert": 2, "mpnet": 2}
+_POSITION_OFFSETS = dict.fromkeys(
+    ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm"), 2
+)
 # cls, sep, pad, unk, mask
 _BERT_TOKENS = ("[CLS]", "[SEP]", "[PAD]", "[UNK]", "[MASK]")
 _ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")

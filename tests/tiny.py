@@ -39,6 +39,9 @@ FAMILIES = {
     "mpnet": ("MPNet", {}),
     "electra": ("Electra", {"embedding_size": 32}),
     "modernbert": ("ModernBert", {"local_attention": 8, "pad_token_id": 0}),
+    "albert": ("Albert", {"embedding_size": 32, "num_hidden_groups": 2}),
+    "xlm-roberta-xl": ("XLMRobertaXL", {}),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", {}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
 }
 _DISTILBERT_KEYS = {
@@ -79,7 +82,8 @@ def randomize(model: nn.Module, *, std: float = 0.2) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_scale = "norm" in name.lower() and name.endswith("weight")
+            module = name.lower().rpartition(".")[0].rpartition(".")[2]
+            is_scale = "norm" in module and name.endswith("weight")
             parameter.normal_(1.0 if is_scale else 0.0, std, generator=generator)
 
 

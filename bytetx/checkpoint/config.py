@@ -107,7 +107,11 @@ class Values:
         return self.size_or_none("embedding_size") or hidden_size
 
     def max_positions(self, offset: int) -> int:
-        """Usable positions: the table's rows less those before a sequence's first token."""
+        """Usable positions: the table's rows less those before a sequence's first token; a number
+        of the family's where nothing in the model limits them."""
+        limit = self.names["max_position_embeddings"]
+        if isinstance(limit, int):
+            return limit
         rows = self.size("max_position_embeddings")
         if rows <= offset:
             raise CheckpointError(
@@ -126,9 +130,30 @@ class Values:
             )
         return rows
 
+    def bias_fact(self, name: str) -> int:
+        """A fact of the relative position bias: the family's, or of config.json; 0 without one."""
+        if name in self.names:
+            return self.size(name)
+        value: int = self.architecture.get(name, 0)
+        return value
+
+    def is_gated(self) -> bool:
+        """False where config.json says that the feed-forward of this family has no gate."""
+        key = self.names.get("gated_activation")
+        return key is None or str(self.read(key)).startswith("gated-")
+
+    @property
+    def activation_key(self) -> str:
+        """The key of config.json that names the activation of the feed-forward layers."""
+        key: str = self.names.get("gated_activation") or self.names["activation"]
+        return key
+
     def activation(self, key_name: str = "activation") -> str:
-        key = self.names[key_name]
+        key = self.activation_key if key_name == "activation" else self.names[key_name]
         name = self.read(key)
+        if key == self.names.get("gated_activation") and isinstance(name, str):
+            # transformers reads T5's "gated-gelu" so.
+            name = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
         if not isinstance(name, str) or name not in ACTIVATIONS:
             raise CheckpointError(
                 f"config.json: {key} {name!r} is not supported; known: {', '.join(ACTIVATIONS)}"

@@ -22,15 +22,20 @@ _SECTIONS = {
             "num_heads",
             "intermediate_size",
             "max_position_embeddings",
-            "activation",
             "norm_eps",
         },
         {
+            "activation",
+            "gated_activation",
             "embedding_size",
+            "num_layer_groups",
+            "layers_per_group",
             "num_token_types",
             "num_kv_heads",
             "head_dim",
             "relative_bias_rows",
+            "relative_bias_buckets",
+            "relative_bias_max_distance",
             "rotary_theta",
             "windowed_rotary_theta",
             "rotary_fraction",
@@ -67,6 +72,8 @@ _SECTIONS = {
             "biases",
             "intermediate_multiple",
             "softmax_scale",
+            "always_projects",
+            "half_dtype",
         },
     ),
     "embeddings": (
@@ -78,6 +85,7 @@ _SECTIONS = {
         {"q", "k", "v", "qkv", "q_norm", "k_norm"}
         | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up"},
     ),
+    "ungated_layer": ({"ffn_in"}, set()),
     "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),
@@ -86,7 +94,7 @@ _SECTIONS = {
     ),
 }
 # Sections that a family may leave out.
-_OPTIONAL_SECTIONS = {"heads", "final", "fixed"}
+_OPTIONAL_SECTIONS = {"heads", "final", "fixed", "ungated_layer"}
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
@@ -99,7 +107,7 @@ _HEADS = {
 _CLOSED_VALUES = {
     "norm_placement": ("post", "pre", "parallel"),
     "norm": ("layer_norm", "rms_norm"),
-    "positions": ("learned", "rotary"),
+    "positions": ("learned", "rotary", "none"),
     "rotary_layout": ("halves", "pairs"),
     "qkv": ("separate", "stacked", "interleaved"),
     "weight_layout": ("linear", "conv1d"),
@@ -107,6 +115,8 @@ _CLOSED_VALUES = {
     # The window of config.json counts a token and those before it, or both sides of a token.
     "window_sides": ("one", "both"),
     "has_first_norm": (True, False),
+    "always_projects": (False, True),
+    "half_dtype": ("saved", "bfloat16"),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -123,8 +133,8 @@ _NULLABLE = {
 _PAIRS = (
     (("config", "num_token_types"), ("embeddings", "token_type")),
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
-    (("config", "relative_bias_rows"), ("architecture", "relative_bias_buckets")),
-    (("config", "relative_bias_rows"), ("architecture", "relative_bias_max_distance")),
+    (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
+    (("config", "num_layer_groups"), ("config", "layers_per_group")),
     (("layer", "q_norm"), ("layer", "k_norm")),
     (("embeddings", "project_in"), ("final", "project_out")),
 )
@@ -201,9 +211,11 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
         named.add(table["config"]["intermediate_size"])
     if missing := (named | {"vocab_size", "pad_token_id"}) - table["defaults"].keys():
         raise CheckpointError(f"{where} [defaults] missing key {', '.join(sorted(missing))}")
-    for key, stem in table["layer"].items():
-        if "{i}" not in stem:
-            raise CheckpointError(f"{where} [layer] {key} is {stem!r}, must contain {{i}}")
+    index = "{group}" if "num_layer_groups" in table["config"] else "{i}"
+    for section in ("layer", "ungated_layer"):
+        for key, stem in table.get(section, {}).items():
+            if index not in stem:
+                raise CheckpointError(f"{where} [{section}] {key} is {stem!r}, must hold {index}")
     for head, content in table.get("heads", {}).items():
         known = ("config", "classifier", *ACTIVATIONS)
         if content.get("activation", "config") not in known:
@@ -239,19 +251,24 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     architecture, embeddings = table["architecture"], table["embeddings"]
     is_causal = architecture.get("causal", False)
     is_learned = architecture["positions"] == "learned"
+    is_rotary = architecture["positions"] == "rotary"
+    has_bias = "relative_bias_rows" in table["config"]
+    is_chosen = "gated_activation" in table["config"]
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
     gate_up, gate = "ffn_gate_up" in table["layer"], "ffn_gate" in table["layer"]
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
         ("embeddings", "norm", not is_causal and placement == "post", is_causal),
-        ("config", "rotary_theta", not is_learned, is_learned),
+        ("config", "rotary_theta", is_rotary, not is_rotary),
+        ("config", "activation", not is_chosen, is_chosen),
+        ("layer", "ffn_gate", is_chosen, False),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
         ("layer", "ffn_norm", placement != "parallel", False),
         ("layer", "ffn_in", not gate_up, gate_up),
         ("layer", "ffn_gate", gate, gate_up),
-        ("config", "windowed_rotary_theta", False, is_learned),
+        ("config", "windowed_rotary_theta", False, not is_rotary),
         # Its rows are heads of one query, key and value each.
         ("config", "num_kv_heads", False, architecture.get("qkv") == "interleaved"),
     ]
@@ -260,6 +277,12 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         if (is_needed and not is_there) or (is_wrong and is_there):
             missing = "is missing" if is_needed else "does not belong to how this family computes"
             raise CheckpointError(f"{where} [{section}] {key} {missing}")
+    for key in ("relative_bias_buckets", "relative_bias_max_distance"):
+        if (key in table["config"]) + (key in architecture) != has_bias:
+            raise CheckpointError(
+                f"{where} {key} belongs to [config] or to [architecture], and goes with [config] "
+                "relative_bias_rows"
+            )
     if strange := set(architecture.get("biases", ())) - table["layer"].keys():
         raise CheckpointError(
             f"{where} [architecture] biases names {', '.join(sorted(strange))}, which [layer] has "

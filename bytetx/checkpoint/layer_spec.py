@@ -73,7 +73,7 @@ def read_layers(
     architecture = table["architecture"]
     if is_gated(table["layer"]) and activation not in _GATES:
         raise CheckpointError(
-            f"config.json: {values.names['activation']} means {activation!r}, this family's gate "
+            f"config.json: {values.activation_key} means {activation!r}, this family's gate "
             f"must be one of {', '.join(_GATES)}"
         )
     placement = _norm_placement(values)

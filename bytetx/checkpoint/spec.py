@@ -49,8 +49,13 @@ class ModelSpec:
     num_token_types: 0 where the family has none.
     relative_bias_rows: rows of the saved bias table, 0 where attention has no relative position
         bias; the first relative_bias_buckets of them are used.
-    embeddings, layer: tensor names without the base model's prefix; `{i}` is the layer's index.
+    embeddings, layer: tensor names without the base model's prefix; `{i}` is the layer's index,
+        or `{group}` and `{inner}` its place where layers share their weights (layer_names).
     layer_spec: what the layers compute; layer: how their tensors are called.
+    num_layer_groups: sets of weights that the layers share, 0 where each layer has its own; the
+        layers of a group take the group's layers_per_group sets in turn.
+    always_projects: whether the embedding is projected even to a hidden_size of its own width.
+    half_dtype: the half type that "auto" takes on CUDA; "saved": the saved one, else float16.
     """
 
     family: str
@@ -82,6 +87,30 @@ class ModelSpec:
     layer: Mapping[str, str]
     layer_spec: LayerSpec
     heads: Mapping[str, HeadSpec] = field(default_factory=dict)
+    num_layer_groups: int = 0
+    layers_per_group: int = 1
+    always_projects: bool = False
+    half_dtype: str = "saved"
+
+    @property
+    def is_projected(self) -> bool:
+        """Whether a linear layer leads from the embedding to the first layer."""
+        return self.always_projects or self.embedding_size != self.hidden_size
+
+    def layer_names(self, layer: int) -> dict[str, str]:
+        """Stems of a layer's tensors by their key; layers of one group have the same ones."""
+        if not self.num_layer_groups:
+            return {key: stem.format(i=layer) for key, stem in self.layer.items()}
+        repeat, inner = divmod(layer, self.layers_per_group)
+        repeats = self.num_layers // self.layers_per_group
+        group = repeat * self.num_layer_groups // repeats
+        return {key: stem.format(group=group, inner=inner) for key, stem in self.layer.items()}
+
+    @property
+    def extra_layer(self) -> str:
+        """The weight that a checkpoint with more layers than config.json says would hold."""
+        stem = self.layer["attn_out"]
+        return f"{stem.format(i=self.num_layers, group=self.num_layer_groups, inner=0)}.weight"
 
     @property
     def num_labels(self) -> int:
@@ -152,9 +181,13 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
     sizes = _sizes(values, table["architecture"])
+    layer = dict(table["layer"])
+    if not values.is_gated():
+        del layer["ffn_gate"]
+        layer |= table["ungated_layer"]
     layers = read_layers(
         values,
-        table,
+        {**table, "layer": layer},
         num_layers=sizes["num_layers"],
         head_dim=sizes["head_dim"],
         activation=activation,
@@ -174,20 +207,31 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         id2label=_labels(config),
         problem_type=_problem_type(config),
         embeddings=table["embeddings"],
-        layer=table["layer"],
+        layer=layer,
         layer_spec=layers,
         heads=_heads(table, values, activation=activation, norm_eps=norm_eps),
+        always_projects=table["architecture"].get("always_projects", False),
+        half_dtype=table["architecture"].get("half_dtype", "saved"),
     )
 
 
 def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
     hidden_size, num_heads, head_dim = values.head_sizes()
     offset = _position_offset(architecture["position_offset"], values)
-    buckets = architecture.get("relative_bias_buckets", 0)
+    buckets = values.bias_fact("relative_bias_buckets")
+    num_layers, groups = values.size("num_layers"), values.size("num_layer_groups", default=0)
+    per_group = values.size("layers_per_group", default=1)
+    if groups > num_layers:
+        raise CheckpointError(
+            f"config.json: {values.names['num_layer_groups']} {groups} is more than the "
+            f"{num_layers} layers that share them"
+        )
     return {
         "hidden_size": hidden_size,
         "embedding_size": values.embedding_size(hidden_size),
-        "num_layers": values.size("num_layers"),
+        "num_layers": num_layers * per_group,
+        "num_layer_groups": groups,
+        "layers_per_group": per_group,
         "num_heads": num_heads,
         "num_kv_heads": values.num_kv_heads(num_heads),
         "head_dim": head_dim,
@@ -199,7 +243,7 @@ def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
         "num_token_types": values.size("num_token_types", default=0),
         "relative_bias_rows": values.bias_rows(buckets),
         "relative_bias_buckets": buckets,
-        "relative_bias_max_distance": architecture.get("relative_bias_max_distance", 0),
+        "relative_bias_max_distance": values.bias_fact("relative_bias_max_distance"),
     }
 
 

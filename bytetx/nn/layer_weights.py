@@ -33,11 +33,10 @@ def load_layers(
     reader = _LayerReader(spec, load, blocks)
     if layer_spec.norm_placement != "post":
         final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
+    weights = reader.layers()
     if fp8:
         last = spec.num_layers - 1
-        weights = [quantize_layer(reader.layer(i), is_last=i == last) for i in indices]
-    else:
-        weights = [reader.layer(i) for i in indices]
+        weights = [quantize_layer(layer, is_last=i == last) for i, layer in enumerate(weights)]
     # Made last: by now the tensors have shown that the sizes are true.
     rotations = {layer_spec.rotary_of(i) for i in indices} - {None}
     tables = {
@@ -66,10 +65,9 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
         if has_shift:
             yield f"{stem}.bias"
     for i in range(spec.num_layers):
-        for key, stem in spec.layer.items():
+        for key, name in spec.layer_names(i).items():
             if key == "attn_norm" and i == 0 and not layers.has_first_norm:
                 continue
-            name = stem.format(i=i)
             yield f"{name}.weight"
             is_head_norm = key in ("q_norm", "k_norm")
             if key in layers.biases or (key not in LINEARS and has_shift and not is_head_norm):
@@ -91,9 +89,20 @@ class _LayerReader:
             self.kv_heads = features(self.shard.kv_heads, spec.head_dim)
             self.inner = self.shard.inner
 
+    def layers(self) -> list[LayerWeights]:
+        """All layers; those that share their tensors share what is read."""
+        read: dict[str, LayerWeights] = {}
+        found = []
+        for i in range(self.spec.num_layers):
+            name = self.spec.layer_names(i)["attn_out"]
+            if name not in read:
+                read[name] = self.layer(i)
+            found.append(read[name])
+        return found
+
     def layer(self, i: int) -> LayerWeights:
         spec = self.spec
-        names = {key: stem.format(i=i) for key, stem in spec.layer.items()}
+        names = spec.layer_names(i)
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
         hidden = spec.hidden_size

@@ -115,7 +115,7 @@ def load_checkpoint(
     spec = build_spec(config)
     weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
     is_fp8 = wants_fp8(dtype, spec, device)
-    dtype = resolve_dtype(dtype, device, saved=weights.dtype)
+    dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     parts = 1 if blocks is None or blocks.shard is None else blocks.shard.size
     check_fits(weights.num_parameters, dtype, device, parts=parts)
     transformer, heads = _load_model(
@@ -220,7 +220,12 @@ def load_spec(folder: Path) -> ModelSpec:
 
 
 def saved_dtype(folder: Path, spec: ModelSpec) -> torch.dtype:
-    return Weights(load_sentence_spec(folder).folder, spec).dtype
+    return _preferred_dtype(spec, Weights(load_sentence_spec(folder).folder, spec).dtype)
+
+
+def _preferred_dtype(spec: ModelSpec, saved: torch.dtype) -> torch.dtype:
+    """The dtype that "auto" goes by: the saved one, unless the family names its half type."""
+    return DTYPES.get(spec.half_dtype, saved)
 
 
 def load_shard(
@@ -394,7 +399,8 @@ def _load_heads(
             if heads == Heads() and ending != "ForPreTraining" and not may_lack:
                 raise CheckpointError(_no_head(spec, architecture, kind))
             return heads
-    if "For" in architecture or architecture.endswith("DoubleHeadsModel"):
+    is_headed = "For" in architecture or architecture.endswith("DoubleHeadsModel")
+    if is_headed and not may_lack:
         raise CheckpointError(_unknown_head(spec, architecture))
     if architecture:
         return Heads()

@@ -75,11 +75,10 @@ class Transformer:
         """
         load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack, shares=shares)
         load.require(_tensor_names(spec))
-        extra = f"{spec.layer['attn_out'].format(i=spec.num_layers)}.weight"
-        if extra in tensors:
+        if spec.extra_layer in tensors:
             raise CheckpointError(
                 f"the checkpoint has more layers than the {spec.num_layers} of config.json: it "
-                f"holds {extra!r}"
+                f"holds {spec.extra_layer!r}"
             )
         if blocks is None:
             blocks = Fp8Blocks(spec) if fp8 else LocalBlocks(spec)
@@ -157,7 +156,7 @@ class Transformer:
 
 def _tensor_names(spec: ModelSpec) -> Iterator[str]:
     """Every name the base model needs, lazily: a damaged config may ask for 10**9 layers."""
-    names, is_projected = spec.embeddings, spec.embedding_size != spec.hidden_size
+    names, is_projected = spec.embeddings, spec.is_projected
     yield names["word"]
     if "position" in names:
         yield names["position"]
@@ -183,7 +182,7 @@ def _embedding_weights(
     token_type = project = norm = None
     if spec.num_token_types:
         token_type = load.tensor(names["token_type"], (spec.num_token_types, width))
-    if width != spec.hidden_size:
+    if spec.is_projected:
         project = _project_in(spec, load)
     if "norm" in names:
         norm = load.norm(names["norm"], width, has_bias=spec.layer_spec.norm_bias)

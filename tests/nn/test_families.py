@@ -26,7 +26,7 @@ from bytetx.packed import split
 
 TOLERANCE = 1e-4  # of the issue: last hidden states in fp32
 SEQLENS = [1, 2, 17, 40]
-POOLED = ["bert", "roberta", "xlm-roberta", "camembert", "mpnet"]
+POOLED = ["bert", "roberta", "xlm-roberta", "camembert", "mpnet", "albert"]
 
 
 def expected(model: nn.Module, ids: list[int], **inputs: torch.Tensor) -> object:
@@ -387,3 +387,28 @@ def test_batch_mates_change_nothing(family: str, tmp_path: Path) -> None:
         assert torch.equal(rows, together[index])
     for index, sequence in enumerate(ids):
         assert torch.equal(loaded.rows([sequence])[0], together[index])
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "inner"), [(5, 1, 1), (4, 2, 1), (5, 2, 1), (2, 2, 3), (3, 2, 2)]
+)
+def test_albert_shares_the_weights_of_a_group(
+    layers: int, groups: int, inner: int, tmp_path: Path
+) -> None:
+    config = {"num_hidden_layers": layers, "num_hidden_groups": groups, "inner_group_num": inner}
+    model = tiny_model("albert", **config)
+    loaded, ids = load(save(model, tmp_path)), random_ids(SEQLENS)
+    weights = loaded.transformer.layers.weights
+    assert len(weights) == layers * inner
+    assert len({id(layer) for layer in weights}) == groups * inner
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert_close(rows, expected(model, sequence).last_hidden_state[0])
+
+
+def test_albert_projects_embeddings_of_its_own_width(tmp_path: Path) -> None:
+    model = tiny_model("albert", embedding_size=SIZES["hidden_size"])
+    assert_encoder_agrees(model, tmp_path, [3, 20])
+    extra = tiny_model("albert", num_hidden_groups=2)
+    extra.config.num_hidden_groups = 1
+    with pytest.raises(CheckpointError, match="more layers than the 2 of config.json"):
+        load(save(extra, tmp_path / "extra"))
