@@ -35,6 +35,11 @@ def check_positive(name: str, given: object) -> None:
         raise OptionError(f"{name} must be a positive integer, got {given!r}")
 
 
+def check_not_negative(name: str, given: object) -> None:
+    if not _is_integer(given) or given < 0:
+        raise OptionError(f"{name} must be an integer from 0, got {given!r}")
+
+
 def check_token_budget(token_budget: int) -> int:
     """Returns the budget, in tokens; OptionError unless it is a positive integer."""
     check_positive("token_budget", token_budget)

@@ -22,6 +22,7 @@ def checkpoint_info(
     named_heads = {
         "sequence classification": heads.sequence,
         "token classification": heads.token,
+        "question answering": heads.question_answering,
         "masked language model": heads.masked_lm,
         "language model": heads.lm,
     }

@@ -15,6 +15,8 @@ import torch
 from bytetx.arguments import (
     check_iterable,
     check_names,
+    check_not_negative,
+    check_positive,
     check_text,
     check_token_budget,
     check_top_k,
@@ -31,7 +33,9 @@ from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
 from bytetx.nn.sentence_modules import activation_by_name
+from bytetx.requests.questions import QuestionReader
 from bytetx.runtime.forking import computing
+from bytetx.tasks.answer import AnswerTask
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, ScoreTask, raw, score_function
 from bytetx.tasks.embed import VectorBuffer, output_size
@@ -41,11 +45,13 @@ from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
 from bytetx.tasks.options import (
+    AnswerOptions,
     ClassifyOptions,
     EmbedOptions,
     FillMaskOptions,
     No,
     OnError,
+    Pairs,
     Raise,
     Return,
     StatesOptions,
@@ -56,7 +62,17 @@ from bytetx.tasks.options import (
 )
 from bytetx.tasks.precision import Precision, needs_ranges, quantize_all
 from bytetx.tasks.progress import num_texts
-from bytetx.tasks.results import Embeddings, Entity, Fill, Hit, Label, Likelihood, Results, Stream
+from bytetx.tasks.results import (
+    Answer,
+    Embeddings,
+    Entity,
+    Fill,
+    Hit,
+    Label,
+    Likelihood,
+    Results,
+    Stream,
+)
 from bytetx.tasks.score import LikelihoodTask
 from bytetx.tasks.search import Packed, Similarity, Vectors, similarity
 from bytetx.tasks.tag import AGGREGATIONS, TagTask, merge_entities
@@ -442,6 +458,77 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin):
             title="tag",
             show_progress=show_progress,
             merge=merge_entities if reader.cuts else None,
+        )
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[AnswerOptions]
+    ) -> Results[list[Answer]]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: Yes, on_error: Raise = ..., **o: Unpack[AnswerOptions]
+    ) -> Stream[list[Answer]]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: No = ..., on_error: Return, **o: Unpack[AnswerOptions]
+    ) -> Results[list[Answer] | InputError]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: Yes, on_error: Return, **o: Unpack[AnswerOptions]
+    ) -> Stream[list[Answer] | InputError]: ...
+
+    def answer(
+        self,
+        texts: Pairs,
+        *,
+        top_k: int = 1,
+        max_answer_tokens: int = 15,
+        allow_no_answer: bool = False,
+        whole_words: bool = True,
+        chunk_tokens: int | None = None,
+        stride: int = 128,
+        on_error: OnError = "raise",
+        stream: bool = False,
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
+        """The spans of each context that answer its question best, with character offsets.
+
+        texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
+        question; chunk_tokens: of a chunk, None for as many as the model takes; stride: tokens of
+        the context that neighbouring chunks share, at most half of a chunk's.
+        top_k: answers of each context.  max_answer_tokens: of an answer.  whole_words: an answer
+        has no part of a word.  allow_no_answer: an empty answer is one of them, scored by the
+        first token, as of SQuAD 2.0.
+        Scores are those of Hugging Face's question-answering pipeline (a softmax over each chunk).
+        """
+        check_top_k(top_k, may_be_none=False)
+        check_positive("max_answer_tokens", max_answer_tokens)
+        head = self._need_head(self.heads.question_answering, "question answering")
+        tokenizer = self._need_tokenizer()
+        task = AnswerTask(head, top_k, max_answer_tokens, allow_no_answer, whole_words)
+        limit = tokenizer.max_tokens
+        if chunk_tokens is not None:
+            check_positive("chunk_tokens", chunk_tokens)
+            limit = min(limit, chunk_tokens)
+        check_not_negative("stride", stride)
+        reader = QuestionReader(
+            self.spec,
+            tokenizer,
+            keeps_errors=self._reader(truncate=False, on_error=on_error).keeps_errors,
+            chunk_tokens=limit,
+            stride=min(stride, limit // 2),
+        )
+        return self._results(
+            texts,
+            task,
+            reader,
+            stream=stream,
+            title="answer",
+            show_progress=show_progress,
+            merge=task.merge,
         )
 
     @overload

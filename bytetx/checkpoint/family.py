@@ -89,7 +89,8 @@ _SECTIONS = {
     "final": ({"norm"}, {"project_out"}),
     "heads": (
         set(),
-        {"pooler", "sequence_classification", "token_classification", "masked_lm"}
+        {"pooler", "sequence_classification", "token_classification", "question_answering"}
+        | {"masked_lm"}
         | _CAUSAL_KEYS["heads"],
     ),
 }
@@ -100,6 +101,7 @@ _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
     "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling"}),
     "token_classification": ({"out"}, _CLASSIFIER_KEYS),
+    "question_answering": ({"out"}, _CLASSIFIER_KEYS),
     "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),
     "lm": ({"decoder"}, {"bias"}),
 }

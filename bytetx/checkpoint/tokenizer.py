@@ -1,6 +1,7 @@
 """Text -> token ids: a checkpoint's tokenizer.json, with truncation that is counted."""
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -91,6 +92,17 @@ class Tokenizer:
             limited.max_tokens = sizes[0]
             self._limited[sizes] = limited
         return self._limited[sizes]
+
+    def untruncated(self) -> "Tokenizer":
+        """The same tokenizer without a limit; made once, and kept."""
+        key = (sys.maxsize, 0)
+        if key not in self._limited:
+            unlimited = copy(self)
+            unlimited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            unlimited.backend.no_truncation()
+            unlimited.max_tokens = sys.maxsize
+            self._limited[key] = unlimited
+        return self._limited[key]
 
     @property
     def num_special_tokens(self) -> int:

@@ -238,6 +238,41 @@ def tag(
 
 @app.command()
 @with_job_options
+def answer(
+    options: JobOptions,
+    top_k: TopK = 1,
+    max_answer_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens that an answer may have.")
+    ] = 15,
+    allow_no_answer: Annotated[
+        bool, typer.Option("--allow-no-answer", help='Score "no answer", too (SQuAD 2.0).')
+    ] = False,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a chunk of a long context; as many as the model takes."
+        ),
+    ] = None,
+    stride: Annotated[
+        int, typer.Option(min=0, help="Tokens that neighbouring chunks of a context share.")
+    ] = 128,
+) -> None:
+    """Spans of each context that answer its question (columns question and context)."""
+    from bytetx.cli.files.command import run_pair_job
+    from bytetx.cli.files.tasks import answer_task
+
+    given = {
+        "top_k": top_k,
+        "max_answer_tokens": max_answer_tokens,
+        "allow_no_answer": allow_no_answer,
+        "chunk_tokens": chunk_tokens,
+        "stride": stride,
+    }
+    run_pair_job(options, answer_task(given), columns=("question", "context"))
+
+
+@app.command()
+@with_job_options
 def fill_mask(options: JobOptions, top_k: TopK = 5) -> None:
     """The best tokens for each mask of each text."""
     from bytetx.cli.files.command import run_text_job

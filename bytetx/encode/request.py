@@ -17,13 +17,15 @@ class Alignment:
     """Where each token of a text comes from; one entry a token in every list.
 
     offsets: (start, end) characters of the text.  word_ids: the word's index, None for special
-    tokens.  special_tokens_mask: 1 where the tokenizer added the token.
+    tokens.  special_tokens_mask: 1 where the tokenizer added the token.  sequence_ids: of a pair, 0
+    for tokens of its first text, 1 for the second (which text then is), None for special tokens.
     """
 
     text: str | None
     offsets: list[tuple[int, int]] | None
     word_ids: list[int | None] | None
     special_tokens_mask: list[int]
+    sequence_ids: list[int | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

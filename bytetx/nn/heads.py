@@ -155,6 +155,11 @@ def load_token_classification(spec: ModelSpec, load: TensorLoader) -> Classifica
     return _classification(spec, load, "token_classification", num_labels=spec.num_labels)
 
 
+def load_question_answering(spec: ModelSpec, load: TensorLoader) -> ClassificationHead | None:
+    """The head of a ...ForQuestionAnswering checkpoint, or None where it has none."""
+    return _classification(spec, load, "question_answering", num_labels=2, has_labels=False)
+
+
 def load_masked_lm(
     spec: ModelSpec, load: TensorLoader, *, blocks: Blocks | None = None
 ) -> MaskedLMHead | None:
@@ -253,12 +258,13 @@ def _local_vocab(blocks: Blocks | None) -> Part | None:
 
 
 def _classification(
-    spec: ModelSpec, load: TensorLoader, name: str, *, num_labels: int
+    spec: ModelSpec, load: TensorLoader, name: str, *, num_labels: int, has_labels: bool = True
 ) -> ClassificationHead | None:
+    """has_labels: id2label names the classes."""
     head = spec.heads.get(name)
     if head is None or not _has(load, head):
         return None
-    if num_labels and list(spec.id2label) != list(range(num_labels)):
+    if num_labels and has_labels and list(spec.id2label) != list(range(num_labels)):
         raise CheckpointError(
             f"config.json: id2label must name the classes 0 to {num_labels - 1} without a hole, "
             f"got {list(spec.id2label)[:20]}"

@@ -27,6 +27,7 @@ from bytetx.nn.heads import (
     MaskedLMHead,
     load_lm,
     load_masked_lm,
+    load_question_answering,
     load_sequence_classification,
     load_token_classification,
 )
@@ -63,6 +64,7 @@ class Heads:
     token: ClassificationHead | None = None
     masked_lm: MaskedLMHead | None = None
     lm: LmHead | None = None
+    question_answering: ClassificationHead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +390,10 @@ def _load_heads(
             "token",
             lambda: Heads(token=load_token_classification(spec, load)),
         ),
+        "ForQuestionAnswering": (
+            "question_answering",
+            lambda: Heads(question_answering=load_question_answering(spec, load)),
+        ),
         "ForMaskedLM": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
         "ForPreTraining": ("masked_lm", lambda: Heads(masked_lm=masked_lm())),
         "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
@@ -406,7 +412,9 @@ def _load_heads(
         return Heads()
     sequence = load_sequence_classification(spec, load)
     token = load_token_classification(spec, load) if sequence is None else None
-    return Heads(sequence, token, masked_lm(), lm())
+    is_classifier = sequence is not None or token is not None
+    answers = None if is_classifier else load_question_answering(spec, load)
+    return Heads(sequence, token, masked_lm(), lm(), answers)
 
 
 def _no_head(spec: ModelSpec, architecture: str, kind: str) -> str:
@@ -425,6 +433,7 @@ def _unknown_head(spec: ModelSpec, architecture: str) -> str:
     stem = re.split("For|DoubleHeads", architecture)[0]
     names = {"sequence_classification": f"{stem}ForSequenceClassification"}
     names |= {"token_classification": f"{stem}ForTokenClassification"}
+    names |= {"question_answering": f"{stem}ForQuestionAnswering"}
     names |= {"masked_lm": f"{stem}ForMaskedLM", "lm": f"{stem}ForCausalLM"}
     known = ", ".join(name for head, name in names.items() if head in spec.heads)
     return (

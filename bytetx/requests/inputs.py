@@ -12,7 +12,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
-from bytetx.requests.token_ids import Errors, Ids, are_all, check_range, flatten_ids, no_tokens
+from bytetx.requests.token_ids import Errors, Ids, are_all, flatten_ids, no_tokens
+from bytetx.requests.token_ids import check_range as check_ids
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
 Input = Text | Ids
@@ -78,11 +79,11 @@ class InputReader:
         texts, ids = _by_kind(inputs, start)
         pieces = []
         if texts:
-            pieces.append(self._read_texts(texts, errors))
+            pieces.append(self.read_texts(texts, errors))
             if start == 0:
                 self._learn_density(texts.values(), pieces[0].total_tokens)
         if ids:
-            pieces.append(self._read_ids(ids, errors))
+            pieces.append(self.read_ids(ids, errors))
         requests = _in_order(pieces)
         if self.expansion is not None:
             requests = _expanded(requests, self.expansion)
@@ -96,15 +97,15 @@ class InputReader:
         failures = [Failure(index, errors[index]) for index in sorted(errors)]
         return Window(start, len(inputs), requests, failures)
 
-    def _read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
+    def read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
         """Columns of strings and pairs; the rows in `errors` among them are to be dropped."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             errors.update((index, _no_tokenizer(index)) for index in texts)
-            return _no_requests()
-        given = self._checked_texts(texts, errors)
+            return no_requests()
+        given = self.checked_texts(texts, errors)
         if not given:
-            return _no_requests()
+            return no_requests()
         types = alignments = None
         is_pair: Sequence[bool] = ()
         if set(map(type, given.values())) != {str}:
@@ -193,7 +194,7 @@ class InputReader:
         density = num_tokens / max(num_characters, 1)
         self._tokens_per_character = min(max(density, _MIN_DENSITY), _MAX_DENSITY)
 
-    def _checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
+    def checked_texts(self, texts: Mapping[int, Text], errors: Errors) -> Mapping[int, Text]:
         """What the tokenizer is given, by index in the caller's order; the others are errors."""
         given = list(texts.values())
         if not self.prompt and are_all(given, str) and all(map(str.isascii, given)):
@@ -221,15 +222,15 @@ class InputReader:
                 )
         for index in requests.indices[requests.seqlens == 0].tolist():
             errors.setdefault(index, no_tokens(index))
-        self._check_range(requests, errors)  # a tokenizer may have ids that the model has not
+        self.check_range(requests, errors)  # a tokenizer may have ids that the model has not
 
-    def _read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
+    def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""
         columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
         limit = min(self.spec.max_positions, self.max_tokens or self.spec.max_positions)
         is_long = columns.seqlens > limit
         requests = Requests(columns.indices, columns.seqlens, columns.token_ids, is_long)
-        self._check_range(requests, errors)
+        self.check_range(requests, errors)
         if is_long.any():
             for row in np.flatnonzero(is_long) if not self.truncate else ():
                 index = int(columns.indices[row])
@@ -245,7 +246,7 @@ class InputReader:
         masks = (np.isin(ids, frame).astype(int).tolist() for ids in requests.split())
         return replace(requests, alignments=[Alignment(None, None, None, mask) for mask in masks])
 
-    def _check_range(self, requests: Requests, errors: Errors) -> None:
+    def check_range(self, requests: Requests, errors: Errors) -> None:
         ids, vocab_size = requests.token_ids, self.spec.vocab_size
         if not len(ids) or (ids.min() >= 0 and ids.max() < vocab_size):
             return
@@ -253,7 +254,7 @@ class InputReader:
             if not len(row):
                 continue
             try:
-                check_range(row, index, vocab_size)
+                check_ids(row, index, vocab_size)
             except InputError as error:
                 errors.setdefault(index, error)
 
@@ -348,7 +349,7 @@ def _alignment(encoding: tokenizers.Encoding, text: Text) -> Alignment:
     )
 
 
-def _no_requests() -> Requests:
+def no_requests() -> Requests:
     int32 = np.empty(0, dtype=np.int32)
     return Requests(np.empty(0, dtype=np.int64), int32, int32, np.empty(0, dtype=bool))
 
@@ -372,7 +373,7 @@ def _in_order(pieces: Sequence[Requests]) -> Requests:
     """Texts and ids of one window, put together in the caller's order."""
     pieces = [piece for piece in pieces if len(piece)]
     if len(pieces) < 2:
-        return pieces[0] if pieces else _no_requests()
+        return pieces[0] if pieces else no_requests()
     texts, ids = pieces
     types, prompts, alignments = texts.token_type_ids, texts.prompt_tokens, None
     if types is not None:

@@ -10,6 +10,7 @@ from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.precision import Precision
 
 Texts = Iterable[Input]
+Pairs = Iterable[tuple[str, str]]
 
 # The values of stream and on_error, on which the type of a task's result depends.
 No = Literal[False]
@@ -62,6 +63,16 @@ class ClassifyOptions(OverflowOptions, total=False):
 class TagOptions(OverflowOptions, total=False):
     aggregation: str
     ignore_labels: Collection[str]
+
+
+class AnswerOptions(TypedDict, total=False):
+    top_k: int
+    max_answer_tokens: int
+    allow_no_answer: bool
+    whole_words: bool
+    chunk_tokens: int | None
+    stride: int
+    show_progress: bool
 
 
 class FillMaskOptions(TextOptions, total=False):

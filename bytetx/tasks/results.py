@@ -54,6 +54,20 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """A span of a context that answers a question; no text where the context has no answer.
+
+    score: the probability of its first token times that of its last one.
+    start, end: characters of the context.
+    """
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fill:
     """One token for one mask of a text.
 

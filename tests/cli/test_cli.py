@@ -70,6 +70,21 @@ def test_classify_texts_and_pairs(bytetx: Bytetx, classifier: Path, tmp_path: Pa
     assert [len(row["labels"]) for row in best.rows] == [1, 1]
 
 
+def test_answer(bytetx: Bytetx, texts: Path, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "qa", head="ForQuestionAnswering", num_labels=2)
+    path = tmp_path / "questions.csv"
+    path.write_text("question,context,q\nWho?,New York is big,a\nWhere?,San Francisco,b\n")
+    ran = bytetx("answer", path, "-m", folder, "--top-k", 2, "--stride", 4, "--allow-no-answer")
+    assert [len(row["answers"]) for row in ran.rows] == [2, 2]
+    assert ran.rows[0]["answers"][0].keys() == {"answer", "score", "start", "end"}
+    columns = ("-c", "q", "-c", "context")
+    assert bytetx("answer", path, "-m", folder, *columns, "-o", "a.parquet").code == 0
+    ran = bytetx("answer", path, "-m", folder, "-c", "q")
+    assert ran.code == 2 and "--column was given 1 times; give it twice" in ran.err
+    ran = bytetx("answer", texts, "-m", folder)
+    assert ran.code == 1 and "is plain text, which has no columns" in ran.err
+
+
 def test_tag_and_fill_mask(bytetx: Bytetx, tmp_path: Path) -> None:
     pq = pytest.importorskip("pyarrow.parquet")
     tagger = save_checkpoint(tmp_path / "tag", head="ForTokenClassification")

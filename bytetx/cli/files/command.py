@@ -59,6 +59,16 @@ def run_text_job(options: JobOptions, task: Task, *, takes_pairs: bool = False) 
     _run_rows(options, task, Shape(columns, keep=_keep(options, task)))
 
 
+def run_pair_job(options: JobOptions, task: Task, *, columns: tuple[str, str]) -> None:
+    """Runs a task on each pair of the inputs. columns: those of a pair where --column is absent."""
+    if options.truncate:
+        raise typer.BadParameter("--truncate does not go with contexts, which are cut into chunks")
+    chosen = tuple(options.column or columns)
+    if len(chosen) != 2:
+        raise typer.BadParameter(f"--column was given {len(chosen)} times; give it twice")
+    _run_rows(options, task, Shape(chosen, keep=_keep(options, task)))
+
+
 def run_prompt_job(options: JobOptions, task: Task) -> None:
     """Runs a task on each prompt of the inputs, which may be chats where a line is JSON."""
     if options.truncate:

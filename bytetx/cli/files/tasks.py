@@ -117,6 +117,17 @@ def tag_task(options: dict[str, Any]) -> Task:
     return _list_task("tag", method="tag", key="entities", fields=fields, options=options)
 
 
+def answer_task(options: dict[str, Any]) -> Task:
+    """The best spans of each context. options: keyword arguments of Model.answer."""
+    fields: dict[str, ColumnType] = {
+        "answer": "string",
+        "score": "float64",
+        "start": "int64",
+        "end": "int64",
+    }
+    return _list_task("answer", method="answer", key="answers", fields=fields, options=options)
+
+
 def fill_mask_task(options: dict[str, Any]) -> Task:
     """The best fillings of each mask. options: keyword arguments of Model.fill_mask."""
     fields: dict[str, ColumnType] = {
