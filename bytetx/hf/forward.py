@@ -68,6 +68,10 @@ class HeadCall:
 _HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default=None)
 
 
+# Scoped to one call of a sentence-transformers module that reads hidden states of masked tokens.
+_READS_MASKED: ContextVar[bool] = ContextVar("bytetx_reads_masked", default=False)
+
+
 @contextmanager
 def head_call(call: HeadCall) -> Iterator[None]:
     """In this context, the call's base model knows what the head reads."""
@@ -184,6 +188,26 @@ class HeadForward(StandIn):
         return has_span or selects_pads(given) or loss_reads_pads(self.module, given)
 
 
+class ExpansionForward(StandIn):
+    """The forward of sentence-transformers' Transformer module, which may expand queries by tokens
+    that no token attends to and whose own hidden states are read (ColBERT)."""
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        features = args[0] if args else kwargs.get("features")
+        expansion = getattr(self.module, "query_expansion", None)
+        reads_masked = (
+            isinstance(features, Mapping)
+            and features.get("query_expansion_positions") is not None
+            and expansion is not None
+            and not expansion["attend"]
+        )
+        token = _READS_MASKED.set(reads_masked)
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            _READS_MASKED.reset(token)
+
+
 class PackedForward(StandIn):
     """A base model's forward on packed rows; the original where bytetx cannot give its answer.
 
@@ -240,6 +264,8 @@ class PackedForward(StandIn):
             layout = _layout_of(inputs)  # where it waits for a GPU, earlier calls have ended
             self.bad_ids.raise_found(transformer)
             reason = self._layout_reason(inputs, layout, call, transformer)
+            if reason is None and _READS_MASKED.get() and layout.token_indices is not None:
+                return None  # the hidden states of masked tokens are part of the result
             if reason is None and self.pads == "stock" and _shows_pads(inputs, layout, call):
                 return None  # the caller chose this with wrap(pads="stock")
             if reason is None:

@@ -1,7 +1,7 @@
 """wrap and unwrap: finding the base models in an object and replacing their forwards."""
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from bytetx.hf.causal import (
     CausalHeadForward,
     LmHeadForward,
 )
-from bytetx.hf.forward import OUTPUTS, HeadForward, PackedForward, StandIn
+from bytetx.hf.forward import OUTPUTS, ExpansionForward, HeadForward, PackedForward, StandIn
 from bytetx.hf.generate import GenerateStandIn
 from bytetx.hf.plan import separate_parameters
 
@@ -32,7 +32,8 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet or
     ELECTRA, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT, Llama, Mistral, Qwen2 or Qwen3, bare or with
-    any of its heads; a SentenceTransformer or CrossEncoder; or any module that holds one of these.
+    any of its heads; a SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or
+    any module that holds one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
@@ -86,6 +87,8 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
             module.forward = _head_kind(module)(module)
             if isinstance(module.forward, LmHeadForward) and _generates(module):
                 module.generate = GenerateStandIn(module)
+        elif _expands_queries(module) and "forward" not in module.__dict__:
+            module.forward = ExpansionForward(module)
     return model
 
 
@@ -121,7 +124,8 @@ def _base_models(model: object) -> list["PreTrainedModel"]:
         raise TypeError(
             f"wrap found no model that it supports in {type(model).__name__}; supported are "
             f"{', '.join(known)} of transformers, any of their heads, and "
-            "SentenceTransformer or CrossEncoder objects that hold one"
+            "SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder objects that "
+            "hold one"
         )
     return bases
 
@@ -143,6 +147,12 @@ def _is_head(module: nn.Module) -> TypeGuard["PreTrainedModel"]:
         and isinstance(base.__dict__.get("forward"), PackedForward)
         and type(module).__module__ == type(base).__module__
     )
+
+
+def _expands_queries(module: nn.Module) -> TypeGuard[Any]:
+    """Whether it is the Transformer module of a sentence-transformers that can expand queries."""
+    is_own = type(module).__module__.startswith("sentence_transformers.")
+    return is_own and hasattr(module, "query_expansion")
 
 
 def _generates(module: nn.Module) -> TypeGuard["GenerativeModel"]:
