@@ -1,4 +1,4 @@
-"""Suite `encoder`: all layers of BERT on a GPU, against transformers and packed torch."""
+"""Suite `encoder`: BERT's layers and whole ModernBERTs on a GPU, against transformers and torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from bytetx.bench.bert import (
 from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, wall_us
 from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
+from bytetx.bench.modernbert import MODERNBERT_SIZES, ModernBert, TokenInputs
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError
@@ -53,10 +54,10 @@ FP8 = "fp8"
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One case: the lengths in tokens, and which BERT."""
+    """One case: the lengths in tokens, and which model."""
 
     name: str
-    size: str  # a key of SIZES
+    size: str  # a key of SIZES or of MODERNBERT_SIZES
     lengths: np.ndarray  # int64 [batch_size]
     dtype: str = "fp16"
     note: str | None = None
@@ -104,7 +105,18 @@ def shapes() -> list[Shape]:
         Shape("base-mean-64x1024-fp8", "base", base[5].lengths, FP8),
     ]
     large_fp8 = [Shape("large-ln128x256-fp8", "large", large[2].lengths, FP8)]
-    return base + table + fp8 + large + large_fp8
+    long = np.array([8192, 4000, 2000, 700])
+    modern = [
+        Shape(f"{size}-{name}", size, lengths)
+        for size in MODERNBERT_SIZES
+        for name, lengths in (
+            ("1x128", dense(128, 1)),
+            ("a06-512x64", base[3].lengths),
+            ("ln128x256", base[4].lengths),
+            ("long", long),
+        )
+    ]
+    return base + table + fp8 + large + large_fp8 + modern
 
 
 class Contest:
@@ -112,9 +124,12 @@ class Contest:
 
     def __init__(self) -> None:
         self._size: str | None = None
+        self._notes: list[str] = []
 
     def measure(self, shape: Shape, gpu: Gpu) -> Measurement:
         """Ours and packed torch as replays of a graph, transformers as its users run it."""
+        if shape.size in MODERNBERT_SIZES:
+            return self._measure_modernbert(shape, gpu)
         if shape.size != self._size:
             self._load(shape)
         notes = [*self._notes, *([shape.note] if shape.note else [])]
@@ -172,6 +187,30 @@ class Contest:
             },
         )
 
+    def _measure_modernbert(self, shape: Shape, gpu: Gpu) -> Measurement:
+        """Ours as a replay of a graph, transformers as its users run it; from token ids."""
+        if shape.size != self._size:
+            self._size, self._notes = shape.size, []
+            self.modernbert = ModernBert(shape.size, DTYPES[shape.dtype], self._notes)
+        notes, model = list(self._notes), self.modernbert
+        inputs = TokenInputs(shape.lengths, vocab_size=model.spec.vocab_size)
+        runs = right_runs(model.runs(inputs), inputs, notes)
+        ours = graph_us({"ours": runs.pop("ours")})["ours"]
+        work = work_of(model.spec, shape.lengths, DTYPES[shape.dtype])
+        return Measurement(
+            ours=ours / 1e3,
+            rivals={name: wall_us(run) / 1e3 for name, run in runs.items()},
+            floor=gpu.rates.floor_us(work) / 1e3,
+            shape={
+                "batch_size": len(shape.lengths),
+                "total_tokens": int(shape.lengths.sum()),
+                "max_seqlen": inputs.max_seqlen,
+                "flop": work.flop,
+                "mfu": round(work.flop / gpu.rates.gemm_flops / ours * 1e6, 3),
+            },
+            notes=tuple(notes),
+        )
+
     def _load(self, shape: Shape) -> None:
         self._size, self._notes = shape.size, []
         self.bert = random_bert(SIZES[shape.size], DTYPES.get(shape.dtype, torch.float16))
@@ -214,7 +253,9 @@ def work_of(
     but attention's and its output projection); their FLOP count that much less.
     """
     hidden, inner = spec.hidden_size, spec.intermediate_size
-    tokens, in_fp8 = int(lengths.sum()), spec.num_layers * (3 * hidden**2 + 2 * hidden * inner)
+    num_ffn = 3 if spec.is_gated else 2
+    in_fp8 = spec.num_layers * (3 * hidden**2 + num_ffn * hidden * inner)
+    tokens = int(lengths.sum())
     weights = in_fp8 + spec.num_layers * hidden**2
     flop = encoder_flop(spec, lengths.tolist()) - 2.0 * tokens * in_fp8 * (1 - 1 / fp8_speed)
     return Work((weights + 2 * tokens * hidden) * dtype.itemsize, flop)
@@ -222,7 +263,7 @@ def work_of(
 
 @torch.inference_mode()
 def right_runs(
-    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs, notes: list[str]
+    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs | TokenInputs, notes: list[str]
 ) -> dict[str, Callable[[], Tensor]]:
     """The runs whose real tokens come out as ours do; `notes` gets a line for each other one."""
     kept: dict[str, Callable[[], Tensor]] = {}

@@ -59,9 +59,18 @@ def alternate(
 
 
 def encoder_flop(spec: ModelSpec, seqlens: list[int]) -> float:
-    """FLOP of the GEMMs and of attention's two products over real tokens, all layers."""
-    gemm = 2 * spec.hidden_size * (4 * spec.hidden_size + 2 * spec.intermediate_size)
-    return spec.num_layers * sum(n * gemm + 4 * n * n * spec.hidden_size for n in seqlens)
+    """FLOP of the GEMMs and of attention's two products over real tokens, all layers.
+
+    A token of a windowed layer is counted with as many keys as its window has, or the sequence.
+    """
+    num_ffn = 3 if spec.is_gated else 2
+    gemm = 2 * spec.hidden_size * (4 * spec.hidden_size + num_ffn * spec.intermediate_size)
+    flop = float(spec.num_layers * gemm * sum(seqlens))
+    for layer in range(spec.num_layers):
+        window = spec.layer_spec.window_of(layer)
+        span = 2 * window - 1 if window else max(seqlens, default=0)
+        flop += 4.0 * spec.hidden_size * sum(n * min(n, span) for n in seqlens)
+    return flop
 
 
 def gemm_flops(spec: ModelSpec, dtype: torch.dtype) -> float:
