@@ -41,6 +41,9 @@ TOKENIZERS = {
     "albert": "unigram",
     "xlm-roberta-xl": "unigram",
     "roberta-prelayernorm": "bpe",
+    "nomic_bert": "wordpiece",
+    "gte": "unigram",
+    "jina_embeddings_v3": "unigram",
 }
 _POSITION_OFFSETS = dict.fromkeys(
     ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm"), 2

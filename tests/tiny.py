@@ -42,6 +42,9 @@ FAMILIES = {
     "albert": ("Albert", {"embedding_size": 32, "num_hidden_groups": 2}),
     "xlm-roberta-xl": ("XLMRobertaXL", {}),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", {}),
+    "nomic_bert": ("NomicBert", {"pad_token_id": 0}),
+    "gte": ("Gte", {"pad_token_id": 0}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", {}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
 }
 _DISTILBERT_KEYS = {

@@ -84,6 +84,12 @@ class Values:
             )
         return hidden_size, num_heads, hidden_size // num_heads
 
+    def num_token_types(self) -> int:
+        """0 where the family, or the checkpoint, has no token types."""
+        if "num_token_types" not in self.names or self.read(self.names["num_token_types"]) == 0:
+            return 0
+        return self.size("num_token_types")
+
     def num_kv_heads(self, num_heads: int) -> int:
         """Heads of keys and values, each of which serves as many query heads."""
         num_kv_heads = self.size_or_none("num_kv_heads") or num_heads

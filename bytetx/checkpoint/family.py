@@ -83,7 +83,7 @@ _SECTIONS = {
     "layer": (
         {"attn_out", "attn_norm", "ffn_out"},
         {"q", "k", "v", "qkv", "q_norm", "k_norm"}
-        | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up"},
+        | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate"},
     ),
     "ungated_layer": ({"ffn_in"}, set()),
     "final": ({"norm"}, {"project_out"}),
@@ -96,6 +96,8 @@ _SECTIONS = {
 }
 # Sections that a family may leave out.
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "ungated_layer"}
+# Keys outside of the sections that a family may leave out.
+_OPTIONAL_KEYS = {"marker", "own_code", "unsupported"}
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
@@ -146,13 +148,16 @@ _PAIRS = (
 def families() -> dict[str, dict[str, Any]]:
     """Every models/*.toml by its file's stem, checked.
 
+    Of two files with one model_type, one has a `marker`: it serves the config.json with that key.
+
     Raises CheckpointError naming the file and the key that is unknown, missing or not allowed.
     """
     tables: dict[str, dict[str, Any]] = {}
     for path in sorted(_models_folder().glob("*.toml")):
         table = read_family(path)
         for family, other in tables.items():
-            if taken := set(other["model_types"]) & set(table["model_types"]):
+            taken = set(other["model_types"]) & set(table["model_types"])
+            if taken and other.get("marker") == table.get("marker"):
                 raise CheckpointError(
                     f"models/{path.name}: model_type {', '.join(sorted(taken))} is already in "
                     f"models/{family}.toml"
@@ -163,7 +168,18 @@ def families() -> dict[str, dict[str, Any]]:
 
 def known_model_types() -> list[str]:
     """Every model_type that can be loaded, sorted."""
-    return sorted(name for table in families().values() for name in table["model_types"])
+    return sorted({name for table in families().values() for name in table["model_types"]})
+
+
+def known_code(model_type: object) -> tuple[str, ...]:
+    """Beginnings of the names of classes whose code this model_type's families stand for."""
+    tables = families().values()
+    return tuple(
+        name
+        for table in tables
+        if model_type in table["model_types"]
+        for name in table.get("own_code", ())
+    )
 
 
 def read_family(path: Path) -> dict[str, Any]:
@@ -174,7 +190,7 @@ def read_family(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"models/{path.name} cannot be read as TOML: {error}") from error
     where = f"models/{path.name}:"
     sections = {"model_types", "prefix", "defaults", *_SECTIONS}
-    _check_keys(where, table, sections - _OPTIONAL_SECTIONS, _OPTIONAL_SECTIONS)
+    _check_keys(where, table, sections - _OPTIONAL_SECTIONS, _OPTIONAL_SECTIONS | _OPTIONAL_KEYS)
     for section, (required, optional) in _SECTIONS.items():
         if section in table:
             _check_keys(f"{where} [{section}]", table[section], required, optional)
@@ -258,7 +274,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_chosen = "gated_activation" in table["config"]
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
-    gate_up, gate = "ffn_gate_up" in table["layer"], "ffn_gate" in table["layer"]
+    is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & table["layer"].keys())
+    has_gate = "ffn_gate" in table["layer"]
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
         ("embeddings", "norm", not is_causal and placement == "post", is_causal),
@@ -268,8 +285,9 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
         ("layer", "ffn_norm", placement != "parallel", False),
-        ("layer", "ffn_in", not gate_up, gate_up),
-        ("layer", "ffn_gate", gate, gate_up),
+        ("layer", "ffn_in", not is_fused, is_fused),
+        ("layer", "ffn_gate", has_gate, is_fused),
+        ("layer", "ffn_up_gate", False, "ffn_gate_up" in table["layer"]),
         ("config", "windowed_rotary_theta", False, not is_rotary),
         # Its rows are heads of one query, key and value each.
         ("config", "num_kv_heads", False, architecture.get("qkv") == "interleaved"),

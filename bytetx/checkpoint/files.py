@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from bytetx.checkpoint.family import known_code
 from bytetx.checkpoint.side_files import (
     FLAG,
     PATH,
@@ -249,12 +250,20 @@ def load_config(folder: Path) -> dict[str, Any]:
     """The checkpoint's config.json.
 
     Code that a checkpoint brings never runs, so one whose model is defined by its own code is
-    refused: the family of its model_type would compute something else.
+    refused, unless it names code that a family of its model_type computes the same as: another
+    family would compute something else.
     """
     config = read_json(folder / "config.json", _CONFIG)
     auto_map = config.get("auto_map")
     classes = auto_map if isinstance(auto_map, dict) else {}
-    if custom := [name for name in classes if str(name).startswith(_MODEL_CLASSES)]:
+    known = known_code(config.get("model_type"))
+    custom = [
+        name
+        for name, code in classes.items()
+        if str(name).startswith(_MODEL_CLASSES)
+        and not str(code).rpartition("--")[2].startswith(known)
+    ]
+    if custom:
         raise CheckpointError(
             f"{folder / 'config.json'}: auto_map names the checkpoint's own code for "
             f"{', '.join(custom)}, and bytetx never runs such code; where the weights are those of "

@@ -10,7 +10,7 @@ from bytetx.errors import CheckpointError
 
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
 ATTENTION_LINEARS = ("q", "k", "v", "qkv", "attn_out")
-FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_in", "ffn_out")
+FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_in", "ffn_out")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS)
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
@@ -100,7 +100,7 @@ def read_layers(
 
 def is_gated(layer: Mapping[str, str]) -> bool:
     """Whether the feed-forward of a family's [layer] has a gate."""
-    return "ffn_gate" in layer or "ffn_gate_up" in layer
+    return bool({"ffn_gate", "ffn_gate_up", "ffn_up_gate"} & layer.keys())
 
 
 def _norm_placement(values: Values) -> str:

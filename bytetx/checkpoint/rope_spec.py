@@ -8,7 +8,7 @@ from typing import Any
 from bytetx.checkpoint.config import Values, positive_number
 from bytetx.errors import CheckpointError
 
-SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "ntk")
 
 # A table of cosines and sines has a row a position: beyond this a config is damaged, not long.
 _MAX_POSITIONS = 1 << 22

@@ -176,7 +176,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     Raises CheckpointError for an unknown model_type (with the known ones), and for sizes that are
     missing, of the wrong type, or that contradict each other.
     """
-    family, table = _family_of(config.get("model_type"))
+    family, table = _family_of(config)
     _refuse_variants(config, table)
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
@@ -240,16 +240,19 @@ def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
         "max_positions": values.max_positions(offset),
         "position_offset": offset,
         "first_position_row": architecture.get("first_position_row", 0),
-        "num_token_types": values.size("num_token_types", default=0),
+        "num_token_types": values.num_token_types(),
         "relative_bias_rows": values.bias_rows(buckets),
         "relative_bias_buckets": buckets,
         "relative_bias_max_distance": values.bias_fact("relative_bias_max_distance"),
     }
 
 
-def _family_of(model_type: object) -> tuple[str, dict[str, Any]]:
-    for family, table in families().items():
-        if model_type in table["model_types"]:
+def _family_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The family of the config's model_type; of several, the one whose marker the config has."""
+    model_type = config.get("model_type")
+    found = [item for item in families().items() if model_type in item[1]["model_types"]]
+    for family, table in sorted(found, key=lambda item: "marker" not in item[1]):
+        if table.get("marker") is None or table["marker"] in config:
             return family, table
     given = "lacks model_type" if model_type is None else f"has model_type {model_type!r}"
     raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")
@@ -269,8 +272,15 @@ def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> Non
             raise CheckpointError(
                 f"config.json: {key} {config[key]!r} is not supported; only {value!r} is"
             )
+    for key in table.get("unsupported", ()):
+        if config.get(key):
+            raise CheckpointError(
+                f"config.json: {key} is {config[key]!r:.120}, which bytetx does not run in this "
+                "family; it must be absent, null, 0 or false"
+            )
     position_kind = config.get("position_embedding_type", "absolute")
-    if position_kind not in (None, "absolute"):
+    is_checked = "position_embedding_type" in table.get("fixed", {})
+    if not is_checked and position_kind not in (None, "absolute"):
         raise CheckpointError(
             f"config.json: position_embedding_type {position_kind!r} is not supported; "
             "only 'absolute' is"

@@ -171,24 +171,27 @@ class _LayerReader:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)
         outputs = _ranges(self.inner)
         if "ffn_gate_up" in names:
-            return self._gate_up(names)
+            return self._gate_up(names, "ffn_gate_up", gate_first=True)
+        if "ffn_up_gate" in names:
+            return self._gate_up(names, "ffn_up_gate", gate_first=False)
         if "ffn_gate" not in names:
             return self.load.linear_from(*self._tensors(names, "ffn_in", *sizes, outputs=outputs))
         gate, gate_bias = self._tensors(names, "ffn_gate", *sizes, outputs=outputs)
         up, up_bias = self._tensors(names, "ffn_in", *sizes, outputs=outputs)
         return self.load.gated(gate, up, gate_bias, up_bias)
 
-    def _gate_up(self, names: dict[str, str]) -> GatedWeight:
-        """Gate and up projection that are saved as one weight, the gate's rows first."""
+    def _gate_up(self, names: dict[str, str], key: str, *, gate_first: bool) -> GatedWeight:
+        """Gate and up projection that are saved as one weight, the gate's rows first or last."""
         inner, hidden = self.spec.intermediate_size, self.spec.hidden_size
         outputs = None
         if self.inner is not None:
             up = range(inner + self.inner.start, inner + self.inner.stop)
             outputs = (self.inner, up)
-        both, bias = self._tensors(names, "ffn_gate_up", 2 * inner, hidden, outputs=outputs)
-        rows, up_rows = both.chunk(2)
-        biases = (None, None) if bias is None else bias.chunk(2)
-        return self.load.gated(rows, up_rows, *biases)
+        both, bias = self._tensors(names, key, 2 * inner, hidden, outputs=outputs)
+        order = slice(None) if gate_first else slice(None, None, -1)
+        rows, up_rows = both.chunk(2)[order]
+        gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)[order]
+        return self.load.gated(rows, up_rows, gate_bias, up_bias)
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""

@@ -214,7 +214,8 @@ class Layers:
         batch, blocks = step.batch, self.blocks
         heads = [blocks.num_heads, blocks.num_kv_heads, blocks.num_kv_heads]
         qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
-        q, k, v = qkv.unflatten(1, (-1, self.spec.head_dim)).split(heads, dim=1)  # views
+        by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
+        q, k, v = by_head.split(heads, dim=1)  # views
         scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
         plan = step.plans[window]
         if step.cache is not None:
@@ -222,7 +223,10 @@ class Layers:
             q = self._write_kv(q, k, v, layer, i, step, cache)
             assert not isinstance(plan, AttentionPlan)  # _plan made it
             return _attend_paged(q, batch, cache, scale=scale, window=window, plan=plan).flatten(1)
-        q, k = self._rotate(q, k, layer, i, step)
+        if layer.q_norm is None:  # q's heads and k's lie side by side
+            self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
+        else:
+            q, k = self._rotate(q, k, layer, i, step)
         if step.on_kv is not None:
             step.on_kv(k, v)
         assert not isinstance(plan, PagedPlan)
@@ -255,12 +259,15 @@ class Layers:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = norm_heads(q, layer.q_norm.weight, self.spec.norm_eps)
             k = norm_heads(k, layer.k_norm.weight, self.spec.norm_eps)
+        for heads in (q, k):
+            self._rotate_heads(heads, i, step)
+        return q, k
+
+    def _rotate_heads(self, heads: torch.Tensor, i: int, step: _Pass) -> None:
+        """heads [total_tokens, any number, head_dim], in place."""
         rotation = self.layer_spec.rotary_of(i)
         if rotation is not None:
-            for heads in (q, k):
-                options = step.rotations[rotation]
-                rotary(heads, *options, is_interleaved=rotation.is_interleaved)
-        return q, k
+            rotary(heads, *step.rotations[rotation], is_interleaved=rotation.is_interleaved)
 
     def _write_kv(
         self,

@@ -64,6 +64,8 @@ def frequencies_of(spec: RotarySpec) -> torch.Tensor:
     plain = 1.0 / spec.theta ** _exponents(spec)
     if spec.scaling == "linear":
         return plain / spec.factor
+    if spec.scaling == "ntk":
+        return _ntk(spec)
     if spec.scaling == "llama3":
         return _llama3(spec, plain)
     return _yarn(spec) if spec.scaling == "yarn" else plain
@@ -80,6 +82,16 @@ def _dynamic(spec: RotarySpec, lengths: torch.Tensor) -> torch.Tensor:
     growth = spec.factor * longest / original - (spec.factor - 1)
     theta = spec.theta * growth ** (spec.dim / max(spec.dim - 2, 1))
     return 1.0 / theta[:, None] ** _exponents(spec).to(lengths.device)
+
+
+def _ntk(spec: RotarySpec) -> torch.Tensor:
+    """A base that is `factor` times as large, and each frequency factor^(2 / dim) slower.
+
+    Source: the NTK scaling of the GTE v1.5 models (Alibaba-NLP/new-impl).
+    """
+    plain = 1.0 / (spec.theta * spec.factor) ** _exponents(spec)
+    slowdown: float = spec.factor ** (2 / spec.dim)
+    return plain / slowdown
 
 
 def _llama3(spec: RotarySpec, plain: torch.Tensor) -> torch.Tensor:
