@@ -2,7 +2,7 @@
 
 import logging
 import pickle
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,10 +13,7 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import (
-    check_iterable,
     check_names,
-    check_not_negative,
-    check_positive,
     check_text,
     check_token_budget,
     check_top_k,
@@ -32,12 +29,10 @@ from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
-from bytetx.nn.sentence_modules import activation_by_name
-from bytetx.requests.questions import QuestionReader
 from bytetx.runtime.forking import computing
-from bytetx.tasks.answer import AnswerTask
+from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.chunks import Overflow
-from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, ScoreTask, raw, score_function
+from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, raw, score_function
 from bytetx.tasks.embed import VectorBuffer, output_size
 from bytetx.tasks.embed_all import EmbedAllMixin
 from bytetx.tasks.embed_chunks import ChunkMixin
@@ -45,13 +40,11 @@ from bytetx.tasks.fill_mask import FillMaskTask, find_targets
 from bytetx.tasks.generate import GenerationMixin
 from bytetx.tasks.hidden_states import HiddenStatesTask
 from bytetx.tasks.options import (
-    AnswerOptions,
     ClassifyOptions,
     EmbedOptions,
     FillMaskOptions,
     No,
     OnError,
-    Pairs,
     Raise,
     Return,
     StatesOptions,
@@ -62,12 +55,11 @@ from bytetx.tasks.options import (
 )
 from bytetx.tasks.precision import Precision, needs_ranges, quantize_all
 from bytetx.tasks.progress import num_texts
+from bytetx.tasks.rerank import RerankMixin
 from bytetx.tasks.results import (
-    Answer,
     Embeddings,
     Entity,
     Fill,
-    Hit,
     Label,
     Likelihood,
     Results,
@@ -124,7 +116,7 @@ def load(
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
 
-class Model(GenerationMixin, EmbedAllMixin, ChunkMixin):
+class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin):
     """A loaded checkpoint. Methods may be called from several threads.
 
     It is pickled as its folder and options, and loaded again in another process.  A forked child
@@ -352,49 +344,6 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin):
             merge=task.mean if reader.cuts else None,
         )
 
-    def rerank(
-        self,
-        query: str,
-        documents: Iterable[str],
-        *,
-        top_k: int | None = None,
-        raw_scores: bool = False,
-        truncate: bool = False,
-        on_error: OnError = "raise",
-        show_progress: bool = False,
-    ) -> Results[Hit]:
-        """The documents by how well they answer the query, best first (a cross-encoder).
-
-        top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
-        on_error="return": a bad document is left out; its error is in `errors` by its index.
-        """
-        check_top_k(top_k)
-        check_text("query", query)
-        head = self._need_head(self.heads.sequence, "sequence classification")
-        if self.spec.num_labels != 1:
-            raise InputError(
-                f"rerank needs a model with one label, this one has {self.spec.num_labels}; "
-                "use classify with (query, document) pairs"
-            )
-        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
-        if raw_scores:
-            name = "torch.nn.Identity"
-        task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
-        documents = list(check_iterable("documents", documents))
-        pairs = [(query, document) for document in documents]
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        scores = self._results(
-            pairs, task, reader, stream=False, title="rerank", show_progress=show_progress
-        )
-        assert isinstance(scores, Results)  # no stream was asked for
-        hits = [
-            Hit(index, score, documents[index])
-            for index, score in enumerate(scores)
-            if index not in scores.errors
-        ]
-        hits.sort(key=lambda hit: hit.score, reverse=True)
-        return Results(hits[:top_k], scores.stats, scores.errors)
-
     @overload
     def tag(
         self, texts: Texts, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[TagOptions]
@@ -458,77 +407,6 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin):
             title="tag",
             show_progress=show_progress,
             merge=merge_entities if reader.cuts else None,
-        )
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[AnswerOptions]
-    ) -> Results[list[Answer]]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: Yes, on_error: Raise = ..., **o: Unpack[AnswerOptions]
-    ) -> Stream[list[Answer]]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: No = ..., on_error: Return, **o: Unpack[AnswerOptions]
-    ) -> Results[list[Answer] | InputError]: ...
-
-    @overload
-    def answer(
-        self, texts: Pairs, *, stream: Yes, on_error: Return, **o: Unpack[AnswerOptions]
-    ) -> Stream[list[Answer] | InputError]: ...
-
-    def answer(
-        self,
-        texts: Pairs,
-        *,
-        top_k: int = 1,
-        max_answer_tokens: int = 15,
-        allow_no_answer: bool = False,
-        whole_words: bool = True,
-        chunk_tokens: int | None = None,
-        stride: int = 128,
-        on_error: OnError = "raise",
-        stream: bool = False,
-        show_progress: bool = False,
-    ) -> Results[Any] | Stream[Any]:
-        """The spans of each context that answer its question best, with character offsets.
-
-        texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
-        question; chunk_tokens: of a chunk, None for as many as the model takes; stride: tokens of
-        the context that neighbouring chunks share, at most half of a chunk's.
-        top_k: answers of each context.  max_answer_tokens: of an answer.  whole_words: an answer
-        has no part of a word.  allow_no_answer: an empty answer is one of them, scored by the
-        first token, as of SQuAD 2.0.
-        Scores are those of Hugging Face's question-answering pipeline (a softmax over each chunk).
-        """
-        check_top_k(top_k, may_be_none=False)
-        check_positive("max_answer_tokens", max_answer_tokens)
-        head = self._need_head(self.heads.question_answering, "question answering")
-        tokenizer = self._need_tokenizer()
-        task = AnswerTask(head, top_k, max_answer_tokens, allow_no_answer, whole_words)
-        limit = tokenizer.max_tokens
-        if chunk_tokens is not None:
-            check_positive("chunk_tokens", chunk_tokens)
-            limit = min(limit, chunk_tokens)
-        check_not_negative("stride", stride)
-        reader = QuestionReader(
-            self.spec,
-            tokenizer,
-            keeps_errors=self._reader(truncate=False, on_error=on_error).keeps_errors,
-            chunk_tokens=limit,
-            stride=min(stride, limit // 2),
-        )
-        return self._results(
-            texts,
-            task,
-            reader,
-            stream=stream,
-            title="answer",
-            show_progress=show_progress,
-            merge=task.merge,
         )
 
     @overload

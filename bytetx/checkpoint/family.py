@@ -101,7 +101,7 @@ _OPTIONAL_KEYS = {"marker", "own_code", "unsupported"}
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
-    "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling"}),
+    "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling", "out_bias"}),
     "token_classification": ({"out"}, _CLASSIFIER_KEYS),
     "question_answering": ({"out"}, _CLASSIFIER_KEYS),
     "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),

@@ -26,7 +26,8 @@ class HeadSpec:
     dense, norm, out: tensor-name stems without `.weight`/`.bias`, or None where the head lacks it.
     decoder, bias (masked_lm, lm): whole tensor names.  dense_bias: whether dense has a bias.
     pooling: the rows of sequence_classification: "cls", the first token; "mean", the mean of all;
-    "late", every token, and the mean of their logits.
+    "late", every token, and the mean of their logits; "last", the last token.
+    out_bias: whether out has a bias.
     """
 
     dense: str | None = None
@@ -38,6 +39,7 @@ class HeadSpec:
     decoder: str | None = None
     bias: str | None = None
     out: str | None = None
+    out_bias: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +370,7 @@ def _heads(
             resolved["dense_bias"] = values.flag(resolved["dense_bias"])
         if "decoder_bias" in resolved and not values.flag(resolved.pop("decoder_bias")):
             resolved["bias"] = None
-        if "pooling" in resolved:
+        if resolved.get("pooling", "last") != "last":
             resolved["pooling"] = _pooling(values, resolved["pooling"])
         heads[name] = HeadSpec(**resolved)
     return heads

@@ -361,6 +361,9 @@ def rerank(
     ] = None,
     top_k: TopK = None,
     raw_scores: RawScores = False,
+    instruction: Annotated[
+        str | None, typer.Option(help="What a causal reranker is told; that of its model card.")
+    ] = None,
 ) -> None:
     """Documents sorted by their score for a query, one line for each query.
 
@@ -371,7 +374,12 @@ def rerank(
 
     if query is not None and query_file is not None:
         raise typer.BadParameter("--query and --query-file exclude each other")
-    given = {"top_k": top_k, "raw_scores": raw_scores, "truncate": options.truncate}
+    given: dict[str, Any] = {
+        "top_k": top_k,
+        "raw_scores": raw_scores,
+        "instruction": instruction,
+        "truncate": options.truncate,
+    }
     run_rank_job(options, rerank_task(given), query=query, query_file=query_file)
 
 

@@ -40,7 +40,8 @@ class ClassificationHead:
         """hidden_states [total_tokens, hidden_size] -> [batch_size, num_labels], f32 if late."""
         if self.pooling == "late":
             return pool(self.forward(hidden_states), batch.cu_seqlens, mode="mean")
-        rows = pool(hidden_states, batch.cu_seqlens, mode=self.pooling)
+        mode = "lasttoken" if self.pooling == "last" else self.pooling
+        rows = pool(hidden_states, batch.cu_seqlens, mode=mode)
         return self.forward(rows.to(hidden_states.dtype))
 
     @torch.inference_mode()
@@ -204,7 +205,7 @@ def _head_tensors(spec: ModelSpec, head: HeadSpec) -> list[str]:
     parts = (
         (head.dense, head.dense_bias),
         (head.norm, spec.layer_spec.norm_bias),
-        (head.out, True),
+        (head.out, head.out_bias),
     )
     found: list[str] = []
     for stem, has_bias in parts:
@@ -270,11 +271,13 @@ def _classification(
             f"got {list(spec.id2label)[:20]}"
         )
     load.require(_head_tensors(spec, head))
-    hidden = spec.hidden_size
+    hidden = spec.output_size
     return ClassificationHead(
         dense=_dense(load, head, hidden, hidden),
         activation=head.activation or "none",
-        out=None if head.out is None else load.linear(head.out, num_labels, hidden),
+        out=None
+        if head.out is None
+        else load.linear(head.out, num_labels, hidden, has_bias=head.out_bias),
         norm=_norm(spec, load, head, hidden),
         norm_eps=head.norm_eps or 0.0,
         pooling=head.pooling,

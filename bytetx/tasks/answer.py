@@ -2,16 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Unpack, overload
 
 import numpy as np
 import torch
 
+from bytetx.arguments import check_not_negative, check_positive, check_top_k
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Capture, Step
+from bytetx.errors import InputError
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
+from bytetx.requests.questions import QuestionReader
 from bytetx.tasks.classify import softmax
-from bytetx.tasks.results import Answer
+from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.options import AnswerOptions, No, OnError, Pairs, Raise, Return, Yes
+from bytetx.tasks.results import Answer, Results, Stream
 
 # Scores of tokens that no answer may have, before the softmax.
 _MASKED = -10000.0
@@ -119,3 +125,78 @@ def _reach(words: Sequence[int | None], token: int, step: int) -> int:
     while 0 <= token + step < len(words) and words[token + step] == word:
         token += step
     return token
+
+
+class AnswerMixin(OnePass):
+    """Model.answer."""
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: No = ..., on_error: Raise = ..., **o: Unpack[AnswerOptions]
+    ) -> Results[list[Answer]]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: Yes, on_error: Raise = ..., **o: Unpack[AnswerOptions]
+    ) -> Stream[list[Answer]]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: No = ..., on_error: Return, **o: Unpack[AnswerOptions]
+    ) -> Results[list[Answer] | InputError]: ...
+
+    @overload
+    def answer(
+        self, texts: Pairs, *, stream: Yes, on_error: Return, **o: Unpack[AnswerOptions]
+    ) -> Stream[list[Answer] | InputError]: ...
+
+    def answer(
+        self,
+        texts: Pairs,
+        *,
+        top_k: int = 1,
+        max_answer_tokens: int = 15,
+        allow_no_answer: bool = False,
+        whole_words: bool = True,
+        chunk_tokens: int | None = None,
+        stride: int = 128,
+        on_error: OnError = "raise",
+        stream: bool = False,
+        show_progress: bool = False,
+    ) -> Results[Any] | Stream[Any]:
+        """The spans of each context that answer its question best, with character offsets.
+
+        texts: (question, context) pairs.  A long context is cut into chunks, each with the whole
+        question; chunk_tokens: of a chunk, None for as many as the model takes; stride: tokens of
+        the context that neighbouring chunks share, at most half of a chunk's.
+        top_k: answers of each context.  max_answer_tokens: of an answer.  whole_words: an answer
+        has no part of a word.  allow_no_answer: an empty answer is one of them, scored by the
+        first token, as of SQuAD 2.0.
+        Scores are those of Hugging Face's question-answering pipeline (a softmax over each chunk).
+        """
+        check_top_k(top_k, may_be_none=False)
+        check_positive("max_answer_tokens", max_answer_tokens)
+        head = self._need_head(self.heads.question_answering, "question answering")
+        tokenizer = self._need_tokenizer()
+        task = AnswerTask(head, top_k, max_answer_tokens, allow_no_answer, whole_words)
+        limit = tokenizer.max_tokens
+        if chunk_tokens is not None:
+            check_positive("chunk_tokens", chunk_tokens)
+            limit = min(limit, chunk_tokens)
+        check_not_negative("stride", stride)
+        reader = QuestionReader(
+            self.spec,
+            tokenizer,
+            keeps_errors=self._reader(truncate=False, on_error=on_error).keeps_errors,
+            chunk_tokens=limit,
+            stride=min(stride, limit // 2),
+        )
+        return self._results(
+            texts,
+            task,
+            reader,
+            stream=stream,
+            title="answer",
+            show_progress=show_progress,
+            merge=task.merge,
+        )

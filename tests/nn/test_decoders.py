@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny import load, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import DECODERS, WINDOW, CachedRun, causal_class, expected, tiny_decoder
 
@@ -249,3 +250,25 @@ def test_log_likelihoods_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(heads, "_MAX_LOGITS_BYTES", 3 * 8 * loaded.spec.vocab_size)
     assert_close(head.log_likelihoods(x, targets, rows=rows), wanted)
     assert head.log_likelihoods(x, targets[:0], rows=rows[:0]).shape == (0,)
+
+
+CLASSIFIERS = [
+    name
+    for name, (stem, _) in DECODERS.items()
+    if hasattr(transformers, f"{stem}ForSequenceClassification")
+]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_sequence_classification(name: str, tmp_path: Path) -> None:
+    """The last token's logits, of any number of sequences."""
+    model = tiny_decoder(name, "ForSequenceClassification", num_labels=3, pad_token_id=0)
+    loaded = load(save(model, tmp_path))
+    head = heads.load_sequence_classification(loaded.spec, loaded.loader)
+    ids = random_ids([1, 2, 17, 40])
+    batch = loaded.pack(ids)
+    logits = head.classify(loaded.transformer.forward(batch), batch)
+    with torch.no_grad():
+        wanted = torch.cat([model(torch.tensor([sequence])).logits for sequence in ids])
+    assert (logits - wanted).abs().max() < 1e-4
+    assert loaded.weights.unused() == []

@@ -1,0 +1,218 @@
+"""Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytetx.arguments import check_iterable, check_text, check_top_k
+from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.step import Capture, Step
+from bytetx.errors import InputError, OptionError, TooLongError
+from bytetx.nn.heads import LmHead
+from bytetx.nn.sentence_modules import activation_by_name
+from bytetx.nn.transformer import Transformer
+from bytetx.ops.pooling import pool
+from bytetx.tasks.classify import ScoreTask
+from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.options import OnError
+from bytetx.tasks.results import Hit, Results
+
+# The prompt that the models were trained with.  Source: the model card of Qwen3-Reranker.
+_BEFORE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+    "<|im_start|>user\n"
+)
+_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+# Families whose causal models are rerankers of this kind.
+YES_NO_FAMILIES = ("qwen3",)
+
+
+@dataclass(frozen=True, slots=True)
+class YesNoTask:
+    """One number a prompt: the activation of logit(yes) - logit(no) of its next token.
+
+    With a sigmoid, that is the softmax over the two.
+    """
+
+    head: LmHead
+    yes: int
+    no: int
+    activation: Callable[[torch.Tensor], torch.Tensor]
+
+    @property
+    def capture(self) -> Capture:
+        key = ("yes-no", id(self.head), self.yes, self.no, id(self.activation))
+        return Capture(key, rows="sequences")
+
+    @torch.inference_mode()
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        x = transformer.forward(step.batch)
+        last = pool(x, step.batch.cu_seqlens, mode="lasttoken").to(x.dtype)
+        logits = self.head.forward(last)
+        return (self.activation((logits[:, self.yes] - logits[:, self.no]).float()),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
+        scores: list[float] = outputs[0].tolist()
+        return scores
+
+
+def yes_no_ids(tokenizer: Tokenizer) -> tuple[int, int]:
+    """(id of "yes", id of "no"). InputError where one of them is no token."""
+    found = [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
+    if found[0] is None or found[1] is None:
+        raise InputError(
+            'this checkpoint\'s tokenizer has no tokens "yes" and "no", by which a causal model '
+            "reranks; load a cross-encoder or a Qwen3-Reranker"
+        )
+    return found[0], found[1]
+
+
+def yes_no_prompts(
+    tokenizer: Tokenizer,
+    query: str,
+    documents: Sequence[str],
+    *,
+    instruction: str | None,
+    truncate: bool,
+) -> list[list[int] | TooLongError]:
+    """The token ids of each document's prompt, or why it has none.
+
+    truncate: cut the document of a prompt that is too long.
+    """
+    unlimited = tokenizer.untruncated()
+    before, after = (unlimited.encode_plain(text).ids for text in (_BEFORE, _AFTER))
+    head = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
+    room = tokenizer.max_tokens - len(before) - len(after)
+    prompts: list[list[int] | TooLongError] = []
+    for index, document in enumerate(documents):
+        body = unlimited.encode_plain(head + document).ids
+        if len(body) > room and not truncate:
+            prompts.append(
+                TooLongError(
+                    f"documents[{index}] makes a prompt of {len(before) + len(body) + len(after)} "
+                    f"tokens, the model takes {tokenizer.max_tokens}; shorten it, or pass "
+                    "truncate=True"
+                )
+            )
+        else:
+            prompts.append([*before, *body[:room], *after])
+    return prompts
+
+
+class RerankMixin(OnePass):
+    """Model.rerank."""
+
+    def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        instruction: str | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        show_progress: bool = False,
+    ) -> Results[Hit]:
+        """The documents by how well they answer the query, best first.
+
+        The model is a cross-encoder with one label, or a causal one that answers yes or no
+        (Qwen3-Reranker), whose prompt holds the instruction; None is that of its model card.
+        top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
+        on_error="return": a bad document is left out; its error is in `errors` by its index.
+        """
+        check_top_k(top_k)
+        check_text("query", query)
+        documents = list(check_iterable("documents", documents))
+        if self._answers_yes_or_no():
+            return self._rerank_yes_no(
+                query,
+                documents,
+                top_k=top_k,
+                raw_scores=raw_scores,
+                instruction=instruction,
+                truncate=truncate,
+                on_error=on_error,
+                show_progress=show_progress,
+            )
+        if instruction is not None:
+            raise OptionError("instruction is for causal rerankers; this is a cross-encoder")
+        head = self._need_head(self.heads.sequence, "sequence classification")
+        if self.spec.num_labels != 1:
+            raise InputError(
+                f"rerank needs a model with one label, this one has {self.spec.num_labels}; "
+                "use classify with (query, document) pairs"
+            )
+        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
+        if raw_scores:
+            name = "torch.nn.Identity"
+        task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
+        pairs = [(query, document) for document in documents]
+        reader = self._reader(truncate=truncate, on_error=on_error)
+        scores = self._results(
+            pairs, task, reader, stream=False, title="rerank", show_progress=show_progress
+        )
+        assert isinstance(scores, Results)  # no stream was asked for
+        return _best_hits(scores, documents, top_k)
+
+    def _answers_yes_or_no(self) -> bool:
+        return self.heads.lm is not None and self.spec.family in YES_NO_FAMILIES
+
+    def _rerank_yes_no(
+        self,
+        query: str,
+        documents: list[str],
+        *,
+        top_k: int | None,
+        raw_scores: bool,
+        instruction: str | None,
+        truncate: bool,
+        on_error: OnError,
+        show_progress: bool,
+    ) -> Results[Hit]:
+        for index, document in enumerate(documents):
+            check_text(f"documents[{index}]", document)
+        if instruction is not None:
+            check_text("instruction", instruction)
+        tokenizer = self._need_tokenizer()
+        yes, no = yes_no_ids(tokenizer)
+        prompts = yes_no_prompts(
+            tokenizer, query, documents, instruction=instruction, truncate=truncate
+        )
+        errors: dict[int, InputError] = {
+            index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, InputError)
+        }
+        reader = self._reader(truncate=False, on_error=on_error)
+        if errors and not reader.keeps_errors:
+            raise errors[min(errors)]
+        kept = [index for index in range(len(prompts)) if index not in errors]
+        task = YesNoTask(
+            self._need_head(self.heads.lm, "language model"),
+            yes,
+            no,
+            torch.nn.Identity() if raw_scores else torch.nn.Sigmoid(),
+        )
+        given = [prompt for prompt in prompts if isinstance(prompt, list)]
+        scores = self._results(
+            given, task, reader, stream=False, title="rerank", show_progress=show_progress
+        )
+        assert isinstance(scores, Results)  # no stream was asked for
+        errors |= {kept[index]: error for index, error in scores.errors.items()}
+        by_index = dict(zip(kept, scores, strict=True))
+        ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
+        return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
+
+
+def _best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None) -> Results[Hit]:
+    hits = [
+        Hit(index, score, documents[index])
+        for index, score in enumerate(scores)
+        if index not in scores.errors
+    ]
+    hits.sort(key=lambda hit: hit.score, reverse=True)
+    return Results(hits[:top_k], scores.stats, scores.errors)
