@@ -55,6 +55,16 @@ def _rope(rope_type: str, **parameters: object) -> dict[str, object]:
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 24}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 
+_PARTIAL = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+_STARCODER = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}
+_STABLE = _STARCODER | {"rope_parameters": _PARTIAL["rope_parameters"]}
+
 # name: (stem of its class names, config)
 DECODERS = {
     "llama": ("Llama", _LLAMA),
@@ -85,6 +95,17 @@ DECODERS = {
     "opt-no-biases": ("OPT", _OPT | {"enable_bias": False}),
     "gptj": ("GPTJ", _GPT | {"rotary_dim": 8}),
     "gpt_neo": ("GPTNeo", _NEO),
+    "phi3": ("Phi3", _LLAMA | {"pad_token_id": 0}),
+    "phi3-window": ("Phi3", _LLAMA | {"pad_token_id": 0, "sliding_window": WINDOW} | _PARTIAL),
+    "starcoder2": ("Starcoder2", _STARCODER),
+    "starcoder2-window": (
+        "Starcoder2",
+        _STARCODER | {"sliding_window": WINDOW, "use_bias": False},
+    ),
+    "stablelm": ("StableLm", _STABLE),
+    "stablelm-biases": ("StableLm", _STABLE | {"use_qkv_bias": True, "num_key_value_heads": 4}),
+    "smollm3": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
 
 

@@ -46,7 +46,10 @@ _SECTIONS = {
             "layer_types",
             "attention_types",
             "global_attention_period",
+            "rotary_layers",
+            "unrotated_period",
             "attention_bias",
+            "qkv_bias",
             "ffn_bias",
             "linear_bias",
             "norm_bias",
@@ -131,6 +134,7 @@ _NULLABLE = {
     "window",
     "layer_types",
     "attention_types",
+    "rotary_layers",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
@@ -139,6 +143,7 @@ _PAIRS = (
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
     (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
     (("config", "num_layer_groups"), ("config", "layers_per_group")),
+    (("config", "rotary_layers"), ("config", "unrotated_period")),
     (("layer", "q_norm"), ("layer", "k_norm")),
     (("embeddings", "project_in"), ("final", "project_out")),
 )

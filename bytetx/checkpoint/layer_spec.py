@@ -9,7 +9,8 @@ from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
 from bytetx.errors import CheckpointError
 
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
-ATTENTION_LINEARS = ("q", "k", "v", "qkv", "attn_out")
+QKV_LINEARS = ("q", "k", "v", "qkv")
+ATTENTION_LINEARS = (*QKV_LINEARS, "attn_out")
 FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_in", "ffn_out")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS)
 
@@ -27,6 +28,7 @@ class LayerSpec:
     norm: layer_norm or rms_norm.  norm_bias: whether layer norms have a bias.
     has_first_norm: whether the first layer has a norm before its attention, of pre-norm layers.
     rotary: None without rotary positions.  windowed_rotary: of windowed layers, where it differs.
+    rotary_pattern: whether each layer rotates, or empty where all do.
     qkv: separate, stacked or interleaved.  weight_layout: linear [n, k] or conv1d [k, n].
     biases: layer keys whose linear layers have one.
     window: of windowed layers, as of ops.attention, 0 where none is; window_pattern: whether each
@@ -49,6 +51,7 @@ class LayerSpec:
     scales_by_layer: bool
     final: Mapping[str, str]
     windowed_rotary: RotarySpec | None = None
+    rotary_pattern: tuple[bool, ...] = ()
     norm_bias: bool = True
     has_first_norm: bool = True
 
@@ -59,6 +62,8 @@ class LayerSpec:
         return self.window if layer >= self.first_windowed_layer else 0
 
     def rotary_of(self, layer: int) -> RotarySpec | None:
+        if self.rotary_pattern and not self.rotary_pattern[layer]:
+            return None
         is_windowed = self.window_of(layer) > 0 and self.windowed_rotary is not None
         return self.windowed_rotary if is_windowed else self.rotary
 
@@ -84,6 +89,7 @@ def read_layers(
         norm=architecture["norm"],
         rotary=read_rotary(values, head_dim),
         windowed_rotary=read_rotary(values, head_dim, windowed=True),
+        rotary_pattern=_rotary_pattern(values, num_layers),
         norm_bias=values.switch("norm_bias", True),
         has_first_norm=architecture.get("has_first_norm", True),
         qkv=architecture.get("qkv", "separate"),
@@ -116,6 +122,7 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
     found = present & set(values.architecture.get("biases", LINEARS))
     parts = {
         "attention_bias": ATTENTION_LINEARS,
+        "qkv_bias": QKV_LINEARS,
         "ffn_bias": FFN_LINEARS,
         "linear_bias": LINEARS,
     }
@@ -165,6 +172,23 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
             f"{', '.join(known)}, got {str(given)[:200]}"
         )
     return tuple(kind in _LOCAL for kind in kinds)
+
+
+def _rotary_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
+    """Whether each layer rotates, where a family has layers that do not; else empty."""
+    if "rotary_layers" not in values.names:
+        return ()
+    key = values.names["rotary_layers"]
+    given = values.read(key)
+    if given is None:
+        period = values.size("unrotated_period")
+        return tuple((i + 1) % period > 0 for i in range(num_layers))
+    if not isinstance(given, list) or len(given) != num_layers or set(given) - {0, 1}:
+        raise CheckpointError(
+            f"config.json: {key} must have 1 or 0 for each of {num_layers} layers, "
+            f"got {str(given)[:200]}"
+        )
+    return tuple(map(bool, given))
 
 
 def _expanded(groups: object, num_layers: int) -> list[Any] | None:

@@ -33,7 +33,10 @@ CAUSAL_OUTPUTS = {
     "GPT2Model": "BaseModelOutputWithPastAndCrossAttentions",
     **{
         f"{family}Model": "BaseModelOutputWithPast"
-        for family in ("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3")
+        for family in (
+            *("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3"),
+            *("Phi3", "Starcoder2", "StableLm", "SmolLM3"),
+        )
     },
 }
 # cache_position says again, of older transformers, which columns the input is.

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, Protocol, TypeGuard
 
@@ -195,7 +196,7 @@ def _difference(
         if name == "layer_idx" and not is_causal:  # for the cache; layers may be dropped
             continue
         have, want = module.__dict__.get(name), twin.__dict__[name]
-        if type(have) is not type(want) or have != want:
+        if type(have) is not type(want) or not _is_same(have, want):
             return f"'s {name} is {have!r:.60}, the config says {want!r:.60}"
     if _grows(module) and not starts_as(module, module.original_inv_freq):
         return "'s inv_freq was replaced"
@@ -206,6 +207,13 @@ def _difference(
         if buffer is None or buffer.shape != expected.shape or not _is_equal(buffer, expected):
             return f"'s {name} has other values than the config says"
     return None
+
+
+def _is_same(have: object, want: object) -> bool:
+    """Equality; of partial functions, which are equal to themselves alone, that of their parts."""
+    if isinstance(have, partial) and isinstance(want, partial):
+        return (have.func, have.args, have.keywords) == (want.func, want.args, want.keywords)
+    return have == want
 
 
 def _names(module: nn.Module) -> Iterator[str]:
