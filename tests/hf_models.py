@@ -40,6 +40,9 @@ FAMILIES = {
     "distilbert": ("DistilBert", _DISTILBERT_SIZES),
     "mpnet": ("MPNet", _SIZES),
     "electra": ("Electra", _SIZES | {"embedding_size": 32}),
+    "albert": ("Albert", _SIZES | {"embedding_size": 32, "num_hidden_groups": 2}),
+    "xlm-roberta-xl": ("XLMRobertaXL", _SIZES),
+    "roberta-prelayernorm": ("RobertaPreLayerNorm", _SIZES),
 }
 HEADS = (
     "ForSequenceClassification",
@@ -73,7 +76,7 @@ def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:
     """A model with random weights of a size that makes every layer matter, in eval mode."""
     stem, sizes = FAMILIES[family]
     torch.manual_seed(7)
-    num_labels = 2 if head == "ForQuestionAnswering" else 3
+    num_labels = 2 if head in ("ForQuestionAnswering", "ForPreTraining") else 3
     settings = sizes | {"num_labels": num_labels} | config
     model = getattr(transformers, stem + head)(getattr(transformers, stem + "Config")(**settings))
     for name, parameter in model.named_parameters():

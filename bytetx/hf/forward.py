@@ -26,6 +26,7 @@ from bytetx.hf.padding import (
 )
 from bytetx.hf.pads import loss_reads_pads, selects_pads
 from bytetx.hf.plan import Plan, build_plan
+from bytetx.hf.pooler import run_pooler
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.runtime.forking import computing
@@ -42,6 +43,9 @@ OUTPUTS = {
     "DistilBertModel": "BaseModelOutput",
     "MPNetModel": "BaseModelOutputWithPooling",
     "ElectraModel": "BaseModelOutputWithPastAndCrossAttentions",
+    "AlbertModel": "BaseModelOutputWithPooling",
+    "XLMRobertaXLModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "RobertaPreLayerNormModel": "BaseModelOutputWithPoolingAndCrossAttentions",
 }
 # Heads that read only the first token of each sequence, so that no rectangle need be made.
 _FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -148,7 +152,7 @@ class HeadForward(StandIn):
         name = type(module).__name__
         self.is_multiple_choice = name.endswith("ForMultipleChoice")
         self.is_first_token_head = name.endswith(_FIRST_TOKEN_HEADS)
-        self.is_pretraining_head = name == "BertForPreTraining"
+        self.is_pretraining_head = name in ("BertForPreTraining", "AlbertForPreTraining")
 
     @property
     def summarises_all(self) -> bool:
@@ -321,7 +325,7 @@ class PackedForward(StandIn):
             first = layout.first_rows(x).unsqueeze(1)  # [batch_size, 1, hidden_size]
         fields: dict[str, Any] = {"last_hidden_state": first if only_first else layout.scatter(x)}
         if pooler is not None:
-            fields["pooler_output"] = pooler(first)
+            fields["pooler_output"] = run_pooler(self.module, first)
         if packed.layers:
             last = layout.scatter(x) if only_first else fields["last_hidden_state"]
             fields["hidden_states"] = (*map(layout.scatter, packed.layers[:-1]), last)

@@ -14,6 +14,7 @@ from bytetx.checkpoint.family import families
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import CheckpointError
+from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
@@ -146,9 +147,7 @@ def separate_parameters(base: nn.Module) -> None:
 def _share(base: "PreTrainedModel") -> Transformer:
     parameters = dict(base.named_parameters(remove_duplicate=False))
     spec = _spec_of(base)
-    stems = [
-        {key: stem.format(i=i) for key, stem in spec.layer.items()} for i in range(spec.num_layers)
-    ]
+    stems = [spec.layer_names(i) for i in range(spec.num_layers)]
     if _is_column_major(spec):
         for layer in stems:
             for key in layer.keys() & set(LINEARS):
@@ -237,6 +236,8 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 def _spec_of(base: "PreTrainedModel") -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
     spec = build_spec(base.config.to_dict())
+    if spec.num_layer_groups:  # layers that share their weights cannot be dropped
+        return spec
     num_layers = len(base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])._modules)
     if spec.is_causal and num_layers != spec.num_layers:
         raise CheckpointError(
@@ -278,7 +279,7 @@ def _changed_module(base: "PreTrainedModel") -> str | None:
     spec, own_file = _spec_of(base), type(base).__module__
     activation = _activation_of(base.config, spec)
     for name, module in base.named_modules():
-        if module is base or name.split(".")[0] == "pooler":
+        if module is base or name.split(".")[0] in POOLER:
             continue
         kind = type(module)
         found = f"{name} is {kind.__module__}.{kind.__qualname__}"
@@ -317,7 +318,7 @@ def _activation_of(config: object, spec: ModelSpec) -> type[nn.Module]:
 def _inner_modules(base: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of every module below the base but the pooler, which runs as it is."""
     for name, module in base._modules.items():
-        if module is not None and name != "pooler":
+        if module is not None and name not in POOLER:
             yield base, name, module
             yield from _below(module)
 

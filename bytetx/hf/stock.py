@@ -12,6 +12,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from bytetx.hf.pooler import POOLER
+
 # What the forward of a plain module reads of its attributes; all other classes may read any.
 _READ_ATTRIBUTES = {
     nn.Linear: (),
@@ -132,7 +134,7 @@ def difference_from_stock(base: PreTrainedModel, *, is_causal: bool) -> str | No
         return f"no model can be built of its config: {error}"
     have = dict(base.named_modules())
     for name, twin in stock.named_modules():
-        if name.split(".")[0] == "pooler" or name not in have:  # layers may be dropped
+        if name.split(".")[0] in POOLER or name not in have:  # layers may be dropped
             continue
         found = _difference(have[name], twin, base=base, is_causal=is_causal)
         if found is not None:
@@ -183,7 +185,7 @@ def _difference(
         return f" has {len(module)} layers, the config says {len(twin)}" if has_more else None
     missing = {name for name, child in twin._modules.items() if child is not None}
     missing -= {name for name, child in module._modules.items() if child is not None}
-    if missing - {"pooler"}:
+    if missing := missing - set(POOLER):
         return f" has no module {min(missing)}"
     hiding = module.__dict__.keys() - twin.__dict__.keys() - _OWN
     hidden = [name for name in hiding if hasattr(type(module), name)]
