@@ -31,6 +31,8 @@ _DISTILBERT_SIZES = {
     "max_position_embeddings": MAX_POSITIONS,
 }
 
+_BOS = {"classifier_pooling": "bos"}
+
 # family: (stem of its class names, sizes)
 FAMILIES = {
     "bert": ("Bert", _SIZES),
@@ -43,6 +45,8 @@ FAMILIES = {
     "albert": ("Albert", _SIZES | {"embedding_size": 32, "num_hidden_groups": 2}),
     "xlm-roberta-xl": ("XLMRobertaXL", _SIZES),
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _SIZES),
+    "modernbert": ("ModernBert", _SIZES | {"local_attention": 6, "pad_token_id": 1}),
+    "eurobert": ("EuroBert", _SIZES | {"num_key_value_heads": 2, "pad_token_id": 1} | _BOS),
 }
 HEADS = (
     "ForSequenceClassification",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
@@ -46,6 +47,8 @@ OUTPUTS = {
     "AlbertModel": "BaseModelOutputWithPooling",
     "XLMRobertaXLModel": "BaseModelOutputWithPoolingAndCrossAttentions",
     "RobertaPreLayerNormModel": "BaseModelOutputWithPoolingAndCrossAttentions",
+    "ModernBertModel": "BaseModelOutput",
+    "EuroBertModel": "BaseModelOutput",
 }
 # Heads that read only the first token of each sequence, so that no rectangle need be made.
 _FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")
@@ -163,6 +166,12 @@ class HeadForward(StandIn):
         is_summary = self.is_multiple_choice and type(self.module).__name__.startswith("Electra")
         return is_summary and getattr(self.module.config, "summary_type", "first") != "first"
 
+    @property
+    def pools_tokens(self) -> bool:
+        """Whether the head takes a mean over each row's tokens: ModernBERT, EuroBERT."""
+        pooling = getattr(self.module.config, "classifier_pooling", None)
+        return self.is_first_token_head and pooling in ("mean", "late")
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = arguments.bind(self.names, args, kwargs)
         cu_seqlens = arguments.take_cu_seqlens(given)
@@ -172,15 +181,21 @@ class HeadForward(StandIn):
                     "multiple choice takes [batch_size, num_choices, seqlen] input; "
                     "cu_seqlens cannot say which sequences are one question's choices"
                 )
+            if self.pools_tokens:
+                raise InputError(
+                    "the head takes a mean over each row, and cu_seqlens puts all sequences in "
+                    "one row; give padded input with its attention_mask"
+                )
             given = arguments.with_row(given)
-        summarises_all = self.summarises_all
-        only_first = self.is_first_token_head and not summarises_all
+        summarises_all, pools_tokens = self.summarises_all, self.pools_tokens
+        only_first = self.is_first_token_head and not (summarises_all or pools_tokens)
         call = HeadCall(
             base=self.module.base_model,
             reads_first=only_first or self.is_pretraining_head,
             only_first=only_first,
-            reads_pads=summarises_all or (not only_first and self._reads_pads(given)),
-            shows_pads=not only_first,
+            reads_pads=summarises_all
+            or (not only_first and not pools_tokens and self._reads_pads(given)),
+            shows_pads=not only_first and not pools_tokens,
             cu_seqlens=cu_seqlens,
         )
         with head_call(call):
@@ -381,10 +396,16 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
             "the head's output depends on the values at pads; to run on bytetx, set labels at pads "
             "to -100 and let logits_to_keep select tokens"
         )
+    if layout.has_holes and not transformer.spec.is_causal and _has_windows(transformer.spec):
+        return "a mask has holes, and the model has layers with a window"
     bias = transformer.layers.relative_bias
     if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
         return "a mask with holes is wider than the model has positions"
     return None
+
+
+def _has_windows(spec: ModelSpec) -> bool:
+    return any(spec.layer_spec.window_of(layer) for layer in range(spec.num_layers))
 
 
 def _shows_pads(inputs: Inputs, layout: Layout, call: HeadCall | None) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from bytetx.checkpoint.family import families
 from bytetx.checkpoint.layer_spec import LINEARS
+from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
-_PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout)
+_PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout, nn.Identity)
 _CONV1D_FILE = "transformers.pytorch_utils"
 # Keys of a family's layer whose weights run as one.
 _FUSED = (("q", "k", "v"), ("ffn_gate", "ffn_in"))
@@ -170,15 +171,27 @@ def _share(base: "PreTrainedModel") -> Transformer:
 
 def _take_frequencies(base: nn.Module, transformer: Transformer) -> None:
     """Builds rotary tables from the model's frequencies, which a cast to bf16 rounds."""
-    tables, rotary = transformer.layers.tables, getattr(base, "rotary_emb", None)
-    inv_freq: torch.Tensor | None = getattr(rotary, "inv_freq", None)
-    spec = transformer.spec.layer_spec.rotary
-    if spec is None or inv_freq is None:
-        return
+    layers, rotary = transformer.spec.layer_spec, getattr(base, "rotary_emb", None)
+    buffers = (
+        (layers.rotary, ("inv_freq", "full_attention_inv_freq")),
+        (layers.windowed_rotary, ("sliding_attention_inv_freq",)),
+    )
+    for spec, names in buffers:
+        found = [getattr(rotary, name) for name in names if hasattr(rotary, name)]
+        if spec is not None and found:
+            _take_frequencies_of(spec, found[0], transformer)
+
+
+def _take_frequencies_of(
+    spec: RotarySpec, inv_freq: torch.Tensor, transformer: Transformer
+) -> None:
+    tables = transformer.layers.tables
     own = inv_freq.detach().float().cpu()
     expected = frequencies_of(spec)
     if own.shape != expected.shape:
         raise CheckpointError(f"rotary_emb's inv_freq has {len(own)} values, not {len(expected)}")
+    if spec not in tables:  # no layer uses it
+        return
     if spec.scaling == "dynamic" or torch.allclose(own, expected, rtol=1e-6, atol=0):
         return
     tables[spec] = rotary_tables(

@@ -21,6 +21,7 @@ _READ_ATTRIBUTES = {
     nn.Embedding: ("max_norm", "norm_type"),
     nn.ModuleList: (),
     nn.Dropout: (),
+    nn.Identity: (),
     Conv1D: ("nf",),
 }
 # Attributes that no forward in eval mode reads, or that bytetx compares elsewhere.
@@ -203,7 +204,7 @@ def _difference(
     if _grows(module) and not starts_as(module, module.original_inv_freq):
         return "'s inv_freq was replaced"
     for name, expected in _read_buffers(twin):
-        if name == "inv_freq" and not _grows(twin):  # the plan uses the values of the buffer
+        if name.endswith("inv_freq") and not _grows(twin):  # the plan uses the buffer's values
             continue
         buffer = module._buffers.get(name)
         if buffer is None or buffer.shape != expected.shape or not _is_equal(buffer, expected):
@@ -235,9 +236,10 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 def _read_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that the module's forward may read."""
-    unread = ("inv_freq",) if _grows(module) else ("original_inv_freq",)
+    grows = _grows(module)
     for name, buffer in module._buffers.items():
-        if buffer is not None and name not in unread:
+        is_unread = name == "inv_freq" if grows else name.endswith("original_inv_freq")
+        if buffer is not None and not is_unread:
             yield name, buffer
 
 

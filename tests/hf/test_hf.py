@@ -14,7 +14,8 @@ from hf_models import (  # noqa: F401  (fixtures)
     tiny_model,
 )
 
-from bytetx.hf import unwrap, wrap
+from bytetx.errors import InputError
+from bytetx.hf import FallbackWarning, unwrap, wrap
 
 TOLERANCE = 1e-4  # of last hidden states in fp32, which are of order 1: DESIGN.md, "Numbers"
 SEQLENS = [9, 1, 23, 14]
@@ -52,7 +53,9 @@ def test_hidden_states_equal_at_tokens_and_are_zero_at_pads(family, side):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_masks_with_holes(family):
-    stock, wrapped = stock_and_wrapped(family)
+    # A window counts columns, holes included.
+    options = {"layer_types": ["full_attention"] * 2} if family == "modernbert" else {}
+    stock, wrapped = stock_and_wrapped(family, **options)
     inputs = padded_inputs([20, 17, 12], side="right")
     mask = inputs["attention_mask"]
     mask[0, 3:9] = 0
@@ -257,3 +260,40 @@ def test_on_a_gpu(family, dtype):
     rounding = 4 * torch.finfo(dtype).eps
     limit = 2 * largest_difference(theirs[is_token], reference) + rounding
     assert largest_difference(ours[is_token], reference) <= limit
+
+
+def test_masks_with_holes_under_a_window():
+    stock, wrapped = stock_and_wrapped("modernbert")
+    inputs = padded_inputs([20, 17, 12], side="right")
+    inputs["attention_mask"][0, 3:9] = 0
+    with torch.inference_mode(), pytest.warns(FallbackWarning, match="layers with a window"):
+        want, have = stock(**inputs), wrapped(**inputs)
+    assert torch.equal(have.last_hidden_state, want.last_hidden_state)
+
+
+@pytest.mark.parametrize(
+    ("family", "pooling"), [("modernbert", "mean"), ("eurobert", "mean"), ("eurobert", "late")]
+)
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_heads_that_take_a_mean(family, pooling, side):
+    stock, wrapped = stock_and_wrapped(
+        family, "ForSequenceClassification", classifier_pooling=pooling
+    )
+    inputs = padded_inputs([9, 1, 17], side=side)
+    with torch.inference_mode():
+        want, have = stock(**inputs), wrapped(**inputs)
+    assert largest_difference(have.logits, want.logits) < TOLERANCE
+    packed = {"input_ids": inputs["input_ids"][inputs["attention_mask"].bool()]}
+    with pytest.raises(InputError, match="takes a mean over each row"):
+        wrapped(**packed, cu_seqlens=torch.tensor([0, 9, 10, 27], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_frequencies_of_each_kind_of_layer(dtype):
+    """Those that a cast rounded, as the stock model uses them."""
+    stock, wrapped = stock_and_wrapped("modernbert")
+    stock, wrapped = stock.to(dtype).float(), wrapped.to(dtype).float()
+    inputs = padded_inputs(SEQLENS)
+    with torch.inference_mode():
+        want, have = stock(**inputs), wrapped(**inputs)
+    assert_equal_at_tokens(have.last_hidden_state, want.last_hidden_state, inputs["attention_mask"])

@@ -51,9 +51,12 @@ def test_parameters_are_held_once(family):
     transformer = plan_of(model).transformer
     for layer in transformer.layers.weights:
         for weight in (layer.qkv, layer.attn_out, layer.ffn_in, layer.ffn_out):
-            assert weight.weight.untyped_storage().data_ptr() in storages
-            assert weight.bias.untyped_storage().data_ptr() in storages
-        assert layer.attn_norm.weight.untyped_storage().data_ptr() in storages
+            linear = getattr(weight, "fused", weight)  # a gated one holds both halves
+            assert linear.weight.untyped_storage().data_ptr() in storages
+            if linear.bias is not None:
+                assert linear.bias.untyped_storage().data_ptr() in storages
+        if layer.attn_norm is not None:
+            assert layer.attn_norm.weight.untyped_storage().data_ptr() in storages
     assert transformer.embeddings.word.untyped_storage().data_ptr() in storages
 
 
