@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from tiny import randomize, tiny_model
+from tiny import FAMILIES, randomize, tiny_model
 from tiny_decoders import tiny_decoder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import nn
@@ -45,6 +45,7 @@ TOKENIZERS = {
     "gte": "unigram",
     "jina_embeddings_v3": "unigram",
 }
+TOKENIZERS = {family: kind for family, kind in TOKENIZERS.items() if family in FAMILIES}
 _POSITION_OFFSETS = dict.fromkeys(
     ("roberta", "xlm-roberta", "camembert", "mpnet", "xlm-roberta-xl", "roberta-prelayernorm"), 2
 )

@@ -47,6 +47,12 @@ FAMILIES = {
     "jina_embeddings_v3": ("JinaEmbeddingsV3", {}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
 }
+# An older transformers lacks the newest classes.
+FAMILIES = {
+    name: (stem, own)
+    for name, (stem, own) in FAMILIES.items()
+    if hasattr(transformers, f"{stem}Model")
+}
 _DISTILBERT_KEYS = {
     "hidden_size": "dim",
     "num_hidden_layers": "n_layers",

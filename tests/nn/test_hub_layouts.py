@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import edit_json
 from safetensors.torch import load_file, save_file
-from tiny import load, one_thread, random_ids, save, tiny_model  # noqa: F401  (a fixture)
+from tiny import FAMILIES, load, one_thread, random_ids, save, tiny_model  # noqa: F401  (a fixture)
 from torch import nn
 
 from bytetx.errors import CheckpointError
@@ -59,6 +59,10 @@ GTE = {
 }
 
 
+def needs(family: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(family not in FAMILIES, reason="transformers is too old")
+
+
 def write_config(folder: Path, config: dict[str, object]) -> None:
     (folder / "config.json").unlink()
     (folder / "config.json").write_text("{}")
@@ -77,6 +81,7 @@ def assert_same(model: nn.Module, folder: Path) -> None:
     assert loaded.weights.unused() == []
 
 
+@needs("nomic_bert")
 def test_nomic_bert(tmp_path: Path) -> None:
     model = tiny_model("nomic_bert")
     write_config(save(model, tmp_path), NOMIC)
@@ -89,6 +94,7 @@ def test_nomic_bert(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@needs("gte")
 @pytest.mark.parametrize("factor", [None, 2.0, 8.0])
 @pytest.mark.parametrize("prefix", ["", "new."])
 def test_gte(factor: float | None, prefix: str, tmp_path: Path) -> None:
@@ -109,6 +115,7 @@ def test_gte(factor: float | None, prefix: str, tmp_path: Path) -> None:
     assert_same(model, tmp_path)
 
 
+@needs("nomic_bert")
 def test_other_code_is_refused(tmp_path: Path) -> None:
     save(tiny_model("nomic_bert"), tmp_path)
     auto_map = {"AutoModel": "somebody/else--modeling_other.NomicBertModel"}
