@@ -178,6 +178,9 @@ def _read_forward(data: bytes) -> Forward:
     seqlens = data[_FORWARD.size :]
     if len(seqlens) % 4:
         raise ValueError(f"lengths of {len(seqlens)} bytes are not int32")
+    lengths = np.frombuffer(seqlens, dtype="<i4")
+    if (lengths < 0).any() or lengths.sum(dtype=np.int64) != tokens:
+        raise ValueError(f"{len(lengths)} lengths do not sum to {tokens} tokens")
     past = (a, b, c, d) if has_past else None
     return Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
 

@@ -142,13 +142,15 @@ def test_messages_come_as_they_were_sent(message: Message) -> None:
 
 
 def test_nothing_is_unpickled(tmp_path: Path) -> None:
-    bomb = pickle.dumps(Bomb(tmp_path / "written"))
-    for data in (bomb, b"", b"\xff", *(bytes([tag]) + bomb for tag in range(7))):
-        with pytest.raises(ValueError, match="no message"):
-            decode(data)
+    paths = [tmp_path / ("written" + "n" * more) for more in range(4)]
+    bombs = [pickle.dumps(Bomb(path)) for path in paths]  # of every length modulo 4
+    for bomb in bombs:
+        for data in (bomb, b"", b"\xff", *(bytes([tag]) + bomb for tag in range(7))):
+            with pytest.raises(ValueError, match="no message"):
+                decode(data)
     with pytest.raises(TypeError, match="a message must be one of Join, .* got a Bomb"):
         encode(Bomb(tmp_path / "written"))
-    assert not (tmp_path / "written").exists()
+    assert not any(path.exists() for path in paths)
 
 
 def test_frames_come_whole_however_they_are_cut() -> None:

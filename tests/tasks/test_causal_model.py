@@ -114,7 +114,7 @@ def test_hidden_states_and_info(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("llama", {"model_type": "mixtral"}, "has model_type 'mixtral'; bytetx knows: bert, camem"),
+    ("llama", {"model_type": "mamba"}, "has model_type 'mamba'; bytetx knows: albert, .*bert, camem"),
     ("llama", {"quantization_config": {"bits": 4}}, "the weights are quantised"),
     ("llama", {"hidden_act": "relu"}, "means 'relu', this family's gate must be one of gelu"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value"),
@@ -152,7 +152,8 @@ REFUSED = [
     ("gpt_neo", {"attention_types": [[["global"], 10**9]]}, "must name 3 layers' attention"),
     ("gpt2", {"add_cross_attention": True}, "runs as a decoder without an encoder only"),
     ("gpt2", {"n_positions": 95}, r"wpe.weight' has shape \(96, 48\), config.json implies \(95,"),
-    ("gpt2", {"architectures": ["GPT2ForSequenceClassification"]}, "a head that bytetx does not"),
+    ("gpt2", {"architectures": ["GPT2ForSequenceClassification"]}, "lacks that head's tensors"),
+    ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "a head that bytetx does not"),
     ("gptj", {"rotary_dim": 14}, "14 rotated features of a head of 12"),
     ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm True is not supported"),
     ("opt", {"do_layer_norm_before": 1}, "do_layer_norm_before must be true or false, got 1"),
