@@ -114,7 +114,11 @@ def test_hidden_states_and_info(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("llama", {"model_type": "mamba"}, "has model_type 'mamba'; bytetx knows: albert, .*bert, camem"),
+    (
+        "llama",
+        {"model_type": "mamba"},
+        "has model_type 'mamba'; bytetx knows: albert, .*bert, camem",
+    ),
     ("llama", {"quantization_config": {"bits": 4}}, "the weights are quantised"),
     ("llama", {"hidden_act": "relu"}, "means 'relu', this family's gate must be one of gelu"),
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value"),
