@@ -65,6 +65,21 @@ _PARTIAL = {
 _STARCODER = {key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}
 _STABLE = _STARCODER | {"rope_parameters": _PARTIAL["rope_parameters"]}
 
+_MULTI_HEAD = {"num_key_value_heads": 4}
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 5.0,
+}
+_FALCON = {
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 80,
+    "max_position_embeddings": 96,
+}
+
 # name: (stem of its class names, config)
 DECODERS = {
     "llama": ("Llama", _LLAMA),
@@ -104,6 +119,24 @@ DECODERS = {
     ),
     "stablelm": ("StableLm", _STABLE),
     "stablelm-biases": ("StableLm", _STABLE | {"use_qkv_bias": True, "num_key_value_heads": 4}),
+    "olmo2": ("Olmo2", _LLAMA | {"pad_token_id": 0}),
+    "olmo2-biases": ("Olmo2", _LLAMA | {"pad_token_id": 0, "attention_bias": True} | _MULTI_HEAD),
+    "granite": ("Granite", _LLAMA | _GRANITE),
+    "granite-tied": (
+        "Granite",
+        _LLAMA | _GRANITE | {"mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "gpt_bigcode": ("GPTBigCode", _GPT),
+    "gpt_bigcode-heads": ("GPTBigCode", _GPT | {"multi_query": False, "n_inner": 72}),
+    "falcon": ("Falcon", _FALCON),
+    "falcon-heads": ("Falcon", _FALCON | {"multi_query": False, "bias": True}),
+    "falcon-serial": ("Falcon", _FALCON | {"parallel_attn": False}),
+    "falcon-groups": ("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon-one-norm": (
+        "Falcon",
+        _FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
     "smollm3": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }

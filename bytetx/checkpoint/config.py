@@ -71,6 +71,10 @@ class Values:
         value = self.read(key) if isinstance(key, str) else key
         return positive_number(key, value)
 
+    def multiplier(self, name: str) -> float:
+        """A positive number by bytetx's name for it; 1 where the family has no such number."""
+        return self.number(name) if name in self.names else 1.0
+
     def head_sizes(self) -> tuple[int, int, int]:
         """(hidden_size, num_heads, head_dim)"""
         hidden_size, num_heads = self.size("hidden_size"), self.size("num_heads")
@@ -92,7 +96,9 @@ class Values:
 
     def num_kv_heads(self, num_heads: int) -> int:
         """Heads of keys and values, each of which serves as many query heads."""
-        num_kv_heads = self.size_or_none("num_kv_heads") or num_heads
+        fixed = self.names.get("num_kv_heads")
+        is_fixed = isinstance(fixed, int)
+        num_kv_heads = fixed if is_fixed else self.size_or_none("num_kv_heads") or num_heads
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: {self.names['num_heads']} {num_heads} is no multiple of "

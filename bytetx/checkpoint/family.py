@@ -1,6 +1,7 @@
 """Family tables: models/*.toml, read once and checked against a closed list of keys."""
 
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ _SECTIONS = {
             "pre_norm",
             "scales_attention",
             "scales_by_layer",
+            "softmax_scale",
+            "embedding_multiplier",
+            "residual_multiplier",
+            "logits_divisor",
             "classifier_activation",
         },
     ),
@@ -68,6 +73,7 @@ _SECTIONS = {
             "causal",
             "rotary_layout",
             "qkv",
+            "qk_norm",
             "weight_layout",
             "window_sides",
             "has_first_norm",
@@ -84,8 +90,9 @@ _SECTIONS = {
         {"position", "norm", "token_type", "relative_bias", "project"} | _CAUSAL_KEYS["embeddings"],
     ),
     "layer": (
-        {"attn_out", "attn_norm", "ffn_out"},
+        {"attn_out", "ffn_out"},
         {"q", "k", "v", "qkv", "q_norm", "k_norm"}
+        | {"attn_norm", "attn_out_norm", "ffn_out_norm"}
         | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate"},
     ),
     "ungated_layer": ({"ffn_in"}, set()),
@@ -100,7 +107,9 @@ _SECTIONS = {
 # Sections that a family may leave out.
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "ungated_layer"}
 # Keys outside of the sections that a family may leave out.
-_OPTIONAL_KEYS = {"marker", "own_code", "unsupported"}
+_OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants"}
+# Sections that a variant may change.
+_VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
 _HEADS = {
     "pooler": ({"dense", "activation"}, set()),
@@ -112,11 +121,13 @@ _HEADS = {
 }
 # A key's allowed values, the default first.
 _CLOSED_VALUES = {
-    "norm_placement": ("post", "pre", "parallel"),
+    "norm_placement": ("post", "pre", "output", "parallel"),
     "norm": ("layer_norm", "rms_norm"),
     "positions": ("learned", "rotary", "none"),
     "rotary_layout": ("halves", "pairs"),
     "qkv": ("separate", "stacked", "interleaved"),
+    # An RMS norm of each head, or of all heads of a token together.
+    "qk_norm": ("head", "projection"),
     "weight_layout": ("linear", "conv1d"),
     "causal": (False, True),
     # The window of config.json counts a token and those before it, or both sides of a token.
@@ -202,7 +213,28 @@ def read_family(path: Path) -> dict[str, Any]:
     for head, content in table.get("heads", {}).items():
         _check_keys(f"{where} [heads.{head}]", content, *_HEADS[head])
     _check_values(where, table)
+    for variant in table.get("variants", ()):
+        _check_variant(where, table, variant)
     return table
+
+
+def select_variants(table: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The family's table with the changes of each variant whose `when` the config fulfils."""
+
+    def given(key: str) -> Any:
+        value = config.get(key)
+        return table["defaults"].get(key) if value is None else value
+
+    selected = table
+    for variant in table.get("variants", ()):
+        if all(given(key) == value for key, value in variant["when"].items()):
+            selected = _varied(selected, variant)
+    return selected
+
+
+def _varied(table: dict[str, Any], variant: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {key: table[key] | variant[key] for key in _VARIED if key in variant}
+    return table | changed
 
 
 def _models_folder() -> Path:
@@ -221,6 +253,18 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
         )
     if missing := required - content.keys():
         raise CheckpointError(f"{where} missing key {', '.join(sorted(missing))}")
+
+
+def _check_variant(where: str, table: dict[str, Any], variant: Any) -> None:
+    _check_keys(f"{where} [[variants]]", variant, {"when"}, set(_VARIED))
+    if missing := variant["when"].keys() - table["defaults"].keys():
+        raise CheckpointError(
+            f"{where} [defaults] missing key {', '.join(sorted(missing))}, which a variant reads"
+        )
+    varied = _varied(table, variant)
+    for section in _VARIED:
+        _check_keys(f"{where} [[variants]] {section}", varied[section], *_SECTIONS[section])
+    _check_values(f"{where} [[variants]]", varied)
 
 
 def _check_values(where: str, table: dict[str, Any]) -> None:
@@ -289,13 +333,20 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("layer", "ffn_gate", is_chosen, False),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
-        ("layer", "ffn_norm", placement != "parallel", False),
+        ("layer", "attn_norm", placement != "output", False),
+        ("layer", "ffn_norm", placement not in ("parallel", "output"), False),
+        *(
+            ("layer", key, placement == "output", placement != "output")
+            for key in ("attn_out_norm", "ffn_out_norm")
+        ),
+        # Of the sums that a norm reads, which is the same for any multiple of them.
+        ("config", "residual_multiplier", False, placement in ("post", "output")),
+        ("config", "embedding_multiplier", False, not is_causal),
+        ("config", "logits_divisor", False, not is_causal),
         ("layer", "ffn_in", not is_fused, is_fused),
         ("layer", "ffn_gate", has_gate, is_fused),
         ("layer", "ffn_up_gate", False, "ffn_gate_up" in table["layer"]),
         ("config", "windowed_rotary_theta", False, not is_rotary),
-        # Its rows are heads of one query, key and value each.
-        ("config", "num_kv_heads", False, architecture.get("qkv") == "interleaved"),
     ]
     for section, key, is_needed, is_wrong in needed:
         is_there = key in table[section]
@@ -321,7 +372,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         )
     if (placement != "post") != ("final" in table):
         raise CheckpointError(
-            f"{where} [final] goes with norm_placement pre or parallel; one of them is missing"
+            f"{where} [final] goes with norm_placement pre, output or parallel; one of them is "
+            "missing"
         )
     if is_causal:
         return

@@ -24,12 +24,13 @@ _LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
-    causal: no token attends to a later one.  norm_placement: pre, post or parallel.
+    causal: no token attends to a later one.  norm_placement: pre, post, output or parallel.
     norm: layer_norm or rms_norm.  norm_bias: whether layer norms have a bias.
     has_first_norm: whether the first layer has a norm before its attention, of pre-norm layers.
     rotary: None without rotary positions.  windowed_rotary: of windowed layers, where it differs.
     rotary_pattern: whether each layer rotates, or empty where all do.
-    qkv: separate, stacked or interleaved.  weight_layout: linear [n, k] or conv1d [k, n].
+    qkv: separate, stacked or interleaved.  qk_norm: of each head, or of the whole projection.
+    weight_layout: linear [n, k] or conv1d [k, n].
     biases: layer keys whose linear layers have one.
     window: of windowed layers, as of ops.attention, 0 where none is; window_pattern: whether each
     layer is windowed, or empty where all from first_windowed_layer on are.
@@ -54,6 +55,7 @@ class LayerSpec:
     rotary_pattern: tuple[bool, ...] = ()
     norm_bias: bool = True
     has_first_norm: bool = True
+    qk_norm: str = "head"
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -83,6 +85,8 @@ def read_layers(
         )
     placement = _norm_placement(values)
     scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
+    if "softmax_scale" in values.names:
+        scale = values.number("softmax_scale")
     return LayerSpec(
         causal=architecture.get("causal", False),
         norm_placement=placement,
@@ -92,6 +96,7 @@ def read_layers(
         rotary_pattern=_rotary_pattern(values, num_layers),
         norm_bias=values.switch("norm_bias", True),
         has_first_norm=architecture.get("has_first_norm", True),
+        qk_norm=architecture.get("qk_norm", "head"),
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
         biases=_biases(values, table["layer"]),

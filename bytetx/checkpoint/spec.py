@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bytetx.checkpoint.config import Values
-from bytetx.checkpoint.family import families, known_model_types
+from bytetx.checkpoint.family import families, known_model_types, select_variants
 from bytetx.checkpoint.layer_spec import LayerSpec, is_gated, read_layers
 from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
@@ -58,6 +58,8 @@ class ModelSpec:
         layers of a group take the group's layers_per_group sets in turn.
     always_projects: whether the embedding is projected even to a hidden_size of its own width.
     half_dtype: the half type that "auto" takes on CUDA; "saved": the saved one, else float16.
+    embedding_multiplier: of embedded tokens.  residual_multiplier: of what each half of a layer
+        adds.  logits_divisor: of next-token logits.
     """
 
     family: str
@@ -93,6 +95,18 @@ class ModelSpec:
     layers_per_group: int = 1
     always_projects: bool = False
     half_dtype: str = "saved"
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_divisor: float = 1.0
+
+    @property
+    def layer_norm_eps(self) -> float:
+        """Epsilon of the layers' norms, which read sums divided by residual_multiplier.
+
+        norm(x) with eps is norm(x / m) with eps / m^2: so nothing needs to multiply what the
+        halves of a layer add.
+        """
+        return self.norm_eps / self.residual_multiplier**2
 
     @property
     def is_projected(self) -> bool:
@@ -158,7 +172,7 @@ class ModelSpec:
         match self.layer_spec.norm_placement:
             case "post":
                 before, behind = hidden, 2 * hidden
-            case "pre":
+            case "pre" | "output":
                 before, behind = 2 * hidden, 4 * hidden
             case _:  # parallel
                 before, behind = 2 * hidden + attended, 5 * hidden + attended
@@ -179,6 +193,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     missing, of the wrong type, or that contradict each other.
     """
     family, table = _family_of(config)
+    table = select_variants(table, config)
     _refuse_variants(config, table)
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
@@ -214,6 +229,9 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         heads=_heads(table, values, activation=activation, norm_eps=norm_eps),
         always_projects=table["architecture"].get("always_projects", False),
         half_dtype=table["architecture"].get("half_dtype", "saved"),
+        embedding_multiplier=values.multiplier("embedding_multiplier"),
+        residual_multiplier=values.multiplier("residual_multiplier"),
+        logits_divisor=values.multiplier("logits_divisor"),
     )
 
 

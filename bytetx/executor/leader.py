@@ -367,7 +367,8 @@ class _GroupMaskedLMHead(MaskedLMHead):
 def _group_lm(head: LmHead | None, executor: GroupExecutor) -> LmHead | None:
     if head is None:
         return None
-    return _GroupLmHead(head.decoder, head.vocab_size, head.blocks, executor=executor)
+    fields = (head.decoder, head.vocab_size, head.blocks, head.divisor)
+    return _GroupLmHead(*fields, executor=executor)
 
 
 def _group_masked_lm(head: MaskedLMHead | None, executor: GroupExecutor) -> MaskedLMHead | None:

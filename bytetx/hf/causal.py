@@ -30,15 +30,20 @@ if TYPE_CHECKING:
 
 # Causal base classes that can be wrapped, with the transformers output class that each returns.
 CAUSAL_OUTPUTS = {
-    "GPT2Model": "BaseModelOutputWithPastAndCrossAttentions",
+    **{
+        f"{family}Model": "BaseModelOutputWithPastAndCrossAttentions"
+        for family in ("GPT2", "GPTBigCode", "Falcon")
+    },
     **{
         f"{family}Model": "BaseModelOutputWithPast"
         for family in (
             *("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3"),
-            *("Phi3", "Starcoder2", "StableLm", "SmolLM3"),
+            *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
         )
     },
 }
+# Language models whose output has a field for cross-attention, which is never run here.
+_CROSSING_HEADS = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM")
 # cache_position says again, of older transformers, which columns the input is.
 _OWN_NAMES = ("past_key_values", "cache_position")
 
@@ -187,7 +192,7 @@ class LmHeadForward(StandIn):
                 vocab_size=self.module.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
             )
-        crosses = type(self.module).__name__ == "GPT2LMHeadModel"
+        crosses = type(self.module).__name__ in _CROSSING_HEADS
         kind = "CausalLMOutputWithCrossAttentions" if crosses else "CausalLMOutputWithPast"
         output = getattr(modeling_outputs, kind)(
             loss=loss, logits=logits, past_key_values=packed.past, **hidden_states_of(packed)
@@ -208,6 +213,13 @@ class LmHeadForward(StandIn):
         return logits
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self._undivided(rows)
+        plan = base_forward(self.module).plan
+        assert plan is not None and plan.transformer is not None  # the rows are its result
+        divisor = plan.transformer.spec.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor
+
+    def _undivided(self, rows: torch.Tensor) -> torch.Tensor:
         head: nn.Module = self.module.get_output_embeddings()
         if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
             logits: torch.Tensor = head(as_callers_tensor(rows))

@@ -234,7 +234,7 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
     word, no_folder = transformer.embeddings.word, Path()
     bias = None if lm_head.bias is None else lm_head.bias.detach()
     decoder = prepare_linear(lm_head.weight.detach(), bias, prepack=False)
-    head = LmHead(decoder, decoder.n)
+    head = LmHead(decoder, decoder.n, divisor=transformer.spec.logits_divisor)
     return LoadedCheckpoint(
         folder=no_folder,
         spec=transformer.spec,

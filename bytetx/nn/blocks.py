@@ -90,7 +90,21 @@ class Rows(Protocol):
         self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
     ) -> Tensor: ...
 
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        output_norm: NormWeight,
+        norm: NormWeight | None,
+    ) -> tuple[Tensor, Tensor]: ...
+
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
+
+    def norm_projections(
+        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 class Blocks(Protocol):
@@ -129,7 +143,7 @@ class LocalBlocks:
 
     def __init__(self, spec: ModelSpec):
         self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._eps = spec.norm_eps
+        self._eps, self._projection_eps = spec.layer_norm_eps, spec.norm_eps
         self._is_rms = spec.layer_spec.norm == "rms_norm"
 
     def begin(self, total_tokens: int) -> Rows:
@@ -196,8 +210,44 @@ class LocalBlocks:
         d = linear(x, w, residual=residual if is_fused else None)
         return self._norm(d, norm, residual=None if is_fused else residual, out=d)
 
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        output_norm: NormWeight,
+        norm: NormWeight | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(h), h) of h = output_norm(x @ w.T + bias) + residual; (h, h) without a norm."""
+        assert isinstance(w, LinearWeight)
+        d = linear(x, w)
+        return self.norm_sum(self._norm(d, output_norm, out=d), residual=residual, norm=norm)
+
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(h), h) of h = x + residual, which takes x's memory; (h, h) without a norm."""
+        if norm is None:
+            x += residual
+            return x, x
+        return self._norm(x, norm, residual=residual, sum_out=x), x
+
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         return self._norm(x, norm)
+
+    def norm_projections(
+        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+    ) -> tuple[Tensor, Tensor]:
+        """RMS norms of a token's queries, and of its keys, over all heads together; new tensors.
+
+        q, k: [total_tokens, heads, head_dim].  Weights: [heads * head_dim].
+        """
+        eps = self._projection_eps
+        rows = ((q, q_norm), (k, k_norm))
+        normed = (rms_norm(x.flatten(1).contiguous(), norm.weight, eps=eps) for x, norm in rows)
+        new_q, new_k = normed
+        return new_q.view(q.shape), new_k.view(k.shape)
 
     def _norm(
         self,

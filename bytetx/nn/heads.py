@@ -84,16 +84,20 @@ class LmHead:
     """Logits of the next token, on the rows given.
 
     blocks: where the vocabulary is sharded over a group, every rank calls forward.
+    divisor: of the logits.
     """
 
     decoder: LinearWeight
     vocab_size: int
     blocks: Blocks | None = None
+    divisor: float = 1.0
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows [n, embedding_size] -> logits [n, vocab_size] in the model's dtype."""
         logits = linear(rows, self.decoder)
+        if self.divisor != 1.0:
+            logits /= self.divisor
         return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
     @torch.inference_mode()
@@ -240,7 +244,7 @@ def load_lm(
     assert head.decoder  # families say so
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
-    more = (spec.vocab_size, blocks)
+    more = (spec.vocab_size, blocks, spec.logits_divisor)
     if not spec.tie_word_embeddings:
         return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=part), bias), *more)
     if part is not None:

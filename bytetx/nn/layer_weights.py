@@ -74,6 +74,10 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
                 yield f"{name}.bias"
 
 
+# Norms of whole rows.
+_NORMS = ("attn_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm")
+
+
 class _LayerReader:
     """Reads one layer after the other in the layout that the family saves."""
 
@@ -105,24 +109,18 @@ class _LayerReader:
         names = spec.layer_names(i)
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
-        hidden = spec.hidden_size
-        norms = {
-            key: self.norm(names[key], hidden) for key in ("attn_norm", "ffn_norm") if key in names
-        }
-        head_norms = {
-            key: NormWeight(self.load.tensor(f"{names[key]}.weight", (spec.head_dim,)), None)
-            for key in ("q_norm", "k_norm")
-            if key in names
-        }
+        norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
         qkv = self._qkv(names)
         attn_out, ffn_out = self._out_linears(names)
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
+            attn_out_norm=norms.get("attn_out_norm"),
             qkv=qkv,
-            q_norm=head_norms.get("q_norm"),
-            k_norm=head_norms.get("k_norm"),
+            q_norm=self._head_norm(names, "q_norm", spec.num_heads, self.heads),
+            k_norm=self._head_norm(names, "k_norm", spec.num_kv_heads, self.kv_heads),
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
+            ffn_out_norm=norms.get("ffn_out_norm"),
             ffn_in=self._ffn_in(names),
             ffn_out=ffn_out,
         )
@@ -130,6 +128,21 @@ class _LayerReader:
     def norm(self, stem: str, size: int) -> NormWeight:
         has_bias = self.layer_spec.norm == "layer_norm" and self.layer_spec.norm_bias
         return self.load.norm(stem, size, has_bias=has_bias)
+
+    def _head_norm(
+        self, names: dict[str, str], key: str, num_heads: int, local: range | None
+    ) -> NormWeight | None:
+        """The norm of each head, or of all heads together; None where the family has none.
+
+        local: this rank's features of all heads.
+        """
+        if key not in names:
+            return None
+        part, size = None, self.spec.head_dim
+        if self.layer_spec.qk_norm == "projection":
+            size *= num_heads
+            part = None if local is None else Part(0, (local,))
+        return NormWeight(self.load.tensor(f"{names[key]}.weight", (size,), part=part), None)
 
     def _qkv(self, names: dict[str, str]) -> LinearWeight:
         spec = self.spec
@@ -158,14 +171,25 @@ class _LayerReader:
         if self.shard is None or self.heads is None or self.kv_heads is None:
             return None
         if self.layer_spec.qkv == "interleaved":
-            return (features(self.shard.heads, 3 * self.spec.head_dim),)
+            group = self.spec.num_heads // self.spec.num_kv_heads
+            return (features(self.shard.kv_heads, (group + 2) * self.spec.head_dim),)
         kinds = ((self.heads, 0), (self.kv_heads, q_rows), (self.kv_heads, q_rows + kv_rows))
         return tuple(range(local.start + first, local.stop + first) for local, first in kinds)
 
     def _separate(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of (q, k, v) of one head after another -> all of q, then k, then v; a copy."""
-        by_head: torch.Tensor = rows.unflatten(0, (self.num_heads, 3, self.spec.head_dim))
-        return by_head.transpose(0, 1).reshape(rows.shape)
+        """Rows of (queries, key, value) of one key head after another -> q, then k, then v.
+
+        Of a shard, the queries that are another rank's are left out.
+        """
+        spec = self.spec
+        group, num_kv_heads = spec.num_heads // spec.num_kv_heads, spec.num_kv_heads
+        heads = slice(0, spec.num_heads)
+        if self.shard is not None:
+            num_kv_heads, first = len(self.shard.kv_heads), self.shard.kv_heads.start * group
+            heads = slice(self.shard.heads.start - first, self.shard.heads.stop - first)
+        by_group = rows.unflatten(0, (num_kv_heads, group + 2, spec.head_dim))
+        q, k, v = (part.flatten(0, 1) for part in by_group.split([group, 1, 1], dim=1))
+        return torch.cat([q[heads].flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)])
 
     def _ffn_in(self, names: dict[str, str]) -> LinearWeight | GatedWeight:
         sizes = (self.spec.intermediate_size, self.spec.hidden_size)

@@ -24,16 +24,19 @@ OnKv = Callable[[torch.Tensor, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer; ffn_norm is None where a parallel layer has one norm for both halves."""
+    """One layer; ffn_norm is None where a parallel layer has one norm for both halves, and both
+    norms are where the results of the halves are normed instead."""
 
     qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: OutWeight
-    attn_norm: NormWeight | None  # None where the first layer of pre-norm layers has none
+    attn_norm: NormWeight | None  # None as well where the first of pre-norm layers has none
     ffn_in: ColumnWeight
     ffn_out: OutWeight
     ffn_norm: NormWeight | None
     q_norm: NormWeight | None = None
     k_norm: NormWeight | None = None
+    attn_out_norm: NormWeight | None = None  # of output norms
+    ffn_out_norm: NormWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Layers:
     ):
         """final_norm: None where the layers are post-norm.  tables: of each rotation that
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
-        varlen_attention.  is_interleaved: qkv has rows of q, k and v of one head after another.
+        varlen_attention.  is_interleaved: qkv has rows of one key head's q, k and v after another.
         """
         self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
         self.weights, self.final_norm = list(weights), final_norm
@@ -104,7 +107,7 @@ class Layers:
         placement = self.layer_spec.norm_placement
         x = embed_tokens()
         if on_layer:
-            on_layer(rows.gather(x))
+            on_layer(self._sums(rows.gather(x)))
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
         first_norm = None if placement == "post" else self.weights[0].attn_norm
         h = x if first_norm is None else rows.norm(x, first_norm)
@@ -121,8 +124,13 @@ class Layers:
                 h, x = self._attention_half(h, x, i, step)
                 h, x = self._feed_forward(h, x, i, rows)
             if on_layer:
-                on_layer(rows.gather(h if is_last else x))
+                on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
         return rows.gather(h)
+
+    def _sums(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums that x stands for, which the layers divide by residual_multiplier."""
+        multiplier = self.spec.residual_multiplier
+        return x if multiplier == 1.0 else x * multiplier
 
     def _prepare(
         self, batch: PackedBatch, rows: Rows, cache: KvCache | None, on_kv: OnKv | None
@@ -165,19 +173,20 @@ class Layers:
     def _attention_half(
         self, h: torch.Tensor, x: torch.Tensor, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer = self.weights[i]
+        layer, rows = self.weights[i], step.rows
         is_post = self.layer_spec.norm_placement == "post"
         norm = layer.attn_norm if is_post else layer.ffn_norm
-        assert norm is not None  # only a parallel layer may lack ffn_norm
         attended = self._attention(h, layer, i, step)
-        return self._add_and_norm(attended, layer.attn_out, x, norm, step.rows)
+        output_norm = layer.attn_out_norm
+        return self._add_and_norm(attended, layer.attn_out, x, norm, rows, output_norm=output_norm)
 
     def _feed_forward(
         self, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.weights[i]
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
-        return self._add_and_norm(inner, layer.ffn_out, x, self._last_norm(i), rows)
+        norm, output_norm = self._last_norm(i), layer.ffn_out_norm
+        return self._add_and_norm(inner, layer.ffn_out, x, norm, rows, output_norm=output_norm)
 
     def _parallel_feed_forward(
         self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
@@ -187,27 +196,40 @@ class Layers:
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         partial = rows.row_parallel_partial(attended, layer.attn_out)
         norm = self._last_norm(i)
+        assert norm is not None  # of parallel layers
         return rows.row_parallel(inner, layer.ffn_out, residual=x, norm=norm, partial=partial)
 
     def _add_and_norm(
-        self, y: torch.Tensor, w: OutWeight, x: torch.Tensor, norm: NormWeight, rows: Rows
+        self,
+        y: torch.Tensor,
+        w: OutWeight,
+        x: torch.Tensor,
+        norm: NormWeight | None,
+        rows: Rows,
+        *,
+        output_norm: NormWeight | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the next linear layer reads, the residual) after y @ w.T + bias + x."""
+        """(what the next linear layer reads, the residual) after y @ w.T + bias + x.
+
+        output_norm: of y @ w.T + bias, before x is added.
+        """
+        if output_norm is not None:
+            return rows.row_parallel_output_norm(
+                y, w, residual=x, output_norm=output_norm, norm=norm
+            )
+        assert norm is not None  # only layers with output norms may lack it
         if self.layer_spec.norm_placement == "post":
             x = rows.row_parallel_post_norm(y, w, residual=x, norm=norm)
             return x, x
         return rows.row_parallel(y, w, residual=x, norm=norm)
 
-    def _last_norm(self, i: int) -> NormWeight:
-        """The norm after layer i: its ffn_norm, or the first norm of the next layer."""
+    def _last_norm(self, i: int) -> NormWeight | None:
+        """The norm after layer i: its ffn_norm, or the first norm of the next layer, if any."""
         if self.layer_spec.norm_placement == "post":
-            norm = self.weights[i].ffn_norm
-        elif i + 1 < len(self.weights):
-            norm = self.weights[i + 1].attn_norm
-        else:
-            norm = self.final_norm
-        assert norm is not None  # the loader read it
-        return norm
+            return self.weights[i].ffn_norm
+        if i + 1 < len(self.weights):
+            return self.weights[i + 1].attn_norm
+        return self.final_norm
 
     def _attention(self, h: torch.Tensor, layer: LayerWeights, i: int, step: _Pass) -> torch.Tensor:
         """Attended values [total_tokens, num_heads * head_dim], before the output projection."""
@@ -216,6 +238,8 @@ class Layers:
         qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
+        if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
+            q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
         scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
         plan = step.plans[window]
         if step.cache is not None:
@@ -245,20 +269,28 @@ class Layers:
         )
         return attended.flatten(1)
 
+    @property
+    def _norms_projections(self) -> bool:
+        """Whether q_norm and k_norm are of all heads together, and not of each head."""
+        return self.layer_spec.qk_norm == "projection"
+
     def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
         """Features of q, then k, then v, in whichever order the weight has them."""
         if not self.is_interleaved:
             return qkv
-        by_head = qkv.view(-1, self.spec.num_heads, 3, self.spec.head_dim)
-        return by_head.transpose(1, 2).reshape(qkv.shape)
+        num_kv_heads, head_dim = self.spec.num_kv_heads, self.spec.head_dim
+        group = self.spec.num_heads // num_kv_heads
+        by_group = qkv.view(-1, num_kv_heads, group + 2, head_dim)
+        return torch.cat([part.flatten(1) for part in by_group.split([group, 1, 1], dim=2)], 1)
 
     def _rotate(
         self, q: torch.Tensor, k: torch.Tensor, layer: LayerWeights, i: int, step: _Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k after their norms and the rotation."""
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = norm_heads(q, layer.q_norm.weight, self.spec.norm_eps)
-            k = norm_heads(k, layer.k_norm.weight, self.spec.norm_eps)
+        q_weight, k_weight = self._head_weight(layer.q_norm), self._head_weight(layer.k_norm)
+        if q_weight is not None and k_weight is not None:
+            q = norm_heads(q, q_weight, self.spec.norm_eps)
+            k = norm_heads(k, k_weight, self.spec.norm_eps)
         for heads in (q, k):
             self._rotate_heads(heads, i, step)
         return q, k
@@ -296,10 +328,14 @@ class Layers:
             cache.v_cache,
             slots,
             is_interleaved=rotation.is_interleaved,
-            q_norm=None if layer.q_norm is None else layer.q_norm.weight,
-            k_norm=None if layer.k_norm is None else layer.k_norm.weight,
+            q_norm=self._head_weight(layer.q_norm),
+            k_norm=self._head_weight(layer.k_norm),
             eps=self.spec.norm_eps,
         )
+
+    def _head_weight(self, norm: NormWeight | None) -> torch.Tensor | None:
+        """The weight of a norm of each head; None where there is none."""
+        return None if norm is None or self._norms_projections else norm.weight
 
 
 def _attend_paged(

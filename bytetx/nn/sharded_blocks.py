@@ -35,7 +35,7 @@ class ShardedBlocks:
         self.group, self.shard, self.vocab = group, shard, shard.vocab
         self.peers = replace(group.peers, is_even=has_even_shards(spec, group.size))
         self.local_blocks = LocalBlocks(spec)
-        self.norm_eps = spec.norm_eps
+        self.norm_eps, self.spec = spec.layer_norm_eps, spec
         is_rms = spec.layer_spec.norm == "rms_norm"
         self.norm_kind: Literal["layer_norm", "rms_norm"] = "rms_norm" if is_rms else "layer_norm"
         self._vocab_offsets = feature_offsets(spec.vocab_size, group.size)
@@ -192,8 +192,38 @@ class _Rows:
     ) -> Tensor:
         return self.row_parallel(x, w, residual=residual, norm=norm)[0]
 
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        output_norm: NormWeight,
+        norm: NormWeight | None,
+    ) -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros_like(residual)
+        d, _ = self.row_parallel(x, w, residual=zeros, norm=output_norm)
+        return self._blocks.local_blocks.norm_sum(d, residual=residual, norm=norm)
+
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         return self._blocks.local_blocks.norm(x, norm)
+
+    def norm_projections(
+        self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
+    ) -> tuple[Tensor, Tensor]:
+        """The squares of all ranks' heads are summed; each rank norms its own heads."""
+        spec = self._blocks.spec
+        # Ranks that share a key head would count it several times.
+        copies = max(1, self._peers.size // spec.num_kv_heads)
+        q_size, k_size = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads * copies))
+        q_squares, k_squares = (x.float().square().sum((1, 2)) for x in (q, k))
+        shares = torch.stack([q_squares / q_size, k_squares / k_size])
+        scales = torch.rsqrt(self._collectives.all_reduce(shares) + spec.norm_eps)
+        new_q, new_k = (
+            (x.float() * scale[:, None, None] * norm.weight.view(x.shape[1:])).to(x.dtype)
+            for x, scale, norm in zip((q, k), scales, (q_norm, k_norm), strict=True)
+        )
+        return new_q, new_k
 
 
 def _local_linear(w: OutWeight) -> LinearWeight:

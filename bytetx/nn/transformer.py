@@ -138,6 +138,10 @@ class Transformer:
             inputs_embeds=batch.inputs_embeds,
             bad_ids=batch.bad_ids,
         )
+        # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.
+        multiplier = self.spec.embedding_multiplier / self.spec.residual_multiplier
+        if multiplier != 1.0:
+            x = x * multiplier
         if table.project is None:
             return x
         x = linear(x, table.project)

@@ -45,8 +45,14 @@ DECODERS = {
         "opt-post",
         "gptj",
         "gpt_neo",
+        "olmo2",
+        "granite",
+        "gpt_bigcode",
+        "falcon",
+        "falcon-serial",
+        "falcon-groups",
     ],
-    4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj"],
+    4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj", "olmo2", "falcon-groups"],
 }
 
 Ranks = tuple[TpGroup, Workers]

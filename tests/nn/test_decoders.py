@@ -11,6 +11,7 @@ from tiny_decoders import DECODERS, WINDOW, CachedRun, causal_class, expected, t
 
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.spec import build_spec
+from bytetx.errors import CheckpointError
 from bytetx.nn import heads
 from bytetx.packed import split
 
@@ -135,6 +136,20 @@ def test_windows_as_older_files_have_them() -> None:
     assert [layers.window_of(i) for i in range(5)] == [0] * 5
 
 
+def test_falcon_of_every_kind() -> None:
+    config = {"model_type": "falcon", "num_kv_heads": 71, "num_ln_in_parallel_attn": None}
+    spec = build_spec(config)
+    assert (spec.num_kv_heads, spec.intermediate_size) == (1, 4 * 4544)
+    assert "ffn_norm" not in spec.layer and spec.layer_spec.norm_placement == "parallel"
+    assert build_spec(config | {"multi_query": False}).num_kv_heads == 71
+    grouped = {"hidden_size": 128, "num_attention_heads": 8, "num_kv_heads": 2}
+    spec = build_spec(config | grouped | {"new_decoder_architecture": True, "parallel_attn": False})
+    assert (spec.num_kv_heads, spec.layer["ffn_norm"]) == (2, "h.{i}.ln_mlp")
+    assert spec.layer_spec.norm_placement == "parallel"
+    with pytest.raises(CheckpointError, match="alibi is True, which bytetx does not run"):
+        build_spec(config | {"alibi": True})
+
+
 def test_rotary_numbers_as_older_files_have_them() -> None:
     config = {
         "model_type": "gpt_neox",
@@ -161,6 +176,9 @@ def test_every_choice_shows() -> None:
         ("gpt_neo", {"window_size": 7}),
         ("llama", {"rms_norm_eps": 2e-3}),
         ("opt", {"activation_function": "gelu"}),
+        ("granite", {"rms_norm_eps": 2e-3}),
+        ("granite", {"residual_multiplier": 0.42}),
+        ("olmo2", {"rms_norm_eps": 2e-3}),
     ):
         one, other = tiny_decoder(name), tiny_decoder(name, **changes)
         difference = expected(one, ids).logits - expected(other, ids).logits
