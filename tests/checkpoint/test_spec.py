@@ -129,7 +129,12 @@ BROKEN_CAUSAL = [
     ("olmo2", "attn_out_norm =", "attn_norm =", r"\[layer\] attn_out_norm is missing"),
     ("olmo2", '"output"', '"pre"', r"\[layer\] attn_norm is missing"),
     ("granite", '"pre"', '"output"', r"\[layer\] attn_out_norm is missing"),
-    ("bert", "[config]", '[config]\nlogits_divisor = "d"', "logits_divisor does not belong"),
+    (
+        "bert",
+        "[config]",
+        '[config]\nlogits_divisor = "layer_norm_eps"',
+        "logits_divisor does not belong",
+    ),
     ("falcon", "when = { new", "if = { new", r"\[\[variants\]\] unknown key if; known: arch"),
     ("falcon", "{ num_kv_heads = 1 }", "{ kv = 1 }", r"\[\[variants\]\] config unknown key kv"),
     ("falcon", "multi_query = true\n", "", "missing key multi_query, which a variant reads"),
