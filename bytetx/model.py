@@ -92,9 +92,10 @@ def load(
     """Loads a Hugging Face checkpoint, with the head and the tokenizer that it has.
 
     path_or_id: the folder that save_pretrained wrote, or a hub id (revision and local_files_only
-    as the hub knows them).  device: "auto" is CUDA where there is one.  dtype: float32, bfloat16
-    or float16 (fp32, bf16, fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or
-    else float16; fp8: an encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
+    as the hub knows them); a LoRA adapter is merged into its base model.
+    device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
+    fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; fp8: an
+    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.

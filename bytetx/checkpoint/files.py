@@ -52,6 +52,8 @@ _CONFIG = {
     "sbert_ce_default_activation_function": TEXT,
     "sentence_transformers": TABLE,
 }
+ADAPTER_CONFIG = "adapter_config.json"
+_ADAPTER = {"base_model_name_or_path": TEXT, "revision": TEXT}
 MODULES: dict[str, Field] = {
     "idx": integer(0),
     "name": TEXT,
@@ -69,8 +71,15 @@ def resolve_checkpoint(
 ) -> Path:
     """The local folder of a checkpoint; a hub id is downloaded, or found in the cache when offline.
 
+    The same is done for the base model of a LoRA adapter.
     Raises CheckpointError where the folder is no checkpoint or the hub cannot answer.
     """
+    folder = _resolve(path_or_id, revision=revision, local_files_only=local_files_only)
+    adapter_base(transformer_folder(folder), local_files_only=local_files_only)
+    return folder
+
+
+def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: bool) -> Path:
     folder = _checked_path(path_or_id)
     if folder.is_dir():
         _check_kind(str(folder), _names(folder))
@@ -94,11 +103,6 @@ _GGUF = (
     "GGUF is the format of llama.cpp, which bytetx does not read; give the checkpoint in "
     "safetensors that it was made from"
 )
-_ADAPTER = (
-    "is a LoRA or other PEFT adapter (adapter_config.json), which changes a base model and is none "
-    "itself; merge the two (peft's merge_and_unload, then save_pretrained), and give the folder of "
-    "the result"
-)
 
 
 def _names(folder: Path) -> list[str]:
@@ -116,12 +120,10 @@ def _check_kind(where: str, names: list[str]) -> None:
 
     names: of the files, relative to the checkpoint's folder.
     """
-    if "adapter_config.json" in names:
-        raise CheckpointError(f"{where} {_ADAPTER}")
     suffixes = {Path(name).suffix for name in names}
     if ".gguf" in suffixes and ".safetensors" not in suffixes:
         raise CheckpointError(f"{where} has its weights in GGUF only; {_GGUF}")
-    if not {"config.json", "modules.json"} & set(names):
+    if not {"config.json", "modules.json", ADAPTER_CONFIG} & set(names):
         raise CheckpointError(
             f"{where} has no config.json; give the folder that save_pretrained wrote"
         )
@@ -244,6 +246,33 @@ def module_folder(path: Path, name: object) -> Path:
     if not (path.parent / name).is_dir():
         raise CheckpointError(f"{path} names the folder {name!r}, which does not exist")
     return path.parent / name
+
+
+def adapter_base(folder: Path, *, local_files_only: bool = True) -> Path | None:
+    """The folder of the model that the LoRA adapter in `folder` changes; None without an adapter.
+
+    Raises CheckpointError where the adapter names no base model, or one that cannot be had.
+    """
+    path = folder / ADAPTER_CONFIG
+    if not path.is_file():
+        return None
+    config = read_json(path, _ADAPTER)
+    name, revision = config.get("base_model_name_or_path"), config.get("revision")
+    advice = "write the folder of the base model there, or merge the two (peft's merge_and_unload)"
+    if not name:
+        raise CheckpointError(f"{path} names no base_model_name_or_path; {advice}")
+    try:
+        base = _resolve(name, revision=revision, local_files_only=local_files_only)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{path}: base_model_name_or_path cannot be loaded ({error}); {advice}"
+        ) from error
+    if (transformer_folder(base) / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(
+            f"{path}: base_model_name_or_path {name!r:.200} is an adapter, too; {advice}, first of "
+            "that one"
+        )
+    return base
 
 
 def load_config(folder: Path) -> dict[str, Any]:

@@ -99,11 +99,12 @@ class MultiVectorSpec:
     mean: bool = False
 
 
-def load_multi_vector_spec(folder: Path, base: Path) -> MultiVectorSpec | None:
+def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVectorSpec | None:
     """The spec of a multi-vector checkpoint; None where the checkpoint is none.
 
-    base: the folder of its transformer.  Raises CheckpointError for damaged files and for modules
-    that are not known.
+    own: the folder of its transformer's settings.  base: that of the transformer's config.json,
+    another one where `own` holds an adapter.
+    Raises CheckpointError for damaged files and for modules that are not known.
     """
     architectures = read_json(base / "config.json", {"architectures": list_of(TEXT)}).get(
         "architectures"
@@ -122,7 +123,7 @@ def load_multi_vector_spec(folder: Path, base: Path) -> MultiVectorSpec | None:
     has_mask = any(name.endswith(".MultiVectorMask") for name in names)
     if not (is_pylate or has_mask or config.get("model_type") == "MultiVectorEncoder"):
         return None
-    own = _config(_transformer_config(base), _LENGTHS)
+    limits = _config(_transformer_config(own), _LENGTHS)
     modules, mask = _modules(path, entries)
     words = mask.get("skiplist_words", config.get("skiplist_words"))
     if words is None:
@@ -131,9 +132,9 @@ def load_multi_vector_spec(folder: Path, base: Path) -> MultiVectorSpec | None:
         modules = (*modules, ("Normalize", folder))
     tasks = mask.get("skiplist_tasks") or ["document"]
     prefixes, prompts = _prefixes(config)
-    lengths = {name: own.get(name) or config.get(name) for name in _LENGTHS}
-    expansion = _expansion(path, own, config)
-    if expansion is not None and "query_expansion" not in own:
+    lengths = {name: limits.get(name) or config.get(name) for name in _LENGTHS}
+    expansion = _expansion(path, limits, config)
+    if expansion is not None and "query_expansion" not in limits:
         lengths["query_length"] = None  # it is the expansion's
     return MultiVectorSpec(
         modules,

@@ -79,6 +79,10 @@ class SavedTensor:
     offset: int
     num_bytes: int
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
     def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
         """A copy of the tensor in memory, cast to dtype (None: as saved) in pieces.
 
@@ -158,6 +162,37 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
 
 
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a weight [n, k]: scaling * left @ right, in f32.
+
+    left [n, r], right [r, k]; where is_transposed, they are saved as [r, n] and [k, r].
+    """
+
+    left: SavedTensor
+    right: SavedTensor
+    scaling: float
+    is_transposed: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)"""
+        if self.is_transposed:
+            return self.left.shape[1], self.right.shape[0]
+        return self.left.shape[0], self.right.shape[1]
+
+    def add_to(self, weight: torch.Tensor, part: Part | None) -> None:
+        """weight: f32, the complete one or a part of it; changed in place."""
+        left, right = self.left.read(torch.float32), self.right.read(torch.float32)
+        if self.is_transposed:
+            left, right = left.t(), right.t()
+        if part is not None and part.dim == 0:
+            left = take_part(left, part)
+        elif part is not None:
+            right = take_part(right, part)
+        weight.addmm_(left, right, alpha=self.scaling)
+
+
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors of a checkpoint by canonical name: the base model's without prefix, heads as saved.
 
@@ -175,7 +210,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._saved: dict[str, SavedTensor] = {}
         for path in weight_files(folder, spec):
             for tensor in read_header(path):
-                name = _canonical(tensor.name, spec.prefix)
+                name = canonical_name(tensor.name, spec.prefix)
                 if other := self._saved.get(name):
                     raise CheckpointError(
                         f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
@@ -185,6 +220,7 @@ class Weights(Mapping[str, torch.Tensor]):
         _refuse_quantized(folder, self._saved)
         _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
+        self._added: Mapping[str, LowRank] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
 
@@ -194,10 +230,17 @@ class Weights(Mapping[str, torch.Tensor]):
         other._dtype = dtype
         return other
 
+    def change(self, added: Mapping[str, LowRank], replaced: Mapping[str, SavedTensor]) -> None:
+        """Adds to tensors, or replaces them, when they are read; shapes and names must be theirs.
+
+        A tensor that is added to is read in f32, and cast with what is added to it.
+        """
+        self._added, self._saved = added, {**self._saved, **replaced}
+
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:
             raise KeyError(name)
-        return self._next(name).read(self._dtype)
+        return self._read(name, None)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """As saved; known without reading the tensor."""
@@ -205,13 +248,18 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def read(self, name: str, part: Part) -> torch.Tensor:
         """A part of a tensor, inside its shape; only the part is allocated."""
-        return self._next(name).read(self._dtype, part=part)
+        return self._read(name, part)
 
-    def _next(self, name: str) -> SavedTensor:
+    def _read(self, name: str, part: Part | None) -> torch.Tensor:
         if self._on_tensor is not None:
             self._on_tensor()
         self.used.add(name)
-        return self._saved[name]
+        saved, added = self._saved[name], self._added.get(name)
+        if added is None:
+            return saved.read(self._dtype, part=part)
+        tensor = saved.read(torch.float32, part=part)
+        added.add_to(tensor, part)
+        return tensor.to(self._dtype or saved.torch_dtype)
 
     def __contains__(self, name: object) -> bool:
         return name in self._saved
@@ -324,7 +372,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     )
 
 
-def _canonical(saved: str, prefix: str) -> str:
+def canonical_name(saved: str, prefix: str) -> str:
+    """A tensor's name in `Weights` from the one that it has in a model or its file."""
     name = saved.removeprefix(prefix)
     for old, new in _OLD_NAMES:
         if name.endswith(old):

@@ -13,6 +13,7 @@ import torch
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
+from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
@@ -115,7 +116,7 @@ def load_checkpoint(
     sentence = load_sentence_spec(folder)
     config = load_config(sentence.folder)
     spec = build_spec(config)
-    weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
+    weights = _open_weights(sentence, spec, on_tensor=on_tensor)
     is_fp8 = wants_fp8(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     parts = 1 if blocks is None or blocks.shard is None else blocks.shard.size
@@ -150,7 +151,7 @@ def load_checkpoint(
         transformer=transformer,
         heads=heads,
         tokenizer=_load_tokenizer(sentence, spec),
-        chat_template=load_chat_template(sentence.folder),
+        chat_template=_load_chat_template(sentence),
         eos_token_ids=_eos_token_ids(sentence.folder, config),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,
@@ -163,9 +164,24 @@ def load_checkpoint(
     )
 
 
+def _open_weights(
+    sentence: SentenceSpec, spec: ModelSpec, *, on_tensor: Callable[[], None] | None
+) -> Weights:
+    weights = Weights(sentence.folder, spec, on_tensor=on_tensor)
+    if sentence.adapter is not None:
+        merge_lora(sentence.adapter, weights, spec)
+    return weights
+
+
+def _load_chat_template(sentence: SentenceSpec) -> ChatTemplate | None:
+    """The adapter's, where it has one."""
+    own = None if sentence.adapter is None else load_chat_template(sentence.adapter)
+    return own or load_chat_template(sentence.folder)
+
+
 def _load_tokenizer(sentence: SentenceSpec, spec: ModelSpec) -> Tokenizer | None:
     tokenizer = load_tokenizer(
-        sentence.folder,
+        sentence.tokenizer_folder,
         max_positions=spec.max_positions,
         max_seq_length=sentence.max_seq_length,
         do_lower_case=sentence.do_lower_case,
@@ -246,7 +262,7 @@ def load_shard(
     spec = build_spec(load_config(sentence.folder))
     return _load_model(
         spec,
-        Weights(sentence.folder, spec, on_tensor=on_tensor),
+        _open_weights(sentence, spec, on_tensor=on_tensor),
         dtype=dtype,
         device=device,
         blocks=blocks,

@@ -9,7 +9,14 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional as F
 
-from bytetx.checkpoint.files import MODULES, TRANSFORMERS, module_folder, transformer_folder
+from bytetx.checkpoint.convert_tokenizer import has_vocabulary
+from bytetx.checkpoint.files import (
+    MODULES,
+    TRANSFORMERS,
+    adapter_base,
+    module_folder,
+    transformer_folder,
+)
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -195,7 +202,8 @@ Module = Dense | Projection | LayerNorm | Normalize
 class SentenceSpec:
     """What a checkpoint says about its embeddings.
 
-    folder: with the files of the transformer.  pooling: modes whose vectors are joined.
+    folder: with the files of the transformer; without its weights' changes, which a LoRA adapter
+    in the folder `adapter` has.  pooling: modes whose vectors are joined.
     is_declared: False where there is no modules.json and mean pooling is a guess.
     max_seq_length: sentence-transformers' limit in tokens.  modules: folder and config of what
     follows pooling, in order; `load_modules` reads their weights.
@@ -205,6 +213,7 @@ class SentenceSpec:
     """
 
     folder: Path
+    adapter: Path | None = None
     pooling: tuple[str, ...] = ("mean",)
     is_declared: bool = False
     include_prompt: bool = True
@@ -218,6 +227,15 @@ class SentenceSpec:
     max_active_dims: int | None = None
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The adapter's, where it brings a tokenizer."""
+        adapter = self.adapter
+        if adapter is None:
+            return self.folder
+        has_own = (adapter / "tokenizer.json").is_file() or has_vocabulary(adapter)
+        return adapter if has_own else self.folder
 
     def prompt_text(self, prompt: str | None, prompt_name: str | None) -> str:
         """The text to put before every input. Raises OptionError for a name that is not known."""
@@ -244,15 +262,21 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
 
     Raises CheckpointError for a module that is not known here: its embeddings would be wrong.
     """
-    path, base = folder / "modules.json", transformer_folder(folder)
-    multi_vector = load_multi_vector_spec(folder, base)
+    path, own = folder / "modules.json", transformer_folder(folder)
+    base, adapter = adapter_base(own), None
+    if base is not None:
+        if not path.is_file():
+            return replace(load_sentence_spec(base), adapter=own)
+        base, adapter = transformer_folder(base), own
+    base = base or own
+    multi_vector = load_multi_vector_spec(folder, own, base=base)
     if multi_vector is not None:
-        config = _model_config(folder) | _transformer_config(base)
+        config = _model_config(folder) | _transformer_config(own)
         config["prompts"] = multi_vector.prompts
-        return SentenceSpec(base, multi_vector=multi_vector, **config)
+        return SentenceSpec(base, adapter, multi_vector=multi_vector, **config)
     if not path.is_file():
         return SentenceSpec(folder)
-    spec = SentenceSpec(base, **_model_config(folder), **_transformer_config(base))
+    spec = SentenceSpec(base, adapter, **_model_config(folder), **_transformer_config(own))
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     for place, entry in enumerate(entries):
         kind = _module_kind(entry, path)

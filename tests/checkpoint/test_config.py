@@ -144,7 +144,6 @@ def test_each_refusal_of_the_hub_has_its_own_error(tmp_path: Path) -> None:
         ),
         (["config.json", "tf_model.h5"], "has no weights in safetensors, none in a format"),
         (["README.md", "model-q4.gguf"], "has its weights in GGUF only; GGUF is the format of"),
-        (["adapter_config.json", "adapter_model.safetensors"], "is a LoRA or other PEFT adapter"),
         (["README.md"], "has no config.json; give the folder that save_pretrained wrote"),
     ],
     ids=str,
@@ -174,13 +173,6 @@ def test_an_unexpected_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_folders_that_are_no_checkpoint_but_something_known(tmp_path: Path) -> None:
-    adapter = write(tmp_path / "adapter" / "adapter_config.json", {"peft_type": "LORA"}).parent
-    write(adapter / "adapter_model.safetensors", "")
-    with pytest.raises(CheckpointError, match="adapter is a LoRA or other PEFT adapter .*merge"):
-        resolve_checkpoint(adapter)
-    write(adapter / "config.json", {"model_type": "llama"})  # whose weights would lack the adapter
-    with pytest.raises(CheckpointError, match="is a LoRA or other PEFT adapter"):
-        resolve_checkpoint(adapter)
     gguf = write(tmp_path / "gguf" / "model-q4.gguf", "")
     with pytest.raises(CheckpointError, match="gguf has its weights in GGUF only.*safetensors"):
         resolve_checkpoint(gguf.parent)

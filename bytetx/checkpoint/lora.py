@@ -1,0 +1,262 @@
+"""LoRA adapters in peft's layout: which tensors of the base model they change, and by how much."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bytetx.checkpoint.files import ADAPTER_CONFIG
+from bytetx.checkpoint.side_files import (
+    FLAG,
+    TEXT,
+    Field,
+    either,
+    integer,
+    list_of,
+    number,
+    read_json,
+    table_of,
+)
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.weights import (
+    LowRank,
+    SavedTensor,
+    Weights,
+    canonical_name,
+    read_header,
+)
+from bytetx.errors import CheckpointError
+
+_FILE = "adapter_model.safetensors"
+# Where peft's wrapper holds the model that it changes.
+_WRAPPER = "base_model.model."
+
+_CONFIG: dict[str, Field] = {
+    "peft_type": TEXT,
+    "bias": TEXT,
+    "r": integer(1),
+    "lora_alpha": number(0),
+    "use_rslora": FLAG,
+    "fan_in_fan_out": FLAG,
+    "init_lora_weights": either(FLAG, TEXT),
+    "target_modules": either(TEXT, list_of(TEXT)),
+    "modules_to_save": list_of(TEXT),
+    "rank_pattern": table_of(integer(1)),
+    "alpha_pattern": table_of(number(0)),
+}
+# Keys that do not change what the adapter computes, or whose effect the names of its tensors show.
+_HARMLESS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+        *("inference_mode", "exclude_modules", "lora_dropout", "layers_to_transform"),
+        *("layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config"),
+        *("lora_ga_config", "qalora_group_size", "ensure_weight_tying"),
+    )
+)
+# Values of init_lora_weights that leave the base model's weights as they are.
+_PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
+
+# Endings of a tensor's name, and the factor that it holds.
+_ENDINGS = {
+    ".lora_A.weight": ("a", ""),
+    ".lora_B.weight": ("b", ""),
+    ".lora_embedding_A": ("a", " of an embedding"),
+    ".lora_embedding_B": ("b", " of an embedding"),
+}
+# A weight of the base model that is saved beside its factors, as peft does for embeddings.
+_BASE_LAYER = ".base_layer.weight"
+_MERGE = "merge the two (peft's merge_and_unload, then save_pretrained), and load the result"
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """An adapter, by the names that the base model's tensors have in a checkpoint.
+
+    added: what is added to weights.  replaced: tensors that take the place of the base model's,
+    before something is added to them.
+    """
+
+    added: Mapping[str, LowRank]
+    replaced: Mapping[str, SavedTensor]
+
+
+def merge_lora(folder: Path, weights: Weights, spec: ModelSpec) -> None:
+    """Makes `weights`, of the base model, those of the model with the adapter in a folder.
+
+    Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
+    """
+    lora = _read_lora(folder, spec)
+    path = folder / _FILE
+    changes: dict[str, tuple[int, ...]] = {name: low.shape for name, low in lora.added.items()}
+    changes |= {name: tensor.shape for name, tensor in lora.replaced.items()}
+    if missing := sorted(name for name in changes if name not in weights):
+        raise CheckpointError(
+            f"{path} changes {len(missing)} tensors that the base model lacks: "
+            f"{', '.join(missing[:6])}; bytetx changes tensors of the same names only: {_MERGE}"
+        )
+    decoders = {head.decoder for head in spec.heads.values() if head.decoder is not None}
+    if spec.tie_word_embeddings and (tied := sorted(decoders & changes.keys())):
+        raise CheckpointError(
+            f"{path} changes {tied[0]!r}, which is the embedding as well (tie_word_embeddings): "
+            f"{_MERGE}"
+        )
+    for name, shape in changes.items():
+        if weights.shape(name) != shape:
+            raise CheckpointError(
+                f"{path} changes {name!r} by a tensor of shape {shape}, and the base model's has "
+                f"shape {weights.shape(name)}; the adapter is of another model, or its vocabulary "
+                f"or labels were extended: {_MERGE}"
+            )
+    weights.change(lora.added, lora.replaced)
+
+
+def _read_lora(folder: Path, spec: ModelSpec) -> Lora:
+    """The adapter in a folder, of which only the headers are read.
+
+    Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
+    """
+    config = _read_config(folder / ADAPTER_CONFIG)
+    path = folder / _FILE
+    if not path.is_file():
+        raise CheckpointError(_no_tensors(folder))
+    factors: dict[tuple[str, str], dict[str, SavedTensor]] = {}
+    replaced: dict[str, SavedTensor] = {}
+    bases: dict[str, SavedTensor] = {}
+    for tensor in read_header(path):
+        if not tensor.name.startswith(_WRAPPER):
+            raise _unknown_tensor(path, tensor)
+        name = tensor.name.removeprefix(_WRAPPER)
+        ending = next((ending for ending in _ENDINGS if name.endswith(ending)), None)
+        if ending is not None:
+            letter, kind = _ENDINGS[ending]
+            factors.setdefault((name.removesuffix(ending), kind), {})[letter] = tensor
+        elif "lora_" in name or not name.endswith((".weight", ".bias")):
+            raise _unknown_tensor(path, tensor)
+        elif name.endswith(_BASE_LAYER):
+            name = f"{name.removesuffix(_BASE_LAYER)}.weight"
+            bases[canonical_name(name, spec.prefix)] = tensor
+        else:
+            replaced[canonical_name(name, spec.prefix)] = tensor
+    if not factors and not replaced:
+        raise CheckpointError(f"{path} holds no tensors; save the adapter again")
+    added = {}
+    for (module, kind), pair in factors.items():
+        name = canonical_name(f"{module}.weight", spec.prefix)
+        if name in added or name in replaced:
+            raise CheckpointError(f"{path} changes {name!r} twice; save the adapter again")
+        is_transposed = bool(kind) or _is_conv1d(name, spec)
+        added[name] = _low_rank(path, module, pair, config, is_transposed=is_transposed)
+    return Lora(added, bases | replaced)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    config = read_json(path, _CONFIG)
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise _not_merged(path, f"peft_type {kind!r}; bytetx merges LORA only")
+    if config.get("bias") not in (None, "none"):
+        raise _not_merged(path, f"bias {config['bias']!r}, trained biases of the base model")
+    start = config.get("init_lora_weights")
+    if start not in _PLAIN_STARTS:
+        raise _not_merged(path, f"init_lora_weights {start!r}, which changes the base model, too")
+    for key, value in config.items():
+        if key not in _HARMLESS and key not in _CONFIG and value not in (None, False, {}, []):
+            raise _not_merged(path, f"{key} {value!r:.120}, an option that bytetx does not know")
+    return config
+
+
+def _not_merged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has {what}, so that the adapter cannot be merged here; {_MERGE}"
+    )
+
+
+def _no_tensors(folder: Path) -> str:
+    if (folder / "adapter_model.bin").is_file():
+        return (
+            f"{folder} has its adapter in adapter_model.bin, a pickle file, which can run code "
+            "when it is opened and is refused; if you trust it, load it with peft and save it "
+            "again with save_pretrained, which writes safetensors"
+        )
+    return f"{folder} has no {_FILE}; give the folder that peft's save_pretrained wrote"
+
+
+def _unknown_tensor(path: Path, tensor: SavedTensor) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: tensor {tensor.name!r:.200} is none of a plain LoRA adapter ({_WRAPPER}... with "
+        f".lora_A.weight and .lora_B.weight, or a whole weight), and cannot be merged "
+        f"here; {_MERGE}"
+    )
+
+
+def _is_conv1d(name: str, spec: ModelSpec) -> bool:
+    """Whether the weight is saved as [inputs, outputs], as all those of GPT-2's layers."""
+    if spec.layer_spec.weight_layout != "conv1d":
+        return False
+    return any(name.startswith(stem.partition("{i}")[0]) for stem in spec.layer.values())
+
+
+def _low_rank(
+    path: Path,
+    module: str,
+    pair: Mapping[str, SavedTensor],
+    config: Mapping[str, Any],
+    *,
+    is_transposed: bool,
+) -> LowRank:
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and not any(
+        module == target or module.endswith(f".{target}") for target in targets
+    ):
+        raise CheckpointError(
+            f"{path} changes the module {module!r:.200}, which is not in target_modules of "
+            f"{ADAPTER_CONFIG}; the files are of two adapters, save one again"
+        )
+    if pair.keys() != {"a", "b"}:
+        raise CheckpointError(
+            f"{path} lacks lora_{'AB'['a' in pair]} of {module!r:.200}; save the adapter again"
+        )
+    a, b = pair["a"], pair["b"]
+    where = path.parent / ADAPTER_CONFIG
+    rank = _of_pattern(where, "rank_pattern", config, module) or config.get("r") or 8
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != rank or b.shape[1] != rank:
+        raise CheckpointError(
+            f"{path}: the factors of {module!r:.200} have shapes {a.shape} and {b.shape}, "
+            f"{ADAPTER_CONFIG} says rank {rank}: they must be [{rank}, inputs] and [outputs, "
+            f"{rank}]; save the adapter again, or, if it is of a convolution, {_MERGE}"
+        )
+    alpha = _of_pattern(where, "alpha_pattern", config, module)
+    if alpha is None:
+        alpha = config.get("lora_alpha", 8)
+    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    left, right = (a, b) if is_transposed else (b, a)
+    return LowRank(left, right, scaling, is_transposed)
+
+
+def _of_pattern(where: Path, key: str, config: Mapping[str, Any], module: str) -> float | None:
+    """The value of the first pattern that a module's name, or its end behind a dot, matches."""
+    patterns: Mapping[str, float] = config.get(key) or {}
+    _check_patterns(where, key, patterns)
+    found = (pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module))
+    pattern = next(found, None)
+    return None if pattern is None else patterns[pattern]
+
+
+def _check_patterns(where: Path, key: str, patterns: Iterable[str]) -> None:
+    """Raises CheckpointError for a regular expression that is none, or may take very long."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(
+                f"{where}: {key} has the pattern {pattern!r:.120}, which is no regular "
+                f"expression: {error}"
+            ) from error
+        if len(re.findall(r"[*+{]", pattern)) > 2 or re.search(r"\)[*+{]", pattern):
+            raise CheckpointError(
+                f"{where}: {key} has the pattern {pattern!r:.120}; bytetx takes patterns with at "
+                "most two repetitions (*, + or {}), none of them of a group: write the modules' "
+                f"names, or {_MERGE}"
+            )
