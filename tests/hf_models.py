@@ -31,6 +31,16 @@ _DISTILBERT_SIZES = {
     "max_position_embeddings": MAX_POSITIONS,
 }
 
+_T5_SIZES = {
+    "d_model": 64,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "d_ff": 96,
+    "vocab_size": VOCAB_SIZE,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+}
 _BOS = {"classifier_pooling": "bos"}
 
 # family: (stem of its class names, sizes)
@@ -47,6 +57,11 @@ FAMILIES = {
     "roberta-prelayernorm": ("RobertaPreLayerNorm", _SIZES),
     "modernbert": ("ModernBert", _SIZES | {"local_attention": 6, "pad_token_id": 1}),
     "eurobert": ("EuroBert", _SIZES | {"num_key_value_heads": 2, "pad_token_id": 1} | _BOS),
+    "nomic_bert": ("NomicBert", _SIZES | {"pad_token_id": 1}),
+    "gte": ("Gte", _SIZES | {"pad_token_id": 1, "type_vocab_size": 2}),
+    "jina_embeddings_v3": ("JinaEmbeddingsV3", _SIZES),
+    "t5": ("T5", _T5_SIZES),
+    "mt5": ("MT5", _T5_SIZES | {"feed_forward_proj": "gated-gelu"}),
 }
 HEADS = (
     "ForSequenceClassification",
@@ -57,11 +72,17 @@ HEADS = (
     "ForNextSentencePrediction",
     "ForPreTraining",
 )
+# Heads of T5 and mT5 that have a decoder, too.
+_ENCODER_DECODERS = [
+    (stem, f"For{task}")
+    for stem in ("T5", "MT5")
+    for task in ("SequenceClassification", "QuestionAnswering")
+]
 FAMILY_HEADS = [
     (family, head)
     for family, (stem, _) in FAMILIES.items()
     for head in HEADS
-    if hasattr(transformers, stem + head)
+    if hasattr(transformers, stem + head) and (stem, head) not in _ENCODER_DECODERS
 ]
 
 
@@ -82,6 +103,8 @@ def tiny_model(family: str, head: str = "Model", **config: object) -> nn.Module:
     torch.manual_seed(7)
     num_labels = 2 if head in ("ForQuestionAnswering", "ForPreTraining") else 3
     settings = sizes | {"num_labels": num_labels} | config
+    if head == "Model" and family in ("t5", "mt5"):
+        head = "EncoderModel"
     model = getattr(transformers, stem + head)(getattr(transformers, stem + "Config")(**settings))
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -160,12 +160,17 @@ class Values:
         key: str = self.names.get("gated_activation") or self.names["activation"]
         return key
 
-    def activation(self, key_name: str = "activation") -> str:
-        key = self.activation_key if key_name == "activation" else self.names[key_name]
+    def activation_name(self, key: str) -> Any:
+        """transformers' name of the activation that this key of config.json gives."""
         name = self.read(key)
         if key == self.names.get("gated_activation") and isinstance(name, str):
             # transformers reads T5's "gated-gelu" so.
-            name = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+            return "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+        return name
+
+    def activation(self, key_name: str = "activation") -> str:
+        key = self.activation_key if key_name == "activation" else self.names[key_name]
+        name = self.activation_name(key)
         if not isinstance(name, str) or name not in ACTIVATIONS:
             raise CheckpointError(
                 f"config.json: {key} {name!r} is not supported; known: {', '.join(ACTIVATIONS)}"

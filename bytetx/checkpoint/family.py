@@ -107,7 +107,7 @@ _SECTIONS = {
 # Sections that a family may leave out.
 _OPTIONAL_SECTIONS = {"heads", "final", "fixed", "ungated_layer"}
 # Keys outside of the sections that a family may leave out.
-_OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants"}
+_OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants", "modules"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
@@ -213,6 +213,7 @@ def read_family(path: Path) -> dict[str, Any]:
     for head, content in table.get("heads", {}).items():
         _check_keys(f"{where} [heads.{head}]", content, *_HEADS[head])
     _check_values(where, table)
+    _check_modules(where, table)
     for variant in table.get("variants", ()):
         _check_variant(where, table, variant)
     return table
@@ -311,6 +312,24 @@ def _check_architecture(where: str, architecture: dict[str, Any]) -> None:
         raise CheckpointError(
             f"{where} position_offset is {offset!r}, must be an integer from 0 or 'after_pad_token'"
         )
+
+
+def _check_modules(where: str, table: dict[str, Any]) -> None:
+    """Checks the names of transformers' modules: a complete [layer], with separate projections."""
+    if "modules" not in table:
+        return
+    modules = table["modules"]
+    _check_keys(f"{where} [modules]", modules, {"layer"}, {"embeddings"})
+    _check_keys(f"{where} [modules.layer]", modules["layer"], *_SECTIONS["layer"])
+    if strange := modules.get("embeddings", {}).keys() - table["embeddings"].keys():
+        raise CheckpointError(
+            f"{where} [modules.embeddings] names {', '.join(sorted(strange))}, which [embeddings] "
+            "has not"
+        )
+    architecture = table["architecture"] | {"qkv": "separate"}
+    architecture.pop("biases", None)
+    parts = {"layer": modules["layer"], "architecture": architecture}
+    _check_values(f"{where} [modules]", table | parts)
 
 
 def _check_tensors(where: str, table: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """What one checkpoint is: its family's facts and the sizes and choices of its config.json."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from bytetx.checkpoint.config import Values
@@ -11,6 +12,13 @@ from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
 
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+
+# Layers that a checkpoint may hold as one tensor, and the modules that they are in memory.
+_MODULES_OF = {
+    "qkv": ("q", "k", "v"),
+    "ffn_gate_up": ("ffn_gate", "ffn_in"),
+    "ffn_up_gate": ("ffn_gate", "ffn_in"),
+}
 
 # quant_method of quantization_config, as its tools are called.
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
@@ -233,6 +241,24 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         residual_multiplier=values.multiplier("residual_multiplier"),
         logits_divisor=values.multiplier("logits_divisor"),
     )
+
+
+def build_module_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """The ModelSpec of a model in memory: by the modules of transformers' class, not by the tensors
+    of its files. Errors as of build_spec."""
+    markers = {table["marker"] for table in families().values() if "marker" in table}
+    spec = build_spec({key: value for key, value in config.items() if key not in markers})
+    modules = families()[spec.family].get("modules")
+    if modules is None:
+        return spec
+    biases = (_MODULES_OF.get(key, (key,)) for key in spec.layer_spec.biases)
+    layers = replace(
+        spec.layer_spec,
+        qkv="separate",
+        biases=frozenset(chain.from_iterable(biases)) & modules["layer"].keys(),
+    )
+    embeddings = {**spec.embeddings, **modules.get("embeddings", {})}
+    return replace(spec, embeddings=embeddings, layer=modules["layer"], layer_spec=layers)
 
 
 def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:

@@ -49,6 +49,11 @@ OUTPUTS = {
     "RobertaPreLayerNormModel": "BaseModelOutputWithPoolingAndCrossAttentions",
     "ModernBertModel": "BaseModelOutput",
     "EuroBertModel": "BaseModelOutput",
+    "NomicBertModel": "BaseModelOutputWithPooling",
+    "GteModel": "BaseModelOutputWithPooling",
+    "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",
+    "T5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
+    "MT5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
 }
 # Heads that read only the first token of each sequence, so that no rectangle need be made.
 _FIRST_TOKEN_HEADS = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.family import families
 from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.rope_spec import RotarySpec
-from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
@@ -24,7 +25,7 @@ from bytetx.ops.check import addresses
 from bytetx.runtime.forking import computing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
 _MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
@@ -248,7 +249,7 @@ def _plain(parameter: torch.Tensor) -> torch.Tensor:
 
 def _spec_of(base: "PreTrainedModel") -> ModelSpec:
     """The spec of the config, with as many layers as the model has (layers may be dropped)."""
-    spec = build_spec(base.config.to_dict())
+    spec = build_module_spec(base.config.to_dict())
     if spec.num_layer_groups:  # layers that share their weights cannot be dropped
         return spec
     num_layers = len(base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])._modules)
@@ -321,11 +322,11 @@ def _is_foreign_hook(hook: object) -> bool:
     return getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
 
 
-def _activation_of(config: object, spec: ModelSpec) -> type[nn.Module]:
+def _activation_of(config: "PreTrainedConfig", spec: ModelSpec) -> type[nn.Module]:
     from transformers.activations import ACT2FN
 
-    name = getattr(config, families()[spec.family]["config"]["activation"])
-    return type(ACT2FN[name])
+    values = Values(config.to_dict(), families()[spec.family])
+    return type(ACT2FN[values.activation_name(values.activation_key)])
 
 
 def _inner_modules(base: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -343,11 +344,13 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield from _below(module)
 
 
-def _relative_bias_table(base: nn.Module) -> torch.Tensor | None:
-    """MPNet's bucket table: the one parameter that a plan copies from instead of sharing."""
-    encoder = getattr(base, "encoder", None)
-    table = getattr(encoder, "relative_attention_bias", None)
-    return getattr(table, "weight", None)
+def _relative_bias_table(base: "PreTrainedModel") -> torch.Tensor | None:
+    """The table of MPNet's or T5's buckets: the one parameter that a plan copies from."""
+    try:
+        name = _spec_of(base).embeddings.get("relative_bias")
+        return None if name is None else base.get_parameter(name)
+    except (AttributeError, CheckpointError):  # a model that will be refused
+        return None
 
 
 def _version(table: torch.Tensor | None) -> int:

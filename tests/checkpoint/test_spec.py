@@ -139,6 +139,15 @@ BROKEN_CAUSAL = [
     ("falcon", "{ num_kv_heads = 1 }", "{ kv = 1 }", r"\[\[variants\]\] config unknown key kv"),
     ("falcon", "multi_query = true\n", "", "missing key multi_query, which a variant reads"),
     ("falcon", 'placement = "pre" }', 'placement = "up" }', "norm_placement is 'up', must be one"),
+    ("gte", 'k = "layers', 'key = "layers', r"\[modules.layer\] unknown key key"),
+    ("gte", 'q = "layers.{i}.self_attn.q_proj"', "", r"\[modules\] \[layer\] q is missing"),
+    ("gte", '"layers.{i}.mlp.up_proj"', '"layers.mlp.up"', r"\[modules\] \[layer\] ffn_in is"),
+    (
+        "gte",
+        "[modules.embeddings]\nnorm",
+        "[modules.embeddings]\nposition",
+        "names position, which",
+    ),
 ]
 
 

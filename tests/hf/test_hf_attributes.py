@@ -21,7 +21,18 @@ from bytetx.hf import FallbackWarning, unwrap, wrap
 
 TOLERANCE = 1e-4  # of last hidden states in fp32: DESIGN.md, "Numbers"
 NAMES = [
-    *("bert", "roberta", "distilbert", "mpnet", "gpt2-scales", "gpt_neo", "gptj", "gpt_neox"),
+    *(
+        "bert",
+        "roberta",
+        "distilbert",
+        "mpnet",
+        "nomic_bert",
+        "t5",
+        "gpt2-scales",
+        "gpt_neo",
+        "gptj",
+        "gpt_neox",
+    ),
     *("opt", "llama-dynamic", "qwen3-window"),
 ]
 SEQLENS = [9, 1, 14]

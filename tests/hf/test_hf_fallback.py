@@ -220,7 +220,7 @@ def test_weights_changed_in_place_are_seen():
         wrapped.load_state_dict(stock.state_dict())
 
 
-@pytest.mark.parametrize("family", ["bert", "mpnet"])
+@pytest.mark.parametrize("family", ["bert", "mpnet", "gte", "t5"])
 def test_a_model_moved_in_inference_mode(family):
     """sentence-transformers moves a model to its device inside of encode."""
     stock = tiny_model(family)

@@ -90,7 +90,7 @@ def test_names_class_config_and_signature_stay():
         assert torch.equal(model.state_dict()[name], tensor)
 
 
-@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet"])
+@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet", "nomic_bert", "gte"])
 def test_saved_files_are_the_same(family, tmp_path):
     stock = tiny_model(family, "ForMaskedLM")
     model = wrap(copy.deepcopy(stock))

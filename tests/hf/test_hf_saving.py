@@ -13,13 +13,13 @@ from tiny_decoders import tiny_decoder
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
 
-NAMES = ["bert", "distilbert", "mpnet", "gpt2", "llama", "qwen2", "gpt_neox", "opt"]
+ENCODERS = ["bert", "distilbert", "mpnet", "gte", "t5"]
+NAMES = [*ENCODERS, "gpt2", "llama", "qwen2", "gpt_neox", "opt"]
 INPUTS = padded_inputs([9, 1, 14], side="left")
 
 
 def model_of(name):
-    is_encoder = name in ("bert", "distilbert", "mpnet")
-    return tiny_model(name, "ForTokenClassification") if is_encoder else tiny_decoder(name)
+    return tiny_model(name, "ForTokenClassification") if name in ENCODERS else tiny_decoder(name)
 
 
 def run(model):
@@ -41,7 +41,8 @@ def untied(state, model):
     """Without the second name of the word embeddings, which save_file refuses of a stock model."""
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is model.get_input_embeddings().weight
-    return {n: t for n, t in state.items() if not (is_tied and n == "lm_head.weight")}
+    again = {"lm_head.weight"} if is_tied else {"transformer.encoder.embed_tokens.weight"}
+    return {name: tensor for name, tensor in state.items() if name not in again}
 
 
 def test_safetensors_files_are_the_stock_models_byte_for_byte(models, tmp_path):
