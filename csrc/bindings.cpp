@@ -4,6 +4,7 @@
 #include "bindings.h"
 
 #include "cache_ops.h"
+#include "disentangled_ops.h"
 #include "source_hash.h"
 
 #ifdef BYTETX_CUDA
@@ -23,6 +24,7 @@ void bind_common(py::module_& m) {
     bind(m, "pool", &pool);
     bind(m, "rotary", &rotary);
     bind(m, "write_kv", &write_kv);
+    bind(m, "disentangled_attention", &disentangled_attention);
 }
 
 #ifndef BYTETX_CUDA
@@ -65,6 +67,7 @@ void bind_cpu(py::module_& m) {
     m.def("isa", [] { return cpu::isa_name(cpu::best_isa()); });
     m.def("varlen_attention_workspace_bytes", &varlen_attention_workspace_bytes);
     bind(m, "varlen_attention", &varlen_attention);
+    m.def("disentangled_attention_workspace_bytes", &disentangled_attention_workspace_bytes);
     m.def("paged_attention_workspace_bytes", &paged_attention_bytes);
     bind(m, "paged_attention", &paged_attention);
     m.def("flatten_int_lists", &flatten_int_lists);

@@ -27,6 +27,7 @@ OPS = (
     "linear",
     "gate_rows",
     "varlen_attention",
+    "disentangled_attention",
     "paged_attention",
     "write_kv",
     "rotary",

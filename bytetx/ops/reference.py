@@ -57,6 +57,43 @@ def varlen_attention(
     return out
 
 
+def disentangled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos_k: Tensor | None,
+    pos_q: Tensor | None,
+    buckets: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    softmax_scale: float,
+) -> Tensor:
+    """See ops.disentangled.disentangled_attention; one run of sequences at a time.
+
+    Reads cu_seqlens on the host (one synchronisation on CUDA).  Rows past its end are zeros.
+    """
+    bounds, center = cu_seqlens.tolist(), len(buckets) // 2
+    if bounds[0] != 0 or bounds[-1] > q.shape[0] or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens must rise from 0 to total_tokens {q.shape[0]}, got {bounds}")
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for start, count, seqlen in _runs(bounds, merge=True):
+        rows = slice(start, start + count * seqlen)
+        qs, ks, vs = (
+            t[rows].unflatten(0, (count, seqlen)).transpose(1, 2).float() for t in (q, k, v)
+        )  # [count, num_heads, seqlen, head_dim]
+        at = torch.arange(seqlen, device=q.device)
+        index = buckets[at[:, None] - at + center].long().expand(*qs.shape[:2], -1, -1)
+        scores = qs @ ks.transpose(2, 3)
+        if pos_k is not None:
+            scores = scores + (qs @ pos_k.float().permute(1, 2, 0)).gather(3, index)
+        if pos_q is not None:  # of key j, the bucket of i - j
+            of_keys = (ks @ pos_q.float().permute(1, 2, 0)).gather(3, index.transpose(2, 3))
+            scores = scores + of_keys.transpose(2, 3)
+        attended = torch.softmax(scores * softmax_scale, dim=-1) @ vs
+        out[rows] = attended.transpose(1, 2).flatten(0, 1).to(q.dtype)
+    return out
+
+
 def _runs(cu_seqlens: list[int], *, merge: bool) -> Iterator[tuple[int, int, int]]:
     """(first row, number of sequences, their length) of each run of equal, non-zero lengths.
 

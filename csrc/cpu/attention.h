@@ -32,6 +32,9 @@ struct AttentionInput {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;
+    const void* pos_k;       // of disentangled attention, as are pos_q and buckets; null: none
+    const void* pos_q;       // [num_buckets, num_heads, head_dim], as pos_k
+    const int32_t* buckets;  // [2 * relative_bias_span - 1], or null: no disentangled attention
 
     int32_t num_queries(int64_t sequence) const {
         return cu_seqlens[sequence + 1] - cu_seqlens[sequence];
@@ -73,6 +76,32 @@ struct AttentionScratch {
     int64_t queries_words() const { return kGroupQueries * row_words; }
     int64_t words() const {  // scores, keys, values, queries, output, and 3 words a query row
         return scores_words() + 2 * keys_words() + 2 * queries_words() + 3 * kGroupQueries;
+    }
+};
+
+// Keys whose products with the buckets' queries are made at a time: fewer repeat the packing of the
+// buckets more often, more have more distances, and so buckets, a key.
+constexpr int32_t kPositionKeys = 32;
+
+// A thread's further scratch for disentangled attention, in 32-bit words.
+struct PositionScratch {
+    static constexpr int64_t kMaxRun = kKeyBlock + kMaxTileQueries;  // buckets of a tile and block
+    float* content_scores;                                           // [bucket][query lane]
+    float* rows;                                                     // packed rows of pos_k
+    float* lanes;            // a tile of rows of pos_q, as lanes
+    float* position_scores;  // [bucket lane / tile][key][bucket lane % tile]
+
+    PositionScratch(int32_t head_dim, float* scratch) {
+        const int64_t row_words = AttentionScratch(head_dim).row_words;
+        content_scores = scratch;
+        rows = content_scores + kMaxRun * kMaxTileQueries;
+        lanes = rows + kMaxRun * row_words;
+        position_scores = lanes + kMaxTileQueries * row_words;
+    }
+    static int64_t words(int32_t head_dim) {
+        const int64_t row_words = AttentionScratch(head_dim).row_words;
+        return kMaxRun * kMaxTileQueries + (kMaxRun + kMaxTileQueries) * row_words +
+               (2 * kMaxTileQueries + kPositionKeys) * kPositionKeys;
     }
 };
 }  // namespace

@@ -38,6 +38,7 @@
 
 #include "cpu/attention.h"
 #include "cpu/attention_decode.h"
+#include "cpu/attention_position.h"
 #include "cpu/attention_tile.h"
 
 namespace {
@@ -47,15 +48,6 @@ using bytetx::cpu::AttentionItem;
 using bytetx::cpu::AttentionKernels;
 using bytetx::cpu::kKeyBlock;
 using bytetx::cpu::kMaxTileQueries;
-
-// Where the rows of a tile and the keys of a block stand in their sequence.
-struct Place {
-    int64_t sequence_begin;  // token
-    int first_query;         // position within the sequence
-    int num_queries;
-    int first_key;
-    int num_keys;
-};
 
 // Keys that one row at least of a run of them sees.
 struct KeyRange {
@@ -166,12 +158,16 @@ inline bool has_hidden_keys(const AttentionInput& in, const Place& at) {
 
 // One tile of queries against the packed key block; `tile` is its first query within the group.
 template <class Isa, int kVectors, typename T>
-void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, const float* bias,
-                 const Operand& keys, const Operand& values, const Place& at, int tile,
-                 const ValueTarget<T>& target) {
+void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, int head, const float* bias,
+                 float* position_scratch, const Operand& keys, const Operand& values,
+                 const Place& at, int tile, const ValueTarget<T>& target) {
     typename Isa::Vec maximum[kVectors];
     for (int v = 0; v < kVectors; ++v) maximum[v] = Isa::set1(-__builtin_inff());
-    score_block<Isa, kVectors>(w, w.query_tile(tile), keys, at.num_keys, maximum);
+    const float* q = w.query_tile(tile);
+    score_block<Isa, kVectors>(w, q, keys, at.num_keys, maximum);
+    if (in.buckets != nullptr) {
+        add_position_scores<Isa, kVectors, T>(w, in, head, position_scratch, q, keys, at, maximum);
+    }
     float unit = in.softmax_scale * kLog2E;
     if (bias != nullptr || in.softmax_scale < 0 ||
         (in.softmax_scale == 0 && (in.causal || in.window > 0))) {  // 0 would show hidden keys
@@ -197,6 +193,7 @@ void attend(const AttentionInput& in, const AttentionItem& item, float* scratch)
     const KeyRows<T> k = key_rows<T>(in, in.k, in.k_stride, item.sequence, kv_head);
     const KeyRows<T> v = key_rows<T>(in, in.v, in.v_stride, item.sequence, kv_head);
     T* out = static_cast<T*>(in.out) + first_row * in.out_stride + item.head * in.head_dim;
+    float* positions = scratch + AttentionScratch(in.head_dim).words();
     const float* bias = in.relative_bias;
     if (bias != nullptr) bias += item.head * (2 * int64_t{in.relative_bias_span} - 1);
 
@@ -223,10 +220,11 @@ void attend(const AttentionInput& in, const AttentionItem& item, float* scratch)
             const ValueTarget<T> target{out + i * in.out_stride, in.out_stride, num_rows,
                                         seen.begin >= first_key, seen.end <= end};
             if (num_rows > Isa::kWidth) {
-                attend_tile<Isa, Isa::kScoreVectors>(w, in, bias, own_keys, own_values, at, i,
-                                                     target);
+                attend_tile<Isa, Isa::kScoreVectors>(w, in, item.head, bias, positions, own_keys,
+                                                     own_values, at, i, target);
             } else {
-                attend_tile<Isa, 1>(w, in, bias, own_keys, own_values, at, i, target);
+                attend_tile<Isa, 1>(w, in, item.head, bias, positions, own_keys, own_values, at, i,
+                                    target);
             }
         }
     }
