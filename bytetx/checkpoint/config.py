@@ -43,6 +43,16 @@ class Values:
             return None
         return self.common_size(self.names[name])
 
+    def integer(self, name: str, default: int | None = None) -> int:
+        """Any integer by bytetx's name for it; `default` where the family has no such number."""
+        if name not in self.names and default is not None:
+            return default
+        key = self.names[name]
+        value = self.read(key)
+        if type(value) is not int or abs(value) > _MAX_SIZE:
+            raise CheckpointError(f"config.json: {key} must be an integer, got {value!r:.120}")
+        return value
+
     def common_size(self, key: str) -> int:
         """A size by its key in config.json."""
         value = self.read(key)

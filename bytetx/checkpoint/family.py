@@ -63,6 +63,16 @@ _SECTIONS = {
             "residual_multiplier",
             "logits_divisor",
             "classifier_activation",
+            "relative_attention",
+            "relative_terms",
+            "relative_max_distance",
+            "relative_log_buckets",
+            "relative_shares_projections",
+            "relative_norm",
+            "absolute_positions",
+            "convolution_size",
+            "convolution_groups",
+            "convolution_activation",
         },
     ),
     "architecture": (
@@ -87,25 +97,29 @@ _SECTIONS = {
     ),
     "embeddings": (
         {"word"},
-        {"position", "norm", "token_type", "relative_bias", "project"} | _CAUSAL_KEYS["embeddings"],
+        {"position", "norm", "token_type", "relative_bias", "project"}
+        | {"relative", "relative_norm"}
+        | _CAUSAL_KEYS["embeddings"],
     ),
     "layer": (
         {"attn_out", "ffn_out"},
-        {"q", "k", "v", "qkv", "q_norm", "k_norm"}
+        {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_bias", "v_bias", "pos_k", "pos_q"}
         | {"attn_norm", "attn_out_norm", "ffn_out_norm"}
         | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate"},
     ),
     "ungated_layer": ({"ffn_in"}, set()),
     "final": ({"norm"}, {"project_out"}),
+    "convolution": ({"linear", "norm"}, set()),
     "heads": (
         set(),
         {"pooler", "sequence_classification", "token_classification", "question_answering"}
         | {"masked_lm"}
         | _CAUSAL_KEYS["heads"],
     ),
+    "otherwise": (set(), {"masked_lm"}),
 }
 # Sections that a family may leave out.
-_OPTIONAL_SECTIONS = {"heads", "final", "fixed", "ungated_layer"}
+_OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "ungated_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants", "modules"}
 # Sections that a variant may change.
@@ -116,14 +130,14 @@ _HEADS = {
     "sequence_classification": ({"out"}, _CLASSIFIER_KEYS | {"pooling", "out_bias"}),
     "token_classification": ({"out"}, _CLASSIFIER_KEYS),
     "question_answering": ({"out"}, _CLASSIFIER_KEYS),
-    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias"}),
+    "masked_lm": ({"decoder"}, _CLASSIFIER_KEYS | {"bias", "decoder_bias", "when"}),
     "lm": ({"decoder"}, {"bias"}),
 }
 # A key's allowed values, the default first.
 _CLOSED_VALUES = {
     "norm_placement": ("post", "pre", "output", "parallel"),
     "norm": ("layer_norm", "rms_norm"),
-    "positions": ("learned", "rotary", "none"),
+    "positions": ("learned", "rotary", "none", "disentangled"),
     "rotary_layout": ("halves", "pairs"),
     "qkv": ("separate", "stacked", "interleaved"),
     # An RMS norm of each head, or of all heads of a token together.
@@ -146,6 +160,7 @@ _NULLABLE = {
     "layer_types",
     "attention_types",
     "rotary_layers",
+    "relative_terms",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
@@ -155,7 +170,18 @@ _PAIRS = (
     (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
     (("config", "num_layer_groups"), ("config", "layers_per_group")),
     (("config", "rotary_layers"), ("config", "unrotated_period")),
+    (("config", "relative_norm"), ("embeddings", "relative_norm")),
+    (("config", "relative_attention"), ("embeddings", "relative")),
+    (("config", "relative_attention"), ("config", "relative_terms")),
+    (("config", "relative_attention"), ("config", "relative_max_distance")),
+    (("config", "absolute_positions"), ("config", "relative_attention")),
+    (("config", "convolution_size"), ("convolution", "linear")),
+    (("config", "convolution_size"), ("config", "convolution_groups")),
+    (("config", "convolution_size"), ("config", "convolution_activation")),
     (("layer", "q_norm"), ("layer", "k_norm")),
+    (("layer", "q_bias"), ("layer", "v_bias")),
+    (("layer", "pos_k"), ("layer", "pos_q")),
+    (("layer", "pos_k"), ("embeddings", "relative")),
     (("embeddings", "project_in"), ("final", "project_out")),
 )
 
@@ -210,8 +236,9 @@ def read_family(path: Path) -> dict[str, Any]:
     for section, (required, optional) in _SECTIONS.items():
         if section in table:
             _check_keys(f"{where} [{section}]", table[section], required, optional)
-    for head, content in table.get("heads", {}).items():
-        _check_keys(f"{where} [heads.{head}]", content, *_HEADS[head])
+    for section in ("heads", "otherwise"):
+        for head, content in table.get(section, {}).items():
+            _check_keys(f"{where} [{section}.{head}]", content, *_HEADS[head])
     _check_values(where, table)
     _check_modules(where, table)
     for variant in table.get("variants", ()):
@@ -336,7 +363,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     """Checks that a family has exactly the tensors that its architecture needs."""
     architecture, embeddings = table["architecture"], table["embeddings"]
     is_causal = architecture.get("causal", False)
-    is_learned = architecture["positions"] == "learned"
+    is_disentangled = architecture["positions"] == "disentangled"
+    is_learned = architecture["positions"] == "learned" or "absolute_positions" in table["config"]
     is_rotary = architecture["positions"] == "rotary"
     has_bias = "relative_bias_rows" in table["config"]
     is_chosen = "gated_activation" in table["config"]
@@ -348,6 +376,8 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("embeddings", "position", is_learned, not is_learned),
         ("embeddings", "norm", not is_causal and placement == "post", is_causal),
         ("config", "rotary_theta", is_rotary, not is_rotary),
+        ("config", "relative_attention", is_disentangled, not is_disentangled),
+        ("layer", "q_bias", False, separate),
         ("config", "activation", not is_chosen, is_chosen),
         ("layer", "ffn_gate", is_chosen, False),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),

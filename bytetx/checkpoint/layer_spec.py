@@ -8,16 +8,55 @@ from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.rope_spec import RotarySpec, read_rotary
 from bytetx.errors import CheckpointError
 
+# Terms of disentangled attention, by their names in config.json.
+_RELATIVE_TERMS = {"c2p": "pos_k", "p2c": "pos_q"}
+
 # Layer keys of [layer] that are linear layers, by the part that one choice of biases covers.
 QKV_LINEARS = ("q", "k", "v", "qkv")
 ATTENTION_LINEARS = (*QKV_LINEARS, "attn_out")
 FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_in", "ffn_out")
-LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS)
+RELATIVE_LINEARS = ("pos_k", "pos_q")
+LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS)
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
 _GATES = ("gelu", "gelu_tanh", "silu")
 
 _LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
+
+
+@dataclass(frozen=True, slots=True)
+class DisentangledSpec:
+    """Relative positions of disentangled attention; see ops.disentangled.
+
+    terms: those of "pos_k" and "pos_q" that scores have.  log_buckets: of one direction, 0 where
+    every distance is a bucket of its own.  max_distance: the largest distance that differs from
+    those beyond it.  shares_projections: positions take the layer's own projections of q and k.
+    has_norm: whether the table of positions has a norm.
+    """
+
+    terms: frozenset[str]
+    log_buckets: int
+    max_distance: int
+    shares_projections: bool
+    has_norm: bool
+
+    @property
+    def num_buckets(self) -> int:
+        """Rows of the table of positions."""
+        return 2 * (self.log_buckets or self.max_distance)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionSpec:
+    """A convolution over the embedded tokens, added to the output of the first layer.
+
+    size: tokens, odd.  linear, norm: tensor-name stems.
+    """
+
+    size: int
+    activation: str
+    linear: str
+    norm: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +75,7 @@ class LayerSpec:
     layer is windowed, or empty where all from first_windowed_layer on are.
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
     final: stems of the last norm and projection.
+    disentangled: None where scores compare contents alone.
     """
 
     causal: bool
@@ -56,6 +96,8 @@ class LayerSpec:
     norm_bias: bool = True
     has_first_norm: bool = True
     qk_norm: str = "head"
+    disentangled: DisentangledSpec | None = None
+    convolution: ConvolutionSpec | None = None
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -103,9 +145,11 @@ def read_layers(
         window=_window(values),
         window_pattern=_window_pattern(values, num_layers),
         first_windowed_layer=_first_windowed_layer(values),
-        softmax_scale=architecture.get("softmax_scale", scale),
+        softmax_scale=architecture.get("softmax_scale", scale / _num_terms(values) ** 0.5),
         scales_by_layer=values.switch("scales_by_layer", False),
         final=table.get("final", {}),
+        disentangled=_disentangled(values),
+        convolution=_convolution(values, table),
     )
 
 
@@ -194,6 +238,67 @@ def _rotary_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
             f"got {str(given)[:200]}"
         )
     return tuple(map(bool, given))
+
+
+def _relative_terms(values: Values) -> frozenset[str]:
+    """What scores have besides q . k: config.json lists it, or joins it with "|"."""
+    if "relative_terms" not in values.names:
+        return frozenset()
+    key = values.names["relative_terms"]
+    given = values.read(key)
+    named = given.lower().split("|") if isinstance(given, str) else given or []
+    stripped = [name.strip() if isinstance(name, str) else name for name in named]
+    if unknown := [name for name in stripped if name not in _RELATIVE_TERMS]:
+        raise CheckpointError(
+            f"config.json: {key} names {unknown[0]!r:.120}; bytetx runs "
+            f"{' and '.join(_RELATIVE_TERMS)}"
+        )
+    return frozenset(_RELATIVE_TERMS[name] for name in stripped)
+
+
+def _num_terms(values: Values) -> int:
+    return 1 + len(_relative_terms(values))
+
+
+def _disentangled(values: Values) -> DisentangledSpec | None:
+    terms = _relative_terms(values)
+    if not values.switch("relative_attention", False) or not terms:
+        return None
+    distance = values.integer("relative_max_distance")
+    buckets = max(values.integer("relative_log_buckets", 0), 0)
+    if distance < 1:
+        distance = values.size("max_position_embeddings")
+    if buckets and not 2 < buckets < 2 * (distance - 1):
+        raise CheckpointError(
+            f"config.json: {values.names['relative_log_buckets']} must be from 3 to "
+            f"{2 * (distance - 1) - 1} for distances up to {distance}, got {buckets}"
+        )
+    has_norm = "relative_norm" in values.names and "layer_norm" in str(
+        values.read(values.names["relative_norm"])
+    ).lower().split("|")
+    return DisentangledSpec(
+        terms=terms,
+        log_buckets=buckets,
+        max_distance=distance,
+        shares_projections=values.switch("relative_shares_projections", False),
+        has_norm=has_norm,
+    )
+
+
+def _convolution(values: Values, table: Mapping[str, Any]) -> ConvolutionSpec | None:
+    size = values.integer("convolution_size", 0)
+    if size <= 0:
+        return None
+    groups = values.integer("convolution_groups")
+    if size % 2 == 0 or groups != 1:
+        raise CheckpointError(
+            f"config.json: a convolution of {size} tokens in {groups} groups is not supported; its "
+            "size must be odd and its groups 1"
+        )
+    stems = table["convolution"]
+    return ConvolutionSpec(
+        size, values.activation("convolution_activation"), stems["linear"], stems["norm"]
+    )
 
 
 def _expanded(groups: object, num_layers: int) -> list[Any] | None:

@@ -206,7 +206,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     values = Values(config, table)
     activation, norm_eps = values.activation(), values.norm_eps()
     sizes = _sizes(values, table["architecture"])
-    layer = dict(table["layer"])
+    layer, embeddings = dict(table["layer"]), dict(table["embeddings"])
     if not values.is_gated():
         del layer["ffn_gate"]
         layer |= table["ungated_layer"]
@@ -217,6 +217,12 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         head_dim=sizes["head_dim"],
         activation=activation,
     )
+    for key in ("pos_k", "pos_q"):
+        relative = layers.disentangled
+        if relative is None or relative.shares_projections or key not in relative.terms:
+            layer.pop(key, None)
+    if not values.switch("absolute_positions", True):
+        del embeddings["position"]
     if layers.rotary is not None:
         sizes["max_positions"] = rotary_positions(layers.rotary, sizes["max_positions"])
     return ModelSpec(
@@ -231,7 +237,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         architectures=_architectures(config),
         id2label=_labels(config),
         problem_type=_problem_type(config),
-        embeddings=table["embeddings"],
+        embeddings=embeddings,
         layer=layer,
         layer_spec=layers,
         heads=_heads(table, values, activation=activation, norm_eps=norm_eps),
@@ -396,14 +402,16 @@ def _labels(config: Mapping[str, Any]) -> dict[int, str]:
 def _heads(
     table: Mapping[str, Any], values: Values, *, activation: str, norm_eps: float
 ) -> dict[str, HeadSpec]:
-    """The family's heads.
+    """The family's heads; that of `otherwise` where config.json switches off what `when` names.
 
     "config" stands for the checkpoint's own activation or epsilon, "classifier" for its
     classifier_activation.  dense_bias, decoder_bias and pooling name keys of config.json.
     """
     heads = {}
     for name, entry in table.get("heads", {}).items():
-        resolved = dict(entry)
+        is_chosen = "when" not in entry or values.flag(entry["when"])
+        resolved = dict(entry if is_chosen else table["otherwise"][name])
+        resolved.pop("when", None)
         if resolved.get("activation") == "config":
             resolved["activation"] = activation
         elif resolved.get("activation") == "classifier":

@@ -38,7 +38,8 @@ def takes_fp8(spec: ModelSpec) -> bool:
     """Whether _Fp8Rows computes the layers: post-norm ones of layer norms, without a gate."""
     layers = spec.layer_spec
     is_gated = spec.is_gated
-    return layers.norm_placement == "post" and layers.norm == "layer_norm" and not is_gated
+    is_plain = layers.convolution is None and not is_gated
+    return layers.norm_placement == "post" and layers.norm == "layer_norm" and is_plain
 
 
 class Fp8Norm(NormWeight):
@@ -105,6 +106,8 @@ def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
         ffn_in=Fp8InnerWeight(_quantized(w.ffn_in), inner_scale),
         ffn_out=replace(out, scale=out.scale * inner_scale),
         ffn_norm=ffn_norm if is_last else Fp8Norm(ffn_norm.weight, ffn_norm.bias),
+        pos_k=w.pos_k,
+        pos_q=w.pos_q,
     )
 
 

@@ -8,13 +8,18 @@ from bytetx.checkpoint.layer_spec import LINEARS
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
+from bytetx.nn.convolution import load_convolution
 from bytetx.nn.fp8 import quantize_layer
 from bytetx.nn.layers import Layers, LayerWeights
+from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
 from bytetx.parallel.layout import features
+
+# Weight and bias of a linear layer.
+_Tensors = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def load_layers(
@@ -30,7 +35,7 @@ def load_layers(
     blocks: of layers that are sharded, only the local shard is read.  fp8: layers of E4M3 rows.
     """
     layer_spec, final_norm, indices = spec.layer_spec, None, range(spec.num_layers)
-    reader = _LayerReader(spec, load, blocks)
+    reader = _LayerReader(spec, load, blocks, positions=load_positions(spec, load))
     if layer_spec.norm_placement != "post":
         final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
     weights = reader.layers()
@@ -51,6 +56,8 @@ def load_layers(
         final_norm=final_norm,
         tables=tables,
         relative_bias=relative_bias,
+        buckets=load_buckets(spec, load.device),
+        convolution=load_convolution(spec, load),
         is_interleaved=load.shares and layer_spec.qkv == "interleaved",
     )
 
@@ -64,9 +71,19 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
         yield f"{stem}.weight"
         if has_shift:
             yield f"{stem}.bias"
+    if layers.disentangled is not None:
+        yield spec.embeddings["relative"]
+        if layers.disentangled.has_norm:
+            yield from (f"{spec.embeddings['relative_norm']}.{part}" for part in ("weight", "bias"))
+    if layers.convolution is not None:
+        stems = (layers.convolution.linear, layers.convolution.norm)
+        yield from (f"{stem}.{part}" for stem in stems for part in ("weight", "bias"))
     for i in range(spec.num_layers):
         for key, name in spec.layer_names(i).items():
             if key == "attn_norm" and i == 0 and not layers.has_first_norm:
+                continue
+            if key in ("q_bias", "v_bias"):
+                yield name
                 continue
             yield f"{name}.weight"
             is_head_norm = key in ("q_norm", "k_norm")
@@ -81,7 +98,16 @@ _NORMS = ("attn_norm", "attn_out_norm", "ffn_norm", "ffn_out_norm")
 class _LayerReader:
     """Reads one layer after the other in the layout that the family saves."""
 
-    def __init__(self, spec: ModelSpec, load: TensorLoader, blocks: Blocks):
+    def __init__(
+        self,
+        spec: ModelSpec,
+        load: TensorLoader,
+        blocks: Blocks,
+        *,
+        positions: torch.Tensor | None = None,
+    ):
+        """positions: the table of relative positions of disentangled attention."""
+        self.positions = positions
         self.spec, self.layer_spec, self.load = spec, spec.layer_spec, load
         self.num_heads, self.shard = blocks.num_heads, blocks.shard
         # Features that are read; None: all.
@@ -110,7 +136,9 @@ class _LayerReader:
         if i == 0 and not self.layer_spec.has_first_norm:
             del names["attn_norm"]
         norms = {key: self.norm(names[key], spec.hidden_size) for key in _NORMS if key in names}
-        qkv = self._qkv(names)
+        parts = self._qkv_parts(names)
+        qkv = self._qkv(names, parts)
+        pos_k, pos_q = self._relative(names, parts)
         attn_out, ffn_out = self._out_linears(names)
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
@@ -123,6 +151,8 @@ class _LayerReader:
             ffn_out_norm=norms.get("ffn_out_norm"),
             ffn_in=self._ffn_in(names),
             ffn_out=ffn_out,
+            pos_k=pos_k,
+            pos_q=pos_q,
         )
 
     def norm(self, stem: str, size: int) -> NormWeight:
@@ -144,27 +174,67 @@ class _LayerReader:
             part = None if local is None else Part(0, (local,))
         return NormWeight(self.load.tensor(f"{names[key]}.weight", (size,), part=part), None)
 
-    def _qkv(self, names: dict[str, str]) -> LinearWeight:
+    def _qkv_parts(self, names: dict[str, str]) -> list[_Tensors]:
+        """(weight, bias) of q, k and v; empty where one weight holds all three."""
+        spec = self.spec
+        if self.layer_spec.qkv != "separate":
+            return []
+        q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        kinds = (
+            ("q", q_rows, self.heads),
+            ("k", kv_rows, self.kv_heads),
+            ("v", kv_rows, self.kv_heads),
+        )
+        return [
+            self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(local))
+            for key, n, local in kinds
+        ]
+
+    def _qkv(self, names: dict[str, str], parts: list[_Tensors]) -> LinearWeight:
+        """The linear layer of q, k and v; parts: _qkv_parts'."""
+        if parts:
+            return self.load.fused_linear(parts)
         spec = self.spec
         q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        if self.layer_spec.qkv == "separate":
-            kinds = (
-                ("q", q_rows, self.heads),
-                ("k", kv_rows, self.kv_heads),
-                ("v", kv_rows, self.kv_heads),
-            )
-            parts = [
-                self._tensors(names, key, n, spec.hidden_size, outputs=_ranges(local))
-                for key, n, local in kinds
-            ]
-            return self.load.fused_linear(parts)
         rows = q_rows + 2 * kv_rows
         outputs = self._fused_outputs(q_rows, kv_rows)
         weight, bias = self._tensors(names, "qkv", rows, spec.hidden_size, outputs=outputs)
         if self.layer_spec.qkv == "interleaved" and not self.load.shares:
             weight = self._separate(weight)
             bias = None if bias is None else self._separate(bias)
+        if "q_bias" in names:
+            bias = self._separate_biases(names, q_rows)
         return self.load.linear_from(weight, bias)
+
+    def _separate_biases(self, names: dict[str, str], rows: int) -> torch.Tensor:
+        """The bias of q, k and v from those of q and v, in the order of the weight's rows."""
+        part = None if self.heads is None else Part(0, (self.heads,))
+        q, v = (self.load.tensor(names[key], (rows,), part=part) for key in ("q_bias", "v_bias"))
+        bias = torch.stack([q, torch.zeros_like(q), v])  # [3, local rows]
+        if self.layer_spec.qkv == "interleaved" and self.load.shares:
+            bias = bias.unflatten(1, (-1, self.spec.head_dim)).transpose(0, 1)
+        return bias.flatten()
+
+    def _relative(
+        self, names: dict[str, str], parts: list[_Tensors]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(pos_k, pos_q) of disentangled attention, of this rank's heads; see LayerWeights."""
+        relative = self.layer_spec.disentangled
+        if relative is None or self.positions is None:
+            return None, None
+        found: dict[str, torch.Tensor] = {}
+        for key, part in (("pos_k", 1), ("pos_q", 0)):  # keys of positions come from k's weight
+            if key not in relative.terms:
+                continue
+            if relative.shares_projections:
+                weight, bias = parts[part]
+            else:
+                rows, hidden = self.spec.num_heads * self.spec.head_dim, self.spec.hidden_size
+                outputs = _ranges(self.heads)
+                weight, bias = self._tensors(names, key, rows, hidden, outputs=outputs)
+            head_dim = self.spec.head_dim
+            found[key] = project_positions(self.positions, weight, bias, head_dim=head_dim)
+        return found.get("pos_k"), found.get("pos_q")
 
     def _fused_outputs(self, q_rows: int, kv_rows: int) -> tuple[range, ...] | None:
         """This rank's rows of a weight that holds q, k and v of all heads."""

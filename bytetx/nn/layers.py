@@ -8,10 +8,12 @@ import torch
 from bytetx.checkpoint.rope_spec import RotarySpec
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import Blocks, ColumnWeight, NormWeight, OutWeight, Rows
+from bytetx.nn.convolution import Convolution, neighbors
 from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
+from bytetx.ops.disentangled import disentangled_attention
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
@@ -37,6 +39,9 @@ class LayerWeights:
     k_norm: NormWeight | None = None
     attn_out_norm: NormWeight | None = None  # of output norms
     ffn_out_norm: NormWeight | None = None
+    # Of disentangled attention, [num_buckets, num_heads, head_dim] each.
+    pos_k: torch.Tensor | None = None
+    pos_q: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +73,20 @@ class Layers:
         final_norm: NormWeight | None = None,
         tables: dict[RotarySpec, RotaryTables] | None = None,
         relative_bias: torch.Tensor | None = None,
+        buckets: torch.Tensor | None = None,
+        convolution: Convolution | None = None,
         is_interleaved: bool = False,
     ):
         """final_norm: None where the layers are post-norm.  tables: of each rotation that
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
-        varlen_attention.  is_interleaved: qkv has rows of one key head's q, k and v after another.
+        varlen_attention.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
+        is_interleaved: qkv has rows of one key head's q, k and v after another.
         """
         self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
         self.weights, self.final_norm = list(weights), final_norm
         self.tables = {} if tables is None else tables
         self.relative_bias, self.is_interleaved = relative_bias, is_interleaved
+        self.buckets, self.convolution = buckets, convolution
 
     @property
     def is_capturable(self) -> bool:
@@ -111,6 +120,7 @@ class Layers:
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
         first_norm = None if placement == "post" else self.weights[0].attn_norm
         h = x if first_norm is None else rows.norm(x, first_norm)
+        embedded = x if self.convolution is not None else None
         for i, layer in enumerate(self.weights):
             is_last = i + 1 == len(self.weights)
             if placement == "parallel":
@@ -123,6 +133,9 @@ class Layers:
                 # Two calls, so that the activations of the first are freed before the second.
                 h, x = self._attention_half(h, x, i, step)
                 h, x = self._feed_forward(h, x, i, rows)
+            if embedded is not None:  # DeBERTa's are post-norm
+                h = x = self._convolve(embedded, x, step)
+                embedded = None
             if on_layer:
                 on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
         return rows.gather(h)
@@ -144,6 +157,8 @@ class Layers:
                 f"cache must have the model's {len(self.weights)} layers, got {len(cache.layers)}"
             )
         windows = {self.layer_spec.window_of(i) for i in range(len(self.weights))}
+        if self.buckets is not None:
+            windows = set()
         plans = {window: self._plan(batch, window) for window in windows}
         rotations = {spec: tables.of(batch) for spec, tables in self.tables.items()}
         return _Pass(batch, rows, rotations, plans, cache, on_kv)
@@ -187,6 +202,13 @@ class Layers:
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         norm, output_norm = self._last_norm(i), layer.ffn_out_norm
         return self._add_and_norm(inner, layer.ffn_out, x, norm, rows, output_norm=output_norm)
+
+    def _convolve(self, embedded: torch.Tensor, x: torch.Tensor, step: _Pass) -> torch.Tensor:
+        """The norm of x + a convolution over each sequence's embedded tokens; both local rows."""
+        rows = step.rows
+        assert self.convolution is not None
+        around = neighbors(rows.gather(embedded), step.batch.cu_seqlens, self.convolution.size)
+        return self.convolution.forward(rows.local(around), x)
 
     def _parallel_feed_forward(
         self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
@@ -241,6 +263,18 @@ class Layers:
         if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
         scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
+        if self.buckets is not None:
+            return disentangled_attention(
+                q,
+                k,
+                v,
+                layer.pos_k,
+                layer.pos_q,
+                self.buckets,
+                batch.cu_seqlens,
+                max_seqlen=batch.max_seqlen,
+                softmax_scale=scale,
+            ).flatten(1)
         plan = step.plans[window]
         if step.cache is not None:
             cache = step.cache.layers[i]

@@ -49,7 +49,9 @@ def run(qkv, tables, buckets, cu_seqlens, scale):
 def test_equals_the_definition(isa: str, dtype: torch.dtype, terms: str) -> None:
     seqlens = [1, 0, 33, 300, 7, 64, 129]
     qkv, tables, buckets, cu_seqlens = random_case(seqlens, 2, 24, 16, 100, dtype)
-    tables = tuple(t if terms in ("both", n) else None for t, n in zip(tables, ("pos_k", "pos_q")))
+    tables = tuple(
+        t if terms in ("both", n) else None for t, n in zip(tables, ("pos_k", "pos_q"), strict=True)
+    )
     if native.kernel("disentangled_attention", qkv[0].device) is None:
         pytest.skip("no native core")
     found = run_kernel(*qkv, *tables, buckets, cu_seqlens, softmax_scale=0.1, isa=isa)
