@@ -29,6 +29,16 @@ SIZES = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 72,
 }
+# What the published checkpoints of DeBERTa v3 have, with fewer buckets.
+DEBERTA_V3 = {
+    "relative_attention": True,
+    "position_buckets": 16,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "pos_att_type": ["p2c", "c2p"],
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+}
 # family: (stem of its class names, config that differs from SIZES)
 FAMILIES = {
     "bert": ("Bert", {}),
@@ -45,6 +55,8 @@ FAMILIES = {
     "nomic_bert": ("NomicBert", {"pad_token_id": 0}),
     "gte": ("Gte", {"pad_token_id": 0}),
     "jina_embeddings_v3": ("JinaEmbeddingsV3", {}),
+    "deberta-v2": ("DebertaV2", DEBERTA_V3),
+    "deberta": ("Deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}),
     "eurobert": ("EuroBert", {"num_key_value_heads": 1, "pad_token_id": 0, "mask_token_id": 3}),
 }
 # An older transformers lacks the newest classes.

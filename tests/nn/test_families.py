@@ -214,7 +214,7 @@ def test_up_to_the_last_position(family: str, tmp_path: Path) -> None:
     spec = load(save(model, tmp_path)).spec
     longest = spec.max_positions
     assert_encoder_agrees(model, tmp_path, [longest, 1, longest - 1])
-    if spec.layer_spec.rotary is None:  # transformers rotates by any position
+    if "position" in spec.embeddings:  # transformers rotates, and compares, by any position
         with pytest.raises((IndexError, RuntimeError)):
             expected(model, random_ids([longest + 1])[0])
 
@@ -378,7 +378,7 @@ def test_a_config_of_the_hub_before_layer_types(tmp_path: Path) -> None:
         assert_close(rows, expected(model, sequence).last_hidden_state[0])
 
 
-@pytest.mark.parametrize("family", ["modernbert", "eurobert"])
+@pytest.mark.parametrize("family", ["modernbert", "eurobert", "deberta-v2"])
 def test_batch_mates_change_nothing(family: str, tmp_path: Path) -> None:
     loaded = load(save(tiny_model(family), tmp_path))
     ids = random_ids([40, 1, 17, 30, 5])
@@ -412,3 +412,60 @@ def test_albert_projects_embeddings_of_its_own_width(tmp_path: Path) -> None:
     extra.config.num_hidden_groups = 1
     with pytest.raises(CheckpointError, match="more layers than the 2 of config.json"):
         load(save(extra, tmp_path / "extra"))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"conv_kernel_size": 3, "conv_act": "gelu"},
+        {"conv_kernel_size": 5},
+        {"share_att_key": False},
+        {"position_buckets": -1, "max_relative_positions": 9},
+        {"pos_att_type": "c2p"},
+        {"pos_att_type": ["p2c"], "share_att_key": False},
+        {"pos_att_type": None},
+        {"norm_rel_ebd": "none", "position_biased_input": True, "type_vocab_size": 2},
+        {"relative_attention": False, "position_biased_input": True},
+        {"legacy": False, "pooler_hidden_act": "tanh"},
+    ],
+    ids=lambda config: "+".join(config),
+)
+@pytest.mark.parametrize("head", ["ForMaskedLM", "ForSequenceClassification"])
+def test_deberta_options(config: dict[str, object], head: str, tmp_path: Path) -> None:
+    model = tiny_model("deberta-v2", head, **config)
+    loaded = load(save(model, tmp_path))
+    ids = random_ids([*SEQLENS, 72])
+    batch = loaded.pack(ids)
+    rows = loaded.transformer.forward(batch)
+    if head == "ForMaskedLM":
+        found = split(heads.load_masked_lm(loaded.spec, loaded.loader).forward(rows), batch)
+    else:
+        found = heads.load_sequence_classification(loaded.spec, loaded.loader).classify(rows, batch)
+    for sequence, ours in zip(ids, found, strict=True):
+        assert_close(ours, expected(model, sequence).logits[0])
+    if loaded.spec.layer_spec.disentangled is not None:  # else positions are saved and never read
+        assert loaded.weights.unused() == []
+
+
+def test_deberta_beyond_the_last_bucket(tmp_path: Path) -> None:
+    model = tiny_model("deberta-v2", max_position_embeddings=600, max_relative_positions=100)
+    assert_encoder_agrees(model, tmp_path, [600, 101, 1, 250])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"pos_att_type": ["p2p"]}, "pos_att_type names 'p2p'; bytetx runs c2p and p2c"),
+        ({"position_buckets": 2}, "position_buckets must be from 3 to 141 for distances up to 72"),
+        ({"conv_kernel_size": 4}, "a convolution of 4 tokens in 1 groups is not supported"),
+        ({"max_relative_positions": "9"}, "max_relative_positions must be an integer, got '9'"),
+    ],
+)
+def test_deberta_configs_that_nothing_runs(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = save(tiny_model("deberta-v2"), tmp_path)
+    saved = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(saved | config))
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
