@@ -35,7 +35,7 @@ def project_positions(
     projected = positions @ weight.float().T
     if bias is not None:
         projected += bias.float()
-    return projected.to(weight.dtype).unflatten(1, (-1, head_dim)).contiguous()
+    return projected.to(weight.dtype).view(projected.shape[0], -1, head_dim)
 
 
 def load_buckets(spec: ModelSpec, device: torch.device | str) -> torch.Tensor | None:
