@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from bytetx.checkpoint.family import families
+
 ROOT = Path(__file__).resolve().parent.parent
 # What a file or function may have at most; far above what is usual here, for neither is ever split
 # to meet a number.
@@ -38,16 +40,15 @@ WITHOUT_TORCH = [
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}
 
 
-def load_drawing() -> ModuleType:
-    path = ROOT / "docs" / "draw_architecture.py"
-    spec = importlib.util.spec_from_file_location("draw_architecture", path)
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-drawing = load_drawing()
+drawing = load_script("draw_architecture")
 
 
 def is_inside(target: str, package: str) -> bool:
@@ -86,6 +87,14 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_the_picture_of_the_architecture_is_of_this_source() -> None:
     text = drawing.PAGE.read_text(encoding="utf-8")
     assert drawing.page_with(drawing.mermaid()) == text, "run: python docs/draw_architecture.py"
+
+
+def test_the_table_of_families_is_of_these_files() -> None:
+    listing = load_script("list_families")
+    text = listing.PAGE.read_text(encoding="utf-8")
+    assert listing.page_with(listing.table()) == text, "run: python docs/list_families.py"
+    types = {name for content in families().values() for name in content["model_types"]}
+    assert types and all(f"`{name}`" in listing.table() for name in types)
 
 
 def test_few_modules_lie_at_the_root() -> None:

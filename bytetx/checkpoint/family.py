@@ -231,7 +231,7 @@ def read_family(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"models/{path.name} cannot be read as TOML: {error}") from error
     where = f"models/{path.name}:"
-    sections = {"model_types", "prefix", "defaults", *_SECTIONS}
+    sections = {"names", "model_types", "prefix", "defaults", *_SECTIONS}
     _check_keys(where, table, sections - _OPTIONAL_SECTIONS, _OPTIONAL_SECTIONS | _OPTIONAL_KEYS)
     for section, (required, optional) in _SECTIONS.items():
         if section in table:
