@@ -17,7 +17,7 @@ def wanted(q, k, v, pos_k, pos_q, buckets, seqlens, scale):
     outputs, start, center = [], 0, len(buckets) // 2
     for n in seqlens:
         own = [t[start : start + n].double() for t in (q, k, v)]
-        at = torch.arange(n)
+        at = torch.arange(n, device=q.device)
         index = buckets[at[:, None] - at + center].long()
         scores = torch.einsum("ihd,jhd->hij", own[0], own[1])
         if pos_k is not None:
