@@ -1,4 +1,4 @@
-"""Disentangled attention on Hopper against float64: lengths, buckets, head sizes, broken padding."""
+"""Disentangled attention on Hopper against float64: lengths, buckets, heads, broken padding."""
 
 import pytest
 import torch
