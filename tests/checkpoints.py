@@ -172,6 +172,11 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+def write_config(folder: Path, config: dict[str, object]) -> None:
+    """Writes config.json in place of the one that is there, if any."""
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def save_causal(
     folder: Path, name: str = "qwen3", head: str = "ForCausalLM", **config: object
 ) -> Path:

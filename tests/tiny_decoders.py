@@ -72,6 +72,7 @@ _GRANITE = {
     "attention_multiplier": 0.2,
     "logits_scaling": 5.0,
 }
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 _FALCON = {
     "hidden_size": 48,
     "num_hidden_layers": 3,
@@ -137,9 +138,20 @@ DECODERS = {
         _FALCON
         | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4}),
+    "mixtral-window": ("Mixtral", _LLAMA | {"num_local_experts": 3, "sliding_window": WINDOW}),
+    "qwen3_moe": ("Qwen3Moe", _LLAMA | _EXPERTS | {"mlp_only_layers": [1]}),
+    "qwen3_moe-period": (
+        "Qwen3Moe",
+        _LLAMA | _EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True},
+    ),
     "smollm3": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
+
+
+# Those that wrap takes: transformers holds experts in other tensors than it saves.
+WRAPPED = [name for name, (stem, _) in DECODERS.items() if stem not in ("Mixtral", "Qwen3Moe")]
 
 
 def causal_class(name: str, head: str = "ForCausalLM") -> type:

@@ -104,17 +104,17 @@ def without_kernels(share: Share, blocks: Blocks) -> Share:
         assert isinstance(w, LinearWeight)
         return replace(w, has_kernel=False)
 
-    layers = [
-        replace(
+    def plain_layer(layer: LayerWeights) -> LayerWeights:
+        assert layer.ffn_in is not None and layer.ffn_out is not None  # no model here has experts
+        return replace(
             layer,
             qkv=plain(layer.qkv),
             attn_out=plain(layer.attn_out),
             ffn_in=plain(layer.ffn_in),
             ffn_out=plain(layer.ffn_out),
         )
-        for layer in share.layers
-    ]
-    return Share(share.spec, blocks, layers)
+
+    return Share(share.spec, blocks, list(map(plain_layer, share.layers)))
 
 
 def layers_run(share: Share, batch: PackedBatch, cache: KvCache | None) -> Run:

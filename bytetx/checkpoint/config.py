@@ -28,7 +28,11 @@ class Values:
     """One config.json; names are bytetx's own, as the family's [config] section lists them."""
 
     def __init__(self, config: Mapping[str, Any], table: Mapping[str, Any]):
-        self.config, self.names, self.defaults = config, table["config"], table["defaults"]
+        aliases = table.get("aliases", {})
+        # A file may have both, the older name with a default's value: the newer one is taken.
+        own = {aliases.get(key, key): value for key, value in config.items() if key in aliases}
+        self.config = {**config, **own}
+        self.names, self.defaults = table["config"], table["defaults"]
         self.architecture = table["architecture"]
 
     def size(self, name: str, default: int | None = None) -> int:

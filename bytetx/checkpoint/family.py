@@ -62,6 +62,12 @@ _SECTIONS = {
             "embedding_multiplier",
             "residual_multiplier",
             "logits_divisor",
+            "num_experts",
+            "experts_per_token",
+            "expert_size",
+            "normalizes_experts",
+            "sparse_period",
+            "dense_layers",
             "classifier_activation",
             "relative_attention",
             "relative_terms",
@@ -102,12 +108,17 @@ _SECTIONS = {
         | _CAUSAL_KEYS["embeddings"],
     ),
     "layer": (
-        {"attn_out", "ffn_out"},
+        {"attn_out"},
         {"q", "k", "v", "qkv", "q_norm", "k_norm", "q_bias", "v_bias", "pos_k", "pos_q"}
         | {"attn_norm", "attn_out_norm", "ffn_out_norm"}
-        | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate"},
+        | {"ffn_norm", "ffn_in", "ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_out"},
     ),
     "ungated_layer": ({"ffn_in"}, set()),
+    # expert_*: stems of one expert's tensors; experts_*: whole names of those of all experts.
+    "sparse_layer": (
+        {"router"},
+        {"expert_gate", "expert_in", "expert_out", "experts_in", "experts_out", "experts_bias"},
+    ),
     "final": ({"norm"}, {"project_out"}),
     "convolution": ({"linear", "norm"}, set()),
     "heads": (
@@ -119,7 +130,8 @@ _SECTIONS = {
     "otherwise": (set(), {"masked_lm"}),
 }
 # Sections that a family may leave out.
-_OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "ungated_layer", "convolution"}
+_OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
+_OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants", "modules"}
 # Sections that a variant may change.
@@ -161,6 +173,7 @@ _NULLABLE = {
     "attention_types",
     "rotary_layers",
     "relative_terms",
+    "dense_layers",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
@@ -169,6 +182,10 @@ _PAIRS = (
     (("config", "relative_bias_rows"), ("embeddings", "relative_bias")),
     (("config", "gated_activation"), ("ungated_layer", "ffn_in")),
     (("config", "num_layer_groups"), ("config", "layers_per_group")),
+    (("config", "num_experts"), ("sparse_layer", "router")),
+    (("config", "num_experts"), ("config", "experts_per_token")),
+    (("sparse_layer", "expert_in"), ("sparse_layer", "expert_out")),
+    (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
     (("config", "rotary_layers"), ("config", "unrotated_period")),
     (("config", "relative_norm"), ("embeddings", "relative_norm")),
     (("config", "relative_attention"), ("embeddings", "relative")),
@@ -190,7 +207,8 @@ _PAIRS = (
 def families() -> dict[str, dict[str, Any]]:
     """Every models/*.toml by its file's stem, checked.
 
-    Of two files with one model_type, one has a `marker`: it serves the config.json with that key.
+    Of several files with one model_type, all but one have a `marker`: keys of the config.json
+    that they serve.
 
     Raises CheckpointError naming the file and the key that is unknown, missing or not allowed.
     """
@@ -307,10 +325,12 @@ def _check_values(where: str, table: dict[str, Any]) -> None:
     if missing := (named | {"vocab_size", "pad_token_id"}) - table["defaults"].keys():
         raise CheckpointError(f"{where} [defaults] missing key {', '.join(sorted(missing))}")
     index = "{group}" if "num_layer_groups" in table["config"] else "{i}"
-    for section in ("layer", "ungated_layer"):
+    for section in ("layer", "ungated_layer", "sparse_layer"):
         for key, stem in table.get(section, {}).items():
             if index not in stem:
                 raise CheckpointError(f"{where} [{section}] {key} is {stem!r}, must hold {index}")
+            if key.startswith("expert_") and "{e}" not in stem:
+                raise CheckpointError(f"{where} [{section}] {key} is {stem!r}, must hold {{e}}")
     for head, content in table.get("heads", {}).items():
         known = ("config", "classifier", *ACTIVATIONS)
         if content.get("activation", "config") not in known:
@@ -372,6 +392,9 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     placement = architecture["norm_placement"]
     is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & table["layer"].keys())
     has_gate = "ffn_gate" in table["layer"]
+    sparse = table.get("sparse_layer", {})
+    is_sparse = bool(sparse)
+    has_dense = not is_sparse or bool({"sparse_period", "dense_layers"} & table["config"].keys())
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
         ("embeddings", "norm", not is_causal and placement == "post", is_causal),
@@ -392,7 +415,12 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("config", "residual_multiplier", False, placement in ("post", "output")),
         ("config", "embedding_multiplier", False, not is_causal),
         ("config", "logits_divisor", False, not is_causal),
-        ("layer", "ffn_in", not is_fused, is_fused),
+        ("layer", "ffn_in", has_dense and not is_fused, is_fused or not has_dense),
+        ("layer", "ffn_out", has_dense, not has_dense),
+        *(
+            ("config", key, False, not is_sparse)
+            for key in ("expert_size", "normalizes_experts", "sparse_period", "dense_layers")
+        ),
         ("layer", "ffn_gate", has_gate, is_fused),
         ("layer", "ffn_up_gate", False, "ffn_gate_up" in table["layer"]),
         ("config", "windowed_rotary_theta", False, not is_rotary),
@@ -402,6 +430,13 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         if (is_needed and not is_there) or (is_wrong and is_there):
             missing = "is missing" if is_needed else "does not belong to how this family computes"
             raise CheckpointError(f"{where} [{section}] {key} {missing}")
+    if is_sparse and ("expert_in" in sparse) == ("experts_in" in sparse):
+        raise CheckpointError(
+            f"{where} [sparse_layer] must have either expert_in and expert_out or experts_in and "
+            "experts_out"
+        )
+    if is_sparse and placement not in ("pre", "post"):
+        raise CheckpointError(f"{where} [sparse_layer] goes with norm_placement pre or post")
     for key in ("relative_bias_buckets", "relative_bias_max_distance"):
         if (key in table["config"]) + (key in architecture) != has_bias:
             raise CheckpointError(

@@ -17,6 +17,9 @@ ATTENTION_LINEARS = (*QKV_LINEARS, "attn_out")
 FFN_LINEARS = ("ffn_gate", "ffn_gate_up", "ffn_up_gate", "ffn_in", "ffn_out")
 RELATIVE_LINEARS = ("pos_k", "pos_q")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS)
+# Of [sparse_layer]: stems with {e} for an expert; whole names of tensors of all experts.
+EXPERT_LINEARS = ("expert_gate", "expert_in", "expert_out")
+EXPERT_TENSORS = ("experts_in", "experts_out", "experts_bias")
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
 _GATES = ("gelu", "gelu_tanh", "silu")
@@ -115,12 +118,72 @@ class LayerSpec:
         return self.softmax_scale / (layer + 1) if self.scales_by_layer else self.softmax_scale
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """The experts of layers whose feed-forward is a mixture of them.
+
+    size: features inside an expert.  top_k: experts of a token.  normalizes: whether a token's
+    weights of its experts are divided by their sum.  pattern: whether each layer has experts.
+    layer: names of their tensors, with {i} for the layer and {e} for an expert.
+    """
+
+    num_experts: int
+    top_k: int
+    size: int
+    normalizes: bool
+    pattern: tuple[bool, ...]
+    layer: Mapping[str, str]
+
+    @property
+    def is_gated(self) -> bool:
+        return "expert_gate" in self.layer
+
+
+def read_experts(
+    values: Values, table: Mapping[str, Any], *, num_layers: int, intermediate_size: int
+) -> ExpertSpec | None:
+    """The experts that config.json asks for; None for a family without, or where no layer has
+    some."""
+    if "sparse_layer" not in table:
+        return None
+    num_experts, top_k = values.size("num_experts"), values.size("experts_per_token")
+    if top_k > num_experts:
+        raise CheckpointError(
+            f"config.json: {values.names['experts_per_token']} {top_k} is more than the "
+            f"{num_experts} experts"
+        )
+    period, dense = values.size("sparse_period", default=1), _dense_layers(values)
+    pattern = tuple((i + 1) % period == 0 and i not in dense for i in range(num_layers))
+    if not any(pattern):
+        return None
+    return ExpertSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        size=values.size("expert_size", default=intermediate_size),
+        normalizes=values.switch("normalizes_experts", True),
+        pattern=pattern,
+        layer=table["sparse_layer"],
+    )
+
+
+def _dense_layers(values: Values) -> set[int]:
+    """Layers that have no experts whatever the period says."""
+    key = values.names.get("dense_layers")
+    given = None if key is None else values.read(key)
+    if given is None:
+        return set()
+    if not isinstance(given, list) or not all(type(i) is int for i in given):
+        raise CheckpointError(f"config.json: {key} must list layers, got {str(given)[:200]}")
+    return set(given)
+
+
 def read_layers(
     values: Values, table: Mapping[str, Any], *, num_layers: int, head_dim: int, activation: str
 ) -> LayerSpec:
     """The choices of a checkpoint's layers. Raises CheckpointError for those that nothing runs."""
     architecture = table["architecture"]
-    if is_gated(table["layer"]) and activation not in _GATES:
+    has_gate = is_gated(table["layer"]) or "expert_gate" in table.get("sparse_layer", {})
+    if has_gate and activation not in _GATES:
         raise CheckpointError(
             f"config.json: {values.activation_key} means {activation!r}, this family's gate "
             f"must be one of {', '.join(_GATES)}"

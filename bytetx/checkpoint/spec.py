@@ -7,7 +7,14 @@ from typing import Any
 
 from bytetx.checkpoint.config import Values
 from bytetx.checkpoint.family import families, known_model_types, select_variants
-from bytetx.checkpoint.layer_spec import LayerSpec, is_gated, read_layers
+from bytetx.checkpoint.layer_spec import (
+    FFN_LINEARS,
+    ExpertSpec,
+    LayerSpec,
+    is_gated,
+    read_experts,
+    read_layers,
+)
 from bytetx.checkpoint.rope_spec import rotary_positions
 from bytetx.errors import CheckpointError
 
@@ -68,6 +75,7 @@ class ModelSpec:
     half_dtype: the half type that "auto" takes on CUDA; "saved": the saved one, else float16.
     embedding_multiplier: of embedded tokens.  residual_multiplier: of what each half of a layer
         adds.  logits_divisor: of next-token logits.
+    experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
     """
 
     family: str
@@ -106,6 +114,7 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    experts: ExpertSpec | None = None
 
     @property
     def layer_norm_eps(self) -> float:
@@ -122,13 +131,24 @@ class ModelSpec:
         return self.always_projects or self.embedding_size != self.hidden_size
 
     def layer_names(self, layer: int) -> dict[str, str]:
-        """Stems of a layer's tensors by their key; layers of one group have the same ones."""
+        """Stems of a layer's tensors by their key; layers of one group have the same ones.
+
+        A layer with experts has theirs in place of a feed-forward's, with {e} for an expert.
+        """
         if not self.num_layer_groups:
-            return {key: stem.format(i=layer) for key, stem in self.layer.items()}
+            stems = dict(self.layer)
+            if self.has_experts(layer) and self.experts is not None:
+                stems = {key: stem for key, stem in stems.items() if key not in FFN_LINEARS}
+                stems |= self.experts.layer
+            return {key: stem.replace("{i}", str(layer)) for key, stem in stems.items()}
         repeat, inner = divmod(layer, self.layers_per_group)
         repeats = self.num_layers // self.layers_per_group
         group = repeat * self.num_layer_groups // repeats
         return {key: stem.format(group=group, inner=inner) for key, stem in self.layer.items()}
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and self.experts.pattern[layer]
 
     @property
     def extra_layer(self) -> str:
@@ -191,6 +211,11 @@ class ModelSpec:
             behind + max(attended, inner),
             hidden + self.embedding_size,
         )
+        if self.experts is not None:
+            # Rows for each expert of a token: what they read, both layers' results, and those in
+            # the tokens' order; the sum of a token's is in f32.
+            width = 3 * hidden + (4 if self.experts.is_gated else 1) * self.experts.size
+            row = max(row, before + self.experts.top_k * width + hidden * 4 // itemsize)
         return total_tokens * (itemsize * row + 5 * 4)
 
 
@@ -223,6 +248,12 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
             layer.pop(key, None)
     if not values.switch("absolute_positions", True):
         del embeddings["position"]
+    experts = read_experts(
+        values,
+        table,
+        num_layers=sizes["num_layers"],
+        intermediate_size=sizes["intermediate_size"],
+    )
     if layers.rotary is not None:
         sizes["max_positions"] = rotary_positions(layers.rotary, sizes["max_positions"])
     return ModelSpec(
@@ -246,6 +277,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         embedding_multiplier=values.multiplier("embedding_multiplier"),
         residual_multiplier=values.multiplier("residual_multiplier"),
         logits_divisor=values.multiplier("logits_divisor"),
+        experts=experts,
     )
 
 
@@ -300,11 +332,11 @@ def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The family of the config's model_type; of several, the one whose marker the config has."""
+    """The family of the config's model_type; of several, the one most of whose keys it has."""
     model_type = config.get("model_type")
     found = [item for item in families().items() if model_type in item[1]["model_types"]]
-    for family, table in sorted(found, key=lambda item: "marker" not in item[1]):
-        if table.get("marker") is None or table["marker"] in config:
+    for family, table in sorted(found, key=lambda item: -len(item[1].get("marker", ()))):
+        if all(config.get(key) for key in table.get("marker", ())):
             return family, table
     given = "lacks model_type" if model_type is None else f"has model_type {model_type!r}"
     raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")

@@ -102,6 +102,12 @@ class Rows(Protocol):
 
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor: ...
 
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def sum_ranks(self, partial: Tensor) -> Tensor: ...
+
     def norm_projections(
         self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight
     ) -> tuple[Tensor, Tensor]: ...
@@ -235,6 +241,10 @@ class LocalBlocks:
 
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         return self._norm(x, norm)
+
+    def sum_ranks(self, partial: Tensor) -> Tensor:
+        """This rank's rows of the sum over ranks; partial: all rows, f32."""
+        return partial
 
     def norm_projections(
         self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight

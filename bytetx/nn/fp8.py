@@ -38,7 +38,7 @@ def takes_fp8(spec: ModelSpec) -> bool:
     """Whether _Fp8Rows computes the layers: post-norm ones of layer norms, without a gate."""
     layers = spec.layer_spec
     is_gated = spec.is_gated
-    is_plain = layers.convolution is None and not is_gated
+    is_plain = layers.convolution is None and spec.experts is None and not is_gated
     return layers.norm_placement == "post" and layers.norm == "layer_norm" and is_plain
 
 
@@ -95,6 +95,7 @@ class _Fp8Rows(LocalBlocks):
 def quantize_layer(w: LayerWeights, *, is_last: bool) -> LayerWeights:
     """A layer that multiplies E4M3; plain weights come in, f16 or bf16."""
     assert isinstance(w.ffn_in, LinearWeight) and w.ffn_norm is not None
+    assert w.ffn_out is not None  # of a layer without experts
     assert w.attn_norm is not None  # of post-norm layers
     inner_scale = inner_bound(w.ffn_in, w.attn_norm) * _MARGIN / FP8_MAX
     out = _quantized(w.ffn_out)

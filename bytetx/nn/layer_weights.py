@@ -4,7 +4,12 @@ from collections.abc import Iterator
 
 import torch
 
-from bytetx.checkpoint.layer_spec import LINEARS
+from bytetx.checkpoint.layer_spec import (
+    EXPERT_LINEARS,
+    EXPERT_TENSORS,
+    LINEARS,
+    ExpertSpec,
+)
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
@@ -14,6 +19,7 @@ from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
+from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
 from bytetx.parallel.layout import features
@@ -85,10 +91,22 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
             if key in ("q_bias", "v_bias"):
                 yield name
                 continue
+            if spec.experts is not None and key in spec.experts.layer:
+                yield from _expert_names(spec.experts, key, name)
+                continue
             yield f"{name}.weight"
             is_head_norm = key in ("q_norm", "k_norm")
             if key in layers.biases or (key not in LINEARS and has_shift and not is_head_norm):
                 yield f"{name}.bias"
+
+
+def _expert_names(experts: ExpertSpec, key: str, name: str) -> Iterator[str]:
+    if key in EXPERT_TENSORS:
+        yield name
+    elif key in EXPERT_LINEARS:
+        yield from (f"{name.replace('{e}', str(e))}.weight" for e in range(experts.num_experts))
+    else:
+        yield f"{name}.weight"
 
 
 # Norms of whole rows.
@@ -114,10 +132,11 @@ class _LayerReader:
         self.heads: range | None = None
         self.kv_heads: range | None = None
         self.inner: range | None = None
+        self.expert_inner: range | None = None
         if self.shard is not None:
             self.heads = features(self.shard.heads, spec.head_dim)
             self.kv_heads = features(self.shard.kv_heads, spec.head_dim)
-            self.inner = self.shard.inner
+            self.inner, self.expert_inner = self.shard.inner, self.shard.expert_inner
 
     def layers(self) -> list[LayerWeights]:
         """All layers; those that share their tensors share what is read."""
@@ -139,7 +158,11 @@ class _LayerReader:
         parts = self._qkv_parts(names)
         qkv = self._qkv(names, parts)
         pos_k, pos_q = self._relative(names, parts)
-        attn_out, ffn_out = self._out_linears(names)
+        has_experts = spec.has_experts(i)
+        if has_experts:
+            attn_out, ffn_out = self._attn_out(names), None
+        else:
+            attn_out, ffn_out = self._out_linears(names)
         return LayerWeights(
             attn_norm=norms.get("attn_norm"),
             attn_out_norm=norms.get("attn_out_norm"),
@@ -149,10 +172,11 @@ class _LayerReader:
             attn_out=attn_out,
             ffn_norm=norms.get("ffn_norm"),
             ffn_out_norm=norms.get("ffn_out_norm"),
-            ffn_in=self._ffn_in(names),
+            ffn_in=None if has_experts else self._ffn_in(names),
             ffn_out=ffn_out,
             pos_k=pos_k,
             pos_q=pos_q,
+            experts=self._experts(names) if has_experts else None,
         )
 
     def norm(self, stem: str, size: int) -> NormWeight:
@@ -286,6 +310,69 @@ class _LayerReader:
         rows, up_rows = both.chunk(2)[order]
         gate_bias, up_bias = (None, None) if bias is None else bias.chunk(2)[order]
         return self.load.gated(rows, up_rows, gate_bias, up_bias)
+
+    def _experts(self, names: dict[str, str]) -> ExpertsWeight:
+        """A layer's router and its experts; of a shard, some of each expert's inner features."""
+        experts, hidden = self.spec.experts, self.spec.hidden_size
+        assert experts is not None  # the spec says that this layer has some
+        router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
+        read = self._stacked_expert if "experts_in" in names else self._expert
+        first, out = zip(
+            *(read(names, experts, e) for e in range(experts.num_experts)), strict=True
+        )
+        bias = None
+        if "experts_bias" in names:
+            bias = self.load.tensor(names["experts_bias"], (hidden,))
+        weight = ExpertsWeight(
+            router=self.load.linear_from(router, None),
+            first=first,
+            out=out,
+            top_k=experts.top_k,
+            normalizes=experts.normalizes,
+            bias=bias,
+        )
+        return stack_experts(weight)
+
+    def _expert(
+        self, names: dict[str, str], experts: ExpertSpec, e: int
+    ) -> tuple[LinearWeight | GatedWeight, LinearWeight]:
+        """One expert whose tensors are its own."""
+        local = _ranges(self.expert_inner)
+
+        def read(key: str, n: int, k: int, dim: int) -> torch.Tensor:
+            part = None if local is None else Part(dim, local)
+            name = f"{names[key].replace('{e}', str(e))}.weight"
+            return self.load.tensor(name, (n, k), part=part)
+
+        hidden, inner = self.spec.hidden_size, experts.size
+        first = read("expert_in", inner, hidden, 0)
+        out = self.load.linear_from(read("expert_out", hidden, inner, 1), None)
+        if "expert_gate" not in names:
+            return self.load.linear_from(first, None), out
+        gate = read("expert_gate", inner, hidden, 0)
+        return self.load.gated(gate, first, None, None), out
+
+    def _stacked_expert(
+        self, names: dict[str, str], experts: ExpertSpec, e: int
+    ) -> tuple[LinearWeight, LinearWeight]:
+        """One expert of tensors [num_experts * inner, hidden_size] that hold all of them; both
+        have a row for each inner feature."""
+        local = range(experts.size) if self.expert_inner is None else self.expert_inner
+        first = e * experts.size
+        part = Part(0, (range(first + local.start, first + local.stop),))
+        shape = (experts.num_experts * experts.size, self.spec.hidden_size)
+        w1, w2 = (
+            self.load.tensor(names[key], shape, part=part) for key in ("experts_in", "experts_out")
+        )
+        return self.load.linear_from(w1, None), self.load.linear_from(w2.t().contiguous(), None)
+
+    def _attn_out(self, names: dict[str, str]) -> OutWeight:
+        spec = self.spec
+        attended = spec.num_heads * spec.head_dim
+        weight, bias = self._tensors(
+            names, "attn_out", spec.hidden_size, attended, inputs=_ranges(self.heads)
+        )
+        return self.load.out_linear_from(weight, bias, is_sharded=self.shard is not None)
 
     def _out_linears(self, names: dict[str, str]) -> tuple[OutWeight, OutWeight]:
         """(the attention's, the feed-forward's); sharded parallel layers have one bias for both."""

@@ -14,6 +14,7 @@ from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
 from bytetx.ops.disentangled import disentangled_attention
+from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
 from bytetx.ops.rotary import rotary
@@ -32,8 +33,8 @@ class LayerWeights:
     qkv: ColumnWeight  # rows of q, then k, then v, unless Layers.is_interleaved
     attn_out: OutWeight
     attn_norm: NormWeight | None  # None as well where the first of pre-norm layers has none
-    ffn_in: ColumnWeight
-    ffn_out: OutWeight
+    ffn_in: ColumnWeight | None  # it and the next: None of a layer with experts
+    ffn_out: OutWeight | None
     ffn_norm: NormWeight | None
     q_norm: NormWeight | None = None
     k_norm: NormWeight | None = None
@@ -42,6 +43,7 @@ class LayerWeights:
     # Of disentangled attention, [num_buckets, num_heads, head_dim] each.
     pos_k: torch.Tensor | None = None
     pos_q: torch.Tensor | None = None
+    experts: ExpertsWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,9 @@ class Layers:
 
     @property
     def is_capturable(self) -> bool:
-        """Dynamic rotary scaling needs the sequence lengths of a step."""
+        """Dynamic rotary scaling needs the sequence lengths of a step, experts their rows."""
+        if self.spec.experts is not None:
+            return False
         has_fixed_tables = all(spec.scaling != "dynamic" for spec in self.tables)
         return has_fixed_tables and self.blocks.is_capturable
 
@@ -199,6 +203,9 @@ class Layers:
         self, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layer = self.weights[i]
+        if layer.experts is not None:
+            return self._mix_experts(h, x, layer.experts, self._last_norm(i), rows)
+        assert layer.ffn_in is not None and layer.ffn_out is not None  # of a layer without experts
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         norm, output_norm = self._last_norm(i), layer.ffn_out_norm
         return self._add_and_norm(inner, layer.ffn_out, x, norm, rows, output_norm=output_norm)
@@ -210,11 +217,31 @@ class Layers:
         around = neighbors(rows.gather(embedded), step.batch.cu_seqlens, self.convolution.size)
         return self.convolution.forward(rows.local(around), x)
 
+    def _mix_experts(
+        self,
+        h: torch.Tensor,
+        x: torch.Tensor,
+        w: ExpertsWeight,
+        norm: NormWeight | None,
+        rows: Rows,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """_feed_forward of a layer with experts.
+
+        Every rank routes all rows alike, and sums its features of each row's experts.
+        """
+        partial = run_experts(rows.gather(h), w, activation=self.spec.activation)
+        mixed = rows.sum_ranks(partial).to(x.dtype)
+        if w.bias is not None:
+            mixed += w.bias
+        h, x = rows.norm_sum(mixed, residual=x, norm=norm)
+        return (h, h) if self.layer_spec.norm_placement == "post" else (h, x)
+
     def _parallel_feed_forward(
         self, attended: torch.Tensor, h: torch.Tensor, x: torch.Tensor, i: int, rows: Rows
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The feed-forward half of a parallel layer, and the sum of both halves."""
         layer = self.weights[i]
+        assert layer.ffn_in is not None and layer.ffn_out is not None  # parallel layers are dense
         inner = rows.column_parallel(h, layer.ffn_in, activation=self.spec.activation)
         partial = rows.row_parallel_partial(attended, layer.attn_out)
         norm = self._last_norm(i)

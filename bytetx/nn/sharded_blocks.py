@@ -67,10 +67,12 @@ class ShardedBlocks:
 def _has_kernels(layer: LayerWeights) -> bool:
     """Empty shards have none."""
     for w in (layer.qkv, layer.ffn_in):
+        if w is None:  # of a layer with experts, whose sums collectives take
+            continue
         assert isinstance(w, LinearWeight | GatedWeight)
         if not w.has_kernel or w.n == 0:
             return False
-    outs = (_local_linear(layer.attn_out), _local_linear(layer.ffn_out))
+    outs = [_local_linear(w) for w in (layer.attn_out, layer.ffn_out) if w is not None]
     return all(w.has_kernel and w.k > 0 for w in outs)
 
 
@@ -135,11 +137,7 @@ class _Rows:
         is_local = (input_ids >= vocab.start) & (input_ids < vocab.stop)
         local_ids = torch.where(is_local, input_ids - vocab.start, len(vocab))
         partial = embed(local_ids.int(), None, None, word=word)
-        if self._offsets is None:
-            summed = self._collectives.all_reduce(partial)
-        else:
-            summed = self._collectives.reduce_scatter(partial, self._offsets)
-        return summed.to(word.dtype)
+        return self.sum_ranks(partial).to(word.dtype)
 
     def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
         assert isinstance(w, LinearWeight | GatedWeight)
@@ -203,10 +201,20 @@ class _Rows:
     ) -> tuple[Tensor, Tensor]:
         zeros = torch.zeros_like(residual)
         d, _ = self.row_parallel(x, w, residual=zeros, norm=output_norm)
-        return self._blocks.local_blocks.norm_sum(d, residual=residual, norm=norm)
+        return self.norm_sum(d, residual=residual, norm=norm)
 
     def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
         return self._blocks.local_blocks.norm(x, norm)
+
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+    ) -> tuple[Tensor, Tensor]:
+        return self._blocks.local_blocks.norm_sum(x, residual=residual, norm=norm)
+
+    def sum_ranks(self, partial: Tensor) -> Tensor:
+        if self._offsets is None:
+            return self._collectives.all_reduce(partial)
+        return self._collectives.reduce_scatter(partial, self._offsets)
 
     def norm_projections(
         self, q: Tensor, k: Tensor, q_norm: NormWeight, k_norm: NormWeight

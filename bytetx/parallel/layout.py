@@ -16,7 +16,8 @@ class ModelShard:
 
     heads, kv_heads: attention heads; consecutive ones share a key and value head, which several
     ranks hold where there are fewer of them than ranks.
-    inner: features between the two feed-forward layers.  vocab: rows of the word embedding and
+    inner: features between the two feed-forward layers.  expert_inner: those inside each expert,
+    None where the model has no experts.  vocab: rows of the word embedding and
     of the logits' weight.
     """
 
@@ -26,6 +27,7 @@ class ModelShard:
     kv_heads: range
     inner: range
     vocab: range
+    expert_inner: range | None = None
 
 
 def shard_model(spec: ModelSpec, *, rank: int, size: int) -> ModelShard:
@@ -41,6 +43,9 @@ def shard_model(spec: ModelSpec, *, rank: int, size: int) -> ModelShard:
         kv_heads,
         local_range(feature_offsets(spec.intermediate_size, size), rank),
         local_range(feature_offsets(spec.vocab_size, size), rank),
+        None
+        if spec.experts is None
+        else local_range(feature_offsets(spec.experts.size, size), rank),
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from checkpoints import texts as random_texts
+from nomic_moe import save_nomic_moe
 from tiny import FAMILIES, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
@@ -51,8 +52,10 @@ DECODERS = {
         "falcon",
         "falcon-serial",
         "falcon-groups",
+        "mixtral",
+        "qwen3_moe",
     ],
-    4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj", "olmo2", "falcon-groups"],
+    4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj", "olmo2", "falcon-groups", "mixtral"],
 }
 
 Ranks = tuple[TpGroup, Workers]
@@ -129,6 +132,13 @@ def test_tags(ranks: Ranks, tmp_path: Path) -> None:
     texts = random_texts(9, max_words=5)
     found, wanted = on_ranks(folder, ranks).tag(texts), alone(folder).tag(texts)
     assert [[e.word for e in tags] for tags in found] == [[e.word for e in tags] for tags in wanted]
+
+
+def test_experts_of_one_tensor(ranks: Ranks, tmp_path: Path) -> None:
+    if ranks[0].size > 3:
+        pytest.skip("it has three heads")
+    save_nomic_moe(tmp_path)
+    assert_same_states(on_ranks(tmp_path, ranks), alone(tmp_path))
 
 
 def decoder(name: str, folder: Path) -> Path:

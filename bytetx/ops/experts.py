@@ -1,0 +1,174 @@
+"""Mixture of experts on packed rows: each row goes through the experts that its router chooses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bytetx.ops.check import require_contiguous, require_tensor
+from bytetx.ops.gated import GatedWeight, gate, gated_linear
+from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.reference import activate
+
+GroupedMm = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+# Bytes of which the rows that torch's grouped product reads must be a multiple.
+_GROUPED_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeight:
+    """The experts of one layer and their router.
+
+    router: [num_experts, hidden_size].  first, out: each expert's linear layers, hidden_size ->
+    inner and inner -> hidden_size.  first_stack, out_stack: the same weights as one tensor
+    [num_experts, n, k] where a grouped product may read them, else None.
+    top_k: experts of a row.  normalizes: whether a row's weights of its experts are divided by
+    their sum.  bias: [hidden_size], added once to the experts' weighted sum.
+    """
+
+    router: LinearWeight
+    first: tuple[LinearWeight | GatedWeight, ...]
+    out: tuple[LinearWeight, ...]
+    top_k: int
+    normalizes: bool
+    bias: Tensor | None = None
+    first_stack: Tensor | None = None
+    out_stack: Tensor | None = None
+
+
+def stack_experts(w: ExpertsWeight) -> ExpertsWeight:
+    """The same experts, their weights in one tensor where a grouped product may read them."""
+    if not _takes_grouped(w):
+        return w
+    first_stack = torch.stack([_linear_of(one).weight for one in w.first])
+    out_stack = torch.stack([one.weight for one in w.out])
+    return replace(
+        w,
+        first=tuple(_with_weight(one, t) for one, t in zip(w.first, first_stack, strict=True)),
+        out=tuple(replace(one, weight=t) for one, t in zip(w.out, out_stack, strict=True)),
+        first_stack=first_stack,
+        out_stack=out_stack,
+    )
+
+
+def route(x: Tensor, w: ExpertsWeight) -> tuple[Tensor, Tensor]:
+    """(weights f32 [m, top_k], experts int64 [m, top_k]) of each row of x [m, hidden_size].
+
+    The largest values of softmax(x @ router.T), computed in f32; of equal ones those that
+    torch.topk takes.  No row depends on another.
+    """
+    weights, experts = linear(x, w.router).float().softmax(-1).topk(w.top_k, dim=-1)
+    if w.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, experts
+
+
+def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
+    """The weighted sum of what each row's experts give, without w.bias.
+
+    x: [m, hidden_size] in the weights' dtype, contiguous.  activation: of gated experts one of
+    ops.gated.GATES, else one of ops.linear.ACTIVATIONS.
+    Rows are sorted by expert, and each expert multiplies its rows at once: one grouped product for
+    all experts on a GPU in bf16, else one for each expert that has rows.  The sum is taken in f32,
+    in the order of the row's weights.
+    Returns f32 [m, hidden_size].  Raises ValueError on shape, dtype or device mismatch.
+    Source: sparsely-gated mixture of experts (arXiv 1701.06538), section 2; sorted rows as in
+    MegaBlocks (arXiv 2211.15841), section 4.
+    """
+    k, device = w.router.k, w.router.weight.device
+    require_tensor("x", x, shape=(None, k), dtypes=(w.router.dtype,), device=device)
+    require_contiguous("x", x)
+    weights, experts = route(x, w)
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    rows = x[order // w.top_k]  # [m * top_k, hidden_size], those of one expert side by side
+    counts = torch.bincount(flat, minlength=len(w.first))
+    grouped = _grouped_mm(w)
+    if grouped is None:
+        found = _in_turn(rows, w, counts.tolist(), activation=activation)
+    else:
+        found = run_grouped(rows, w, counts, grouped, activation=activation)
+    by_row = torch.empty_like(found).index_copy_(0, order, found).unflatten(0, (-1, w.top_k))
+    out = torch.zeros((x.shape[0], found.shape[1]), dtype=torch.float32, device=device)
+    for i in range(w.top_k):
+        out += by_row[:, i].float() * weights[:, i, None]
+    return out
+
+
+def run_grouped(
+    rows: Tensor, w: ExpertsWeight, counts: Tensor, grouped: GroupedMm, *, activation: str
+) -> Tensor:
+    """All experts on their rows by one grouped product for each of their layers.
+
+    rows: sorted by expert, counts[i] of expert i.  grouped: (a [m, k], b [num_experts, k, n],
+    int32 ends of the experts' rows) -> [m, n].  Nothing here waits for the GPU.
+    """
+    assert w.first_stack is not None and w.out_stack is not None  # stack_experts made them
+    ends = counts.cumsum(0).int()
+    both = grouped(rows, w.first_stack.transpose(1, 2), ends)
+    first = w.first[0]
+    if isinstance(first, GatedWeight):
+        inner = gate(both, first, activation=activation)
+    else:
+        inner = activate(both, activation)
+    return grouped(inner, w.out_stack.transpose(1, 2), ends)
+
+
+def _in_turn(rows: Tensor, w: ExpertsWeight, counts: Sequence[int], *, activation: str) -> Tensor:
+    """One expert after another; an expert without rows is left out."""
+    found = rows.new_empty((len(rows), w.out[0].n))
+    start = 0
+    for count, first, out in zip(counts, w.first, w.out, strict=True):
+        if count:
+            own = slice(start, start + count)
+            found[own] = linear(_first(rows[own], first, activation=activation), out)
+            start += count
+    return found
+
+
+def _first(x: Tensor, w: LinearWeight | GatedWeight, *, activation: str) -> Tensor:
+    if isinstance(w, GatedWeight):
+        return gated_linear(x, w, activation=activation)
+    return linear(x, w, activation=activation)
+
+
+def _linear_of(w: LinearWeight | GatedWeight) -> LinearWeight:
+    return w.fused if isinstance(w, GatedWeight) else w
+
+
+def _with_weight(w: LinearWeight | GatedWeight, weight: Tensor) -> LinearWeight | GatedWeight:
+    if isinstance(w, GatedWeight):
+        return replace(w, fused=replace(w.fused, weight=weight))
+    return replace(w, weight=weight)
+
+
+def _takes_grouped(w: ExpertsWeight) -> bool:
+    """Whether torch's grouped product takes these weights: bf16 on a GPU, aligned, no biases."""
+    layers = [*map(_linear_of, w.first), *w.out]
+    return (
+        all(one.weight.is_cuda and one.dtype == torch.bfloat16 for one in layers)
+        and all(one.bias is None and one.weight.is_contiguous() for one in layers)
+        and all(size * 2 % _GROUPED_BYTES == 0 for one in layers for size in (one.n, one.k))
+        and _torch_grouped_mm(layers[0].weight.device) is not None
+    )
+
+
+def _grouped_mm(w: ExpertsWeight) -> GroupedMm | None:
+    return None if w.first_stack is None else _torch_grouped_mm(w.first_stack.device)
+
+
+def _torch_grouped_mm(device: torch.device) -> GroupedMm | None:
+    """torch's grouped product, which takes bf16 on Hopper GPUs; None where there is none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    function = getattr(torch, "_grouped_mm", None)
+    if function is None:
+        return None
+
+    def grouped(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+        product: Tensor = function(a, b, offs=ends)
+        return product
+
+    return grouped

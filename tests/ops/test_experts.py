@@ -1,0 +1,167 @@
+"""A mixture of experts against its definition, whichever way its products run."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bytetx.ops import experts
+from bytetx.ops.experts import ExpertsWeight, route, run_experts, stack_experts
+from bytetx.ops.gated import prepare_gated
+from bytetx.ops.linear import prepare_linear
+from bytetx.ops.reference import activate
+
+NUM_EXPERTS, HIDDEN, INNER = 5, 24, 32
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def tensors(*, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """router, gates, values [num_experts, inner, hidden], out [num_experts, hidden, inner]"""
+    shape = (NUM_EXPERTS, INNER, HIDDEN)
+    gates, values = (random(*shape, seed=seed, dtype=dtype) / 5 for seed in (1, 2))
+    out = random(NUM_EXPERTS, HIDDEN, INNER, seed=3, dtype=dtype) / 6
+    return random(NUM_EXPERTS, HIDDEN, seed=4, dtype=dtype) / 3, gates, values, out
+
+
+def experts_of(
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    *,
+    top_k: int = 2,
+    normalizes: bool = True,
+    is_gated: bool = True,
+    prepack: bool = False,
+) -> ExpertsWeight:
+    router, gates, values, out = parts
+    first = tuple(
+        prepare_gated(gate, up, prepack=prepack)
+        if is_gated
+        else prepare_linear(up, prepack=prepack)
+        for gate, up in zip(gates, values, strict=True)
+    )
+    return ExpertsWeight(
+        router=prepare_linear(router, prepack=prepack),
+        first=first,
+        out=tuple(prepare_linear(one, prepack=prepack) for one in out),
+        top_k=top_k,
+        normalizes=normalizes,
+    )
+
+
+def expected(
+    x: Tensor, parts: tuple[Tensor, ...], *, top_k: int, normalizes: bool, is_gated: bool
+) -> Tensor:
+    """Row by row in f64."""
+    router, gates, values, out = (part.double() for part in parts)
+    sums = []
+    for row in x.double():
+        weights, chosen = torch.softmax(router @ row, 0).topk(top_k)
+        if normalizes:
+            weights = weights / weights.sum()
+        total = torch.zeros_like(row)
+        for weight, e in zip(weights, chosen, strict=True):
+            inner = values[e] @ row
+            inner = (
+                activate(gates[e] @ row, "silu") * inner if is_gated else activate(inner, "gelu")
+            )
+            total += weight * (out[e] @ inner)
+        sums.append(total)
+    return torch.stack(sums) if sums else x.double()
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(("top_k", "normalizes"), [(1, False), (2, True), (2, False), (5, True)])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+@pytest.mark.parametrize("prepack", [False, True])
+def test_weighted_sum(
+    num_rows: int, top_k: int, normalizes: bool, is_gated: bool, prepack: bool
+) -> None:
+    parts, x = tensors(), random(num_rows, HIDDEN, seed=num_rows)
+    choices = {"top_k": top_k, "normalizes": normalizes, "is_gated": is_gated}
+    w = experts_of(parts, prepack=prepack, **choices)
+    found = run_experts(x, w, activation="silu" if is_gated else "gelu")
+    assert found.dtype == torch.float32 and found.shape == x.shape
+    assert torch.allclose(found.double(), expected(x, parts, **choices), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prepack", [False, True])
+def test_no_row_depends_on_another(prepack: bool) -> None:
+    w, x = experts_of(tensors(), prepack=prepack), random(37, HIDDEN, seed=5)
+    found = run_experts(x, w, activation="silu")
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(6))
+    assert torch.equal(run_experts(x[order], w, activation="silu"), found[order])
+    for i in range(len(x)):
+        assert torch.equal(run_experts(x[i : i + 1], w, activation="silu")[0], found[i])
+
+
+def test_equal_weights_are_chosen_as_torch_does_wherever_a_row_lies() -> None:
+    router, *rest = tensors()
+    router[3] = router[1]
+    router[4] = router[1]
+    w = experts_of((router, *rest), normalizes=False)
+    x = random(1, HIDDEN, seed=7)
+    probabilities = torch.softmax(x @ router.T, -1)
+    wanted = probabilities.topk(2).indices[0]
+    for num_rows in (1, 2, 63):
+        weights, chosen = route(x.expand(num_rows, -1).contiguous(), w)
+        assert weights.dtype == torch.float32
+        assert (chosen == wanted).all()
+
+
+def grouped_on_cpu(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """The definition of a grouped product."""
+    found, start = a.new_empty((a.shape[0], b.shape[2])), 0
+    for one, end in zip(b, ends.tolist(), strict=True):
+        found[start:end] = a[start:end] @ one
+        start = end
+    assert ends.dtype == torch.int32 and start == a.shape[0]
+    return found
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+def test_one_grouped_product_gives_the_same(
+    num_rows: int, is_gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w, x = experts_of(tensors(), is_gated=is_gated), random(num_rows, HIDDEN, seed=8)
+    activation = "silu" if is_gated else "gelu"
+    assert stack_experts(w) is w  # on a CPU each expert runs alone
+    wanted = run_experts(x, w, activation=activation)
+    grouped: Callable[[torch.device], object] = lambda device: grouped_on_cpu  # noqa: E731
+    monkeypatch.setattr(experts, "_takes_grouped", lambda w: True)
+    monkeypatch.setattr(experts, "_torch_grouped_mm", grouped)
+    stacked = stack_experts(w)
+    assert stacked.first_stack is not None and stacked.out_stack is not None
+    first = stacked.first[2].fused if is_gated else stacked.first[2]
+    assert first.weight.data_ptr() == stacked.first_stack[2].data_ptr()  # held once
+    found = run_experts(x, stacked, activation=activation)
+    assert torch.allclose(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_what_is_not_a_row_of_the_model() -> None:
+    w = experts_of(tensors())
+    with pytest.raises(ValueError, match="x must"):
+        run_experts(random(3, HIDDEN + 1, seed=9), w, activation="silu")
+    with pytest.raises(ValueError, match="x must"):
+        run_experts(random(3, HIDDEN, seed=9).double(), w, activation="silu")
+    with pytest.raises(ValueError, match="activation must be one of gelu"):
+        run_experts(random(3, HIDDEN, seed=9), w, activation="relu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [0, 1, 37, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gpu(num_rows: int, dtype: torch.dtype) -> None:
+    parts = tuple(part.cuda() for part in tensors(dtype=dtype))
+    x = random(num_rows, HIDDEN, seed=num_rows, dtype=dtype).cuda()
+    w = stack_experts(experts_of(parts))
+    found = run_experts(x, w, activation="silu").cpu()
+    choices = {"top_k": 2, "normalizes": True, "is_gated": True}
+    own = tuple(part.cpu() for part in parts)
+    wanted = expected(x.cpu(), own, **choices)
+    # Rows whose second and third expert are nearly as likely may take either of them.
+    errors = (found.double() - wanted).abs().amax(1) if num_rows else torch.zeros(1)
+    assert errors.median() < 0.02 and (errors > 0.05).double().mean() < 0.1
