@@ -1,7 +1,7 @@
 """Family tables: models/*.toml, read once and checked against a closed list of keys."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -387,22 +387,14 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_learned = architecture["positions"] == "learned" or "absolute_positions" in table["config"]
     is_rotary = architecture["positions"] == "rotary"
     has_bias = "relative_bias_rows" in table["config"]
-    is_chosen = "gated_activation" in table["config"]
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
-    is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & table["layer"].keys())
-    has_gate = "ffn_gate" in table["layer"]
-    sparse = table.get("sparse_layer", {})
-    is_sparse = bool(sparse)
-    has_dense = not is_sparse or bool({"sparse_period", "dense_layers"} & table["config"].keys())
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
         ("embeddings", "norm", not is_causal and placement == "post", is_causal),
         ("config", "rotary_theta", is_rotary, not is_rotary),
         ("config", "relative_attention", is_disentangled, not is_disentangled),
         ("layer", "q_bias", False, separate),
-        ("config", "activation", not is_chosen, is_chosen),
-        ("layer", "ffn_gate", is_chosen, False),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
         ("layer", "qkv", not separate, separate),
         ("layer", "attn_norm", placement != "output", False),
@@ -415,28 +407,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("config", "residual_multiplier", False, placement in ("post", "output")),
         ("config", "embedding_multiplier", False, not is_causal),
         ("config", "logits_divisor", False, not is_causal),
-        ("layer", "ffn_in", has_dense and not is_fused, is_fused or not has_dense),
-        ("layer", "ffn_out", has_dense, not has_dense),
-        *(
-            ("config", key, False, not is_sparse)
-            for key in ("expert_size", "normalizes_experts", "sparse_period", "dense_layers")
-        ),
-        ("layer", "ffn_gate", has_gate, is_fused),
-        ("layer", "ffn_up_gate", False, "ffn_gate_up" in table["layer"]),
         ("config", "windowed_rotary_theta", False, not is_rotary),
     ]
-    for section, key, is_needed, is_wrong in needed:
-        is_there = key in table[section]
-        if (is_needed and not is_there) or (is_wrong and is_there):
-            missing = "is missing" if is_needed else "does not belong to how this family computes"
-            raise CheckpointError(f"{where} [{section}] {key} {missing}")
-    if is_sparse and ("expert_in" in sparse) == ("experts_in" in sparse):
-        raise CheckpointError(
-            f"{where} [sparse_layer] must have either expert_in and expert_out or experts_in and "
-            "experts_out"
-        )
-    if is_sparse and placement not in ("pre", "post"):
-        raise CheckpointError(f"{where} [sparse_layer] goes with norm_placement pre or post")
+    _check_needed(where, table, needed)
+    _check_feed_forward(where, table)
     for key in ("relative_bias_buckets", "relative_bias_max_distance"):
         if (key in table["config"]) + (key in architecture) != has_bias:
             raise CheckpointError(
@@ -466,3 +440,41 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{where} [{section}] {', '.join(sorted(found))}: only a causal family may have it"
             )
+
+
+def _check_feed_forward(where: str, table: dict[str, Any]) -> None:
+    """Checks the tensors between a layer's two feed-forward products, or those of its experts."""
+    config, layer, sparse = table["config"], table["layer"], table.get("sparse_layer", {})
+    is_chosen, is_sparse = "gated_activation" in config, bool(sparse)
+    is_fused = bool({"ffn_gate_up", "ffn_up_gate"} & layer.keys())
+    has_dense = not is_sparse or bool({"sparse_period", "dense_layers"} & config.keys())
+    needed = [
+        ("config", "activation", not is_chosen, is_chosen),
+        ("layer", "ffn_gate", is_chosen, is_fused),
+        ("layer", "ffn_in", has_dense and not is_fused, is_fused or not has_dense),
+        ("layer", "ffn_out", has_dense, not has_dense),
+        ("layer", "ffn_up_gate", False, "ffn_gate_up" in layer),
+        *(
+            ("config", key, False, not is_sparse)
+            for key in ("expert_size", "normalizes_experts", "sparse_period", "dense_layers")
+        ),
+    ]
+    _check_needed(where, table, needed)
+    if is_sparse and ("expert_in" in sparse) == ("experts_in" in sparse):
+        raise CheckpointError(
+            f"{where} [sparse_layer] must have either expert_in and expert_out or experts_in and "
+            "experts_out"
+        )
+    if is_sparse and table["architecture"]["norm_placement"] not in ("pre", "post"):
+        raise CheckpointError(f"{where} [sparse_layer] goes with norm_placement pre or post")
+
+
+def _check_needed(
+    where: str, table: dict[str, Any], needed: Iterable[tuple[str, str, bool, bool]]
+) -> None:
+    """needed: (section, key, whether it must be there, whether it must not be)"""
+    for section, key, is_needed, is_wrong in needed:
+        is_there = key in table[section]
+        if (is_needed and not is_there) or (is_wrong and is_there):
+            missing = "is missing" if is_needed else "does not belong to how this family computes"
+            raise CheckpointError(f"{where} [{section}] {key} {missing}")

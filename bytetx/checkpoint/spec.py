@@ -284,7 +284,9 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
 def build_module_spec(config: Mapping[str, Any]) -> ModelSpec:
     """The ModelSpec of a model in memory: by the modules of transformers' class, not by the tensors
     of its files. Errors as of build_spec."""
-    markers = {table["marker"] for table in families().values() if "marker" in table}
+    kind = config.get("model_type")
+    own = (table for table in families().values() if kind in table["model_types"])
+    markers = {key for table in own for key in table.get("marker", ())}
     spec = build_spec({key: value for key, value in config.items() if key not in markers})
     modules = families()[spec.family].get("modules")
     if modules is None:
