@@ -20,7 +20,7 @@ BEGIN, END = "<!-- picture: begin -->", "<!-- picture: end -->"
 # root of bytetx/ that make the public interface.
 ROWS = (
     ("cli",),
-    ("bench", "hf"),
+    ("bench", "hf", "integrations"),
     ("api",),
     ("tasks",),
     ("requests",),
@@ -39,6 +39,7 @@ _MEANINGS = {
     "cli": "cli<br/>commands, files",
     "bench": "bench<br/>suites, rivals, records",
     "hf": "hf<br/>wrap, unwrap",
+    "integrations": "integrations<br/>LangChain, LlamaIndex, Haystack",
     "api": "bytetx<br/>load, Model",
     "tasks": "tasks<br/>embed, classify, tag, ...",
     "requests": "requests<br/>texts and prompts to ids",
