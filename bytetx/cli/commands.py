@@ -34,6 +34,21 @@ app.add_typer(bench_app)
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
 Prompt = Annotated[str | None, typer.Option(help="Text to put before every text.")]
 PromptName = Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")]
+PrecisionOption = Annotated[
+    str,
+    typer.Option(
+        "--precision",
+        help="float32, float16, int8, uint8, or binary and ubinary, which pack 8 signs in a byte.",
+    ),
+]
+Ranges = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="For int8 and uint8: a .npy of float vectors, as embed writes; the minimum and "
+        "maximum of each dimension are the ends of the 256 steps.",
+    ),
+]
 OverflowOption = Annotated[
     str | None,
     typer.Option(
@@ -138,21 +153,8 @@ def embed(
     dimensions: Annotated[
         int | None, typer.Option(min=1, help="Keep the first dimensions and normalise again.")
     ] = None,
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="float32, float16, int8, uint8, or binary and ubinary, which pack 8 signs in a "
-            "byte."
-        ),
-    ] = "float32",
-    ranges: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="For int8 and uint8: a .npy of float vectors, as embed writes; the minimum and "
-            "maximum of each dimension are the ends of the 256 steps.",
-        ),
-    ] = None,
+    precision: PrecisionOption = "float32",
+    ranges: Ranges = None,
     overflow: OverflowOption = None,
     stride: Stride = 0,
 ) -> None:
@@ -198,6 +200,38 @@ def embed_sparse(
     }
     _check_prompt(prompt, prompt_name)
     run_text_job(options, embed_sparse_task(given))
+
+
+@app.command()
+@with_job_options
+def embed_tokens(
+    options: JobOptions,
+    task: Annotated[
+        str, typer.Option(help="query or document: which prompt, length and expansion texts get.")
+    ] = "document",
+    prompt: Prompt = None,
+    prompt_name: PromptName = None,
+    precision: PrecisionOption = "float32",
+    ranges: Ranges = None,
+) -> None:
+    """A vector for each token of each text (ColBERT, BGE-M3), as a list of lists."""
+    from bytetx.cli.files.command import run_text_job
+    from bytetx.cli.files.ranges import check_precision, read_ranges
+    from bytetx.cli.files.tasks import embed_tokens_task
+
+    _check_prompt(prompt, prompt_name)
+    if task not in ("query", "document"):
+        raise typer.BadParameter(f"--task must be query or document, got {task!r}")
+    check_precision(precision, has_ranges=ranges is not None)
+    given = {
+        "task": task,
+        "prompt": prompt,
+        "prompt_name": prompt_name,
+        "precision": precision,
+        "truncate": options.truncate,
+    }
+    calibration = None if ranges is None else read_ranges(ranges)
+    run_text_job(options, embed_tokens_task(given, ranges=calibration))
 
 
 @app.command()

@@ -5,9 +5,11 @@ import string
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from checkpoints import SENTENCES, edit_json, save_checkpoint, save_sentence_model, texts
+from cli_runs import Bytetx
 from safetensors.torch import load_file, save_file
 from sentence_transformers import MultiVectorEncoder
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
@@ -311,3 +313,39 @@ def test_what_gives_not_all_three_kinds(model: bytetx.Model, tmp_path: Path) -> 
         model.embed_all(["a"])
     with pytest.raises(InputError, match="gives no sparse vectors"):
         bytetx.load(save_checkpoint(tmp_path)).embed_all(["a"])
+
+
+def test_command_line(model: bytetx.Model, folder: Path, bytetx: Bytetx, tmp_path: Path) -> None:
+    given = ["", "a", *texts(18, max_words=1), TOO_LONG]
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in given))
+    np.save("sample.npy", model.embed_tokens(given[:9]).vectors)
+    cases = [
+        ("float32", "jsonl", []),
+        ("float32", "parquet", ["--task", "query"]),
+        ("float16", "parquet", []),
+        ("ubinary", "jsonl", ["--task", "query"]),
+        ("int8", "parquet", ["--ranges", "sample.npy"]),
+    ]
+    for precision, suffix, more in cases:
+        name = f"{precision}.{suffix}"
+        ran = bytetx(
+            *("embed-tokens", "a.jsonl", "-m", folder, "-o", name, "--precision", precision), *more
+        )
+        assert ran.code == 0 and "1 error" in ran.err
+        options: dict = {"task": "query" if "query" in more else "document"}
+        if suffix == "jsonl":
+            rows = [json.loads(line) for line in Path(name).read_text().splitlines()]
+        else:
+            rows = pq.read_table(name).to_pylist()
+        if precision == "int8":
+            sample = np.load("sample.npy")
+            options["ranges"] = np.stack([sample.min(0), sample.max(0)])
+        wanted = model.embed_tokens(given[:-1], precision=precision, **options)
+        for row, vectors in zip(rows[:-1], wanted, strict=True):
+            found = np.array(row["embeddings"], dtype=vectors.dtype).reshape(vectors.shape)
+            np.testing.assert_array_equal(found, vectors)
+        assert rows[-1]["error"] and rows[-1].get("embeddings") is None
+    ran = bytetx("embed-tokens", "a.jsonl", "-m", folder, "-o", "t.npy")
+    assert ran.code == 2 and ".npy holds vectors" in ran.err
+    ran = bytetx("embed-tokens", "a.jsonl", "-m", folder, "--task", "both")
+    assert ran.code == 2 and "--task must be query or document, got 'both'" in ran.err

@@ -51,10 +51,13 @@ def embed_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> 
         encoder = VectorEncoder(dim, dtype) if is_rows else LineEncoder(_vector_json(dim, dtype))
         return _streaming(model.embed, given), encoder
 
-    # A job's state is JSON.
-    digest = {} if ranges is None else {"ranges": sha256(ranges.tobytes()).hexdigest()}
     numbers = _COLUMN_TYPES[options["precision"]]
-    return Task("embed", options | digest, {"embedding": [numbers]}, open_task)
+    return Task("embed", options | _digest(ranges), {"embedding": [numbers]}, open_task)
+
+
+def _digest(ranges: np.ndarray | None) -> dict[str, Any]:
+    """What stands for the ranges in a job's state, which is JSON."""
+    return {} if ranges is None else {"ranges": sha256(ranges.tobytes()).hexdigest()}
 
 
 def embed_sparse_task(options: dict[str, Any]) -> Task:
@@ -74,6 +77,26 @@ def embed_sparse_task(options: dict[str, Any]) -> Task:
 
     columns: dict[str, ColumnType] = {"indices": ["int32"], "values": ["float32"]}
     return Task("embed-sparse", options, columns, open_task)
+
+
+def embed_tokens_task(options: dict[str, Any], *, ranges: np.ndarray | None = None) -> Task:
+    """A list of vectors for each text. options: keyword arguments of Model.embed_tokens but ranges.
+
+    ranges: as in Model.embed_tokens.
+    """
+    given = options if ranges is None else {**options, "ranges": ranges}
+
+    def open_task(model: Any, suffix: str) -> tuple[Run, Encoder]:
+        vectors = model.embed_tokens([], **given).vectors  # checks the model and the options early
+        to_text = _vector_text(vectors.shape[1], vectors.dtype)
+
+        def to_json(answer: Any) -> str:
+            return f'{{"embeddings": [{", ".join(map(to_text, answer))}]}}'
+
+        return _streaming(model.embed_tokens, given), _line_encoder(to_json, suffix)
+
+    numbers = _COLUMN_TYPES[options["precision"]]
+    return Task("embed-tokens", options | _digest(ranges), {"embeddings": [[numbers]]}, open_task)
 
 
 # Arrow's names for the numbers of a vector.
@@ -311,14 +334,20 @@ def _json(record: dict[str, Any]) -> str:
 
 
 def _vector_json(dim: int, dtype: np.dtype) -> Callable[[Any], str]:
+    to_text = _vector_text(dim, dtype)
+    return lambda vector: f'{{"embedding": {to_text(vector)}}}'
+
+
+def _vector_text(dim: int, dtype: np.dtype) -> Callable[[Any], str]:
+    """A vector as a JSON list; the function raises ValueError for NaN and infinity."""
     # So many significant digits give every float back exactly; json's 17 would double the file.
     digits = {"float32": "%.9g", "float16": "%.5g"}
     numbers = ", ".join([digits.get(dtype.name, "%d")] * dim)
 
-    def to_json(vector: Any) -> str:
+    def to_text(vector: Any) -> str:
         text = numbers % tuple(vector.tolist())
         if "n" in text:
             raise ValueError("nan or inf, which JSON does not have")
-        return f'{{"embedding": [{text}]}}'
+        return f"[{text}]"
 
-    return to_json
+    return to_text
