@@ -102,11 +102,23 @@ def norm(record: RecordOption = None, case: CaseOption = None, plot: PlotOption 
 
 
 @app.command()
-def encoder(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
-    """All layers of BERT on a GPU: bytetx, transformers, packed torch with FlashAttention-2."""
+def encoder(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    device: Annotated[
+        str, typer.Option(help="cuda; or cpu, which runs whole models in fp32.")
+    ] = "cuda",
+) -> None:
+    """All layers of BERT, whole ModernBERTs and DeBERTas: bytetx, transformers, packed torch."""
     from bytetx.bench.encoder import encoder_suite
+    from bytetx.bench.encoder_cpu import encoder_cpu_suite
 
-    _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
+    if device not in ("cuda", "cpu"):
+        _fail(OptionError(f"--device is cuda or cpu, not {device!r}"))
+    if device == "cuda":
+        return _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
+    _run_gpu("encoder --device cpu", encoder_cpu_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -269,7 +281,7 @@ def _run_cpu(
 
 
 def _run_gpu(
-    name: str,
+    command: str,
     make_suite: Callable[..., "Suite"],
     *,
     record: Path | None,
@@ -277,11 +289,12 @@ def _run_gpu(
     plot: bool,
     model: Path | None = None,
 ) -> None:
+    """command: the suite's name, and options that its command has besides those given here."""
     console, patterns = Console(), case or []
     try:
         _check_plot(plot, record)
         suite = make_suite(patterns=patterns)
-        _run_suite(console, suite, command=_command(name, patterns, model), record=record)
+        _run_suite(console, suite, command=_command(command, patterns, model), record=record)
         if plot and record is not None:
             _draw(console, record, device=suite.device)
     except BytetxError as error:
@@ -374,7 +387,7 @@ def _draw(console: Console, records: Path, *, device: str | None) -> None:
 
 def _command(suite: str, case: list[str], model: Path | None = None) -> str:
     """The command that measures a record's case again; where the record goes is left out."""
-    words = ["bytetx", "bench", suite]
+    words = ["bytetx", "bench", *suite.split()]
     words += [word for pattern in case for word in ("--case", pattern)]
     if model is not None:
         words += ["--model", str(model)]

@@ -1,4 +1,4 @@
-"""Suite `encoder`: BERT's layers and whole ModernBERTs on a GPU, against transformers and torch."""
+"""Suite `encoder`: BERT's layers, whole ModernBERTs and DeBERTas on a GPU, against rivals."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +19,14 @@ from bytetx.bench.bert import (
     finish_layer,
     random_bert,
 )
+from bytetx.bench.deberta import DEBERTA_SIZES
 from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, wall_us
 from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
-from bytetx.bench.modernbert import MODERNBERT_SIZES, ModernBert, TokenInputs
+from bytetx.bench.modernbert import MODERNBERT_SIZES
 from bytetx.bench.suite import Measurement, Suite
+from bytetx.bench.token_inputs import TokenInputs, WholeModel
+from bytetx.bench.whole_models import WHOLE_MODELS, load_whole_model
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import BytetxError
 from bytetx.nn.transformer import Transformer
@@ -57,7 +60,7 @@ class Shape:
     """One case: the lengths in tokens, and which model."""
 
     name: str
-    size: str  # a key of SIZES or of MODERNBERT_SIZES
+    size: str  # a key of SIZES or of WHOLE_MODELS
     lengths: np.ndarray  # int64 [batch_size]
     dtype: str = "fp16"
     note: str | None = None
@@ -68,7 +71,7 @@ def encoder_suite(*, patterns: list[str]) -> Suite:
 
     Raises BytetxError where there is no GPU, or no case fits.
     """
-    packages = ("transformers",)
+    packages = ("transformers", "disentangled-flash")
     return gpu_suite(
         "encoder", shapes(), Contest().measure, patterns=patterns, unit="ms", packages=packages
     )
@@ -116,7 +119,18 @@ def shapes() -> list[Shape]:
             ("long", long),
         )
     ]
-    return base + table + fp8 + large + large_fp8 + modern
+    pairs = draw.lognormal(40, 0.65, 256, 4, 128)
+    deberta = [
+        Shape(f"{size}-{name}", size, lengths)
+        for size in DEBERTA_SIZES
+        for name, lengths in (
+            ("1x128", dense(128, 1)),
+            ("a06-512x64", base[3].lengths),
+            ("ln128x256", base[4].lengths),
+            ("mean-40x256", pairs),
+        )
+    ]
+    return base + table + fp8 + large + large_fp8 + modern + deberta
 
 
 class Contest:
@@ -128,8 +142,8 @@ class Contest:
 
     def measure(self, shape: Shape, gpu: Gpu) -> Measurement:
         """Ours and packed torch as replays of a graph, transformers as its users run it."""
-        if shape.size in MODERNBERT_SIZES:
-            return self._measure_modernbert(shape, gpu)
+        if shape.size in WHOLE_MODELS:
+            return self._measure_whole(shape, gpu)
         if shape.size != self._size:
             self._load(shape)
         notes = [*self._notes, *([shape.note] if shape.note else [])]
@@ -187,16 +201,18 @@ class Contest:
             },
         )
 
-    def _measure_modernbert(self, shape: Shape, gpu: Gpu) -> Measurement:
-        """Ours as a replay of a graph, transformers as its users run it; from token ids."""
+    def _measure_whole(self, shape: Shape, gpu: Gpu) -> Measurement:
+        """Ours as a replay of a graph, the rivals as their users run them; from token ids."""
         if shape.size != self._size:
             self._size, self._notes = shape.size, []
-            self.modernbert = ModernBert(shape.size, DTYPES[shape.dtype], self._notes)
-        notes, model = list(self._notes), self.modernbert
-        inputs = TokenInputs(shape.lengths, vocab_size=model.spec.vocab_size)
-        runs = right_runs(model.runs(inputs), inputs, notes)
+            self.model: WholeModel = load_whole_model(
+                shape.size, DTYPES[shape.dtype], self._notes, device="cuda"
+            )
+        notes = list(self._notes)
+        inputs = TokenInputs(shape.lengths, vocab_size=self.model.spec.vocab_size)
+        runs = right_runs(self.model.runs(inputs), None, notes)
         ours = graph_us({"ours": runs.pop("ours")})["ours"]
-        work = work_of(model.spec, shape.lengths, DTYPES[shape.dtype])
+        work = work_of(self.model.spec, shape.lengths, DTYPES[shape.dtype])
         return Measurement(
             ours=ours / 1e3,
             rivals={name: wall_us(run) / 1e3 for name, run in runs.items()},
@@ -263,9 +279,12 @@ def work_of(
 
 @torch.inference_mode()
 def right_runs(
-    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs | TokenInputs, notes: list[str]
+    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs | None, notes: list[str]
 ) -> dict[str, Callable[[], Tensor]]:
-    """The runs whose real tokens come out as ours do; `notes` gets a line for each other one."""
+    """The runs whose real tokens come out as ours do; `notes` gets a line for each other one.
+
+    inputs: which tokens of a padded result are real; None where no result is padded.
+    """
     kept: dict[str, Callable[[], Tensor]] = {}
     ours = runs["ours"]().float()
     if not ours.isfinite().all():
@@ -276,7 +295,7 @@ def right_runs(
         except Exception as error:  # a rival may raise anything, and costs no other number
             notes.append(left_out(name, error))
             continue
-        if theirs.dim() == 3:
+        if theirs.dim() == 3 and inputs is not None:
             theirs = theirs[inputs.is_real()]
         distance = float((theirs.float() - ours).norm() / ours.norm())
         if distance <= _MAX_RELATIVE_ERROR:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from bytetx.checkpoint.spec import ModelSpec
+from bytetx.ops.disentangled import log_buckets
 from bytetx.ops.linear import linear, prepare_linear
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
@@ -61,7 +62,9 @@ def alternate(
 def encoder_flop(spec: ModelSpec, seqlens: list[int]) -> float:
     """FLOP of the GEMMs and of attention's two products over real tokens, all layers.
 
-    A token of a windowed layer is counted with as many keys as its window has, or the sequence.
+    A token of a windowed layer is counted with as many keys as its window has, or the sequence;
+    one of disentangled attention once more with each bucket that its distances fall into, for each
+    term.
     """
     num_ffn = 3 if spec.is_gated else 2
     gemm = 2 * spec.hidden_size * (4 * spec.hidden_size + num_ffn * spec.intermediate_size)
@@ -70,7 +73,22 @@ def encoder_flop(spec: ModelSpec, seqlens: list[int]) -> float:
         window = spec.layer_spec.window_of(layer)
         span = 2 * window - 1 if window else max(seqlens, default=0)
         flop += 4.0 * spec.hidden_size * sum(n * min(n, span) for n in seqlens)
-    return flop
+    return flop + 2.0 * spec.hidden_size * spec.num_layers * _compared_positions(spec, seqlens)
+
+
+def _compared_positions(spec: ModelSpec, seqlens: list[int]) -> int:
+    """Products of a token with a relative position, of one layer's disentangled attention."""
+    relative, longest = spec.layer_spec.disentangled, max(seqlens, default=0)
+    if relative is None or longest == 0:
+        return 0
+    # Consecutive distances fall into the same bucket or into the next.
+    buckets = log_buckets(relative.log_buckets, relative.max_distance, longest).long()
+    nearest, total = longest - 1, 0
+    for length in seqlens:
+        past = buckets[nearest : nearest + length]  # of a token's distance to the first key
+        ahead = buckets[nearest - length + 1 : nearest + 1]  # and to the last
+        total += int((past - ahead + 1).sum())
+    return total * len(relative.terms)
 
 
 def gemm_flops(spec: ModelSpec, dtype: torch.dtype) -> float:
