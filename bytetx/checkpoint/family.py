@@ -58,6 +58,8 @@ _SECTIONS = {
             "pre_norm",
             "scales_attention",
             "scales_by_layer",
+            "is_causal",
+            "is_bidirectional",
             "softmax_scale",
             "embedding_multiplier",
             "residual_multiplier",
@@ -133,7 +135,7 @@ _SECTIONS = {
 _OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
 _OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
-_OPTIONAL_KEYS = {"marker", "own_code", "unsupported", "variants", "modules"}
+_OPTIONAL_KEYS = {"marker", "own_code", "bidirectional", "unsupported", "variants", "modules"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
@@ -406,7 +408,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         # Of the sums that a norm reads, which is the same for any multiple of them.
         ("config", "residual_multiplier", False, placement in ("post", "output")),
         ("config", "embedding_multiplier", False, not is_causal),
-        ("config", "logits_divisor", False, not is_causal),
+        *(
+            ("config", key, False, not is_causal)
+            for key in ("logits_divisor", "is_causal", "is_bidirectional")
+        ),
         ("config", "windowed_rotary_theta", False, not is_rotary),
     ]
     _check_needed(where, table, needed)

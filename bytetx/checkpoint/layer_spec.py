@@ -192,8 +192,9 @@ def read_layers(
     scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
     if "softmax_scale" in values.names:
         scale = values.number("softmax_scale")
+    causal = architecture.get("causal", False)
     return LayerSpec(
-        causal=architecture.get("causal", False),
+        causal=causal and not is_bidirectional(values, table),
         norm_placement=placement,
         norm=architecture["norm"],
         rotary=read_rotary(values, head_dim),
@@ -205,7 +206,7 @@ def read_layers(
         qkv=architecture.get("qkv", "separate"),
         weight_layout=architecture.get("weight_layout", "linear"),
         biases=_biases(values, table["layer"]),
-        window=_window(values),
+        window=_window(values, is_unmasked=causal and is_bidirectional(values, table)),
         window_pattern=_window_pattern(values, num_layers),
         first_windowed_layer=_first_windowed_layer(values),
         softmax_scale=architecture.get("softmax_scale", scale / _num_terms(values) ** 0.5),
@@ -214,6 +215,19 @@ def read_layers(
         disentangled=_disentangled(values),
         convolution=_convolution(values, table),
     )
+
+
+def is_bidirectional(values: Values, table: Mapping[str, Any]) -> bool:
+    """Whether a causal family's config.json says that every token sees its whole sequence: by its
+    keys, or by the names of code that computes so."""
+    if not values.switch("is_causal", True) or values.switch("is_bidirectional", False):
+        return True
+    names = table.get("bidirectional", ())
+    auto_map, classes = values.read("auto_map"), values.read("architectures")
+    codes = auto_map.values() if isinstance(auto_map, Mapping) else ()
+    given = [values.read("model_type"), *(classes if isinstance(classes, list | tuple) else ())]
+    given += [str(code).rpartition("--")[2].rpartition(".")[2] for code in codes]
+    return any(str(name).startswith(tuple(names)) for name in given)
 
 
 def is_gated(layer: Mapping[str, str]) -> bool:
@@ -245,10 +259,13 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _window(values: Values) -> int:
+def _window(values: Values, *, is_unmasked: bool) -> int:
+    """is_unmasked: a causal family's, whose window then has as many tokens on both sides."""
     if not values.switch("uses_window", True):
         return 0
     window = values.size_or_none("window") or 0
+    if is_unmasked and window:
+        return window + 1
     is_two_sided = values.architecture.get("window_sides") == "both"
     return window // 2 + 1 if window and is_two_sided else window
 

@@ -11,6 +11,7 @@ from bytetx.checkpoint.layer_spec import (
     FFN_LINEARS,
     ExpertSpec,
     LayerSpec,
+    is_bidirectional,
     is_gated,
     read_experts,
     read_layers,
@@ -76,6 +77,7 @@ class ModelSpec:
     embedding_multiplier: of embedded tokens.  residual_multiplier: of what each half of a layer
         adds.  logits_divisor: of next-token logits.
     experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
+    is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
     """
 
     family: str
@@ -115,6 +117,7 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     experts: ExpertSpec | None = None
+    is_bidirectional: bool = False
 
     @property
     def layer_norm_eps(self) -> float:
@@ -278,6 +281,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         residual_multiplier=values.multiplier("residual_multiplier"),
         logits_divisor=values.multiplier("logits_divisor"),
         experts=experts,
+        is_bidirectional=table["architecture"].get("causal", False) and not layers.causal,
     )
 
 
@@ -440,8 +444,9 @@ def _heads(
 
     "config" stands for the checkpoint's own activation or epsilon, "classifier" for its
     classifier_activation.  dense_bias, decoder_bias and pooling name keys of config.json.
+    A causal family's checkpoint without a causal mask predicts no next token: it has no lm head.
     """
-    heads = {}
+    heads, is_unmasked = {}, is_bidirectional(values, table)
     for name, entry in table.get("heads", {}).items():
         is_chosen = "when" not in entry or values.flag(entry["when"])
         resolved = dict(entry if is_chosen else table["otherwise"][name])
@@ -458,8 +463,31 @@ def _heads(
             resolved["bias"] = None
         if resolved.get("pooling", "last") != "last":
             resolved["pooling"] = _pooling(values, resolved["pooling"])
+        elif "pooling" in resolved and is_unmasked:
+            resolved["pooling"] = _pooling_without_mask(values)
+        if name == "lm" and is_unmasked:
+            continue
         heads[name] = HeadSpec(**resolved)
     return heads
+
+
+def _pooling_without_mask(values: Values) -> str:
+    """What a sequence classifier of a bidirectional decoder reads: the key of the hub's code, which
+    divides its logits by a temperature; transformers' own class reads the last token."""
+    given = values.read("pooling")
+    known = {None: "last", "last": "last", "avg": "mean", "mean": "mean", "cls": "cls"}
+    classifies = any(
+        name.endswith("ForSequenceClassification") for name in _architectures(values.config)
+    )
+    if classifies and (not isinstance(given, str | None) or given not in known):
+        shown = ", ".join(str(name) for name in known if name)
+        raise CheckpointError(f"config.json: pooling must be one of {shown}, got {given!r:.120}")
+    if classifies and values.read("temperature") not in (None, 1):
+        raise CheckpointError(
+            f"config.json: temperature is {values.read('temperature')!r:.120}; bytetx divides no "
+            "logits by it, so it must be 1 or absent"
+        )
+    return known[given] if isinstance(given, str) and given in known else "last"
 
 
 def _pooling(values: Values, key: str) -> str:

@@ -270,7 +270,7 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
-    if is_causal is not None and is_causal != spec.is_causal:
+    if spec.is_bidirectional or (is_causal is not None and is_causal != spec.is_causal):
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"

@@ -418,6 +418,8 @@ def _load_heads(
     for ending, (kind, load_head) in load_heads.items():
         if architecture.endswith(ending):
             heads = load_head()
+            if kind == "lm" and spec.is_bidirectional:  # it was trained from a causal model
+                return heads
             if heads == Heads() and ending != "ForPreTraining" and not may_lack:
                 raise CheckpointError(_no_head(spec, architecture, kind))
             return heads

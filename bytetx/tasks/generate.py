@@ -208,6 +208,12 @@ class GenerationMixin:
     def _lm_head(self) -> LmHead:
         head = self.checkpoint.heads.lm
         if head is None:
+            if self.checkpoint.spec.is_bidirectional:
+                raise InputError(
+                    "config.json says that every token of this checkpoint sees its whole sequence "
+                    "(is_causal false, or the name of such a class), so it cannot generate; use "
+                    "embed, or load a causal checkpoint"
+                )
             named = ", ".join(self.checkpoint.spec.architectures) or "no architecture"
             raise InputError(
                 f"this checkpoint ({named}) has no language model head; load a causal one"

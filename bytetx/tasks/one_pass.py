@@ -105,6 +105,12 @@ class OnePass:
         return tuple(self.spec.id2label[i] for i in range(self.spec.num_labels))
 
     def _need_head(self, head: R | None, name: str) -> R:
+        if head is None and name == "language model" and self.spec.is_bidirectional:
+            raise InputError(
+                "config.json says that every token of this checkpoint sees its whole sequence "
+                "(is_causal false, or the name of such a class), so it predicts no next token; use "
+                "embed, or load a causal checkpoint"
+            )
         if head is None:
             raise InputError(
                 f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) has "
