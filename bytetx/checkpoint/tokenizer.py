@@ -216,6 +216,8 @@ def load_tokenizer(
         backend = convert_vocabulary(folder)
     else:
         return None
+    if _is_of_gte_qwen2(config):
+        _add_ends(backend, config)
     limit = max_seq_length or config.get("model_max_length") or max_positions
     max_tokens = min(int(limit), max_positions)
     return _checked(
@@ -227,6 +229,35 @@ def load_tokenizer(
             do_lower_case=do_lower_case,
             name=str(path),
         ),
+    )
+
+
+def _is_of_gte_qwen2(config: Mapping[str, Any]) -> bool:
+    """Whether the tokenizer is GTE-Qwen2's, whose own code, which never runs, adds tokens to each
+    text that tokenizer.json does not name."""
+    auto_map = config.get("auto_map")
+    codes = auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map
+    names = codes if isinstance(codes, list | tuple) else [codes]
+    return any(
+        str(name).rpartition("--")[2].startswith("tokenization_qwen.Qwen2Tokenizer")
+        for name in names
+    )
+
+
+def _add_ends(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Puts the tokens that add_bos_token and add_eos_token ask for around every text."""
+    single, pair, special = ["$A:0"], ["$B:1"], []
+    for kind in ("bos", "eos"):
+        token = special_token(config, f"{kind}_token")
+        token_id = None if token is None else backend.token_to_id(token)
+        if token is None or token_id is None or not config.get(f"add_{kind}_token"):
+            continue
+        place = 0 if kind == "bos" else 1
+        single.insert(place * len(single), f"{token}:0")
+        pair.insert(place * len(pair), f"{token}:1")
+        special.append((token, token_id))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, pair=[*single, *pair], special_tokens=special
     )
 
 

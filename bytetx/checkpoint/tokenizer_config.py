@@ -6,6 +6,7 @@ from typing import Any
 
 from bytetx.checkpoint.side_files import (
     FLAG,
+    TABLE,
     TEXT,
     Field,
     either,
@@ -33,6 +34,9 @@ def _is_named_template(value: Any) -> bool:
 _TOKEN = either(TEXT, Field('{"content": text}', _is_added_token))
 _TOKEN_FIELDS = dict.fromkeys(SPECIAL_TOKENS, _TOKEN)
 _FIELDS = _TOKEN_FIELDS | {
+    "add_bos_token": FLAG,
+    "add_eos_token": FLAG,
+    "auto_map": either(TABLE, list_of(TEXT)),
     "chat_template": either(
         TEXT, list_of(Field('{"name": text, "template": text}', _is_named_template))
     ),

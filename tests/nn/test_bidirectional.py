@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from checkpoints import edit_json, save_causal
 from tiny import load, one_thread, random_ids, save  # noqa: F401  (one_thread is a fixture)
@@ -122,3 +123,24 @@ def test_sequence_classification(pooling: str | None, tmp_path: Path) -> None:
         edit_json(tmp_path / "config.json", **{"pooling": None, "temperature": None} | changes)
         with pytest.raises(CheckpointError, match=message):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_gte_qwen2_ends_its_texts_as_its_own_code_does(is_listed: bool, tmp_path: Path) -> None:
+    """tokenizer.json does not name the token that the last row is pooled from."""
+    save_causal(tmp_path, "qwen2")
+    file = tmp_path / "tokenizer.json"
+    backend = tokenizers.Tokenizer.from_file(str(file))
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=False)
+    backend.save(str(file))
+    plain = bytetx.load(tmp_path, device="cpu").tokenizer.backend.encode("one text").ids
+    name = "somebody/gte--tokenization_qwen.Qwen2TokenizerFast"
+    auto_map = {"AutoTokenizer": [None, name] if is_listed else name}
+    config = tmp_path / "tokenizer_config.json"
+    edit_json(config, auto_map=auto_map, add_eos_token=True, eos_token="</s>")
+    tokenizer = bytetx.load(tmp_path, device="cpu").tokenizer
+    end = tokenizer.backend.token_to_id("</s>")
+    assert tokenizer.backend.encode("one text").ids == [*plain, end]
+    assert tokenizer.backend.encode("one", "text").ids.count(end) == 2
+    edit_json(config, add_eos_token=False)
+    assert bytetx.load(tmp_path, device="cpu").tokenizer.backend.encode("one text").ids == plain
