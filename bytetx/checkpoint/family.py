@@ -151,7 +151,7 @@ _HEADS = {
 _CLOSED_VALUES = {
     "norm_placement": ("post", "pre", "output", "parallel"),
     "norm": ("layer_norm", "rms_norm"),
-    "positions": ("learned", "rotary", "none", "disentangled"),
+    "positions": ("learned", "rotary", "none", "disentangled", "alibi"),
     "rotary_layout": ("halves", "pairs"),
     "qkv": ("separate", "stacked", "interleaved"),
     # An RMS norm of each head, or of all heads of a token together.

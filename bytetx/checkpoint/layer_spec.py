@@ -24,6 +24,9 @@ EXPERT_TENSORS = ("experts_in", "experts_out", "experts_bias")
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
 _GATES = ("gelu", "gelu_tanh", "silu")
 
+# Each head has a number for each distance, and no tensor confirms how many there are.
+_MAX_ALIBI_POSITIONS = 1 << 20
+
 _LOCAL, _GLOBAL = ("sliding_attention", "local"), ("full_attention", "global")
 
 
@@ -79,6 +82,7 @@ class LayerSpec:
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
     final: stems of the last norm and projection.
     disentangled: None where scores compare contents alone.
+    alibi: whether scores fall with the distance of two tokens, by a slope of each head.
     """
 
     causal: bool
@@ -101,6 +105,7 @@ class LayerSpec:
     qk_norm: str = "head"
     disentangled: DisentangledSpec | None = None
     convolution: ConvolutionSpec | None = None
+    alibi: bool = False
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -214,6 +219,7 @@ def read_layers(
         final=table.get("final", {}),
         disentangled=_disentangled(values),
         convolution=_convolution(values, table),
+        alibi=_alibi(values),
     )
 
 
@@ -363,6 +369,18 @@ def _disentangled(values: Values) -> DisentangledSpec | None:
         shares_projections=values.switch("relative_shares_projections", False),
         has_norm=has_norm,
     )
+
+
+def _alibi(values: Values) -> bool:
+    if values.architecture["positions"] != "alibi":
+        return False
+    positions = values.max_positions(0)
+    if positions > _MAX_ALIBI_POSITIONS:
+        raise CheckpointError(
+            f"config.json: {values.names['max_position_embeddings']} must be at most "
+            f"{_MAX_ALIBI_POSITIONS} with ALiBi, got {positions}"
+        )
+    return True
 
 
 def _convolution(values: Values, table: Mapping[str, Any]) -> ConvolutionSpec | None:

@@ -9,6 +9,7 @@ import torch
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
+from bytetx.nn.alibi import alibi_bias, alibi_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks, NormWeight, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
@@ -235,18 +236,22 @@ def _project_out(spec: ModelSpec, load: TensorLoader) -> LinearWeight | None:
 def _relative_bias(
     spec: ModelSpec, load: TensorLoader, shard: ModelShard | None
 ) -> torch.Tensor | None:
-    """The learned bucket table spread over distances: f32 [local heads, 2 * max_positions - 1].
+    """The bias of each distance of two tokens: f32 [local heads, 2 * max_positions - 1].
 
-    Column d + max_positions - 1 is the bias for key position minus query position = d.
+    Column d + max_positions - 1 is the bias for key position minus query position = d: that of a
+    learned table's bucket, or of ALiBi.
     Source: T5 (arXiv 1910.10683), section 2.1, the bidirectional buckets.
     """
-    if not spec.relative_bias_rows:
+    if not (spec.relative_bias_rows or spec.layer_spec.alibi):
         return None
-    shape = (spec.relative_bias_rows, spec.num_heads)
-    table = load.tensor(spec.embeddings["relative_bias"], shape).float()
     span = spec.max_positions + spec.position_offset  # a wrapped model may use every position
-    distance = torch.arange(-(span - 1), span, device=table.device)
-    bias = table[_bucket(distance, spec)].T
+    distance = torch.arange(-(span - 1), span, device=load.device)
+    if spec.layer_spec.alibi:
+        bias = alibi_bias(alibi_slopes(spec.num_heads, load.device), distance)
+    else:
+        shape = (spec.relative_bias_rows, spec.num_heads)
+        table = load.tensor(spec.embeddings["relative_bias"], shape).float()
+        bias = table[_bucket(distance, spec)].T
     if shard is not None:
         bias = bias[shard.heads.start : shard.heads.stop]
     return bias.contiguous()
