@@ -150,10 +150,6 @@ DECODERS = {
 }
 
 
-# Those that wrap takes: transformers holds experts in other tensors than it saves.
-WRAPPED = [name for name, (stem, _) in DECODERS.items() if stem not in ("Mixtral", "Qwen3Moe")]
-
-
 def causal_class(name: str, head: str = "ForCausalLM") -> type:
     stem = DECODERS[name][0]
     ending = "LMHeadModel" if (stem, head) == ("GPT2", "ForCausalLM") else head

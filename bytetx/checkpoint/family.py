@@ -119,7 +119,8 @@ _SECTIONS = {
     # expert_*: stems of one expert's tensors; experts_*: whole names of those of all experts.
     "sparse_layer": (
         {"router"},
-        {"expert_gate", "expert_in", "expert_out", "experts_in", "experts_out", "experts_bias"},
+        {"expert_gate", "expert_in", "expert_out", "experts_in", "experts_out", "experts_bias"}
+        | {"experts_gate_up", "experts_down"},
     ),
     "final": ({"norm"}, {"project_out"}),
     "convolution": ({"linear", "norm"}, set()),
@@ -135,7 +136,8 @@ _SECTIONS = {
 _OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
 _OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
-_OPTIONAL_KEYS = {"marker", "own_code", "bidirectional", "unsupported", "variants", "modules"}
+_OPTIONAL_KEYS = {"marker", "own_code", "keyed_code", "bidirectional"}
+_OPTIONAL_KEYS |= {"unsupported", "variants", "modules"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
@@ -188,6 +190,7 @@ _PAIRS = (
     (("config", "num_experts"), ("config", "experts_per_token")),
     (("sparse_layer", "expert_in"), ("sparse_layer", "expert_out")),
     (("sparse_layer", "experts_in"), ("sparse_layer", "experts_out")),
+    (("sparse_layer", "experts_gate_up"), ("sparse_layer", "experts_down")),
     (("config", "rotary_layers"), ("config", "unrotated_period")),
     (("config", "relative_norm"), ("embeddings", "relative_norm")),
     (("config", "relative_attention"), ("embeddings", "relative")),
@@ -233,15 +236,14 @@ def known_model_types() -> list[str]:
     return sorted({name for table in families().values() for name in table["model_types"]})
 
 
-def known_code(model_type: object) -> tuple[str, ...]:
-    """Beginnings of the names of classes whose code this model_type's families stand for."""
-    tables = families().values()
-    return tuple(
-        name
-        for table in tables
-        if model_type in table["model_types"]
-        for name in table.get("own_code", ())
-    )
+def known_code(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of the names of classes whose code the families of this config.json stand for."""
+    model_type, names = config.get("model_type"), []
+    for table in families().values():
+        if model_type in table["model_types"]:
+            names += table.get("own_code", ())
+            names += [name for name, key in table.get("keyed_code", {}).items() if key in config]
+    return tuple(names)
 
 
 def read_family(path: Path) -> dict[str, Any]:
@@ -368,8 +370,11 @@ def _check_modules(where: str, table: dict[str, Any]) -> None:
     if "modules" not in table:
         return
     modules = table["modules"]
-    _check_keys(f"{where} [modules]", modules, {"layer"}, {"embeddings"})
-    _check_keys(f"{where} [modules.layer]", modules["layer"], *_SECTIONS["layer"])
+    _check_keys(f"{where} [modules]", modules, {"layer"}, {"embeddings", "sparse_layer"})
+    for section in modules.keys() & {"layer", "sparse_layer"}:
+        _check_keys(f"{where} [modules.{section}]", modules[section], *_SECTIONS[section])
+    if ("sparse_layer" in modules) != ("sparse_layer" in table):
+        raise CheckpointError(f"{where} [modules.sparse_layer] goes with [sparse_layer]")
     if strange := modules.get("embeddings", {}).keys() - table["embeddings"].keys():
         raise CheckpointError(
             f"{where} [modules.embeddings] names {', '.join(sorted(strange))}, which [embeddings] "
@@ -377,7 +382,8 @@ def _check_modules(where: str, table: dict[str, Any]) -> None:
         )
     architecture = table["architecture"] | {"qkv": "separate"}
     architecture.pop("biases", None)
-    parts = {"layer": modules["layer"], "architecture": architecture}
+    layers = {key: modules[key] for key in ("layer", "sparse_layer") if key in modules}
+    parts = {**layers, "architecture": architecture}
     _check_values(f"{where} [modules]", table | parts)
 
 
@@ -465,10 +471,11 @@ def _check_feed_forward(where: str, table: dict[str, Any]) -> None:
         ),
     ]
     _check_needed(where, table, needed)
-    if is_sparse and ("expert_in" in sparse) == ("experts_in" in sparse):
+    layouts = {"expert_in", "experts_in", "experts_gate_up"} & sparse.keys()
+    if is_sparse and len(layouts) != 1:
         raise CheckpointError(
-            f"{where} [sparse_layer] must have either expert_in and expert_out or experts_in and "
-            "experts_out"
+            f"{where} [sparse_layer] must have one of expert_in and expert_out, experts_in and "
+            "experts_out, experts_gate_up and experts_down"
         )
     if is_sparse and table["architecture"]["norm_placement"] not in ("pre", "post"):
         raise CheckpointError(f"{where} [sparse_layer] goes with norm_placement pre or post")

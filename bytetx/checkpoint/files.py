@@ -285,7 +285,7 @@ def load_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json", _CONFIG)
     auto_map = config.get("auto_map")
     classes = auto_map if isinstance(auto_map, dict) else {}
-    known = known_code(config.get("model_type"))
+    known = known_code(config)
     custom = [
         name
         for name, code in classes.items()

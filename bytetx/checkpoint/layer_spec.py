@@ -19,7 +19,7 @@ RELATIVE_LINEARS = ("pos_k", "pos_q")
 LINEARS = (*ATTENTION_LINEARS, *FFN_LINEARS, *RELATIVE_LINEARS)
 # Of [sparse_layer]: stems with {e} for an expert; whole names of tensors of all experts.
 EXPERT_LINEARS = ("expert_gate", "expert_in", "expert_out")
-EXPERT_TENSORS = ("experts_in", "experts_out", "experts_bias")
+EXPERT_TENSORS = ("experts_in", "experts_out", "experts_gate_up", "experts_down", "experts_bias")
 
 # Activations that a gate may have; bytetx.ops.gated runs each of them.
 _GATES = ("gelu", "gelu_tanh", "silu")
@@ -141,7 +141,7 @@ class ExpertSpec:
 
     @property
     def is_gated(self) -> bool:
-        return "expert_gate" in self.layer
+        return bool({"expert_gate", "experts_gate_up"} & self.layer.keys())
 
 
 def read_experts(

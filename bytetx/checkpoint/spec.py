@@ -301,8 +301,16 @@ def build_module_spec(config: Mapping[str, Any]) -> ModelSpec:
         qkv="separate",
         biases=frozenset(chain.from_iterable(biases)) & modules["layer"].keys(),
     )
-    embeddings = {**spec.embeddings, **modules.get("embeddings", {})}
-    return replace(spec, embeddings=embeddings, layer=modules["layer"], layer_spec=layers)
+    experts = spec.experts
+    if experts is not None:
+        experts = replace(experts, layer=modules["sparse_layer"])
+    return replace(
+        spec,
+        embeddings={**spec.embeddings, **modules.get("embeddings", {})},
+        layer=modules["layer"],
+        layer_spec=layers,
+        experts=experts,
+    )
 
 
 def _sizes(values: Values, architecture: Mapping[str, Any]) -> dict[str, int]:

@@ -133,6 +133,9 @@ def reason_against(
     attentions = given.get("output_attentions")
     if getattr(config, "output_attentions", False) if attentions is None else attentions:
         return "output_attentions: bytetx never holds attention weights"
+    scores = given.get("output_router_logits")
+    if getattr(config, "output_router_logits", False) if scores is None else scores:
+        return "output_router_logits: bytetx does not keep the scores of experts"
     if not isinstance(given.get("output_hidden_states"), bool | None):
         return "output_hidden_states selects layers; pass True for all of them"
     for name, value in given.items():

@@ -34,6 +34,7 @@ CAUSAL_OUTPUTS = {
         f"{family}Model": "BaseModelOutputWithPastAndCrossAttentions"
         for family in ("GPT2", "GPTBigCode", "Falcon")
     },
+    **{f"{family}Model": "MoeModelOutputWithPast" for family in ("Mixtral", "Qwen3Moe")},
     **{
         f"{family}Model": "BaseModelOutputWithPast"
         for family in (
@@ -42,8 +43,15 @@ CAUSAL_OUTPUTS = {
         )
     },
 }
-# Language models whose output has a field for cross-attention, which is never run here.
-_CROSSING_HEADS = ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM")
+# The output classes of language models but CausalLMOutputWithPast; the fields for cross-attention
+# and for the scores of experts are never filled here.
+_LM_OUTPUTS = {
+    **dict.fromkeys(
+        ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM"),
+        "CausalLMOutputWithCrossAttentions",
+    ),
+    **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM"), "MoeCausalLMOutputWithPast"),
+}
 # cache_position says again, of older transformers, which columns the input is.
 _OWN_NAMES = ("past_key_values", "cache_position")
 
@@ -192,8 +200,7 @@ class LmHeadForward(StandIn):
                 vocab_size=self.module.config.vocab_size,
                 num_items_in_batch=num_items_in_batch,
             )
-        crosses = type(self.module).__name__ in _CROSSING_HEADS
-        kind = "CausalLMOutputWithCrossAttentions" if crosses else "CausalLMOutputWithPast"
+        kind = _LM_OUTPUTS.get(type(self.module).__name__, "CausalLMOutputWithPast")
         output = getattr(modeling_outputs, kind)(
             loss=loss, logits=logits, past_key_values=packed.past, **hidden_states_of(packed)
         )

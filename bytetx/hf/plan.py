@@ -155,8 +155,9 @@ def _share(base: "PreTrainedModel") -> Transformer:
             for key in layer.keys() & set(LINEARS):
                 _to_column_major(parameters[f"{layer[key]}.weight"])
                 hook_state_dict(base.get_submodule(layer[key]))
-    groups = [group for group in _FUSED if all(key in spec.layer for key in group)]
-    for layer, group, part in product(stems, groups, ("weight", "bias")):
+    for layer, group, part in product(stems, _FUSED, ("weight", "bias")):
+        if not all(key in layer for key in group):
+            continue
         names = [f"{layer[key]}.{part}" for key in group]
         _fuse([parameters[name] for name in names if name in parameters])
         for key in group:

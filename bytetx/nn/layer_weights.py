@@ -316,10 +316,15 @@ class _LayerReader:
         experts, hidden = self.spec.experts, self.spec.hidden_size
         assert experts is not None  # the spec says that this layer has some
         router = self.load.tensor(f"{names['router']}.weight", (experts.num_experts, hidden))
-        read = self._stacked_expert if "experts_in" in names else self._expert
-        first, out = zip(
-            *(read(names, experts, e) for e in range(experts.num_experts)), strict=True
-        )
+        first: tuple[LinearWeight | GatedWeight, ...]
+        stacks = None
+        if "experts_gate_up" in names:
+            first, out, stacks = self._experts_of_modules(names, experts)
+        else:
+            read = self._stacked_expert if "experts_in" in names else self._expert
+            first, out = zip(
+                *(read(names, experts, e) for e in range(experts.num_experts)), strict=True
+            )
         bias = None
         if "experts_bias" in names:
             bias = self.load.tensor(names["experts_bias"], (hidden,))
@@ -331,7 +336,7 @@ class _LayerReader:
             normalizes=experts.normalizes,
             bias=bias,
         )
-        return stack_experts(weight)
+        return stack_experts(weight, stacks=stacks)
 
     def _expert(
         self, names: dict[str, str], experts: ExpertSpec, e: int
@@ -365,6 +370,20 @@ class _LayerReader:
             self.load.tensor(names[key], shape, part=part) for key in ("experts_in", "experts_out")
         )
         return self.load.linear_from(w1, None), self.load.linear_from(w2.t().contiguous(), None)
+
+    def _experts_of_modules(
+        self, names: dict[str, str], experts: ExpertSpec
+    ) -> tuple[
+        tuple[GatedWeight, ...], tuple[LinearWeight, ...], tuple[torch.Tensor, torch.Tensor]
+    ]:
+        """(first, out, both layers' tensors) as transformers' classes hold them, all in two
+        tensors: [num_experts, 2 * inner, hidden_size], gates first, and
+        [num_experts, hidden_size, inner]."""
+        count, hidden, inner = experts.num_experts, self.spec.hidden_size, experts.size
+        gate_up = self.load.tensor(names["experts_gate_up"], (count, 2 * inner, hidden))
+        down = self.load.tensor(names["experts_down"], (count, hidden, inner))
+        first = tuple(self.load.gated(both[:inner], both[inner:], None, None) for both in gate_up)
+        return first, tuple(self.load.linear_from(one, None) for one in down), (gate_up, down)
 
     def _attn_out(self, names: dict[str, str]) -> OutWeight:
         spec = self.spec

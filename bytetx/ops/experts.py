@@ -38,10 +38,17 @@ class ExpertsWeight:
     out_stack: Tensor | None = None
 
 
-def stack_experts(w: ExpertsWeight) -> ExpertsWeight:
-    """The same experts, their weights in one tensor where a grouped product may read them."""
+def stack_experts(
+    w: ExpertsWeight, *, stacks: tuple[Tensor, Tensor] | None = None
+) -> ExpertsWeight:
+    """The same experts, their weights in one tensor where a grouped product may read them.
+
+    stacks: tensors that hold the weights of both layers already, [num_experts, n, k] each.
+    """
     if not _takes_grouped(w):
         return w
+    if stacks is not None:
+        return replace(w, first_stack=stacks[0], out_stack=stacks[1])
     first_stack = torch.stack([_linear_of(one).weight for one in w.first])
     out_stack = torch.stack([one.weight for one in w.out])
     return replace(

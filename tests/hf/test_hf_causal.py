@@ -11,7 +11,7 @@ from hf_models import (  # noqa: F401  (fixtures)
     one_thread,
     padded_inputs,
 )
-from tiny_decoders import DECODERS, WRAPPED, tiny_decoder
+from tiny_decoders import DECODERS, tiny_decoder
 
 from bytetx.hf import FallbackWarning, unwrap, wrap
 
@@ -20,7 +20,7 @@ SEQLENS = [9, 1, 23, 14]
 # One of each family, and those whose masks or layouts differ.
 FAMILIES = [
     name
-    for name in WRAPPED
+    for name in DECODERS
     if name not in ("llama2", "llama-linear", "mistral-full", "gpt2-unscaled")
 ]
 NINE = ["gpt2", "gpt_neo", "gptj", "gpt_neox", "opt", "llama", "mistral", "qwen2", "qwen3"]

@@ -93,6 +93,20 @@ def test_attention_weights_and_other_caches():
     assert largest_difference(logits[mask], want.logits[mask]) < 1e-4
 
 
+def test_scores_of_experts():
+    stock = tiny_decoder("qwen3_moe")
+    wrapped = wrap(copy.deepcopy(stock))
+    with torch.inference_mode():
+        want, have = call_both(
+            stock, wrapped, LEFT | {"output_router_logits": True}, "does not keep the scores of"
+        )
+        assert torch.equal(have.router_logits[0], want.router_logits[0])
+        stock.config.output_router_logits = wrapped.config.output_router_logits = True
+        wrapped = wrap(copy.deepcopy(stock))
+        want, have = call_both(stock, wrapped, RIGHT, "does not keep the scores of")
+        assert torch.equal(have.aux_loss, want.aux_loss)
+
+
 def test_gradients_and_training():
     stock = tiny_decoder("gpt2", embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
     wrapped = wrap(copy.deepcopy(stock))

@@ -11,7 +11,7 @@ from hf_models import (  # noqa: F401  (fixtures)
     one_thread,
     padded_inputs,
 )
-from tiny_decoders import WRAPPED, tiny_decoder
+from tiny_decoders import DECODERS, tiny_decoder
 
 from bytetx.generate.engine import GenerationEngine
 from bytetx.hf import FallbackWarning, unwrap, wrap
@@ -27,7 +27,7 @@ def stock_and_wrapped(name, **config):
     return stock, wrap(copy.deepcopy(stock))
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS, side="left", pad_token_id=0)

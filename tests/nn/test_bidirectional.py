@@ -71,12 +71,15 @@ def test_ways_to_say_it(name: str, config: dict[str, object], tmp_path: Path) ->
         assert (rows - expected(model, sequence).hidden_states[-1][0]).abs().max() < 1e-4
 
 
+def test_code_whose_mask_a_config_does_not_name_is_refused(tmp_path: Path) -> None:
+    save(tiny_decoder("qwen2"), tmp_path)
+    edit_json(tmp_path / "config.json", auto_map={"AutoModel": "modeling_qwen.Qwen2Model"})
+    with pytest.raises(CheckpointError, match="the checkpoint's own code for AutoModel"):
+        load(tmp_path)
+
+
 def test_a_causal_checkpoint_stays_causal() -> None:
-    for config in (
-        {},
-        {"is_causal": True},
-        {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}},
-    ):
+    for config in ({}, {"is_causal": True}):
         spec = build_spec({"model_type": "qwen2"} | config)
         assert spec.is_causal and not spec.is_bidirectional and "lm" in spec.heads
     with pytest.raises(CheckpointError, match="is_causal must be true or false, got 0"):
