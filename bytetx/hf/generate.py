@@ -122,6 +122,8 @@ class GenerateStandIn(StandIn):
         if plan.snapshot.is_training():
             return "an inner module is in training mode; call .eval()"
         assert plan.transformer is not None  # a plan without one has a reason
+        if not plan.transformer.spec.is_causal:
+            return "the model's tokens see their whole sequence (is_causal false)"
         word, head = plan.transformer.embeddings.word, self.module.get_output_embeddings().weight
         if (head.dtype, head.device) != (word.dtype, word.device):
             return "the language model head has another dtype or device than the model"

@@ -254,11 +254,16 @@ def _spec_of(base: "PreTrainedModel") -> ModelSpec:
     if spec.num_layer_groups:  # layers that share their weights cannot be dropped
         return spec
     num_layers = len(base.get_submodule(spec.layer["attn_out"].split(".{i}.")[0])._modules)
-    if spec.is_causal and num_layers != spec.num_layers:
+    if _may_cache(spec) and num_layers != spec.num_layers:
         raise CheckpointError(
             f"the model has {num_layers} layers, its config says {spec.num_layers}"
         )
     return replace(spec, num_layers=num_layers)
+
+
+def _may_cache(spec: ModelSpec) -> bool:
+    """Whether the model's class is causal, and has a cache with an entry for each layer."""
+    return spec.is_causal or spec.is_bidirectional
 
 
 def _is_column_major(spec: ModelSpec) -> bool:
@@ -271,7 +276,9 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
-    if spec.is_bidirectional or (is_causal is not None and is_causal != spec.is_causal):
+    if spec.is_bidirectional and is_causal is None:
+        return "transformers' own class reads is_causal alone, and keeps its causal mask here"
+    if is_causal is not None and is_causal != spec.is_causal:
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"
@@ -283,7 +290,7 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     if len(kinds) != 1:
         return f"parameters differ in dtype or device: {sorted(kinds)}; convert the whole model"
     changed = _changed_module(base)
-    return changed or difference_from_stock(base, is_causal=spec.is_causal)
+    return changed or difference_from_stock(base, is_causal=_may_cache(spec))
 
 
 def _is_dense(t: torch.Tensor, spec: ModelSpec) -> bool:

@@ -255,3 +255,52 @@ def test_on_a_gpu(name, dtype):
     assert (
         largest_difference(ours, reference) <= 2 * largest_difference(theirs, reference) + rounding
     )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_a_decoder_without_its_causal_mask(name, side):
+    stock, wrapped = stock_and_wrapped(name, is_causal=False)
+    inputs = padded_inputs(SEQLENS, side=side)
+    mask = inputs["attention_mask"]
+    with torch.inference_mode():
+        want, have = (m(**inputs, output_hidden_states=True) for m in (stock, wrapped))
+        causal = tiny_decoder(name)(**inputs).logits
+        for ours, theirs in zip(have.hidden_states, want.hidden_states, strict=True):
+            assert_equal_at_tokens(ours, theirs, mask)
+        assert_equal_at_tokens(have.logits, want.logits, mask)
+        assert largest_difference(causal[mask.bool()], want.logits[mask.bool()]) > 0.1
+        keys = [output.past_key_values.layers[0].keys.transpose(1, 2) for output in (have, want)]
+        assert_equal_at_tokens(*keys, mask[:, -keys[1].shape[1] :])  # of a window: its last ones
+        alone = inputs["input_ids"][2:3]  # the longest: it has no pads
+        ours, theirs = (m(alone, use_cache=False).logits for m in (wrapped, stock))
+        assert largest_difference(ours, theirs) < TOLERANCE
+
+
+def test_a_causal_mask_that_is_taken_away_later():
+    stock, wrapped = stock_and_wrapped("llama")
+    inputs = padded_inputs(SEQLENS, side="left")
+    mask = inputs["attention_mask"]
+    with torch.inference_mode():
+        before = wrapped(**inputs, use_cache=False).logits
+        stock.config.is_causal = wrapped.config.is_causal = False
+        have, want = (m(**inputs, use_cache=False).logits for m in (wrapped, stock))
+    assert_equal_at_tokens(have, want, mask)
+    assert largest_difference(have, before) > 0.1
+
+
+def test_a_decoder_without_its_causal_mask_generates_as_transformers_does():
+    stock, wrapped = stock_and_wrapped("llama", is_causal=False)
+    ids = padded_inputs([7])["input_ids"]
+    options = {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0}
+    with pytest.warns(FallbackWarning, match="see their whole sequence"):
+        have = wrapped.generate(ids, **options)
+    assert torch.equal(have, stock.generate(ids, **options))
+
+
+def test_a_key_that_transformers_does_not_read_keeps_the_causal_mask():
+    stock, wrapped = stock_and_wrapped("llama", use_bidirectional_attention=True)
+    inputs = padded_inputs(SEQLENS)
+    with torch.inference_mode(), pytest.warns(FallbackWarning, match="reads is_causal alone"):
+        have = wrapped(**inputs).logits
+    assert torch.equal(have, stock(**inputs).logits)

@@ -143,17 +143,12 @@ def drop_layer(model):
     del model.model.layers[1]
 
 
-def open_mask(model):
-    model.config.is_causal = False
-
-
 @pytest.mark.parametrize(
     ("change", "text"),
     [
         (scale_norm, "variance_epsilon is 0.1, the config says 1e-05"),
         (replace_activation, "ReLU"),
         (drop_layer, "has 2 layers, its config says 3"),
-        (open_mask, "is_causal=False"),
     ],
 )
 def test_changed_models(change, text):

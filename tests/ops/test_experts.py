@@ -87,9 +87,11 @@ def test_weighted_sum(
     assert torch.allclose(found.double(), expected(x, parts, **choices), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("prepack", [False, True])
-def test_no_row_depends_on_another(prepack: bool) -> None:
-    w, x = experts_of(tensors(), prepack=prepack), random(37, HIDDEN, seed=5)
+def test_no_row_depends_on_another(prepack: bool, dtype: torch.dtype) -> None:
+    w = experts_of(tensors(dtype=dtype), prepack=prepack)
+    x = random(37, HIDDEN, seed=5, dtype=dtype)
     found = run_experts(x, w, activation="silu")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(6))
     assert torch.equal(run_experts(x[order], w, activation="silu"), found[order])
