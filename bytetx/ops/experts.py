@@ -87,16 +87,17 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
     k, device = w.router.k, w.router.weight.device
     require_tensor("x", x, shape=(None, k), dtypes=(w.router.dtype,), device=device)
     require_contiguous("x", x)
+    if not x.shape[0]:
+        return x.new_empty((0, w.out[0].n), dtype=torch.float32)
     weights, experts = route(x, w)
-    flat = experts.flatten()
-    order = flat.argsort(stable=True)
+    ids, order = experts.flatten().sort(stable=True)
     rows = x[order // w.top_k]  # [m * top_k, hidden_size], those of one expert side by side
-    counts = torch.bincount(flat, minlength=len(w.first))
+    ends = torch.searchsorted(ids, torch.arange(len(w.first), device=device), right=True)
     grouped = _grouped_mm(w)
     if grouped is None:
-        found = _in_turn(rows, w, counts.tolist(), activation=activation)
+        found = _in_turn(rows, w, ends.tolist(), activation=activation)
     else:
-        found = run_grouped(rows, w, counts, grouped, activation=activation)
+        found = run_grouped(rows, w, ends.int(), grouped, activation=activation)
     by_row = torch.empty_like(found).index_copy_(0, order, found).unflatten(0, (-1, w.top_k))
     out = torch.zeros((x.shape[0], found.shape[1]), dtype=torch.float32, device=device)
     for i in range(w.top_k):
@@ -105,15 +106,14 @@ def run_experts(x: Tensor, w: ExpertsWeight, *, activation: str) -> Tensor:
 
 
 def run_grouped(
-    rows: Tensor, w: ExpertsWeight, counts: Tensor, grouped: GroupedMm, *, activation: str
+    rows: Tensor, w: ExpertsWeight, ends: Tensor, grouped: GroupedMm, *, activation: str
 ) -> Tensor:
     """All experts on their rows by one grouped product for each of their layers.
 
-    rows: sorted by expert, counts[i] of expert i.  grouped: (a [m, k], b [num_experts, k, n],
-    int32 ends of the experts' rows) -> [m, n].  Nothing here waits for the GPU.
+    rows: sorted by expert.  ends: int32 [num_experts], where the rows of each expert end.
+    grouped: (a [m, k], b [num_experts, k, n], ends) -> [m, n].  Nothing here waits for the GPU.
     """
     assert w.first_stack is not None and w.out_stack is not None  # stack_experts made them
-    ends = counts.cumsum(0).int()
     both = grouped(rows, w.first_stack.transpose(1, 2), ends)
     first = w.first[0]
     if isinstance(first, GatedWeight):
@@ -123,15 +123,13 @@ def run_grouped(
     return grouped(inner, w.out_stack.transpose(1, 2), ends)
 
 
-def _in_turn(rows: Tensor, w: ExpertsWeight, counts: Sequence[int], *, activation: str) -> Tensor:
+def _in_turn(rows: Tensor, w: ExpertsWeight, ends: Sequence[int], *, activation: str) -> Tensor:
     """One expert after another; an expert without rows is left out."""
     found = rows.new_empty((len(rows), w.out[0].n))
-    start = 0
-    for count, first, out in zip(counts, w.first, w.out, strict=True):
-        if count:
-            own = slice(start, start + count)
+    for start, end, first, out in zip([0, *ends], ends, w.first, w.out, strict=False):
+        if start < end:
+            own = slice(start, end)
             found[own] = linear(_first(rows[own], first, activation=activation), out)
-            start += count
     return found
 
 
