@@ -44,6 +44,8 @@ TOKENIZERS = {
     "nomic_bert": "wordpiece",
     "gte": "unigram",
     "jina_embeddings_v3": "unigram",
+    "deberta": "bpe",
+    "deberta-v2": "unigram",
 }
 TOKENIZERS = {family: kind for family, kind in TOKENIZERS.items() if family in FAMILIES}
 _POSITION_OFFSETS = dict.fromkeys(
