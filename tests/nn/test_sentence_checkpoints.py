@@ -1,0 +1,117 @@
+"""Whole checkpoints of sentence-transformers, as models of each name are saved, against encode."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+from checkpoints import SENTENCES, edit_json, make_tokenizer, save_causal, texts
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from tiny import one_thread, randomize  # noqa: F401  (autouse)
+from torch import nn
+
+import bytetx
+from bytetx.errors import TooLongError
+
+HIDDEN = 48
+INPUTS = SENTENCES + texts(12, max_words=9)
+TASK = "Instruct: Given a web search query, retrieve relevant passages\nQuery:"
+
+
+def save(folder: Path, base: Path, modules: Sequence[nn.Module], **options: object) -> Path:
+    for module in modules:
+        randomize(module)
+    model = SentenceTransformer(modules=[Transformer(str(base)), *modules], device="cpu", **options)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def save_t5(folder: Path, **config: object) -> Path:
+    """A random encoder of T5, whose tokenizer ends each text by </s>."""
+    tokenizer = make_tokenizer("unigram", max_tokens=64)
+    end = tokenizer.convert_tokens_to_ids("</s>")
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=["$A", "</s>"], special_tokens=[("</s>", end)]
+    )
+    sizes = {"d_model": HIDDEN, "num_heads": 3, "d_kv": 8, "d_ff": 80, "num_layers": 2}
+    settings = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id} | sizes
+    model = transformers.T5EncoderModel(transformers.T5Config(**settings | config))
+    randomize(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def assert_same(folder: Path, **options: object) -> None:
+    wanted = SentenceTransformer(str(folder), device="cpu").encode(INPUTS, **options)
+    found = bytetx.load(folder, device="cpu").embed(INPUTS, truncate=True, **options).vectors
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
+def test_sentence_t5_and_gtr(activation: str, tmp_path: Path) -> None:
+    base = save_t5(tmp_path / "base", feed_forward_proj=activation)
+    dense = Dense(HIDDEN, 20, bias=False, activation_function=nn.Identity())
+    folder = save(tmp_path / "model", base, [Pooling(HIDDEN, "mean"), dense, Normalize()])
+    assert_same(folder)
+    # The hub's files are of the complete model's config, and of sentence-transformers 2.
+    edit_json(folder / "config.json", architectures=["T5EncoderModel"], is_encoder_decoder=True)
+    old = {"max_seq_length": 16, "do_lower_case": False}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(old))
+    flags = {"word_embedding_dimension": HIDDEN, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(flags))
+    entries = json.loads((folder / "modules.json").read_text())
+    for entry in entries:
+        kind = entry["type"].rpartition(".")[2]
+        entry["type"] = f"sentence_transformers.models.{kind}"
+    (folder / "modules.json").write_text(json.dumps(entries))
+    assert bytetx.load(folder, device="cpu").max_tokens == 16
+    assert_same(folder)
+
+
+def test_instructor(tmp_path: Path) -> None:
+    """Its instructions are prompts that are left out of the mean."""
+    base = save_t5(tmp_path / "base")
+    dense = Dense(HIDDEN, HIDDEN, bias=False, activation_function=nn.Identity())
+    modules = [Pooling(HIDDEN, "mean", include_prompt=False), dense, Normalize()]
+    folder = save(tmp_path / "model", base, modules)
+    assert_same(folder, prompt="The quick fox jumps: ")
+    assert_same(folder, prompt="Berlin")
+    assert_same(folder)
+
+
+def test_qwen3_embedding(tmp_path: Path) -> None:
+    """The last token of sequences that a batch pads on the left."""
+    base = save_causal(tmp_path / "base", "qwen3", "Model")
+    edit_json(base / "tokenizer_config.json", padding_side="left")
+    prompts = {"query": TASK, "document": ""}
+    modules = [Pooling(HIDDEN, "lasttoken"), Normalize()]
+    folder = save(tmp_path / "model", base, modules, prompts=prompts)
+    assert json.loads((folder / "tokenizer_config.json").read_text())["padding_side"] == "left"
+    assert_same(folder)
+    assert_same(folder, prompt_name="query")
+
+
+def test_e5_mistral(tmp_path: Path) -> None:
+    """A causal model with a window, last token, and a limit below its positions."""
+    base = save_causal(tmp_path / "base", "mistral", "Model")
+    edit_json(base / "tokenizer_config.json", padding_side="left")
+    folder = save(
+        tmp_path / "model",
+        base,
+        [Pooling(HIDDEN, "lasttoken"), Normalize()],
+        prompts={"web_search_query": TASK},
+    )
+    edit_json(folder / "sentence_bert_config.json", max_seq_length=40)
+    assert_same(folder, prompt_name="web_search_query")
+    assert_same(folder)
+    model = bytetx.load(folder, device="cpu")
+    assert model.max_tokens == 40
+    with pytest.raises(TooLongError):
+        model.embed(["fox " * 60])
