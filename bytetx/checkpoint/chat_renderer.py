@@ -81,8 +81,10 @@ class _TooLongError(Exception):
 class _Prompt:
     """A template with the variables that every chat has."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]):
-        """Raises where the template is broken, or exceeds a limit with the smallest chat, too.
+    def __init__(self, source: str, variables: Mapping[str, Any]):
+        """variables: beside the messages, or in place of the usual ones.
+
+        Raises where the template is broken, or exceeds a limit with the smallest chat, too.
 
         It may refuse that chat all the same: because it wants a system message, say.
         """
@@ -97,13 +99,8 @@ class _Prompt:
 
     def render(self, messages: list[Any]) -> str:
         pieces, length = [], 0
-        for piece in self._template.generate(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **self._variables,
-        ):
+        usual = {"tools": None, "documents": None, "add_generation_prompt": True}
+        for piece in self._template.generate({**usual, **self._variables, "messages": messages}):
             pieces.append(piece)
             length += len(piece)
             if length > _MAX_CHARACTERS:

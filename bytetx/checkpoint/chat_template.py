@@ -34,14 +34,16 @@ class ChatTemplate:
         *,
         special_tokens: Mapping[str, str],
         name: str,
+        variables: Mapping[str, Any] | None = None,
         seconds: float = _SECONDS,
     ):
         """special_tokens: bos_token and so on, as templates call them.  name: for errors.
 
+        variables: of the template's own, or add_generation_prompt, which is true without them.
         seconds: that one chat may take.
         """
         self._source, self._name, self._seconds = source, name, seconds
-        self._special_tokens = dict(special_tokens)
+        self._variables = {**(variables or {}), **special_tokens}
         self._lock = threading.Lock()
         self._process: RendererProcess | None = None
         self._broken: str | None = None
@@ -71,7 +73,7 @@ class ChatTemplate:
         if self._process is not None and self._process.is_alive():
             return self._process
         process = RendererProcess(seconds=self._seconds)
-        kind, text = process.ask((self._source, self._special_tokens))
+        kind, text = process.ask((self._source, self._variables))
         if kind == BROKEN:
             self._broken = f"{self._name}: the chat template is broken: {text}"
         elif kind != TEXT:
@@ -85,9 +87,12 @@ class ChatTemplate:
         return process
 
 
-def load_chat_template(folder: Path) -> ChatTemplate | None:
+def load_chat_template(
+    folder: Path, *, variables: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
     """The template of a checkpoint's folder, or None: chat_template.jinja, or the tokenizer's.
 
+    variables: as of ChatTemplate.
     Raises CheckpointError where a file is damaged; whether the template is Jinja shows with the
     first chat.
     """
@@ -102,7 +107,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         return None
     tokens = {name: special_token(config, name) for name in SPECIAL_TOKENS}
     named = {name: token for name, token in tokens.items() if token is not None}
-    return ChatTemplate(source, special_tokens=named, name=str(path))
+    return ChatTemplate(source, special_tokens=named, name=str(path), variables=variables)
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[Any]:

@@ -75,6 +75,7 @@ class LoadedCheckpoint:
     eos_token_ids: tokens that end a generated text.
     token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
     token_modules: what gives each token a vector, behind the transformer.
+    pair_template: of the chats that a causal reranker scores.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.
     """
@@ -96,6 +97,7 @@ class LoadedCheckpoint:
     num_parameters: int = 0
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
+    pair_template: ChatTemplate | None = None
     executor: Executor = field(default_factory=Executor)
 
 
@@ -152,6 +154,7 @@ def load_checkpoint(
         heads=heads,
         tokenizer=_load_tokenizer(sentence, spec),
         chat_template=_load_chat_template(sentence),
+        pair_template=_load_pair_template(sentence, spec),
         eos_token_ids=_eos_token_ids(sentence.folder, config),
         cross_encoder_activation=sentence.activation_fn or _cross_encoder_activation(config),
         unused_tensors=unused,
@@ -173,10 +176,37 @@ def _open_weights(
     return weights
 
 
-def _load_chat_template(sentence: SentenceSpec) -> ChatTemplate | None:
+def _load_chat_template(
+    sentence: SentenceSpec, *, variables: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
     """The adapter's, where it has one."""
-    own = None if sentence.adapter is None else load_chat_template(sentence.adapter)
-    return own or load_chat_template(sentence.folder)
+    folders = (sentence.adapter, sentence.folder)
+    found = (load_chat_template(folder, variables=variables) for folder in folders if folder)
+    return next((template for template in found if template is not None), None)
+
+
+def _load_pair_template(sentence: SentenceSpec, spec: ModelSpec) -> ChatTemplate | None:
+    """Of the pairs that LogitScore scores, where they are chats."""
+    score = sentence.logit_score
+    if score is None:
+        return None
+    both = (score.true_token_id, score.false_token_id)
+    ids = [token_id for token_id in both if token_id is not None]
+    if not spec.is_causal or any(token_id >= spec.vocab_size for token_id in ids):
+        raise CheckpointError(
+            f"LogitScore reads the logits of tokens {', '.join(map(str, ids))} of a causal model; "
+            f"this one is {spec.family} with {spec.vocab_size} tokens"
+        )
+    if score.message_format is None:
+        return None
+    variables = {"add_generation_prompt": False, **score.variables}
+    template = _load_chat_template(sentence, variables=variables)
+    if template is None:
+        raise CheckpointError(
+            f"{sentence.folder} has no chat template, and its sentence_bert_config.json says that "
+            "pairs are chats; add chat_template.jinja"
+        )
+    return template
 
 
 def _load_tokenizer(sentence: SentenceSpec, spec: ModelSpec) -> Tokenizer | None:

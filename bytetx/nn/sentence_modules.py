@@ -17,6 +17,7 @@ from bytetx.checkpoint.files import (
     module_folder,
     transformer_folder,
 )
+from bytetx.checkpoint.logit_score import LogitScoreSpec, read_logit_score
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -210,6 +211,7 @@ class SentenceSpec:
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
     vector keeps.  multi_vector: of a model that gives a vector for each token.
     similarity: the function that compares vectors, where the checkpoint names one.
+    logit_score: of a causal model that scores pairs.
     """
 
     folder: Path
@@ -227,6 +229,7 @@ class SentenceSpec:
     max_active_dims: int | None = None
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
+    logit_score: LogitScoreSpec | None = None
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -289,6 +292,9 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
             config = read_fields(module_folder(path, entry.get("path")) / "config.json", _SPLADE)
             given = {_SPLADE_NAMES[key]: value for key, value in config.items()}
             spec = replace(spec, splade=SpladeSpec(**given))
+        elif kind == "LogitScore":
+            score = read_logit_score(module_folder(path, entry.get("path")), own)
+            spec = replace(spec, logit_score=score)
         elif kind in _AFTER_POOLING:
             # Normalize has no files, and hubs drop empty folders.
             has_files = kind != "Normalize"
@@ -332,7 +338,7 @@ def _model_config(folder: Path) -> dict[str, Any]:
 def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
     name = str(entry.get("type"))
     kind = name.rpartition(".")[2]
-    known = (*TRANSFORMERS, "Pooling", "SpladePooling", "Dropout", *_AFTER_POOLING)
+    known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
             f"{path}: module {name!r} is not supported; known: {', '.join(known)}"

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from bytetx.arguments import check_iterable, check_text, check_top_k
-from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.checkpoint.logit_score import LogitScoreSpec
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError, TooLongError
 from bytetx.nn.heads import LmHead
@@ -18,16 +18,9 @@ from bytetx.ops.pooling import pool
 from bytetx.tasks.classify import ScoreTask
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import OnError
+from bytetx.tasks.pair_prompts import chat_prompts, yes_no_ids, yes_no_prompts
 from bytetx.tasks.results import Hit, Results
 
-# The prompt that the models were trained with.  Source: the model card of Qwen3-Reranker.
-_BEFORE = (
-    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-    'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-    "<|im_start|>user\n"
-)
-_AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # Families whose causal models are rerankers of this kind.
 YES_NO_FAMILIES = ("qwen3",)
 
@@ -36,12 +29,12 @@ YES_NO_FAMILIES = ("qwen3",)
 class YesNoTask:
     """One number a prompt: the activation of logit(yes) - logit(no) of its next token.
 
-    With a sigmoid, that is the softmax over the two.
+    With a sigmoid, that is the softmax over the two.  no: None, the first logit alone.
     """
 
     head: LmHead
     yes: int
-    no: int
+    no: int | None
     activation: Callable[[torch.Tensor], torch.Tensor]
 
     @property
@@ -54,54 +47,14 @@ class YesNoTask:
         x = transformer.forward(step.batch)
         last = pool(x, step.batch.cu_seqlens, mode="lasttoken").to(x.dtype)
         logits = self.head.forward(last)
-        return (self.activation((logits[:, self.yes] - logits[:, self.no]).float()),)
+        scores = logits[:, self.yes]
+        if self.no is not None:
+            scores = scores - logits[:, self.no]
+        return (self.activation(scores.float()),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
         scores: list[float] = outputs[0].tolist()
         return scores
-
-
-def yes_no_ids(tokenizer: Tokenizer) -> tuple[int, int]:
-    """(id of "yes", id of "no"). InputError where one of them is no token."""
-    found = [tokenizer.backend.token_to_id(word) for word in ("yes", "no")]
-    if found[0] is None or found[1] is None:
-        raise InputError(
-            'this checkpoint\'s tokenizer has no tokens "yes" and "no", by which a causal model '
-            "reranks; load a cross-encoder or a Qwen3-Reranker"
-        )
-    return found[0], found[1]
-
-
-def yes_no_prompts(
-    tokenizer: Tokenizer,
-    query: str,
-    documents: Sequence[str],
-    *,
-    instruction: str | None,
-    truncate: bool,
-) -> list[list[int] | TooLongError]:
-    """The token ids of each document's prompt, or why it has none.
-
-    truncate: cut the document of a prompt that is too long.
-    """
-    unlimited = tokenizer.untruncated()
-    before, after = (unlimited.encode_plain(text).ids for text in (_BEFORE, _AFTER))
-    head = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
-    room = tokenizer.max_tokens - len(before) - len(after)
-    prompts: list[list[int] | TooLongError] = []
-    for index, document in enumerate(documents):
-        body = unlimited.encode_plain(head + document).ids
-        if len(body) > room and not truncate:
-            prompts.append(
-                TooLongError(
-                    f"documents[{index}] makes a prompt of {len(before) + len(body) + len(after)} "
-                    f"tokens, the model takes {tokenizer.max_tokens}; shorten it, or pass "
-                    "truncate=True"
-                )
-            )
-        else:
-            prompts.append([*before, *body[:room], *after])
-    return prompts
 
 
 class RerankMixin(OnePass):
@@ -122,15 +75,16 @@ class RerankMixin(OnePass):
         """The documents by how well they answer the query, best first.
 
         The model is a cross-encoder with one label, or a causal one that answers yes or no
-        (Qwen3-Reranker), whose prompt holds the instruction; None is that of its model card.
+        (Qwen3-Reranker, or sentence-transformers' LogitScore), whose prompt holds the instruction;
+        None is that of its model card, or the checkpoint's default prompt.
         top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
         on_error="return": a bad document is left out; its error is in `errors` by its index.
         """
         check_top_k(top_k)
         check_text("query", query)
         documents = list(check_iterable("documents", documents))
-        if self._answers_yes_or_no():
-            return self._rerank_yes_no(
+        if self._logit_score is not None or self._answers_yes_or_no():
+            return self._rerank_by_logits(
                 query,
                 documents,
                 top_k=top_k,
@@ -163,7 +117,7 @@ class RerankMixin(OnePass):
     def _answers_yes_or_no(self) -> bool:
         return self.heads.lm is not None and self.spec.family in YES_NO_FAMILIES
 
-    def _rerank_yes_no(
+    def _rerank_by_logits(
         self,
         query: str,
         documents: list[str],
@@ -179,25 +133,16 @@ class RerankMixin(OnePass):
             check_text(f"documents[{index}]", document)
         if instruction is not None:
             check_text("instruction", instruction)
-        tokenizer = self._need_tokenizer()
-        yes, no = yes_no_ids(tokenizer)
-        prompts = yes_no_prompts(
-            tokenizer, query, documents, instruction=instruction, truncate=truncate
-        )
+        task = self._yes_no_task(raw_scores=raw_scores)
+        prompts = self._pair_prompts(query, documents, instruction=instruction, truncate=truncate)
         errors: dict[int, InputError] = {
             index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, InputError)
         }
-        reader = self._reader(truncate=False, on_error=on_error)
+        reader = self._reader(truncate=truncate, on_error=on_error)
         if errors and not reader.keeps_errors:
             raise errors[min(errors)]
         kept = [index for index in range(len(prompts)) if index not in errors]
-        task = YesNoTask(
-            self._need_head(self.heads.lm, "language model"),
-            yes,
-            no,
-            torch.nn.Identity() if raw_scores else torch.nn.Sigmoid(),
-        )
-        given = [prompt for prompt in prompts if isinstance(prompt, list)]
+        given = [prompt for prompt in prompts if not isinstance(prompt, InputError)]
         scores = self._results(
             given, task, reader, stream=False, title="rerank", show_progress=show_progress
         )
@@ -206,6 +151,38 @@ class RerankMixin(OnePass):
         by_index = dict(zip(kept, scores, strict=True))
         ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
         return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
+
+    def _yes_no_task(self, *, raw_scores: bool) -> YesNoTask:
+        head, score = self._need_head(self.heads.lm, "language model"), self._logit_score
+        if score is None:
+            yes, no = yes_no_ids(self._need_tokenizer())
+            own = torch.nn.Identity() if raw_scores else torch.nn.Sigmoid()
+            return YesNoTask(head, yes, no, own)
+        name = self.checkpoint.cross_encoder_activation or "torch.nn.Sigmoid"
+        name = "torch.nn.Identity" if raw_scores else name
+        activation = activation_by_name(name, source="the cross-encoder's config")
+        return YesNoTask(head, score.true_token_id, score.false_token_id, activation)
+
+    def _pair_prompts(
+        self, query: str, documents: list[str], *, instruction: str | None, truncate: bool
+    ) -> Sequence[list[int] | tuple[str, str] | TooLongError]:
+        """What the model reads for each document."""
+        tokenizer, score = self._need_tokenizer(), self._logit_score
+        if score is None:
+            return yes_no_prompts(
+                tokenizer, query, documents, instruction=instruction, truncate=truncate
+            )
+        prompt = self.checkpoint.sentence.prompt_text(instruction, None)
+        template = self.checkpoint.pair_template
+        if template is None:
+            return [(prompt + query, document) for document in documents]
+        return chat_prompts(
+            tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
+        )
+
+    @property
+    def _logit_score(self) -> LogitScoreSpec | None:
+        return self.checkpoint.sentence.logit_score
 
 
 def _best_hits(scores: Results[Any], documents: Sequence[str], top_k: int | None) -> Results[Hit]:
