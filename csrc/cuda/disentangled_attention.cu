@@ -49,7 +49,7 @@ using paged::piece_offset;
 constexpr int kRows = 64;  // queries of a CTA, and keys of a step
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kRing = 128;  // buckets in shared memory, at least 2 * kRows - 1
+constexpr int kRing = 128;  // buckets in shared memory, at least 2 * kRows - 1, a power of two
 
 // What q.pos_k and k.pos_q of a warp are picked from, f32. Strides by which the lanes of a pick
 // fall on different banks, two at most on one.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void load_buckets(const DisentangledAttentionParams& 
         const int bucket = first + i / kPieces, piece = i % kPieces;
         const bool is_there = piece * 8 < p.head_dim;
         const int64_t row = int64_t{bucket} * p.num_heads * p.head_dim;
-        copy_or_zero(to + piece_offset<kDim>(bucket % kRing, piece),
+        copy_or_zero(to + piece_offset<kDim>(bucket & (kRing - 1), piece),
                      from + row + (is_there ? piece * 8 : 0), is_there ? 16 : 0);
     }
 }
@@ -165,7 +165,8 @@ __device__ __forceinline__ void multiply_buckets(float* picks, int stride,
     for (int n = 0; n < kMaxSteps; ++n) {
         if (8 * n >= num_buckets) break;
         float c[4] = {};
-        multiply<T, kDim>(c, a, ring, lane, [&](int row) { return (first + 8 * n + row) % kRing; });
+        multiply<T, kDim>(c, a, ring, lane,
+                          [&](int row) { return (first + 8 * n + row) & (kRing - 1); });
         float* to = picks + (lane / 4) * stride + 8 * n + 2 * (lane % 4);
         to[0] = c[0];
         to[1] = c[1];
@@ -392,7 +393,7 @@ void disentangled_attention(const DisentangledAttentionParams& p, const Launch& 
                       static_cast<unsigned>(p.num_heads));
     shape.block = dim3(kThreads);
     shape.stream = static_cast<cudaStream_t>(launch.stream);
-    dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kDim>() {
+    dispatch_at_least<64, 128>(p.head_dim, [&]<int kDim>() {
         shape.smem_bytes = Shared<kDim>::kBytes;
         if (p.dtype == DType::f16) {
             allow_smem_once<&disentangled_kernel<__half, kDim>>(shape.smem_bytes);
