@@ -63,6 +63,12 @@ FAMILIES = {
     "t5": ("T5", _T5_SIZES),
     "mt5": ("MT5", _T5_SIZES | {"feed_forward_proj": "gated-gelu"}),
 }
+# An older transformers lacks the newest classes.
+FAMILIES = {
+    name: (stem, sizes)
+    for name, (stem, sizes) in FAMILIES.items()
+    if hasattr(transformers, f"{stem}Config")
+}
 HEADS = (
     "ForSequenceClassification",
     "ForTokenClassification",
