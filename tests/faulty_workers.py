@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> None:
             ctypes.PyDLL(None).usleep(2_500_000)  # with Python's lock
 
     before(Transformer, "forward", lambda: act("forward"))
-    before(weights.Weights, "_next", lambda: act("load"))
+    before(weights.Weights, "_read", lambda: act("load"))
     before(tp.GroupCollectives, "__init__", lambda: act("join"))
     act("start")
     worker.main(arguments)
