@@ -61,8 +61,8 @@ def prepare_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Int8Weigh
     panels = panels.view(-1, _COLUMNS, panels.shape[1] // _GROUP, _GROUP).transpose(1, 2)
     shift = torch.zeros(n) if bias is None else bias.float()
     columns = (scale, scale * w.sum(1), shift)
-    filled = (pad(column, (0, more_n)).contiguous() for column in columns)
-    return Int8Weight(panels.contiguous(), *filled, n, k)
+    scale, weighted_sum, shift = (pad(column, (0, more_n)).contiguous() for column in columns)
+    return Int8Weight(panels.contiguous(), scale, weighted_sum, shift, n, k)
 
 
 def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -114,15 +114,17 @@ def linear(
     if x.is_cuda:
         return _linear_cuda(x, w, activation=activation, residual=residual)
     if w.int8 is not None:
-        d = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
-        return d if residual is None else d.add_(residual)
+        sums = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
+        return sums if residual is None else sums.add_(residual)
     if not _takes_onednn(w):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
         return x.new_empty((0, w.n))
     m, rows = x.shape[0], _rows_for_onednn(x)
     attribute, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    d = torch.ops.mkldnn._linear_pointwise(rows, w.weight, w.bias, attribute, [], algorithm)[:m]
+    d: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows, w.weight, w.bias, attribute, [], algorithm
+    )[:m]
     return d if residual is None else d.add_(residual)
 
 
