@@ -173,12 +173,22 @@ class PackedTorch:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    causal: bool = False,
+    window: int = 0,
 ) -> Tensor:
-    """FlashAttention-2's varlen kernel as torch ships it."""
+    """FlashAttention-2's varlen kernel as torch ships it; window as in varlen_attention."""
+    left = window - 1 if window else None
     out: Tensor = torch.ops.aten._flash_attention_forward(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False),
         scale=q.shape[-1] ** -0.5,
+        window_size_left=left,
+        window_size_right=0 if causal and window else left,
     )[0]
     return out
 

@@ -39,6 +39,13 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(help="A part of the name of the device whose records are shown."),
 ]
+Fa3Option = Annotated[
+    Path | None,
+    typer.Option(
+        "--fa3",
+        help="FlashAttention-3's library as a rival: _vllm_fa3_C.abi3.so of the wheel vllm 0.24.0.",
+    ),
+]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
 ]
@@ -64,12 +71,16 @@ def cpu(
 
 @app.command()
 def attention(
-    record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    fa3: Fa3Option = None,
 ) -> None:
-    """Packed attention on a Hopper GPU: bytetx and FlashAttention-2 as torch ships it."""
+    """Packed attention on a Hopper GPU: bytetx, FlashAttention-2 as torch ships it, and -3."""
     from bytetx.bench.attention import attention_suite
 
-    _run_gpu("attention", attention_suite, record=record, case=case, plot=plot)
+    make_suite, command = partial(attention_suite, fa3=fa3), _with_fa3("attention", fa3)
+    _run_gpu(command, make_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -122,11 +133,17 @@ def encoder(
 
 
 @app.command()
-def decode(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+def decode(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    fa3: Fa3Option = None,
+) -> None:
     """Attention over paged keys, writing them, choosing tokens, on a GPU: bytetx and torch."""
     from bytetx.bench.decode import decode_suite
 
-    _run_gpu("decode", decode_suite, record=record, case=case, plot=plot)
+    make_suite, command = partial(decode_suite, fa3=fa3), _with_fa3("decode", fa3)
+    _run_gpu(command, make_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -387,11 +404,16 @@ def _draw(console: Console, records: Path, *, device: str | None) -> None:
 
 def _command(suite: str, case: list[str], model: Path | None = None) -> str:
     """The command that measures a record's case again; where the record goes is left out."""
-    words = ["bytetx", "bench", *suite.split()]
+    words = ["bytetx", "bench", *shlex.split(suite)]
     words += [word for pattern in case for word in ("--case", pattern)]
     if model is not None:
         words += ["--model", str(model)]
     return shlex.join(words)
+
+
+def _with_fa3(suite: str, fa3: Path | None) -> str:
+    """The suite's name and the option, as _run_gpu takes them."""
+    return suite if fa3 is None else shlex.join([suite, "--fa3", str(fa3)])
 
 
 def _fail(error: BytetxError) -> None:

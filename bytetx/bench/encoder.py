@@ -24,15 +24,13 @@ from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, w
 from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
 from bytetx.bench.modernbert import MODERNBERT_SIZES
+from bytetx.bench.right_runs import right_runs
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.token_inputs import TokenInputs, WholeModel
 from bytetx.bench.whole_models import WHOLE_MODELS, load_whole_model
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.errors import BytetxError
 from bytetx.nn.transformer import Transformer
 
-# Beyond this a rival did other work than ours: f16 rounds at 2^-11, through 24 layers.
-_MAX_RELATIVE_ERROR = 2e-2
 # ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
 # with its best settings for each longest sequence, in ms; said beside the case, never recorded.
 _BYTETRANSFORMER_MS = {
@@ -280,31 +278,3 @@ def work_of(
     weights = in_fp8 + spec.num_layers * hidden**2
     flop = encoder_flop(spec, lengths.tolist()) - 2.0 * tokens * in_fp8 * (1 - 1 / fp8_speed)
     return Work((weights + 2 * tokens * hidden) * dtype.itemsize, flop)
-
-
-@torch.inference_mode()
-def right_runs(
-    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs | None, notes: list[str]
-) -> dict[str, Callable[[], Tensor]]:
-    """The runs whose real tokens come out as ours do; `notes` gets a line for each other one.
-
-    inputs: which tokens of a padded result are real; None where no result is padded.
-    """
-    kept: dict[str, Callable[[], Tensor]] = {}
-    ours = runs["ours"]().float()
-    if not ours.isfinite().all():
-        raise BytetxError("the encoder's hidden states are not finite: nothing can be compared")
-    for name, run in runs.items():
-        try:
-            theirs = run()
-        except Exception as error:  # a rival may raise anything, and costs no other number
-            notes.append(left_out(name, error))
-            continue
-        if theirs.dim() == 3 and inputs is not None:
-            theirs = theirs[inputs.is_real()]
-        distance = float((theirs.float() - ours).norm() / ours.norm())
-        if distance <= _MAX_RELATIVE_ERROR:
-            kept[name] = run
-        else:
-            notes.append(f"{name} left out: its relative distance to ours is {distance:.1e}")
-    return kept
