@@ -125,8 +125,7 @@ def encoder(
     from bytetx.bench.encoder import encoder_suite
     from bytetx.bench.encoder_cpu import encoder_cpu_suite
 
-    if device not in ("cuda", "cpu"):
-        _fail(OptionError(f"--device is cuda or cpu, not {device!r}"))
+    _check_device(device)
     if device == "cuda":
         return _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
     _run_gpu("encoder --device cpu", encoder_cpu_suite, record=record, case=case, plot=plot)
@@ -144,6 +143,22 @@ def decode(
 
     make_suite, command = partial(decode_suite, fa3=fa3), _with_fa3("decode", fa3)
     _run_gpu(command, make_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def maxsim(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, fewer documents in fp32.")] = "cuda",
+) -> None:
+    """ColBERT's scores of packed vectors: bytetx, sentence-transformers, torch's operations."""
+    from bytetx.bench.maxsim import maxsim_cpu_suite, maxsim_suite
+
+    _check_device(device)
+    if device == "cuda":
+        return _run_gpu("maxsim", maxsim_suite, record=record, case=case, plot=plot)
+    _run_gpu("maxsim --device cpu", maxsim_cpu_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -371,6 +386,11 @@ def _tune(path: Path) -> None:
     except BytetxError as error:
         _fail(error)
     console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _check_device(device: str) -> None:
+    if device not in ("cuda", "cpu"):
+        _fail(OptionError(f"--device is cuda or cpu, not {device!r}"))
 
 
 def _check_plot(plot: bool, record: Path | None) -> None:
