@@ -21,7 +21,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, pack
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
     "large": {
@@ -73,7 +73,7 @@ def random_checkpoint(
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
         with quiet():
             bert.model.save_pretrained(folder)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (like / name).exists():
                 shutil.copy(like / name, folder)
         del bert  # its memory is for those who load the folder
