@@ -79,7 +79,7 @@ def attention(
     """Packed attention on a Hopper GPU: bytetx, FlashAttention-2 as torch ships it, and -3."""
     from bytetx.bench.attention import attention_suite
 
-    make_suite, command = partial(attention_suite, fa3=fa3), _with_fa3("attention", fa3)
+    make_suite, command = partial(attention_suite, fa3=fa3), _with_option("attention", "--fa3", fa3)
     _run_gpu(command, make_suite, record=record, case=case, plot=plot)
 
 
@@ -120,6 +120,13 @@ def encoder(
     device: Annotated[
         str, typer.Option(help="cuda; or cpu, which runs whole models in fp32.")
     ] = "cuda",
+    packed_encoders: Annotated[
+        Path | None,
+        typer.Option(
+            help="packed-encoders as a rival of ModernBERT on a GPU: the folder that pip installed "
+            "it into with --target."
+        ),
+    ] = None,
 ) -> None:
     """All layers of BERT, whole ModernBERTs and DeBERTas: bytetx, transformers, packed torch."""
     from bytetx.bench.encoder import encoder_suite
@@ -127,7 +134,11 @@ def encoder(
 
     _check_device(device)
     if device == "cuda":
-        return _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
+        make_suite = partial(encoder_suite, packed_encoders_folder=packed_encoders)
+        command = _with_option("encoder", "--packed-encoders", packed_encoders)
+        return _run_gpu(command, make_suite, record=record, case=case, plot=plot)
+    if packed_encoders is not None:
+        _fail(OptionError("--packed-encoders needs a GPU; it goes with --device cuda"))
     _run_gpu("encoder --device cpu", encoder_cpu_suite, record=record, case=case, plot=plot)
 
 
@@ -141,7 +152,7 @@ def decode(
     """Attention over paged keys, writing them, choosing tokens, on a GPU: bytetx and torch."""
     from bytetx.bench.decode import decode_suite
 
-    make_suite, command = partial(decode_suite, fa3=fa3), _with_fa3("decode", fa3)
+    make_suite, command = partial(decode_suite, fa3=fa3), _with_option("decode", "--fa3", fa3)
     _run_gpu(command, make_suite, record=record, case=case, plot=plot)
 
 
@@ -431,9 +442,9 @@ def _command(suite: str, case: list[str], model: Path | None = None) -> str:
     return shlex.join(words)
 
 
-def _with_fa3(suite: str, fa3: Path | None) -> str:
-    """The suite's name and the option, as _run_gpu takes them."""
-    return suite if fa3 is None else shlex.join([suite, "--fa3", str(fa3)])
+def _with_option(suite: str, option: str, path: Path | None) -> str:
+    """The suite's name and the option where it is given, as _run_gpu takes them."""
+    return suite if path is None else shlex.join([suite, option, str(path)])
 
 
 def _fail(error: BytetxError) -> None:

@@ -37,7 +37,17 @@ from bytetx.ops.attention import varlen_attention
 
 pytest.importorskip("transformers")
 
-SUITES = ("attention", "linear", "norm", "decode", "encoder", "latency", "text", "generate")
+SUITES = (
+    "attention",
+    "linear",
+    "norm",
+    "decode",
+    "encoder",
+    "latency",
+    "text",
+    "maxsim",
+    "generate",
+)
 TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
