@@ -51,7 +51,8 @@ def _load(folder: Path, device: str, lengths: Any, ids: Any) -> Callable[[], Any
 
     from bytetx.bench.flash_attn import flash_attn_package
 
-    model: Any = ModernBertModel.from_pretrained(folder, dtype=torch.bfloat16).to(device).eval()
+    model: Any = ModernBertModel.from_pretrained(folder, dtype=torch.bfloat16)
+    model = model.to(device).eval()
     with flash_attn_package():  # torch's kernels where the folder has no flash-attn
         packed_encoders.pack(model)
         sums = torch.from_numpy(lengths).cumsum(0)

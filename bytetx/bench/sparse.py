@@ -65,7 +65,7 @@ def measure_sparse(
     for _ in range(_WARM_UP if device == "cuda" else 1):
         embed()
         active_dims = len(ours().values) / len(texts)
-    timed = {"embed": embed, **runs}
+    timed: dict[str, Callable[[], object]] = {"embed": embed, **runs}
     timing = measure.alternate(ours, timed, min_rounds=2, max_rounds=max_rounds, seconds=60.0)
     per_text = {name: seconds / len(texts) * 1e6 for name, seconds in timing.rivals.items()}
     return sparse_measurement(
@@ -94,8 +94,8 @@ def sparse_measurement(
     """others: the rivals' microseconds a text, and "embed": ours of dense vectors, no rival."""
     rivals = dict(others)
     embed = rivals.pop("embed")
-    ratio = {"embed_us": round(embed, 2), "of_embed": round(ours / embed, 3)}
-    return Measurement(ours, rivals, floor, shape | ratio, tuple(notes))
+    sizes = {**shape, "embed_us": round(embed, 2), "of_embed": round(ours / embed, 3)}
+    return Measurement(ours, rivals, floor, sizes, tuple(notes))
 
 
 def splade_flop(spec: ModelSpec, lengths: list[int]) -> float:
@@ -119,7 +119,8 @@ def random_splade(
     config = BertConfig.from_dict(SIZES[size] | {"vocab_size": load_config(like)["vocab_size"]})
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
         with quiet(), torch.device(device):
-            model: Any = BertForMaskedLM(config).to(dtype).eval()
+            model: Any = BertForMaskedLM(config)
+            model = model.to(dtype).eval()
         for name in TOKENIZER_FILES:
             if (like / name).exists():
                 shutil.copy(like / name, folder)
