@@ -74,12 +74,15 @@ def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> Rot
     )
 
 
-def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
-    """Tokens that a text may have: what the scaling stretches config.json's number to."""
+def rotary_positions(rotary: RotarySpec, max_positions: int, *, is_scaled: bool) -> int:
+    """Tokens that a text may have: what the scaling stretches config.json's number to.
+
+    is_scaled: config.json's number counts what the scaling stretched.
+    """
     longest = max_positions
-    if rotary.scaling in ("linear", "dynamic"):
+    if rotary.scaling in ("linear", "dynamic") and not is_scaled:
         longest = int(max_positions * rotary.factor)
-    elif rotary.scaling == "yarn":
+    elif rotary.scaling == "yarn" and not is_scaled:
         longest = max(max_positions, int(rotary.original_positions * rotary.factor))
     if longest > _MAX_POSITIONS:
         raise CheckpointError(
@@ -103,6 +106,8 @@ class _Given:
             if isinstance(of_kind, Mapping):
                 given = of_kind
             elif any(isinstance(entry, Mapping) for entry in given.values()):
+                given = {}
+            elif windowed and values.architecture.get("scaled_layers") == "global":
                 given = {}
         if any(isinstance(entry, Mapping) for entry in given.values()):
             raise CheckpointError(

@@ -40,6 +40,7 @@ CAUSAL_OUTPUTS = {
         for family in (
             *("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3"),
             *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
+            *("Gemma", "Gemma2", "Gemma3Text"),
         )
     },
 }
@@ -220,13 +221,15 @@ class LmHeadForward(StandIn):
         return logits
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = self._undivided(rows)
+        logits = self._uncapped(rows)
         plan = base_forward(self.module).plan
         assert plan is not None and plan.transformer is not None  # the rows are its result
-        divisor = plan.transformer.spec.logits_divisor
-        return logits if divisor == 1.0 else logits / divisor
+        divisor, softcap = plan.transformer.spec.logits_divisor, plan.transformer.spec.logits_softcap
+        if divisor != 1.0:
+            logits = logits / divisor
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
 
-    def _undivided(self, rows: torch.Tensor) -> torch.Tensor:
+    def _uncapped(self, rows: torch.Tensor) -> torch.Tensor:
         head: nn.Module = self.module.get_output_embeddings()
         if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
             logits: torch.Tensor = head(as_callers_tensor(rows))

@@ -307,7 +307,16 @@ class Layers:
             cache = step.cache.layers[i]
             q = self._write_kv(q, k, v, layer, i, step, cache)
             assert not isinstance(plan, AttentionPlan)  # _plan made it
-            return _attend_paged(q, batch, cache, scale=scale, window=window, plan=plan).flatten(1)
+            attended = _attend_paged(
+                q,
+                batch,
+                cache,
+                scale=scale,
+                window=window,
+                softcap=self.layer_spec.softcap,
+                plan=plan,
+            )
+            return attended.flatten(1)
         if layer.q_norm is None:  # q's heads and k's lie side by side
             self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
         else:
@@ -324,6 +333,7 @@ class Layers:
             softmax_scale=scale,
             causal=self.layer_spec.causal,
             window=window,
+            softcap=self.layer_spec.softcap,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
             plan=plan,
@@ -406,6 +416,7 @@ def _attend_paged(
     *,
     scale: float,
     window: int,
+    softcap: float,
     plan: PagedPlan | None,
 ) -> torch.Tensor:
     """Attention over all keys in the pages, those of this step among them."""
@@ -422,6 +433,7 @@ def _attend_paged(
         max_kv_seqlen=past.max_kv_seqlen,
         softmax_scale=scale,
         window=window,
+        softcap=softcap,
         plan=plan,
         # The kernel right before this one is _write_kv's, which waits for those before it.
         early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,

@@ -51,6 +51,9 @@ class Transformer:
         self.spec, self.embeddings = spec, embeddings
         self.layers, self.blocks = layers, layers.blocks
         self.project_out = project_out
+        # transformers multiplies by a tensor of the table's dtype.
+        scale = torch.tensor(spec.hidden_size**0.5, dtype=embeddings.word.dtype)
+        self.word_scale: float = scale.item()
 
     @classmethod
     def from_tensors(
@@ -139,6 +142,8 @@ class Transformer:
             inputs_embeds=batch.inputs_embeds,
             bad_ids=batch.bad_ids,
         )
+        if self.spec.scales_words and batch.inputs_embeds is None:
+            x *= self.word_scale
         # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.
         multiplier = self.spec.embedding_multiplier / self.spec.residual_multiplier
         if multiplier != 1.0:
