@@ -457,7 +457,10 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("config", "windowed_rotary_theta", False, not is_rotary),
         ("config", "attention_softcap", False, is_disentangled),
         ("config", "query_pre_attn_scalar", False, "softmax_scale" in table["config"]),
-        *(("architecture", key, False, not is_causal) for key in ("scales_words", "unmasked_window")),
+        *(
+            ("architecture", key, False, not is_causal)
+            for key in ("scales_words", "unmasked_window")
+        ),
         ("architecture", "norm_offset", False, architecture["norm"] != "rms_norm"),
         ("architecture", "global_layer", False, "global_attention_period" not in table["config"]),
         ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in table["config"]),

@@ -224,7 +224,10 @@ class LmHeadForward(StandIn):
         logits = self._uncapped(rows)
         plan = base_forward(self.module).plan
         assert plan is not None and plan.transformer is not None  # the rows are its result
-        divisor, softcap = plan.transformer.spec.logits_divisor, plan.transformer.spec.logits_softcap
+        divisor, softcap = (
+            plan.transformer.spec.logits_divisor,
+            plan.transformer.spec.logits_softcap,
+        )
         if divisor != 1.0:
             logits = logits / divisor
         return torch.tanh(logits / softcap) * softcap if softcap else logits
