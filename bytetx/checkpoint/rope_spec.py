@@ -105,10 +105,10 @@ class _Given:
             of_kind = given.get(kind)
             if isinstance(of_kind, Mapping):
                 given = of_kind
-            elif any(isinstance(entry, Mapping) for entry in given.values()):
-                given = {}
-            elif windowed and values.architecture.get("scaled_layers") == "global":
-                given = {}
+            else:
+                is_by_kind = any(isinstance(entry, Mapping) for entry in given.values())
+                is_of_global = values.architecture.get("scaled_layers") == "global"
+                given = {} if is_by_kind or (windowed and is_of_global) else given
         if any(isinstance(entry, Mapping) for entry in given.values()):
             raise CheckpointError(
                 "config.json: rope_parameters differ by layer type, which is not supported"

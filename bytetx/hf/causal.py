@@ -54,7 +54,7 @@ _LM_OUTPUTS = {
     **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM"), "MoeCausalLMOutputWithPast"),
 }
 # cache_position says again, of older transformers, which columns the input is.
-_OWN_NAMES = ("past_key_values", "cache_position")
+_OWN_NAMES = (*arguments.PAST_NAMES, "cache_position")
 
 
 class CausalForward(PackedForward):
