@@ -150,6 +150,8 @@ def reason_against(
         ):
             return f"the argument {name} is not one that bytetx runs"
     mask = inputs.attention_mask
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return "attention_mask holds a mask for each kind of layer"
     if mask is not None and mask.shape != inputs.main.shape[:2]:
         return f"attention_mask has {mask.dim()} dimensions or another shape than the input"
     return None
