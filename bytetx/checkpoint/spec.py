@@ -31,6 +31,10 @@ _MODULES_OF = {
 # quant_method of quantization_config, as its tools are called.
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
 
+# Keys of a config.json that holds the text model's in a table; the other ones are the table's.
+_OUTER_KEYS = {"architectures", "auto_map", "model_type", "quantization_config"}
+_OUTER_KEYS |= {"id2label", "num_labels", "problem_type", "tie_word_embeddings"}
+
 # More classes than any head has; a number of labels beyond it is a damaged config, not a model.
 _MAX_LABELS = 1 << 20
 
@@ -371,11 +375,11 @@ def _unnested(config: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[st
     if key is None:
         return config
     inner = config.get(key)
-    if not isinstance(inner, Mapping):
+    if not isinstance(inner, Mapping | None):
         raise CheckpointError(
             f"config.json: {key} must be a table, the config of the text model, got {inner!r:.120}"
         )
-    return {**inner, **config}
+    return {**(inner or {}), **{key: config[key] for key in _OUTER_KEYS & config.keys()}}
 
 
 def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> None:

@@ -142,8 +142,12 @@ def test_the_text_model_of_a_checkpoint_with_images(prefix: str, tmp_path: Path)
 
 
 def test_a_config_without_its_text_model(tmp_path: Path) -> None:
+    """Without the table, all of it is transformers' default, which the tensors are not of."""
     with_images(tmp_path)
-    edit_json(tmp_path / "config.json", text_config=None)
+    edit_json(tmp_path / "config.json", text_config=None, hidden_size=48)
+    with pytest.raises(CheckpointError, match="implies"):
+        load(tmp_path)
+    edit_json(tmp_path / "config.json", text_config="here")
     with pytest.raises(CheckpointError, match="text_config must be a table, the config of the te"):
         load(tmp_path)
 
