@@ -455,17 +455,9 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             for key in ("logits_divisor", "logits_softcap", "is_causal", "is_bidirectional")
         ),
         ("config", "windowed_rotary_theta", False, not is_rotary),
-        ("config", "attention_softcap", False, is_disentangled),
-        ("config", "query_pre_attn_scalar", False, "softmax_scale" in table["config"]),
-        *(
-            ("architecture", key, False, not is_causal)
-            for key in ("scales_words", "unmasked_window")
-        ),
-        ("architecture", "norm_offset", False, architecture["norm"] != "rms_norm"),
-        ("architecture", "global_layer", False, "global_attention_period" not in table["config"]),
-        ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in table["config"]),
     ]
     _check_needed(where, table, needed)
+    _check_choices(where, table)
     _check_feed_forward(where, table)
     for key in ("relative_bias_buckets", "relative_bias_max_distance"):
         if (key in table["config"]) + (key in architecture) != has_bias:
@@ -496,6 +488,22 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{where} [{section}] {', '.join(sorted(found))}: only a causal family may have it"
             )
+
+
+def _check_choices(where: str, table: dict[str, Any]) -> None:
+    """Checks that choices are there only where something reads them."""
+    architecture, config = table["architecture"], table["config"]
+    is_causal = architecture.get("causal", False)
+    needed = [
+        ("config", "attention_softcap", False, architecture["positions"] == "disentangled"),
+        ("config", "query_pre_attn_scalar", False, "softmax_scale" in config),
+        ("architecture", "scales_words", False, not is_causal),
+        ("architecture", "unmasked_window", False, not is_causal),
+        ("architecture", "norm_offset", False, architecture["norm"] != "rms_norm"),
+        ("architecture", "global_layer", False, "global_attention_period" not in config),
+        ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),
+    ]
+    _check_needed(where, table, needed)
 
 
 def _check_feed_forward(where: str, table: dict[str, Any]) -> None:

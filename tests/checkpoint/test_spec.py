@@ -129,6 +129,12 @@ BROKEN_CAUSAL = [
     ("olmo2", "attn_out_norm =", "attn_norm =", r"\[layer\] attn_out_norm is missing"),
     ("olmo2", '"output"', '"pre"', r"\[layer\] attn_norm is missing"),
     ("granite", '"pre"', '"output"', r"\[layer\] attn_out_norm is missing"),
+    ("gemma3", "norm_offset = 1", "norm_offset = 2", "norm_offset is 2, must be one of 0, 1"),
+    ("gemma3", '"rms_norm"', '"layer_norm"', "norm_offset does not belong to how"),
+    ("gemma3", "\nwindowed_rotary_theta", "\n# ", "scaled_layers does not belong to how"),
+    ("gemma3", "global_attention_period =", "# ", "global_layer does not belong to how"),
+    ("gemma3", "gemma3 =", "gemma4 =", "nested names gemma4, which model_types has not"),
+    ("gemma3", 'prefix = ["model.",', 'prefix = [1, "model.",', "prefix must be a text or a list"),
     (
         "bert",
         "[config]",
