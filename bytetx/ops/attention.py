@@ -99,8 +99,6 @@ def varlen_attention(
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
     changes_scores = softcap > 0 or relative_bias is not None
     run = _choose(q, changes_scores=changes_scores, has_mask=has_mask)
-    if softcap:
-        run = reference.varlen_attention
     if run is run_kernel:
         return run_kernel(
             q,
@@ -111,6 +109,7 @@ def varlen_attention(
             softmax_scale=softmax_scale,
             causal=causal,
             window=window,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
@@ -171,6 +170,7 @@ def run_kernel(
     softmax_scale: float,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
     out: Tensor | None = None,
@@ -198,6 +198,7 @@ def run_kernel(
         causal,
         *strides,
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )

@@ -116,7 +116,7 @@ def paged_attention(
         return run_planned(
             *operands, plan, softmax_scale=softmax_scale, early_read=early_read, out=out
         )
-    if is_plain and _has_kernel(q, k_cache):
+    if _has_kernel(q, k_cache):
         return run_kernel(
             q,
             k_cache,
@@ -126,6 +126,8 @@ def paged_attention(
             kv_seqlens=kv_seqlens,
             softmax_scale=softmax_scale,
             window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
             out=out,
         )
     attended = reference.paged_attention(
@@ -214,6 +216,8 @@ def run_kernel(
     kv_seqlens: Tensor,
     softmax_scale: float,
     window: int,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
@@ -229,9 +233,10 @@ def run_kernel(
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
-    operands = (q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens, workspace)
+    operands = (q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens)
+    operands = (*operands, alibi_slopes, workspace)
     kernel(
-        *(t.data_ptr() for t in operands),
+        *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
         batch_size,
         total_tokens,
@@ -241,6 +246,7 @@ def run_kernel(
         *heads,
         q.stride(0),
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )
