@@ -264,7 +264,7 @@ struct PlannedAttentionParams {
     int32_t tile_rows;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads
-    int32_t head_dim;      // a multiple of 8 up to 128
+    int32_t head_dim;      // a multiple of 8 up to 256
     int32_t relative_bias_span;
     int32_t window;    // keys a row sees, its own the last of them; 0: from the sequence's first
     bool causal;       // no key after the row

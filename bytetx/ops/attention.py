@@ -84,14 +84,16 @@ def varlen_attention(
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and cu_seqlens.shape[0] > 1
-    if has_work and not softcap and takes_plan(q, k, v, softmax_scale):
-        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=relative_bias is not None)
+    if has_work and takes_plan(q, k, v, softmax_scale):
+        has_bias = relative_bias is not None
+        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=has_bias, softcap=softcap)
         return run_planned(
             q,
             k,
             v,
             plan,
             softmax_scale=softmax_scale,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
@@ -138,6 +140,7 @@ def _plan_for(
     window: int,
     *,
     has_bias: bool,
+    softcap: float,
 ) -> AttentionPlan:
     if plan is None:
         plan = plan_attention(
@@ -147,6 +150,7 @@ def _plan_for(
             causal=causal,
             window=window,
             has_bias=has_bias,
+            softcap=softcap,
         )
         assert plan is not None  # takes_plan said that there is a kernel
         return plan
