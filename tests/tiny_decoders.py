@@ -97,6 +97,8 @@ _GEMMA3 = _GEMMA | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+_BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4}
+_RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}  # Falcon RW
 
 # name: (stem of its class names, config)
 DECODERS = {
@@ -155,6 +157,13 @@ DECODERS = {
         _FALCON
         | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "falcon-alibi": ("Falcon", _FALCON | _RW),
+    "falcon-alibi-groups": (
+        "Falcon",
+        _FALCON | {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "bloom": ("Bloom", _BLOOM),
+    "bloom-heads": ("Bloom", _BLOOM | {"n_head": 6}),
     "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4}),
     "mixtral-window": ("Mixtral", _LLAMA | {"num_local_experts": 3, "sliding_window": WINDOW}),
     "qwen3_moe": ("Qwen3Moe", _LLAMA | _EXPERTS | {"mlp_only_layers": [1]}),

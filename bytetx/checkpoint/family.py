@@ -110,6 +110,8 @@ _SECTIONS = {
             "scales_words",
             "scaled_positions",
             "scaled_layers",
+            "alibi_dtype",
+            "scales_alibi",
         },
     ),
     "embeddings": (
@@ -186,6 +188,8 @@ _CLOSED_VALUES = {
     "has_first_norm": (True, False),
     "always_projects": (False, True),
     "half_dtype": ("saved", "bfloat16"),
+    "alibi_dtype": ("float32", "bfloat16"),
+    "scales_alibi": (False, True),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -430,13 +434,17 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_disentangled = architecture["positions"] == "disentangled"
     is_learned = architecture["positions"] == "learned" or "absolute_positions" in table["config"]
     is_rotary = architecture["positions"] == "rotary"
+    is_alibi = architecture["positions"] == "alibi"
     has_bias = "relative_bias_rows" in table["config"]
+    is_plain = architecture["norm"] == "layer_norm" and "project_in" not in embeddings
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
-        ("embeddings", "norm", not is_causal and placement == "post", is_causal),
-        ("config", "rotary_theta", is_rotary, not is_rotary),
+        # Of causal families, one of embedded words, by layer_norm.
+        ("embeddings", "norm", not is_causal and placement == "post", is_causal and not is_plain),
+        # Of a family with rotary positions or ALiBi, as config.json says.
+        ("config", "rotary_theta", is_rotary, not is_rotary and not is_alibi),
         ("config", "relative_attention", is_disentangled, not is_disentangled),
         ("layer", "q_bias", False, separate),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),

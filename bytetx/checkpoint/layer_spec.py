@@ -66,6 +66,17 @@ class ConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AlibiSpec:
+    """By how much scores fall with the distance of two tokens, by a slope of each head.
+
+    dtype: that the slopes are rounded to.  scale: that they are multiplied by then.
+    """
+
+    dtype: str = "float32"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
@@ -82,9 +93,9 @@ class LayerSpec:
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
     final: stems of the last norm and projection.
     disentangled: None where scores compare contents alone.
-    alibi: whether scores fall with the distance of two tokens, by a slope of each head.
     softcap: of attention scores, as of ops.attention; 0: none.
     norm_offset: what is added to the weights of RMS norms.
+    alibi: None where scores do not fall with the distance of two tokens.
     """
 
     causal: bool
@@ -107,9 +118,9 @@ class LayerSpec:
     qk_norm: str = "head"
     disentangled: DisentangledSpec | None = None
     convolution: ConvolutionSpec | None = None
-    alibi: bool = False
     softcap: float = 0.0
     norm_offset: float = 0.0
+    alibi: AlibiSpec | None = None
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -225,9 +236,9 @@ def read_layers(
         final=table.get("final", {}),
         disentangled=_disentangled(values),
         convolution=_convolution(values, table),
-        alibi=_alibi(values),
         softcap=values.number_or_zero("attention_softcap"),
         norm_offset=float(architecture.get("norm_offset", 0)),
+        alibi=_alibi(values, scale=scale),
     )
 
 
@@ -384,16 +395,20 @@ def _disentangled(values: Values) -> DisentangledSpec | None:
     )
 
 
-def _alibi(values: Values) -> bool:
-    if values.architecture["positions"] != "alibi":
-        return False
+def _alibi(values: Values, *, scale: float) -> AlibiSpec | None:
+    architecture = values.architecture
+    if architecture["positions"] != "alibi":
+        return None
     positions = values.max_positions(0)
     if positions > _MAX_ALIBI_POSITIONS:
         raise CheckpointError(
             f"config.json: {values.names['max_position_embeddings']} must be at most "
             f"{_MAX_ALIBI_POSITIONS} with ALiBi, got {positions}"
         )
-    return True
+    return AlibiSpec(
+        dtype=architecture.get("alibi_dtype", "float32"),
+        scale=scale if architecture.get("scales_alibi", False) else 1.0,
+    )
 
 
 def _convolution(values: Values, table: Mapping[str, Any]) -> ConvolutionSpec | None:

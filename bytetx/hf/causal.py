@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CAUSAL_OUTPUTS = {
     **{
         f"{family}Model": "BaseModelOutputWithPastAndCrossAttentions"
-        for family in ("GPT2", "GPTBigCode", "Falcon")
+        for family in ("GPT2", "GPTBigCode", "Falcon", "Bloom")
     },
     **{f"{family}Model": "MoeModelOutputWithPast" for family in ("Mixtral", "Qwen3Moe")},
     **{
@@ -48,7 +48,7 @@ CAUSAL_OUTPUTS = {
 # and for the scores of experts are never filled here.
 _LM_OUTPUTS = {
     **dict.fromkeys(
-        ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM"),
+        ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM", "BloomForCausalLM"),
         "CausalLMOutputWithCrossAttentions",
     ),
     **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM"), "MoeCausalLMOutputWithPast"),

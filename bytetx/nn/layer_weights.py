@@ -12,6 +12,7 @@ from bytetx.checkpoint.layer_spec import (
 )
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
+from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.fp8 import quantize_layer
@@ -62,10 +63,19 @@ def load_layers(
         final_norm=final_norm,
         tables=tables,
         relative_bias=relative_bias,
+        alibi_slopes=_alibi_slopes(spec, load, blocks),
         buckets=load_buckets(spec, load.device),
         convolution=load_convolution(spec, load),
         is_interleaved=load.shares and layer_spec.qkv == "interleaved",
     )
+
+
+def _alibi_slopes(spec: ModelSpec, load: TensorLoader, blocks: Blocks) -> torch.Tensor | None:
+    """Of the local heads."""
+    slopes, shard = model_slopes(spec, load.device), blocks.shard
+    if slopes is None or shard is None:
+        return slopes
+    return slopes[shard.heads.start : shard.heads.stop].contiguous()
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[str]:

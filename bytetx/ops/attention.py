@@ -84,14 +84,16 @@ def varlen_attention(
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and cu_seqlens.shape[0] > 1
-    if has_work and not softcap and takes_plan(q, k, v, softmax_scale):
-        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=relative_bias is not None)
+    if has_work and takes_plan(q, k, v, softmax_scale):
+        has_bias = relative_bias is not None
+        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=has_bias, softcap=softcap)
         return run_planned(
             q,
             k,
             v,
             plan,
             softmax_scale=softmax_scale,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
@@ -99,8 +101,6 @@ def varlen_attention(
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
     changes_scores = softcap > 0 or relative_bias is not None
     run = _choose(q, changes_scores=changes_scores, has_mask=has_mask)
-    if softcap:
-        run = reference.varlen_attention
     if run is run_kernel:
         return run_kernel(
             q,
@@ -111,6 +111,7 @@ def varlen_attention(
             softmax_scale=softmax_scale,
             causal=causal,
             window=window,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
@@ -139,6 +140,7 @@ def _plan_for(
     window: int,
     *,
     has_bias: bool,
+    softcap: float,
 ) -> AttentionPlan:
     if plan is None:
         plan = plan_attention(
@@ -148,6 +150,7 @@ def _plan_for(
             causal=causal,
             window=window,
             has_bias=has_bias,
+            softcap=softcap,
         )
         assert plan is not None  # takes_plan said that there is a kernel
         return plan
@@ -171,6 +174,7 @@ def run_kernel(
     softmax_scale: float,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
     out: Tensor | None = None,
@@ -198,6 +202,7 @@ def run_kernel(
         causal,
         *strides,
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )

@@ -95,8 +95,7 @@ def paged_attention(
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
-    is_plain = not softcap and alibi_slopes is None
-    if has_work and is_plain and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
+    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
         if plan is not None:
             _check_plan(plan, q, k_cache, kv_seqlens, window)
         else:
@@ -114,9 +113,15 @@ def paged_attention(
         assert plan is not None  # takes_paged_plan said that there is a kernel
         operands = (q, k_cache, v_cache, page_table)
         return run_planned(
-            *operands, plan, softmax_scale=softmax_scale, early_read=early_read, out=out
+            *operands,
+            plan,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            early_read=early_read,
+            out=out,
         )
-    if is_plain and _has_kernel(q, k_cache):
+    if _has_kernel(q, k_cache):
         return run_kernel(
             q,
             k_cache,
@@ -126,6 +131,8 @@ def paged_attention(
             kv_seqlens=kv_seqlens,
             softmax_scale=softmax_scale,
             window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
             out=out,
         )
     attended = reference.paged_attention(
@@ -214,6 +221,8 @@ def run_kernel(
     kv_seqlens: Tensor,
     softmax_scale: float,
     window: int,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
@@ -229,9 +238,12 @@ def run_kernel(
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
-    operands = (q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens, workspace)
+    operands = (
+        *(q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens),
+        *(alibi_slopes, workspace),
+    )
     kernel(
-        *(t.data_ptr() for t in operands),
+        *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
         batch_size,
         total_tokens,
@@ -241,6 +253,7 @@ def run_kernel(
         *heads,
         q.stride(0),
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )

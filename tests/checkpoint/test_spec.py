@@ -123,6 +123,7 @@ BROKEN_CAUSAL = [
     ("mistral", "biases = []", 'biases = ["o"]', "biases names o, which"),
     ("gpt2", 'qkv = "stacked"', "", r"\[layer\] q is missing"),
     ("gpt2", "intermediate_multiple = 4", "", "missing key n_inner"),
+    ("opt", "project_in =", 'norm = "n"\nproject_in =', "norm does not belong to how"),
     ("gpt2", '[final]\nnorm = "ln_f"', "", r"\[final\] goes with norm_placement pre"),
     ("opt", "project_in =", "project =", "go together"),
     ("gpt_neox", 'rotary_theta = "rotary_emb_base"', 'theta = "x"', "unknown key theta"),

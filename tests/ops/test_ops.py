@@ -160,7 +160,7 @@ def attention_case(
     positions = holes if bias == "holes" else None
     scale = head_dim**-0.5
     kw = {"max_seqlen": longest, "relative_bias": table, "bias_positions": positions}
-    capped = kw | {"softcap": softcap}
+    kw["softcap"] = softcap
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
 
     def in_torch(to: torch.dtype) -> Tensor:
@@ -177,9 +177,9 @@ def attention_case(
 
     run = partial(attention.run_kernel, q, k, v, cu_seqlens, softmax_scale=scale, **kw)
     return Case(
-        partial(reference.varlen_attention, q, k, v, cu_seqlens, softmax_scale=scale, **capped),
-        None if softcap else lambda isa: run(out=out, isa=isa),
-        partial(attention.varlen_attention, q, k, v, cu_seqlens, **capped, out=out),
+        partial(reference.varlen_attention, q, k, v, cu_seqlens, softmax_scale=scale, **kw),
+        lambda isa: run(out=out, isa=isa),
+        partial(attention.varlen_attention, q, k, v, cu_seqlens, **kw, out=out),
         in_torch,
     )
 
