@@ -176,7 +176,8 @@ DECODERS = {
     "gemma2": ("Gemma2", _GEMMA2),
     "gemma2-full": (
         "Gemma2",
-        _GEMMA2 | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": False},
+        _GEMMA2
+        | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": False, "head_dim": 256},
     ),
     "gemma2-uncapped": (
         "Gemma2",
