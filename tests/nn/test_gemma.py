@@ -170,6 +170,30 @@ def test_words_are_scaled_as_transformers_rounds(dtype: torch.dtype, tmp_path: P
     assert torch.equal(layers[0], expected(model, ids[0]).hidden_states[0][0])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_without_the_causal_mask(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of float64's, transformers' error in this dtype and ours, whose norms round weight + 1."""
+    model = tiny_decoder("gemma3", "Model", use_bidirectional_attention=True)
+    loaded = load(save(model.to(dtype), tmp_path), dtype)
+    ids = random_ids([33, 64, 5])
+    theirs, exact = (
+        torch.cat(
+            [
+                expected(type(model).from_pretrained(tmp_path, dtype=kind), own)
+                .last_hidden_state[0]
+                .double()
+                for own in ids
+            ]
+        )
+        for kind in (dtype, torch.float64)
+    )
+    ours = torch.cat(loaded.rows(ids)).double()
+    noise = exact.abs() * torch.finfo(dtype).eps / 2  # which no arithmetic can beat
+    their_error, our_error = theirs - exact, ours - exact
+    assert our_error.square().mean() <= 4 * their_error.square().mean() + noise.square().mean()
+    assert our_error.abs().max() <= 2 * their_error.abs().max() + noise.max()
+
+
 def test_a_bidirectional_model_is_no_language_model(tmp_path: Path) -> None:
     folder = save(tiny_decoder("gemma3", use_bidirectional_attention=True), tmp_path)
     model = bytetx.load(folder, device="cpu")
