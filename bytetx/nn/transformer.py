@@ -16,6 +16,7 @@ from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer
+from bytetx.nn.quantization import FP8, Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
@@ -67,14 +68,15 @@ class Transformer:
         prepack: bool,
         blocks: Blocks | None = None,
         shares: bool = False,
-        fp8: bool = False,
+        quantization: Quantization | None = None,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
         blocks: of a rank of a group; of layers that are sharded, only its shard is read.
         prepack: reorder linear weights for the CPU's GEMM.  shares: keep the tensors given in the
         layout that they have, so that a caller who owns them does not hold them twice.
-        fp8: an encoder's layers multiply E4M3 rows; dtype is that of everything else, f16 or bf16.
+        quantization: of what an encoder's layers multiply; dtype is that of everything else: f16 or
+        bf16 with fp8, f32 or bf16 with int8.
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
@@ -86,11 +88,13 @@ class Transformer:
                 f"holds {spec.extra_layer!r}"
             )
         if blocks is None:
-            blocks = Fp8Blocks(spec) if fp8 else LocalBlocks(spec)
+            blocks = Fp8Blocks(spec) if quantization == FP8 else LocalBlocks(spec)
         embeddings = _embedding_weights(spec, load, blocks.shard)
         project_out = _project_out(spec, load)
         bias = _relative_bias(spec, load, blocks.shard)
-        layers = load_layers(spec, load, blocks=blocks, relative_bias=bias, fp8=fp8)
+        layers = load_layers(
+            spec, load, blocks=blocks, relative_bias=bias, quantization=quantization
+        )
         return cls(spec, embeddings, layers, project_out=project_out)
 
     @property
