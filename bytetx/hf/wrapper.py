@@ -61,13 +61,13 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     rows that depend on them, and the thread's next packed call raises.
 
     The parameters are shared, not copied: query, key and value of a layer become views of one
-    storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's norm
-    weights alone are copied, with one added, and again once they change.  state_dict gives
-    contiguous tensors with separate storages over the same memory, which safetensors and torch
-    save as the stock model's.  It lays GPT-2's weights out by rows until the next packed
-    call; only until then does writing to its entries write to the model.  Where bytetx cannot give
-    the model's output (training, gradients, attention weights, changed modules), the original
-    forward runs, and a FallbackWarning names each reason once.
+    storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's
+    norm weights are copied, with one added, and again once they change.  state_dict gives
+    contiguous tensors with separate storages over the same memory, which safetensors and torch save
+    as the stock model's.  It lays GPT-2's weights out by rows until the next packed call; only
+    until then does writing to its entries write to the model.  Where bytetx cannot give the model's
+    output (training, gradients, attention weights, changed modules), the original forward runs, and
+    a FallbackWarning names each reason once.
     Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
     transformers is too old or accelerate has spread the model over devices.
     """
