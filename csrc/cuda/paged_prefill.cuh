@@ -229,17 +229,21 @@ __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWor
 template <typename C, typename Scores>
 __device__ __forceinline__ void change_scores(const PrefillParams& p, const TileWork& work,
                                               const RowTile<C>& rows, Scores& scores, int first) {
-    float slope[2];
+    constexpr int kScores = decltype(cute::size(scores))::value;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < kScores; ++i) scores(i) = p.change.cap(scores(i), p.scale);
+    if (p.change.alibi_slopes == nullptr) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // one after the other: registers are scarce
         const int row = min(rows.row(half), work.tile.num_rows - 1);
-        slope[half] = p.change.slope(work.kv_head * p.group + p.head_of(row));
-    }
-    const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+        const float slope = p.change.slope(work.kv_head * p.group + p.head_of(row));
+        const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+        const float nearest = slope * static_cast<float>(distance);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(decltype(cute::size(scores))::value); ++i) {
-        const auto from_first = static_cast<float>(distance + 8 * (i / 4) + i % 2);
-        scores(i) = fmaf(slope[(i / 2) % 2], from_first, p.change.cap(scores(i), p.scale));
+        for (int i = 2 * half; i < kScores; i += 4) {
+            scores(i) += fmaf(slope, static_cast<float>(2 * i - 4 * half), nearest);
+            scores(i + 1) += fmaf(slope, static_cast<float>(2 * i - 4 * half + 1), nearest);
+        }
     }
 }
 

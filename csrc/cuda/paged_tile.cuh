@@ -79,6 +79,15 @@ struct RowTile {
         cute::warpgroup_fence_operand(out);
     }
 
+    // Above 128 features the sums leave no registers for descriptors.
+    template <typename Descriptors>
+    static __device__ __forceinline__ auto known_uniform_if_wide(const Descriptors& tile) {
+        if constexpr (C::kDim > 128)
+            return known_uniform(tile);
+        else
+            return tile;
+    }
+
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {
         using namespace cute;
@@ -87,8 +96,8 @@ struct RowTile {
         Tensor q_tile = make_tensor(make_smem_ptr(q), typename C::LayoutQ{});
         Tensor k_tile = local_tile(make_tensor(make_smem_ptr(k), typename C::LayoutK{}),
                                    Shape<Int<kN>, Int<C::kDim>>{}, make_coord(_0{}, _0{}));
-        Tensor a = thread.partition_fragment_A(q_tile);
-        Tensor b = thread.partition_fragment_B(k_tile);
+        Tensor a = known_uniform_if_wide(thread.partition_fragment_A(q_tile));
+        Tensor b = known_uniform_if_wide(thread.partition_fragment_B(k_tile));
         Tensor acc = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kN>>{});
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         warpgroup_fence_operand(acc);
@@ -109,7 +118,7 @@ struct RowTile {
         auto thread = mma.get_thread_slice(tid);
         Tensor v_tile = local_tile(make_tensor(make_smem_ptr(v), typename C::LayoutVt{}),
                                    Shape<Int<C::kDim>, Int<kN>>{}, make_coord(_0{}, _0{}));
-        Tensor b = thread.partition_fragment_B(v_tile);
+        Tensor b = known_uniform_if_wide(thread.partition_fragment_B(v_tile));
         auto layout =
             thread.partition_fragment_A(make_tensor<T>(Shape<Int<kTileRows>, Int<kN>>{})).layout();
         Tensor a = make_tensor(reinterpret_cast<const T*>(weights), layout);

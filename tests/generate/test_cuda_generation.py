@@ -20,7 +20,16 @@ pytestmark = pytest.mark.gpu
 
 FAMILIES = [
     *("gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "qwen3-window"),
-    *("olmo2", "granite", "falcon-groups", "gpt_bigcode", "mixtral", "qwen3_moe"),
+    *(
+        "olmo2",
+        "granite",
+        "falcon-groups",
+        "falcon-alibi",
+        "bloom",
+        "gpt_bigcode",
+        "mixtral",
+        "qwen3_moe",
+    ),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
