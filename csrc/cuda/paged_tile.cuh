@@ -16,6 +16,7 @@ template <typename T, int kHeadDim, typename Tiling>
 struct PrefillTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     static constexpr int kStages = Tiling::kStages;
     static constexpr int kNumWarpgroups = Tiling::kNumWarpgroups;
+    static constexpr bool kIsWide = Tiling::kIsWide;
     static constexpr int kQStages = Tiling::kQStages;
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
     static constexpr int kGatherRegisters = Tiling::kGatherRegisters;
