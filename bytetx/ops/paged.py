@@ -96,7 +96,7 @@ def paged_attention(
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
-    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
+    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale, max_seqlen=max_seqlen):
         if plan is not None:
             _check_plan(plan, q, k_cache, kv_seqlens, window)
         else:

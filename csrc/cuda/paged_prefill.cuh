@@ -19,21 +19,18 @@ namespace bytetx::paged {
 
 using PrefillBarrier = cutlass::arch::ClusterBarrier;
 
-// Three warpgroups, or of heads above 128 features one: its sums and scores take nearly all
-// registers that a thread can have.
-constexpr int prefill_warpgroups(int head_dim) { return head_dim > 128 ? 1 : 3; }
+constexpr int kPrefillWarpgroups = 3;
+constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
 constexpr int kGatherBarrier = 1;  // named; 0 is __syncthreads()
 
 template <int kHeadDim>
 struct PrefillTiling {
-    static constexpr bool kIsWide = kHeadDim > 128;
     static constexpr int kBlockN = 64;
-    static constexpr int kStages = kHeadDim <= 64 ? 4 : kIsWide ? 2 : 3;
-    static constexpr int kNumWarpgroups = prefill_warpgroups(kHeadDim);
-    static constexpr int kQStages = kIsWide ? 1 : 2;
-    // 3 * 152 + 56 registers of 128 threads are 64k; where kIsWide, two warpgroups have 255 each.
+    static constexpr int kStages = kHeadDim <= 64 ? 4 : 3;
+    static constexpr int kNumWarpgroups = kPrefillWarpgroups;
+    static constexpr int kQStages = 2;
     static constexpr int kConsumerRegisters = 152;
-    static constexpr int kGatherRegisters = 56;
+    static constexpr int kGatherRegisters = 56;  // 3 * 152 + 56 registers of 128 threads: 64k
 };
 
 struct PrefillParams {
@@ -333,9 +330,9 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
                 release(&s.k_empty[stage]);
                 if (p.change.is_any()) change_scores(p, work, rows, scores, first);
             };
-            if (!C::kIsWide && own.y - first <= kN / 2) {
-                rows.template attend<C::kIsWide ? kN : kN / 2>(q_tile, s.k[stage], s.v[stage],
-                                                               first, on_scores, wait_v);
+            if (own.y - first <= kN / 2) {
+                rows.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
+                                             wait_v);
             } else {
                 rows.template attend<kN>(q_tile, s.k[stage], s.v[stage], first, on_scores, wait_v);
             }
@@ -370,16 +367,12 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
     wait_for_prior_kernel();
     release_next_kernel();
     if (uniform(static_cast<int>(threadIdx.x) / 128) == C::kNumWarpgroups) {
-        if constexpr (!C::kIsWide) {
-            cutlass::arch::warpgroup_reg_dealloc<C::kGatherRegisters>();
-        }
+        cutlass::arch::warpgroup_reg_dealloc<C::kGatherRegisters>();
         Gatherer<C> gatherer{p, static_cast<int>(threadIdx.x) % 128,
                              static_cast<int>(threadIdx.x) % 32};
         gatherer.run(s, p.header->num_tiles * p.num_kv_heads);
     } else {
-        if constexpr (!C::kIsWide) {
-            cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-        }
+        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume_tiles<C>(p, s);
     }
 }

@@ -16,7 +16,6 @@ template <typename T, int kHeadDim, typename Tiling>
 struct PrefillTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     static constexpr int kStages = Tiling::kStages;
     static constexpr int kNumWarpgroups = Tiling::kNumWarpgroups;
-    static constexpr bool kIsWide = Tiling::kIsWide;
     static constexpr int kQStages = Tiling::kQStages;
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
     static constexpr int kGatherRegisters = Tiling::kGatherRegisters;
@@ -80,15 +79,6 @@ struct RowTile {
         cute::warpgroup_fence_operand(out);
     }
 
-    // Above 128 features the sums leave no registers for descriptors.
-    template <typename Descriptors>
-    static __device__ __forceinline__ auto known_uniform_if_wide(const Descriptors& tile) {
-        if constexpr (C::kDim > 128)
-            return known_uniform(tile);
-        else
-            return tile;
-    }
-
     template <int kN>
     __device__ __forceinline__ auto multiply_qk(const T* q, const T* k) {
         using namespace cute;
@@ -97,8 +87,8 @@ struct RowTile {
         Tensor q_tile = make_tensor(make_smem_ptr(q), typename C::LayoutQ{});
         Tensor k_tile = local_tile(make_tensor(make_smem_ptr(k), typename C::LayoutK{}),
                                    Shape<Int<kN>, Int<C::kDim>>{}, make_coord(_0{}, _0{}));
-        Tensor a = known_uniform_if_wide(thread.partition_fragment_A(q_tile));
-        Tensor b = known_uniform_if_wide(thread.partition_fragment_B(k_tile));
+        Tensor a = thread.partition_fragment_A(q_tile);
+        Tensor b = thread.partition_fragment_B(k_tile);
         Tensor acc = partition_fragment_C(mma, Shape<Int<kTileRows>, Int<kN>>{});
         mma.accumulate_ = GMMA::ScaleOut::Zero;
         warpgroup_fence_operand(acc);
@@ -119,7 +109,7 @@ struct RowTile {
         auto thread = mma.get_thread_slice(tid);
         Tensor v_tile = local_tile(make_tensor(make_smem_ptr(v), typename C::LayoutVt{}),
                                    Shape<Int<C::kDim>, Int<kN>>{}, make_coord(_0{}, _0{}));
-        Tensor b = known_uniform_if_wide(thread.partition_fragment_B(v_tile));
+        Tensor b = thread.partition_fragment_B(v_tile);
         auto layout =
             thread.partition_fragment_A(make_tensor<T>(Shape<Int<kTileRows>, Int<kN>>{})).layout();
         Tensor a = make_tensor(reinterpret_cast<const T*>(weights), layout);
