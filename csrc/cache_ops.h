@@ -122,12 +122,12 @@ struct PagedPlanParams {
 };
 
 // Tokens of a prefill tile; 0 where the heads are too many, and decode items serve all pieces.
-int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim);
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads);
 int64_t paged_plan_bytes(const PagedPlanParams& p);
 void paged_plan(const PagedPlanParams& p, const Launch& launch);
 
 // cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 256, above 128 at
-// most 8 query heads a key head.
+// most 8 query heads a key head, and no sequence of more than one row.
 // early_read: 0 nothing; 1 plan, lengths and page table; 2 also the keys before each sequence's
 // rows.
 struct PlannedPagedAttentionParams {

@@ -1,7 +1,8 @@
 """Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -95,7 +96,7 @@ def paged_attention(
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
-    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale):
+    if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale, max_seqlen=max_seqlen):
         if plan is not None:
             _check_plan(plan, q, k_cache, kv_seqlens, window)
         else:
@@ -121,21 +122,10 @@ def paged_attention(
             early_read=early_read,
             out=out,
         )
+    attend: Callable[..., Tensor] = reference.paged_attention
     if _has_kernel(q, k_cache):
-        return run_kernel(
-            q,
-            k_cache,
-            v_cache,
-            cu_seqlens=cu_seqlens,
-            page_table=page_table,
-            kv_seqlens=kv_seqlens,
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            out=out,
-        )
-    attended = reference.paged_attention(
+        attend = partial(run_kernel, out=out)
+    attended = attend(
         q,
         k_cache,
         v_cache,
@@ -147,7 +137,7 @@ def paged_attention(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
     )
-    return attended if out is None else out.copy_(attended)
+    return attended if out is None or attended is out else out.copy_(attended)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

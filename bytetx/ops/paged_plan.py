@@ -67,7 +67,7 @@ def plan_paged_attention(
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     device, batch_size = cu_seqlens.device, kv_seqlens.shape[0]
-    fits = has_paged_kernel(device) and fits_kernel(num_heads, num_kv_heads, head_dim)
+    fits = has_paged_kernel(device) and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
     if not fits or batch_size == 0 or total_tokens == 0:
         return None
     kernels = _kernels(device)
@@ -83,7 +83,7 @@ def plan_paged_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         window=min(window, native.MAX_WINDOW),
-        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
+        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads),
     )
     plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
@@ -92,24 +92,27 @@ def plan_paged_attention(
     return PagedPlan(params, head_dim, window, buffer, cu_seqlens, kv_seqlens)
 
 
-def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float) -> bool:
+def takes_paged_plan(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float, *, max_seqlen: int
+) -> bool:
     """Whether the planned kernels compute this call."""
     element_bytes = 2
     return (
         q.dtype in _HALF_DTYPES
         and has_paged_kernel(q.device)
-        and fits_kernel(q.shape[1], k_cache.shape[2], q.shape[2])
+        and fits_kernel(q.shape[1], k_cache.shape[2], q.shape[2], max_seqlen)
         and q.stride(0) * element_bytes % _ALIGNMENT_BYTES == 0
         and softmax_scale > 0
         and all(t.data_ptr() % _ALIGNMENT_BYTES == 0 for t in (q, k_cache, v_cache))
     )
 
 
-def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
-    """Whether the planned kernels have these heads."""
+def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: int) -> bool:
+    """Whether the planned kernels have these heads; above 128 features, for decode rows alone."""
     if not 0 < head_dim <= _MAX_HEAD_DIM or head_dim % 8 != 0:
         return False
-    return head_dim <= 128 or num_heads // num_kv_heads <= _MAX_WIDE_GROUP
+    is_wide = head_dim > 128
+    return not is_wide or (max_seqlen <= 1 and num_heads // num_kv_heads <= _MAX_WIDE_GROUP)
 
 
 def run_planned(
@@ -154,7 +157,7 @@ def has_paged_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    tile_tokens: Callable[[int, int, int], int]
+    tile_tokens: Callable[[int, int], int]
     bytes: Callable[[PagedPlanParams, int], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]

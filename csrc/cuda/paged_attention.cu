@@ -60,6 +60,10 @@ void check(const PlannedPagedAttentionParams& p) {
              std::to_string(p.head_dim) + " features, got " +
              std::to_string(p.plan.num_heads / p.plan.num_kv_heads));
     }
+    if (p.head_dim > 128 && p.plan.max_seqlen > 1) {
+        fail("one row a sequence of heads above 128 features, got " +
+             std::to_string(p.plan.max_seqlen));
+    }
     if (p.page_size <= 0 || (p.page_size & (p.page_size - 1)) != 0) {
         fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
     }

@@ -19,21 +19,18 @@ namespace bytetx::paged {
 
 using PrefillBarrier = cutlass::arch::ClusterBarrier;
 
-// Three warpgroups, or of heads above 128 features two: their sums take twice the registers.
-constexpr int prefill_warpgroups(int head_dim) { return head_dim > 128 ? 2 : 3; }
+constexpr int kPrefillWarpgroups = 3;
+constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
 constexpr int kGatherBarrier = 1;  // named; 0 is __syncthreads()
 
 template <int kHeadDim>
 struct PrefillTiling {
-    static constexpr bool kIsWide = kHeadDim > 128;
     static constexpr int kBlockN = 64;
-    static constexpr int kStages = kHeadDim <= 64 ? 4 : kIsWide ? 2 : 3;
-    static constexpr int kNumWarpgroups = prefill_warpgroups(kHeadDim);
-    static constexpr int kQStages = kIsWide ? 1 : 2;
-    // 3 * 152 + 56 registers of 128 threads are 64k; two have 2 * 224 + 56 of the 3 * 168 that
-    // they were launched with.
-    static constexpr int kConsumerRegisters = kIsWide ? 224 : 152;
-    static constexpr int kGatherRegisters = 56;
+    static constexpr int kStages = kHeadDim <= 64 ? 4 : 3;
+    static constexpr int kNumWarpgroups = kPrefillWarpgroups;
+    static constexpr int kQStages = 2;
+    static constexpr int kConsumerRegisters = 152;
+    static constexpr int kGatherRegisters = 56;  // 3 * 152 + 56 registers of 128 threads: 64k
 };
 
 struct PrefillParams {
@@ -229,17 +226,21 @@ __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWor
 template <typename C, typename Scores>
 __device__ __forceinline__ void change_scores(const PrefillParams& p, const TileWork& work,
                                               const RowTile<C>& rows, Scores& scores, int first) {
-    float slope[2];
+    constexpr int kScores = decltype(cute::size(scores))::value;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int i = 0; i < kScores; ++i) scores(i) = p.change.cap(scores(i), p.scale);
+    if (p.change.alibi_slopes == nullptr) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // one after the other: registers are scarce
         const int row = min(rows.row(half), work.tile.num_rows - 1);
-        slope[half] = p.change.slope(work.kv_head * p.group + p.head_of(row));
-    }
-    const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+        const float slope = p.change.slope(work.kv_head * p.group + p.head_of(row));
+        const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+        const float nearest = slope * static_cast<float>(distance);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(decltype(cute::size(scores))::value); ++i) {
-        const auto from_first = static_cast<float>(distance + 8 * (i / 4) + i % 2);
-        scores(i) = fmaf(slope[(i / 2) % 2], from_first, p.change.cap(scores(i), p.scale));
+        for (int i = 2 * half; i < kScores; i += 4) {
+            scores(i) += fmaf(slope, static_cast<float>(2 * i - 4 * half), nearest);
+            scores(i + 1) += fmaf(slope, static_cast<float>(2 * i - 4 * half + 1), nearest);
+        }
     }
 }
 

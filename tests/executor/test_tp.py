@@ -52,6 +52,7 @@ DECODERS = {
         "falcon",
         "falcon-serial",
         "falcon-groups",
+        "bloom",
         "mixtral",
         "qwen3_moe",
         "gemma2",

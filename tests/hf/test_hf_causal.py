@@ -92,7 +92,10 @@ def test_logits_to_keep_without_a_mask_and_of_one_row(name):
             assert_equal_at_tokens(have.logits, want.logits, ones if mask is None else mask)
 
 
-@pytest.mark.parametrize("name", [n for n in NINE if n not in ("gpt_neo", "mistral")])
+UNWINDOWED = [name for name in NINE if name not in ("gpt_neo", "mistral")]
+
+
+@pytest.mark.parametrize("name", [*UNWINDOWED, "bloom", "falcon-alibi"])
 def test_masks_with_holes_and_an_empty_row(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs([20, 17, 0, 12])
@@ -104,6 +107,17 @@ def test_masks_with_holes_and_an_empty_row(name):
         want, have = stock(**inputs), wrapped(**inputs)
     assert_equal_at_tokens(have.logits, want.logits, mask)
     assert have.logits[2].isfinite().all()
+
+
+@pytest.mark.filterwarnings("default::bytetx.hf.FallbackWarning")
+def test_more_tokens_than_alibi_was_trained_with():
+    stock, wrapped = stock_and_wrapped("bloom", seq_length=16)
+    inputs = padded_inputs([20, 12])
+    with torch.inference_mode(), pytest.warns(FallbackWarning, match="20 tokens are more than"):
+        have = wrapped(**inputs)
+    with torch.inference_mode():
+        want = stock(**inputs)
+    assert_equal_at_tokens(have.logits, want.logits, inputs["attention_mask"])
 
 
 @pytest.mark.parametrize("name", [*NINE, "gemma3"])
