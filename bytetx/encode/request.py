@@ -142,6 +142,9 @@ class RunStats:
     num_pad_tokens: pad tokens that a padded run in batches of 32, in arrival order, would have
     computed on top.  num_truncated: texts cut to the model's positions.  num_errors: texts that
     failed.  seconds: wall time, tokenisation included.
+    Only of an AsyncModel, 0 elsewhere: tokenize_seconds, from the call to the token ids, waits for
+    a thread included; queue_seconds, from there to the start of the forward pass, and
+    compute_seconds, from its start to its results, each the mean over the texts.
     """
 
     num_texts: int = 0
@@ -150,12 +153,21 @@ class RunStats:
     num_truncated: int = 0
     num_errors: int = 0
     seconds: float = 0.0
+    tokenize_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class RunCounter:
-    """Counts a run as its texts finish; `stats()` may be asked at any time."""
+    """Counts a run as its texts finish; `stats()` may be asked at any time.
 
+    The seconds of its phases are set from outside, see RunStats.
+    """
+
+    tokenize_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
     _num_texts: int = 0
     _num_tokens: int = 0
     _num_truncated: int = 0
@@ -173,7 +185,9 @@ class RunCounter:
         self._num_errors += len(window.failures)
         self._num_tokens += requests.total_tokens
         self._num_truncated += int(np.count_nonzero(requests.is_truncated))
-        seqlens = np.concatenate([self._open_batch, requests.seqlens])
+        seqlens = requests.seqlens
+        if len(self._open_batch):
+            seqlens = np.concatenate([self._open_batch, seqlens])
         if len(seqlens) < _PADDED_BATCH_SIZE:
             self._open_batch = seqlens
             return
@@ -207,10 +221,15 @@ class RunCounter:
             num_truncated=self._num_truncated,
             num_errors=self._num_errors,
             seconds=running if self._seconds is None else self._seconds,
+            tokenize_seconds=self.tokenize_seconds,
+            queue_seconds=self.queue_seconds,
+            compute_seconds=self.compute_seconds,
         )
 
 
 def _pad_tokens(batches: np.ndarray) -> int:
     """Of lengths [num_batches, batch_size], each batch padded to its longest."""
+    if batches.shape[1] < 2:  # as of a call of one text
+        return 0
     padded = batches.max(axis=1, initial=0).sum(dtype=np.int64) * batches.shape[1]
     return int(padded - batches.sum(dtype=np.int64))

@@ -1,7 +1,8 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, model_slopes
-from bytetx.nn.blocks import Blocks, LocalBlocks, NormWeight, Rows
+from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, NormWeight, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
@@ -56,6 +57,7 @@ class Transformer:
         # transformers multiplies by a tensor of the table's dtype.
         scale = torch.tensor(spec.hidden_size**0.5, dtype=embeddings.word.dtype)
         self.word_scale: float = scale.item()
+        self._between_layers: Callable[[], None] | None = None
 
     @classmethod
     def from_tensors(
@@ -106,6 +108,15 @@ class Transformer:
             fits = fits and fits_kernel(self.blocks.num_heads, self.blocks.num_kv_heads, head_dim)
         return fits and self.layers.is_capturable
 
+    def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
+        """The same model, whose forward calls `run` before each linear layer of a local block.
+
+        `run` may use the model itself, as for a short batch that should not wait for a long one.
+        """
+        other = copy(self)
+        other._between_layers = run
+        return other
+
     @torch.inference_mode()
     def forward(
         self,
@@ -122,6 +133,8 @@ class Transformer:
         cache, called with each layer's keys and values.
         """
         rows = self.blocks.begin(batch.total_tokens)
+        if self._between_layers is not None and type(rows) is LocalBlocks:
+            rows = InterruptedRows(rows, self._between_layers)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,

@@ -1,0 +1,472 @@
+"""AsyncModel: Model's tasks, awaitable, with the requests of all callers in one queue."""
+
+import asyncio
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import numpy.typing as npt
+import torch
+
+from bytetx.arguments import check_integer, check_positive, check_seconds
+from bytetx.encode.engine import EncodeEngine, StepStats
+from bytetx.errors import DeadlineError
+from bytetx.model import Model
+from bytetx.requests.prompts import Prompt
+from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.call import Call
+from bytetx.tasks.call_run import CallRun
+from bytetx.tasks.chunks import Overflow
+from bytetx.tasks.embed_all import AllEmbeddings
+from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
+from bytetx.tasks.options import OnError, Pairs, Texts
+from bytetx.tasks.precision import Precision
+from bytetx.tasks.reading_pool import ReadingPool
+from bytetx.tasks.results import Embeddings, Hit, Results
+from bytetx.tasks.search import Packed, Vectors
+from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class AsyncStats:
+    """What an AsyncModel does now, and what it has done since it was made.
+
+    num_queued, queued_tokens: texts that wait, those that are tokenised among them.  num_running:
+    texts in forward passes.  num_calls: calls that are not answered.  num_generating: prompts.
+    tokens_per_second: of the last forward passes.  num_done, num_failed, num_dropped: texts that
+    have a result, an error, or were cancelled or late.  num_refused: calls with a QueueFullError.
+    total_tokens, padded_tokens, num_steps: sums over all forward passes.
+    recent: the last forward passes, oldest first.
+    """
+
+    num_queued: int = 0
+    queued_tokens: int = 0
+    num_running: int = 0
+    num_calls: int = 0
+    num_generating: int = 0
+    tokens_per_second: float = 0.0
+    num_done: int = 0
+    num_failed: int = 0
+    num_dropped: int = 0
+    num_refused: int = 0
+    total_tokens: int = 0
+    padded_tokens: int = 0
+    num_steps: int = 0
+    recent: Sequence[StepStats] = ()
+
+
+class AsyncModel:
+    """A Model whose methods are awaited; texts of all callers and tasks are batched together.
+
+    Methods may be awaited in any number of event loops and threads at once, and the Model may be
+    used directly meanwhile.  Options and results are those of Model's methods, and
+    priority: lower numbers run first.  timeout_s: seconds until a DeadlineError.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_queued_requests: int = 8192,
+        max_queued_tokens: int = 1 << 20,
+        tokenizer_threads: int | None = None,
+        age_limit_s: float = 2.0,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+    ):
+        """max_queued_requests, max_queued_tokens: of texts and prompts that wait; where they are
+        reached, a call gets a QueueFullError at once. An empty queue takes a call of any size.
+        tokenizer_threads: None is one for every two CPUs, at most 8.
+        age_limit_s: a text that has waited so long goes before shorter ones and other priorities.
+        kv_cache_tokens, max_num_seqs: as of Model.engine, for generate.
+        Threads start with the first call.
+        """
+        check_positive("max_queued_requests", max_queued_requests)
+        check_positive("max_queued_tokens", max_queued_tokens)
+        if tokenizer_threads is not None:
+            check_positive("tokenizer_threads", tokenizer_threads)
+        check_seconds("age_limit_s", age_limit_s)
+        self._model, self._max_queued_requests = model, max_queued_requests
+        threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
+        self._pool = ReadingPool(threads)
+        self._engine = EncodeEngine(
+            model._runner,
+            token_budget=model.token_budget,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            age_limit_s=age_limit_s,
+        )
+        self._generation = GenerationThread(
+            partial(model.engine, kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs),
+            max_open=max_queued_requests,
+        )
+
+    @property
+    def model(self) -> Model:
+        return self._model
+
+    async def __aenter__(self) -> "AsyncModel":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self, *, drain_s: float | None = None) -> None:
+        """Takes no more calls and ends the threads; the Model stays open.
+
+        drain_s: seconds in which open calls may still be answered; the others get a ClosedError.
+        None: all of them get it, but for those whose forward passes run already.
+        """
+        check_seconds("drain_s", drain_s)
+        drain = drain_s or 0.0
+        await asyncio.gather(
+            asyncio.to_thread(self._engine.close, drain_s=drain),
+            asyncio.to_thread(self._generation.close, drain_s=drain),
+        )
+        self._pool.close()  # what it still has to tokenise was dropped
+
+    def stats(self) -> AsyncStats:
+        """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
+        engine = self._engine
+        counts, recent = engine.counts()
+        return AsyncStats(
+            num_queued=engine.num_queued,
+            queued_tokens=engine.queued_tokens,
+            num_running=engine.num_running,
+            num_calls=engine.num_calls,
+            num_generating=self._generation.num_open,
+            tokens_per_second=engine.tokens_per_second,
+            num_done=counts.num_done,
+            num_failed=counts.num_failed,
+            num_dropped=counts.num_dropped,
+            num_refused=counts.num_refused,
+            total_tokens=counts.total_tokens,
+            padded_tokens=counts.padded_tokens,
+            num_steps=counts.num_steps,
+            recent=recent,
+        )
+
+    async def embed(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        overflow: Overflow | None = None,
+        stride: int = 0,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Embeddings:
+        """As Model.embed."""
+        call = self._model._embed_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def embed_all(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> AllEmbeddings:
+        """As Model.embed_all."""
+        call = self._model._all_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def embed_sparse(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        max_active_dims: int | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> SparseEmbeddings:
+        """As Model.embed_sparse."""
+        call = self._model._sparse_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def embed_tokens(
+        self,
+        texts: Texts,
+        *,
+        task: Literal["query", "document"] = "document",
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> TokenEmbeddings:
+        """As Model.embed_tokens."""
+        call = self._model._tokens_call(
+            texts,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def classify(
+        self,
+        texts: Texts,
+        *,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        overflow: Overflow | None = None,
+        stride: int = 0,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.classify: list[Label] a text, or its InputError."""
+        call = self._model._classify_call(
+            texts,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def tag(
+        self,
+        texts: Texts,
+        *,
+        aggregation: str = "simple",
+        ignore_labels: Collection[str] = ("O",),
+        overflow: Overflow | None = None,
+        stride: int = 0,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.tag: list[Entity] a text, or its InputError."""
+        call = self._model._tag_call(
+            texts,
+            aggregation=aggregation,
+            ignore_labels=ignore_labels,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def fill_mask(
+        self,
+        texts: Texts,
+        *,
+        top_k: int = 5,
+        targets: Sequence[str] | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.fill_mask: list[Fill] a text, or its InputError."""
+        call = self._model._fill_mask_call(
+            texts,
+            top_k=top_k,
+            targets=targets,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def score(
+        self,
+        texts: Texts,
+        *,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.score: a Likelihood a text, or its InputError."""
+        call = self._model._score_call(texts, truncate=truncate, on_error=on_error)
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def answer(
+        self,
+        texts: Pairs,
+        *,
+        top_k: int = 1,
+        max_answer_tokens: int = 15,
+        allow_no_answer: bool = False,
+        whole_words: bool = True,
+        chunk_tokens: int | None = None,
+        stride: int = 128,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.answer: list[Answer] a pair, or its InputError."""
+        call = self._model._answer_call(
+            texts,
+            top_k=top_k,
+            max_answer_tokens=max_answer_tokens,
+            allow_no_answer=allow_no_answer,
+            whole_words=whole_words,
+            chunk_tokens=chunk_tokens,
+            stride=stride,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def hidden_states(
+        self,
+        texts: Texts,
+        *,
+        layers: Sequence[int] = (-1,),
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Any]:
+        """As Model.hidden_states: an array a text, or its InputError."""
+        call = self._model._hidden_states_call(
+            texts,
+            layers=layers,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_k: int | None = None,
+        raw_scores: bool = False,
+        instruction: str | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> Results[Hit]:
+        """As Model.rerank."""
+        make = partial(
+            self._model._rerank_call,
+            query,
+            documents,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            instruction=instruction,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        # The prompts of a causal reranker are tokenised while the call is made.
+        call = await self._in_thread(make) if self._model._reranks_by_logits else make()
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
+
+    async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
+        """As Model.similarity, in a thread."""
+        return await self._in_thread(partial(self._model.similarity, a, b))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> AsyncGeneration:
+        """The pieces of the outputs of one prompt as they are generated, params.n outputs.
+
+        prompt: a str, token ids, or a chat.  Iterate over what is returned with `async for`; each
+        piece is the new part of the output that its `index` names.  Its aclose, or cancelling the
+        task that waits for it, ends the generation.
+        """
+        params = SamplingParams() if params is None else params
+        self._model._check(params)
+        check_integer("priority", priority)
+        check_seconds("timeout_s", timeout_s)
+        return AsyncGeneration(
+            self._generation,
+            lambda: self._model.encode_prompts([prompt])[0],
+            params,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+
+    async def _run(self, call: Call[T], *, priority: int, timeout_s: float | None) -> T:
+        check_integer("priority", priority)
+        check_seconds("timeout_s", timeout_s)
+        run = CallRun(
+            call,
+            self._engine,
+            self._pool,
+            token_budget=self._model.token_budget,
+            max_window_texts=max(self._max_queued_requests // 4, 1),
+            priority=priority,
+        )
+        if timeout_s is None:
+            return await run.result()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await run.result()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the results were not there after timeout_s ({timeout_s:g} s)"
+            ) from error
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        self._engine.check_open()
+        return await asyncio.to_thread(function)
