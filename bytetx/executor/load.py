@@ -10,6 +10,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_checkpoint
 from bytetx.nn.quantization import QUANTIZATIONS
+from bytetx.parallel.grid import Grid, parse_grid
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
@@ -23,9 +24,13 @@ def load_ranks(
     dtype: str | torch.dtype,
     token_budget: int | None,
     group_timeout: float,
+    grid: str | Grid | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
+    axes = _grid(tp, grid)
+    if isinstance(tp, int) and axes is not None:
+        tp = axes.size
     if tp == 1:
         return load_checkpoint(folder, device=device, dtype=dtype)
     # Imported here: torch.distributed imports slowly, and few models are sharded.
@@ -46,4 +51,18 @@ def load_ranks(
         dtype=dtype,
         token_budget=budget_of,
         group_timeout=float(group_timeout),
+        grid=axes,
     )
+
+
+def _grid(tp: "int | TorchrunLeader", grid: str | Grid | None) -> Grid | None:
+    """The grid that is asked for. Raises OptionError where tp says something else."""
+    if grid is None:
+        return None
+    axes = parse_grid(grid) if isinstance(grid, str) else grid
+    if isinstance(tp, int):
+        if tp not in (1, axes.y):
+            raise OptionError(f"grid {axes} has y={axes.y} and tp is {tp}; leave out tp")
+    elif tp.size != axes.size:
+        raise OptionError(f"grid {axes} has {axes.size} ranks, and torchrun started {tp.size}")
+    return axes

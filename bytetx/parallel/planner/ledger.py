@@ -81,17 +81,18 @@ def pass_transfers(
     are_rows_divided = (
         grid.x == 1 and row_scheme is not None and row_scheme.offsets(num_rows, grid.y) is not None
     )
+    sums = shape.sums_per_layer * layers
     embedded = num_rows * shape.embedding_size
     if are_rows_divided:
         rows = num_rows * hidden
         add("y", "reduce_scatter", embedded, itemsize, 1, "embedded tokens")
         add("y", "all_gather", rows, itemsize, 2 * layers, "rows before q, k, v and feed-forward")
-        add("y", "reduce_scatter", rows, itemsize, 2 * layers, "sums after both halves")
+        add("y", "reduce_scatter", rows, itemsize, sums, "sums after both halves")
         add("y", "all_gather", rows, itemsize, 1, "rows after the last layer")
     else:
         add("y", "all_reduce", embedded, itemsize, 1, "embedded tokens")
         halves = num_rows * local.hidden
-        add("y", "all_reduce", halves, itemsize, 2 * layers, "sums after both halves")
+        add("y", "all_reduce", halves, itemsize, sums, "sums after both halves")
     qkv = num_rows * (local.num_heads + 2 * local.num_kv_heads) * shape.head_dim
     add("x", "all_reduce", qkv, itemsize, layers, "sums of q, k and v")
     inner = num_rows * local.inner * shape.num_inner

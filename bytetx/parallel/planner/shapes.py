@@ -17,6 +17,7 @@ class ModelShape:
     generation or a score multiplies with the vocabulary; is_tied: by the word embedding.
     norms_per_layer: norms over hidden features in a layer; has_first_norm: whether another one
     comes before all layers, of pre-norm models.  norm_statistics: sums of a row, 1 of RMS norms.
+    sums_per_layer: sums over y, 1 where both halves of a layer are one sum.
     output_size: features of the last rows, 0: hidden_size.
     """
 
@@ -38,6 +39,7 @@ class ModelShape:
     norms_per_layer: int = 2
     has_first_norm: bool = False
     norm_statistics: int = 2
+    sums_per_layer: int = 2
     output_size: int = 0
 
     @property
@@ -107,6 +109,7 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
         norms_per_layer=_norms_per_layer(spec),
         has_first_norm=layers.norm_placement != "post" and layers.has_first_norm,
         norm_statistics=1 if layers.norm == "rms_norm" else 2,
+        sums_per_layer=1 if layers.norm_placement == "parallel" else 2,
         output_size=spec.output_size,
     )
 
