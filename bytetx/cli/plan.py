@@ -37,6 +37,14 @@ def plan(
     year: Annotated[
         bool, typer.Option("--year", help="A year of mixed traffic on --gpus GPUs; 10 000.")
     ] = False,
+    calibrate: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Measure this machine, and write its TOML file."),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --calibrate: processes; the GPUs that there are."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for programs.")] = False,
     lists: Annotated[
         bool, typer.Option("--list", help="Known shapes, machines, profiles.")
@@ -51,6 +59,11 @@ def plan(
 
     if lists:
         _print_lists()
+        return
+    if calibrate is not None:
+        from bytetx.executor.calibrate import calibrate_to_file  # it imports torch
+
+        print(calibrate_to_file(Path(calibrate), ranks=ranks))
         return
     if model is None:
         raise OptionError("plan needs --model: a checkpoint's folder or a name of --list")

@@ -43,6 +43,7 @@ class _FeatureRows(ShardedRows):
 
     def enter(self, x: Tensor) -> Tensor:
         hidden = self._features.hidden
+        assert hidden is not None  # FeatureBlocks has it
         return x[:, hidden.start : hidden.stop].contiguous()
 
     def gather(self, x: Tensor) -> Tensor:

@@ -181,6 +181,11 @@ def _join_axes(
     return groups
 
 
+def prefix_store(name: str, store: Store) -> Store:
+    """The rendezvous of one of several groups that meet at a store."""
+    return dist.PrefixStore(name, store)
+
+
 def end_rendezvous(store: Store) -> None:
     """All ranks have joined: from now on nothing is read from the store."""
     store.set_timeout(_STORE_TIMEOUT)
