@@ -191,11 +191,13 @@ def memory_of(
     local: LocalSizes,
     *,
     rows: int,
+    total_rows: int,
     kv_rows: int,
     num_logits: int,
     itemsize: int,
 ) -> Memory:
-    """kv_rows: tokens whose keys and values a slot keeps in all layers.
+    """rows, total_rows: of a pass, in a slot and in all.  kv_rows: tokens whose keys and values a
+    rank has room for in all layers.
 
     Word embeddings and logits are divided over y; positions, norms and biases are on every rank.
     """
@@ -204,9 +206,12 @@ def memory_of(
     embedding = (tables + shape.num_positions) * shape.embedding_size
     features = shape.head_dim * (local.num_heads + 2 * local.num_kv_heads)
     widest = max(features, shape.num_inner * local.inner)
+    # Every rank receives the rows of all slots, and puts them in the order of the batch.
+    received = 2 * total_rows * shape.hidden_size if grid.num_slots > 1 else 0
+    logits = num_logits * local.vocab
     return Memory(
         weights=itemsize * (shape.num_layers * shard + embedding),
         gathered=itemsize * 2 * local.weights if grid.z > 1 else 0,
         kv_cache=itemsize * (2 * kv_rows * local.num_kv_heads * shape.head_dim * shape.num_layers),
-        workspace=itemsize * (rows * (3 * shape.hidden_size + widest) + num_logits * local.vocab),
+        workspace=itemsize * (rows * (3 * shape.hidden_size + widest) + received + logits),
     )

@@ -310,7 +310,9 @@ def _cost(
             grid,
             local,
             rows=work.rows,
-            kv_rows=kv_rows,
+            total_rows=work.total_rows,
+            # Every slot allocates the cache of all sequences; see docs/distributed.md.
+            kv_rows=traffic.total_tokens + num_texts * output if output else 0,
             num_logits=work.num_logits,
             itemsize=itemsize,
         ),
