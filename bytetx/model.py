@@ -102,7 +102,8 @@ def load(
     others are started here, hold their share alone and end with the Model or its close().
     grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as
     well and holds a part of each layer's weights, which are gathered a layer ahead; y is tp; x
-    divides hidden features. bytetx.plan ranks grids; docs/distributed.md says when to use which.
+    divides hidden features. "auto" is the one that bytetx.plan finds fastest for all GPUs;
+    docs/distributed.md says when to use which.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a

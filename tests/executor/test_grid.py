@@ -10,9 +10,10 @@ from checkpoints import SENTENCES, save_checkpoint
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
 
-from bytetx import Model, SamplingParams, load
+from bytetx import Model, SamplingParams, load, plan
 from bytetx.cli.commands import main
 from bytetx.errors import InputError, OptionError
+from bytetx.executor import load as executor_load
 from bytetx.executor.messages import Join, decode, encode
 from bytetx.parallel.grid import Grid
 
@@ -98,3 +99,19 @@ def test_a_grid_of_one_is_one_process(llama: Path) -> None:
     assert torch.equal(
         model.transformer.embeddings.word, load(llama, device="cpu").transformer.embeddings.word
     )
+
+
+def test_auto_is_the_plan_of_all_gpus(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned(gpus: int, name: str) -> Grid | None:
+        monkeypatch.setattr(executor_load, "resolve_device", lambda device: torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return executor_load._planned_grid(llama, 1, device="auto", dtype="auto")
+
+    assert planned(1, "NVIDIA H200") is None
+    options = {"lengths": 512, "batch": 64, "output_tokens": 512, "dtype": "float16"}
+    assert planned(4, "NVIDIA H200") == plan(llama, gpus=4, **options).best.grid
+    with pytest.raises(OptionError, match="this is NVIDIA L4"):
+        planned(2, "NVIDIA L4")
+    monkeypatch.undo()
+    assert not load(llama, device="cpu", grid="auto").checkpoint.executor.has_workers
