@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bytetx.hf import unwrap, wrap
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
+    from bytetx.parallel.planner.plan import plan
     from bytetx.sampling_params import SamplingParams
     from bytetx.tasks.search import maxsim, semantic_search, similarity
 
@@ -22,6 +23,7 @@ __all__ = [
     "load",
     "maxsim",
     "pack",
+    "plan",
     "semantic_search",
     "similarity",
     "unwrap",
@@ -37,6 +39,7 @@ _HOMES = {
     "load": "bytetx.model",
     "maxsim": "bytetx.tasks.search",
     "pack": "bytetx.packed",
+    "plan": "bytetx.parallel.planner.plan",
     "semantic_search": "bytetx.tasks.search",
     "similarity": "bytetx.tasks.search",
     "unwrap": "bytetx.hf",

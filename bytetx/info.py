@@ -16,7 +16,7 @@ def checkpoint_info(
     max_tokens: of one text.  token_budget: tokens of one forward pass.
     """
     spec, sentence, heads = checkpoint.spec, checkpoint.sentence, checkpoint.heads
-    shard = checkpoint.transformer.blocks.shard
+    grid = checkpoint.executor.grid
     has_labels = heads.sequence is not None or heads.token is not None
     most_rows = tile_rows(token_budget) if checkpoint.device.type == "cpu" else token_budget
     named_heads = {
@@ -39,7 +39,8 @@ def checkpoint_info(
         "max_tokens": max_tokens,
         "dtype": _dtype_name(checkpoint),
         "device": str(checkpoint.device),
-        "tp": 1 if shard is None else shard.size,
+        "tp": grid.y,
+        "grid": str(grid),
         "token_budget": token_budget,
         "workspace_bytes": spec.workspace_bytes(most_rows, checkpoint.dtype.itemsize),
         "heads": [name for name, head in named_heads.items() if head is not None],
@@ -55,8 +56,8 @@ def checkpoint_info(
 
 def checkpoint_line(checkpoint: LoadedCheckpoint, *, max_tokens: int) -> str:
     """The main facts in one line, such as "bert, 22.7M parameters, float32 on cpu, ..."."""
-    shard = checkpoint.transformer.blocks.shard
-    shared = "" if shard is None else f" and {shard.size - 1} more"
+    num_ranks = checkpoint.executor.grid.size
+    shared = "" if num_ranks == 1 else f" and {num_ranks - 1} more"
     return (
         f"{checkpoint.spec.family}, {_in_words(checkpoint.num_parameters)} parameters, "
         f"{_dtype_name(checkpoint)} on {checkpoint.device}{shared}, max {max_tokens} tokens, "

@@ -25,6 +25,7 @@ from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
+from bytetx.parallel.grid import Grid
 from bytetx.runtime.forking import computing
 from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.call import Call
@@ -78,6 +79,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     tp: "int | TorchrunLeader" = 1,
+    grid: str | Grid | None = None,
     token_budget: int | None = None,
     cuda_graphs: bool = True,
     group_timeout: float = DEFAULT_LIMIT_S,
@@ -93,6 +95,10 @@ def load(
     encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8: 8-bit integers, on CPUs.
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
+    grid: processes in data x z x y x x, as "data2.z2": data takes some texts of each batch, z as
+    well and holds a part of each layer's weights, which are gathered a layer ahead; y is tp; x
+    divides hidden features. "auto" is the one that bytetx.plan finds fastest for all GPUs;
+    docs/distributed.md says when to use which.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a
@@ -104,6 +110,7 @@ def load(
         checkpoint = load_ranks(
             folder,
             tp,
+            grid=grid,
             device=device,
             dtype=dtype,
             token_budget=token_budget,
@@ -172,7 +179,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         Raises pickle.PicklingError for a model of several ranks and for one that was closed.
         """
         checkpoint = self.checkpoint
-        if checkpoint.transformer.blocks.shard is not None:
+        if checkpoint.executor.has_workers:
             raise pickle.PicklingError(
                 "a model loaded with tp cannot be pickled: its ranks belong to this process; load "
                 "it in the other process"

@@ -7,13 +7,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from bytetx.parallel.grid import Grid
 from bytetx.parallel.row_scheme import RowScheme
 from bytetx.parallel.tp import TpGroup, join_group
 
 R = TypeVar("R")
 
 
-def on_ranks(size: int, do: Callable[[TpGroup], R], *, rows: RowScheme | None = None) -> list[R]:
+def on_ranks(
+    size: int,
+    do: Callable[[TpGroup], R],
+    *,
+    rows: RowScheme | None = None,
+    grid: Grid | None = None,
+) -> list[R]:
     """do(group) on every rank at the same time; results in the order of ranks.
 
     Where one rank fails, the others do not wait for it: its error is the one that is raised.
@@ -23,7 +30,7 @@ def on_ranks(size: int, do: Callable[[TpGroup], R], *, rows: RowScheme | None = 
     def run(rank: int) -> R:
         torch.set_num_threads(1)
         with torch.inference_mode():
-            group = join_group(store, rank=rank, size=size, device=device, rows=rows)
+            group = join_group(store, rank=rank, size=size, device=device, rows=rows, grid=grid)
             try:
                 return do(group)
             except BaseException:

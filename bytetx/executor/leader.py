@@ -34,6 +34,7 @@ from bytetx.executor.messages import (
 )
 from bytetx.executor.torchrun import TorchrunLeader
 from bytetx.nn.executor import Executor
+from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_transformer
 from bytetx.nn.heads import LmHead, MaskedLMHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
@@ -50,7 +51,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
-from bytetx.parallel.layout import shard_model
+from bytetx.parallel.grid import Grid
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 from bytetx.parallel.tp import TpGroup, end_rendezvous, join_group
 
@@ -68,6 +69,7 @@ def load_sharded(
     shares_memory: bool = True,
     rows: RowScheme | None = None,
     group_timeout: float = DEFAULT_LIMIT_S,
+    grid: Grid | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint of which every rank holds a shard; this process is rank 0.
 
@@ -76,26 +78,29 @@ def load_sharded(
     can access one another's memory do so for the fused ops, which are of half types; else NCCL
     does all communication.
     rows: None is the scheme that was measured for the device and the model's hidden size.
-    group_timeout: seconds, as of bytetx.load.
+    group_timeout: seconds, as of bytetx.load.  grid: of all ranks; None is y alone.
     Raises InputError where the model cannot be sharded so or there are fewer GPUs, and GroupError
     where a rank fails.
     """
     size = ranks if isinstance(ranks, int) else ranks.size
-    device = _device_of_rank_0(device, size)
+    grid = Grid(y=size) if grid is None else grid
+    device = _device_of_rank_0(device, grid)
     spec = load_spec(folder)
-    shard_model(spec, rank=0, size=size)  # what cannot be sharded is refused before ranks start
+    check_grid(spec, grid)  # what cannot be sharded is refused before ranks start
     dtype = resolve_dtype(dtype, device, saved=saved_dtype(folder, spec))
     shared_bytes = 0
-    if shares_memory and device.type == "cuda" and dtype in DTYPE_NAMES:
+    # Kernels over the peers' memory are for ranks that are all on y.
+    is_y_alone = grid.y == grid.size
+    if shares_memory and is_y_alone and device.type == "cuda" and dtype in DTYPE_NAMES:
         shared_bytes = workspace_bytes(
             max_tokens=token_budget(spec, device),
             hidden_size=spec.hidden_size,
             size=size,
             itemsize=dtype.itemsize,
         )
-    rows = rows or row_scheme(device.type, size, spec.hidden_size)
+    rows = rows or row_scheme(device.type, grid.y, spec.hidden_size)
     workers, group = start_ranks(
-        ranks, device, shared_bytes=shared_bytes, rows=rows, group_timeout=group_timeout
+        ranks, device, shared_bytes=shared_bytes, rows=rows, group_timeout=group_timeout, grid=grid
     )
     try:
         checkpoint = load_on_ranks(folder, group, workers, dtype=dtype)
@@ -112,34 +117,35 @@ def load_on_ranks(
     """A checkpoint onto ranks that have joined the group; they release the one before it."""
     workers.send(encode(Load(folder, dtype)))
     spec = load_spec(folder)
-    blocks = ShardedBlocks(spec, group, shard_model(spec, rank=0, size=group.size))
+    blocks = grid_blocks(spec, group)
     # A failure of a worker is reported before this rank has read its shard.
     checkpoint = load_checkpoint(
         folder, device=group.device, dtype=dtype, blocks=blocks, on_tensor=workers.check
     )
     workers.wait_for_replies()
-    blocks.sync_kernel_support(checkpoint.transformer.layers.weights)
+    if isinstance(blocks, ShardedBlocks):
+        blocks.sync_kernel_support(checkpoint.transformer.layers.weights)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
-    return replace(
-        checkpoint,
-        transformer=_GroupTransformer(checkpoint.transformer, executor),
-        heads=replace(
+    if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
+        heads = replace(
             heads,
             masked_lm=_group_masked_lm(heads.masked_lm, executor),
             lm=_group_lm(heads.lm, executor),
-        ),
-        executor=executor,
-    )
+        )
+    local = grid_transformer(checkpoint.transformer, group)
+    transformer = _GroupTransformer(local, executor)
+    return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
 
 
-def _device_of_rank_0(device: str | torch.device, size: int) -> torch.device:
+def _device_of_rank_0(device: str | torch.device, grid: Grid) -> torch.device:
     resolved = resolve_device(device)
+    size, given = grid.size, f"tp={grid.y}" if grid.y == grid.size else f"grid {grid}"
     if resolved.type == "cuda":
         if resolved.index:
-            raise InputError(f"tp={size} takes GPUs 0 to {size - 1}, got device {str(device)!r}")
+            raise InputError(f"{given} takes GPUs 0 to {size - 1}, got device {str(device)!r}")
         if size > torch.cuda.device_count():
             raise InputError(
-                f"tp={size} needs {size} GPUs, torch sees {torch.cuda.device_count()} CUDA devices"
+                f"{given} needs {size} GPUs, torch sees {torch.cuda.device_count()} CUDA devices"
             )
     return resolved
 
@@ -151,6 +157,7 @@ def start_ranks(
     shared_bytes: int = 0,
     rows: RowScheme | None = None,
     group_timeout: float = DEFAULT_LIMIT_S,
+    grid: Grid | None = None,
 ) -> tuple[Workers, TpGroup]:
     """The workers, and the group that this rank has joined with them; they close together."""
     if isinstance(ranks, int):
@@ -170,11 +177,17 @@ def start_ranks(
         device_type = "cuda"
     try:
         workers.wait_for_replies()  # they are there: their rendezvous at the store has an end
-        workers.send(encode(Join(device_type, shared_bytes, rows)))
+        workers.send(encode(Join(device_type, shared_bytes, rows, grid)))
         group = _join_while_healthy(
             workers,
             lambda: join_group(
-                store, rank=0, size=size, device=device, workspace_bytes=shared_bytes, rows=rows
+                store,
+                rank=0,
+                size=size,
+                device=device,
+                workspace_bytes=shared_bytes,
+                rows=rows,
+                grid=grid,
             ),
         )
         workers.num_collectives = group.num_collectives
@@ -226,6 +239,9 @@ class GroupExecutor(Executor):
 
     def __init__(self, group: TpGroup, workers: Workers, spec: ModelSpec):
         self.group, self.workers, self.spec = group, workers, spec
+        self.grid = Grid(y=group.size) if group.axes is None else group.axes.grid
+        # Each slot of a grid writes the pages of its own sequences.
+        self.shares_pages = group.axes is None or group.axes.slots.size == 1
         self._lock = threading.Lock()
         self._decoding_thread: int | None = None
         self._cache_ids: dict[int, int] = {}  # by the id of a cache's first tensor
@@ -313,9 +329,11 @@ def _forget(cache_ids: dict[int, int], owner_id: int, dropped: deque[int]) -> No
 class _GroupTransformer(Transformer):
     """Rank 0's shard; its forward pass is that of every rank."""
 
+    is_shared = True
+
     def __init__(self, local: Transformer, executor: GroupExecutor):
         vars(self).update(vars(local))
-        self._executor = executor
+        self._whole, self._executor = local, executor
 
     @property
     def is_capturable(self) -> bool:
@@ -336,14 +354,14 @@ class _GroupTransformer(Transformer):
             raise ValueError("on_kv must be None: each rank has the keys and values of its heads")
         executor = self._executor
         if executor.is_decoding:
-            return super().forward(batch, cache=cache, on_layer=on_layer)
+            return self._whole.forward(batch, cache=cache, on_layer=on_layer)
         with executor.step():
             cache_id = None if cache is None else executor.cache_id(cache)
             executor.send(
                 forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
             )
             executor.broadcast(flat_batch(batch))
-            return super().forward(batch, cache=cache, on_layer=on_layer)
+            return self._whole.forward(batch, cache=cache, on_layer=on_layer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

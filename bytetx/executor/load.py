@@ -8,8 +8,19 @@ import torch
 from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
-from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_checkpoint
+from bytetx.nn.loading import (
+    LoadedCheckpoint,
+    default_token_budget,
+    load_checkpoint,
+    load_spec,
+    resolve_device,
+    resolve_dtype,
+    saved_dtype,
+)
 from bytetx.nn.quantization import QUANTIZATIONS
+from bytetx.parallel.grid import Grid, parse_grid
+from bytetx.parallel.planner.plan import plan
+from bytetx.parallel.planner.shapes import shape_of
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
@@ -23,9 +34,16 @@ def load_ranks(
     dtype: str | torch.dtype,
     token_budget: int | None,
     group_timeout: float,
+    grid: str | Grid | None = None,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
+    if grid == "auto":
+        axes = _planned_grid(folder, tp, device=device, dtype=dtype)
+    else:
+        axes = _grid(tp, grid)
+    if isinstance(tp, int) and axes is not None:
+        tp = axes.size
     if tp == 1:
         return load_checkpoint(folder, device=device, dtype=dtype)
     # Imported here: torch.distributed imports slowly, and few models are sharded.
@@ -46,4 +64,61 @@ def load_ranks(
         dtype=dtype,
         token_budget=budget_of,
         group_timeout=float(group_timeout),
+        grid=axes,
     )
+
+
+# Machine files of the planner, by what torch calls the GPU.
+_MACHINES = {"H200": "h200-nvlink", "H100": "h100-nvlink", "A100": "a100-pcie"}
+_AUTO_BATCH, _AUTO_TOKENS = 64, 512  # texts, and tokens of each, of the traffic that auto plans for
+
+
+def _planned_grid(
+    folder: Path,
+    tp: "int | TorchrunLeader",
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+) -> Grid | None:
+    """The grid that the planner finds fastest for all GPUs of this machine; None for one device.
+
+    Of a causal model it plans for a token of output for each of the input.
+    """
+    placed = resolve_device(device)
+    num_gpus = torch.cuda.device_count() if placed.type == "cuda" else 1
+    size = num_gpus if isinstance(tp, int) else tp.size
+    if size == 1:
+        return None
+    name = torch.cuda.get_device_name(placed) if placed.type == "cuda" else "a CPU"
+    machine = next((file for kind, file in _MACHINES.items() if kind in name), None)
+    if machine is None:
+        raise OptionError(
+            f"grid auto knows {', '.join(_MACHINES)} and this is {name}; measure it with "
+            "`bytetx plan --calibrate FILE`, and give the grid that `bytetx plan` then names"
+        )
+    spec = load_spec(folder)
+    shape = shape_of(spec)
+    resolved = resolve_dtype(dtype, placed, saved=saved_dtype(folder, spec))
+    planned = plan(
+        shape,
+        machine=machine,
+        gpus=size,
+        lengths=_AUTO_TOKENS,
+        batch=_AUTO_BATCH,
+        output_tokens=_AUTO_TOKENS if shape.has_lm_head else 0,
+        dtype=str(resolved).removeprefix("torch."),
+    )
+    return planned.best.grid
+
+
+def _grid(tp: "int | TorchrunLeader", grid: str | Grid | None) -> Grid | None:
+    """The grid that is asked for. Raises OptionError where tp says something else."""
+    if grid is None:
+        return None
+    axes = parse_grid(grid) if isinstance(grid, str) else grid
+    if isinstance(tp, int):
+        if tp not in (1, axes.y):
+            raise OptionError(f"grid {axes} has y={axes.y} and tp is {tp}; leave out tp")
+    elif tp.size != axes.size:
+        raise OptionError(f"grid {axes} has {axes.size} ranks, and torchrun started {tp.size}")
+    return axes

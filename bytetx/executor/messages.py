@@ -18,6 +18,7 @@ import torch
 
 from bytetx.errors import InputError
 from bytetx.packed import PackedBatch, Past
+from bytetx.parallel.grid import Grid, parse_grid
 from bytetx.parallel.row_scheme import RowScheme
 
 DeviceType = Literal["cpu", "cuda"]
@@ -28,12 +29,13 @@ Head = Literal["lm", "masked_lm"]
 class Join:
     """Join the group at the store.
 
-    device_type: rank i has GPU i.  workspace_bytes: as of tp.join_group.
+    device_type: rank i has GPU i.  workspace_bytes, grid: as of tp.join_group.
     """
 
     device_type: DeviceType
     workspace_bytes: int
     rows: RowScheme | None
+    grid: Grid | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,18 +191,20 @@ def _read_forward(data: bytes) -> Forward:
 def _write_join(message: Join) -> bytes:
     rows = message.rows
     scheme = None if rows is None else [rows.shard_from_tokens, rows.tiles]
-    return _write_json(Join, [message.device_type, message.workspace_bytes, scheme])
+    grid = None if message.grid is None else str(message.grid)
+    return _write_json(Join, [message.device_type, message.workspace_bytes, scheme, grid])
 
 
 def _read_join(data: bytes) -> Join:
-    device_type, workspace_bytes, scheme = json.loads(data[1:])
+    device_type, workspace_bytes, scheme, grid = json.loads(data[1:])
     if device_type not in get_args(DeviceType):
         raise ValueError(f"device type {device_type!r}")
     rows = None
     if scheme is not None:
         first, tiles = scheme
         rows = RowScheme(_integer(first), tuple((_integer(a), _integer(b)) for a, b in tiles))
-    return Join(device_type, _integer(workspace_bytes), rows)
+    axes = None if grid is None else parse_grid(grid)
+    return Join(device_type, _integer(workspace_bytes), rows, axes)
 
 
 def _write_load(message: Load) -> bytes:

@@ -28,11 +28,11 @@ from bytetx.executor.messages import (
     flat_size,
 )
 from bytetx.executor.torchrun import TorchrunRank
+from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.loading import Heads, load_shard, load_spec
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
-from bytetx.parallel.layout import shard_model
 from bytetx.parallel.tp import Store, TpGroup, end_rendezvous, gpu_of, join_group
 
 # Between two queries of the device.
@@ -167,6 +167,7 @@ class _Worker:
             device=device,
             workspace_bytes=message.workspace_bytes,
             rows=message.rows,
+            grid=message.grid,
         )
         end_rendezvous(self._store)
         self._leader.num_collectives = group.num_collectives
@@ -175,10 +176,8 @@ class _Worker:
     def _load(self, message: Load) -> None:
         self._dtype = message.dtype
         self._decoders.clear()
-        spec = load_spec(message.folder)
-        shard = shard_model(spec, rank=self._rank, size=self._size)
-        blocks = ShardedBlocks(spec, self._group, shard)
-        self._loaded, self._heads = load_shard(
+        blocks = grid_blocks(load_spec(message.folder), self._group)
+        local, self._heads = load_shard(
             message.folder,
             blocks,
             dtype=message.dtype,
@@ -186,7 +185,9 @@ class _Worker:
             on_tensor=self._leader.step,
         )
         self._leader.reply()
-        blocks.sync_kernel_support(self._loaded.layers.weights)
+        if isinstance(blocks, ShardedBlocks):
+            blocks.sync_kernel_support(local.layers.weights)
+        self._loaded = grid_transformer(local, self._group)
 
     @torch.inference_mode()
     def _forward(self, message: Forward) -> None:

@@ -136,6 +136,7 @@ def build_engine(
         token_budget=sizes.token_budget,
         max_num_seqs=sizes.max_num_seqs,
         max_positions=checkpoint.spec.max_positions,
+        caches_prefixes=checkpoint.executor.shares_pages,
         max_shared_prompt=checkpoint.spec.max_plain_prompt,
     )
     runner = ModelRunner(

@@ -53,6 +53,8 @@ class Rows(Protocol):
 
     def local(self, x: Tensor) -> Tensor: ...
 
+    def enter(self, x: Tensor) -> Tensor: ...
+
     def gather(self, x: Tensor) -> Tensor: ...
 
     def embed(
@@ -114,10 +116,23 @@ class Rows(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class LayerGather(Protocol):
+    """Of layers whose weights are divided over ranks: bytetx.nn.weight_gather.WeightGather."""
+
+    @property
+    def size(self) -> int: ...
+
+    def begin(self) -> None: ...
+
+    def enter(self, i: int) -> None: ...
+
+
 class Blocks(Protocol):
     """num_heads, num_kv_heads: of this rank.  shard: what it has of the model; None: all of it.
 
     is_capturable: by a CUDA graph, as far as the linear layers go.
+    hidden: this rank's hidden features in the layers; None: all.
+    weight_gather: of layers whose weights are divided over ranks; None: they are whole.
     """
 
     @property
@@ -131,6 +146,12 @@ class Blocks(Protocol):
 
     @property
     def is_capturable(self) -> bool: ...
+
+    @property
+    def hidden(self) -> range | None: ...
+
+    @property
+    def weight_gather(self) -> LayerGather | None: ...
 
     def begin(self, total_tokens: int) -> Rows:
         """The rows of a pass of so many tokens in total."""
@@ -146,6 +167,8 @@ class LocalBlocks:
 
     shard: ModelShard | None = None
     is_capturable = True
+    hidden: range | None = None
+    weight_gather: LayerGather | None = None
     embed = staticmethod(embed)
 
     def __init__(self, spec: ModelSpec):
@@ -163,8 +186,12 @@ class LocalBlocks:
         """This rank's rows of x, which every rank has."""
         return x
 
+    def enter(self, x: Tensor) -> Tensor:
+        """This rank's hidden features of embedded rows, which the layers read."""
+        return x
+
     def gather(self, x: Tensor) -> Tensor:
-        """All rows, from every rank's shard."""
+        """All rows with all features, from every rank's shard."""
         return x
 
     def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:

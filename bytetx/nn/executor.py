@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from bytetx.nn.kv_cache import KvCache
+from bytetx.parallel.grid import Grid
 
 
 class Executor:
@@ -14,6 +15,8 @@ class Executor:
     """
 
     has_workers = False  # whether other ranks run the same passes
+    grid = Grid()  # of all ranks
+    shares_pages = True  # whether sequences may read one another's pages of the cache
 
     def check(self) -> None:
         """Raises a GroupError where a rank has failed, and with it what the device computed."""

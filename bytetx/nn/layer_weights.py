@@ -20,6 +20,7 @@ from bytetx.nn.quantization import Quantization, quantize_layers
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader, add_offset
+from bytetx.nn.weight_gather import LayerShard, WeightGather
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
@@ -138,6 +139,7 @@ class _LayerReader:
         self.positions = positions
         self.spec, self.layer_spec, self.load = spec, spec.layer_spec, load
         self.num_heads, self.shard = blocks.num_heads, blocks.shard
+        self.hidden, self.weight_gather = blocks.hidden, blocks.weight_gather
         # Features that are read; None: all.
         self.heads: range | None = None
         self.kv_heads: range | None = None
@@ -150,14 +152,20 @@ class _LayerReader:
 
     def layers(self) -> list[LayerWeights]:
         """All layers; those that share their tensors share what is read."""
+        names = [self.spec.layer_names(i)["attn_out"] for i in range(self.spec.num_layers)]
+        gather = self.weight_gather
+        if gather is not None:
+            assert isinstance(gather, WeightGather)  # the one kind there is
+            shards: dict[str, LayerShard] = {}
+            for i, name in enumerate(names):
+                if name not in shards:
+                    shards[name] = gather.keep(self.layer(i))
+            return [gather.place(shards[name]) for name in names]
         read: dict[str, LayerWeights] = {}
-        found = []
-        for i in range(self.spec.num_layers):
-            name = self.spec.layer_names(i)["attn_out"]
+        for i, name in enumerate(names):
             if name not in read:
                 read[name] = self.layer(i)
-            found.append(read[name])
-        return found
+        return [read[name] for name in names]
 
     def layer(self, i: int) -> LayerWeights:
         spec = self.spec
@@ -191,8 +199,9 @@ class _LayerReader:
 
     def norm(self, stem: str, size: int) -> NormWeight:
         has_bias = self.layer_spec.norm == "layer_norm" and self.layer_spec.norm_bias
+        part = None if self.hidden is None else Part(0, (self.hidden,))
         offset = self.layer_spec.norm_offset
-        return self.load.norm(stem, size, has_bias=has_bias, offset=offset)
+        return self.load.norm(stem, size, has_bias=has_bias, offset=offset, part=part)
 
     def _head_norm(
         self, names: dict[str, str], key: str, num_heads: int, local: range | None
@@ -449,6 +458,10 @@ class _LayerReader:
         weight = self.load.tensor(f"{names[key]}.weight", shape, part=part)
         if is_transposed:
             weight = weight.t().contiguous()
+        hidden = self.hidden
+        if hidden is not None:
+            weight = weight.narrow(int(inputs is None), hidden.start, len(hidden)).contiguous()
+            bias_part = bias_part if inputs is None else Part(0, (hidden,))
         if key not in self.layer_spec.biases:
             return weight, None
         return weight, self.load.tensor(f"{names[key]}.bias", (n,), part=bias_part)

@@ -121,7 +121,10 @@ class Layers:
         rows = self.blocks.begin(batch.total_tokens) if rows is None else rows
         step = self._prepare(batch, rows, cache, on_kv)
         placement = self.layer_spec.norm_placement
-        x = embed_tokens()
+        gather = self.blocks.weight_gather
+        if gather is not None:
+            gather.begin()
+        x = rows.enter(embed_tokens())
         if on_layer:
             on_layer(self._sums(rows.gather(x)))
         # x is the residual; h is what the next linear layer reads: x itself after a post-norm.
@@ -130,6 +133,8 @@ class Layers:
         embedded = x if self.convolution is not None else None
         for i, layer in enumerate(self.weights):
             is_last = i + 1 == len(self.weights)
+            if gather is not None:
+                gather.enter(i)
             if placement == "parallel":
                 attended = self._attention(h, layer, i, step)
                 if layer.ffn_norm is not None:

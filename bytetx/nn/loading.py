@@ -120,8 +120,7 @@ def load_checkpoint(
     weights = _open_weights(sentence, spec, on_tensor=on_tensor)
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
-    parts = 1 if blocks is None or blocks.shard is None else blocks.shard.size
-    check_fits(weights.num_parameters, dtype, device, parts=parts)
+    check_fits(weights.num_parameters, dtype, device, parts=_num_parts(spec, blocks))
     transformer, heads = _load_model(
         spec,
         weights,
@@ -164,6 +163,16 @@ def load_checkpoint(
         token_weight=token_head("sparse_linear", out_features=1),
         token_modules=token_modules,
     )
+
+
+def _num_parts(spec: ModelSpec, blocks: Blocks | None) -> int:
+    """Ranks that hold a model's layers together."""
+    if blocks is None:
+        return 1
+    parts = 1 if blocks.shard is None else blocks.shard.size
+    if blocks.hidden is not None:
+        parts *= spec.hidden_size // len(blocks.hidden)
+    return parts * (1 if blocks.weight_gather is None else blocks.weight_gather.size)
 
 
 def _open_weights(
@@ -311,13 +320,15 @@ def _load_model(
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
     weights, prepack = weights.cast(dtype), device.type == "cpu"
+    # A weight that is gathered has the plain layout.
+    prepacks_layers = prepack and (blocks is None or blocks.weight_gather is None)
     try:
         transformer = Transformer.from_tensors(
             spec,
             weights,
             dtype=dtype,
             device=device,
-            prepack=prepack and quantization is None,
+            prepack=prepacks_layers and quantization is None,
             blocks=blocks,
             quantization=quantization,
         )

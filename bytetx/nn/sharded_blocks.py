@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.nn.blocks import ColumnWeight, LocalBlocks, NormWeight, OutWeight, Rows, RowWeight
+from bytetx.nn.blocks import (
+    ColumnWeight,
+    LayerGather,
+    LocalBlocks,
+    NormWeight,
+    OutWeight,
+    Rows,
+    RowWeight,
+)
 from bytetx.nn.layers import LayerWeights
 from bytetx.ops.comm_gemm import (
     RowNorm,
@@ -29,6 +37,8 @@ class ShardedBlocks:
 
     is_capturable = True  # by graphs that all ranks replay together
     shard: ModelShard | None
+    hidden: range | None = None
+    weight_gather: LayerGather | None = None
 
     def __init__(self, spec: ModelSpec, group: TpGroup, shard: ModelShard):
         self.num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
@@ -55,7 +65,7 @@ class ShardedBlocks:
             self.peers = replace(self.peers, workspace=None)
 
     def begin(self, total_tokens: int) -> Rows:
-        return _Rows(self, self.group.rows.offsets(total_tokens, self.group.size))
+        return ShardedRows(self, self.group.rows.offsets(total_tokens, self.group.size))
 
     def gather_vocab(self, logits: Tensor) -> Tensor:
         """[n, this rank's part of the vocabulary] -> [n, vocab_size], the same on every rank."""
@@ -76,7 +86,7 @@ def _has_kernels(layer: LayerWeights) -> bool:
     return all(w.has_kernel and w.k > 0 for w in outs)
 
 
-class _Rows:
+class ShardedRows:
     """The rows of one pass: sharded as offsets say, or all on every rank (None)."""
 
     def __init__(self, blocks: ShardedBlocks, offsets: Sequence[int] | None):
@@ -87,6 +97,9 @@ class _Rows:
         if self._offsets is None:
             return x
         return x[self._offsets[self._peers.rank] : self._offsets[self._peers.rank + 1]]
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
 
     def gather(self, x: Tensor) -> Tensor:
         return x if self._offsets is None else self._collectives.all_gather(x, self._offsets)

@@ -80,13 +80,20 @@ class TensorLoader:
         return shape, take_part(tensor, part) if _has_part(shape, part) else torch.empty(0)
 
     def norm(
-        self, stem: str, size: int, *, has_bias: bool = True, offset: float = 0.0
+        self,
+        stem: str,
+        size: int,
+        *,
+        has_bias: bool = True,
+        offset: float = 0.0,
+        part: Part | None = None,
     ) -> NormWeight:
-        """offset: what is added to the weight in f32, before it is rounded."""
-        weight = self.tensor(f"{stem}.weight", (size,))
+        """offset: what is added to the weight in f32, before it is rounded.  part: as of tensor."""
+        weight = self.tensor(f"{stem}.weight", (size,), part=part)
         if offset:
             weight = add_offset(weight, offset)
-        return NormWeight(weight, self.tensor(f"{stem}.bias", (size,)) if has_bias else None)
+        bias = self.tensor(f"{stem}.bias", (size,), part=part) if has_bias else None
+        return NormWeight(weight, bias)
 
     def linear(self, stem: str, n: int, k: int, *, has_bias: bool = True) -> LinearWeight:
         """A linear layer of n outputs and k inputs."""

@@ -41,7 +41,10 @@ class Transformer:
 
     Where a group of ranks shares the layers, every rank calls forward.
     project_out: hidden_size -> embedding_size, where a causal model's embedding is narrower.
+    is_shared: whether other ranks run a part of each pass; then nothing but forward may be called.
     """
+
+    is_shared = False
 
     def __init__(
         self,

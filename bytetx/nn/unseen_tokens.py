@@ -23,8 +23,8 @@ def why_no_unseen_tokens(transformer: Transformer, *, length: int) -> str | None
     layer_spec = transformer.layers.layer_spec
     if spec.is_causal:
         return "a causal model"
-    if transformer.blocks.shard is not None:
-        return "a model loaded with tp"
+    if transformer.is_shared:
+        return "a model loaded with tp or on a grid"
     if transformer.layers.relative_bias is not None:
         return "a model with a relative attention bias"
     windows = (layer_spec.window_of(i) for i in range(spec.num_layers))

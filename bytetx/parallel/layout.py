@@ -2,12 +2,28 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from bytetx.checkpoint.spec import ModelSpec
+from bytetx.checkpoint.layer_spec import ExpertSpec
 from bytetx.errors import InputError
 
 # Multiples of which a shard of features is, best first: those that whole GEMM tiles take.
 _FEATURE_STEPS = (64, 32, 16, 8, 1)
+
+
+class Sizes(Protocol):
+    """What is sharded of a model: those of a ModelSpec, or of the planner's ModelShape."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def experts(self) -> ExpertSpec | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +46,7 @@ class ModelShard:
     expert_inner: range | None = None
 
 
-def shard_model(spec: ModelSpec, *, rank: int, size: int) -> ModelShard:
+def shard_model(spec: Sizes, *, rank: int, size: int) -> ModelShard:
     """The shard of one rank; the first ranks have the larger ones where they differ.
 
     Raises InputError where the model cannot be sharded over so many ranks.
@@ -49,7 +65,7 @@ def shard_model(spec: ModelSpec, *, rank: int, size: int) -> ModelShard:
     )
 
 
-def has_even_shards(spec: ModelSpec, size: int) -> bool:
+def has_even_shards(spec: Sizes, size: int) -> bool:
     """Whether every rank has as many heads and features of each layer as the others."""
     shards = [shard_model(spec, rank=rank, size=size) for rank in range(size)]
     return len({(len(s.heads), len(s.kv_heads), len(s.inner)) for s in shards}) == 1

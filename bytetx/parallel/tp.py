@@ -1,5 +1,6 @@
 """TpGroup: the ranks that hold one model's layers together, and their collectives."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from torch._C._distributed_c10d import Backend
 
 from bytetx.ops.comm_gemm import Peers
 from bytetx.ops.comm_workspace import Workspace
+from bytetx.parallel.grid import Grid
 from bytetx.parallel.nccl import loopback_sockets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 Store = dist.Store
+Work = dist.Work
 
 # Ranks that have joined wait for one another as long as they run: a user may stop rank 0 at times.
 # Heartbeats detect those that end, stop or hang (bytetx.executor.heartbeat).
@@ -35,6 +38,7 @@ class TpGroup:
 
     collectives: gloo between CPUs, NCCL between GPUs.  workspace: memory that the ranks share,
     None where their GPUs are not NVLink peers.  rows: when and how rows are sharded.
+    axes: where the ranks form a grid of more than y, the groups of this rank along its axes.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class TpGroup:
     collectives: "GroupCollectives"
     workspace: Workspace | None
     rows: RowScheme
+    axes: "AxisGroups | None" = None
 
     @property
     def peers(self) -> Peers:
@@ -54,7 +59,12 @@ class TpGroup:
 
     def num_collectives(self) -> int:
         """Collectives that this rank has begun; those of replayed graphs do not count."""
-        return self.collectives.num_begun
+        return sum(collectives.num_begun for collectives in self._all_collectives())
+
+    def _all_collectives(self) -> "list[GroupCollectives]":
+        axes = self.axes
+        own = [] if axes is None else [axes.y.collectives, axes.x, axes.z, axes.slots]
+        return [self.collectives, *own]
 
     def abort(self) -> None:
         """Ends what waits for a rank that is gone; the group cannot be used after that."""
@@ -62,9 +72,41 @@ class TpGroup:
             self.workspace.give_up()
         # NCCL tells its kernels to end at once, and then waits until the graphs that hold some of
         # them are destroyed, which a thread that waits for these kernels can do only after that.
-        aborting = Thread(target=self.collectives.abort, name="bytetx-abort", daemon=True)
-        aborting.start()
-        aborting.join(_ABORT_SECONDS)
+        threads = [
+            Thread(target=collectives.abort, name="bytetx-abort", daemon=True)
+            for collectives in self._all_collectives()
+        ]
+        for aborting in threads:
+            aborting.start()
+        for aborting in threads:
+            aborting.join(_ABORT_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisGroups:
+    """The groups of one rank of a grid (bytetx.parallel.grid).
+
+    y: its tensor-parallel group, with its own rank in it.  x, z: ranks along these axes.
+    slots: one rank of each part of a batch, data and z together.
+    """
+
+    grid: Grid
+    rank: int
+    y: TpGroup
+    x: "GroupCollectives"
+    z: "GroupCollectives"
+    slots: "GroupCollectives"
+
+    def counts(self) -> Counter[tuple[str, str, int]]:
+        """(axis, kind, payload bytes) -> collectives so far, as the planner's count_transfers."""
+        named = {"y": self.y.collectives, "x": self.x, "z": self.z, "slots": self.slots}
+        return Counter(
+            {
+                (axis, kind, num_bytes): count
+                for axis, collectives in named.items()
+                for (kind, num_bytes), count in collectives.counts.items()
+            }
+        )
 
 
 def join_group(
@@ -75,16 +117,20 @@ def join_group(
     device: torch.device,
     workspace_bytes: int = 0,
     rows: RowScheme | None = None,
+    grid: Grid | None = None,
 ) -> TpGroup:
     """Joins the group whose rendezvous is `store`; all ranks call it with the same sizes.
 
     workspace_bytes: of memory that the ranks share, for the fused ops; 0 is none.
-    rows: None is the device's own scheme.
+    rows: None is the device's own scheme.  grid: of all ranks; None is y alone.
     """
     with loopback_sockets() if device.type == "cuda" else nullcontext():
         backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
         collectives = GroupCollectives(backend, rank=rank, size=size)
         collectives.all_reduce(torch.zeros(1, device=device))  # a group that cannot work fails here
+        axes = None
+        if grid is not None and grid.y < grid.size:
+            axes = _join_axes(store, grid, rank=rank, device=device, rows=rows)
     workspace = None
     if workspace_bytes and device.type == "cuda":
         # Imported here: it imports triton, which CPUs do not need.
@@ -95,8 +141,49 @@ def join_group(
             shared, backend, device=device, buffer_bytes=workspace_bytes
         )
     return TpGroup(
-        rank, size, device, collectives, workspace, rows or row_scheme(device.type, size)
+        rank, size, device, collectives, workspace, rows or row_scheme(device.type, size), axes
     )
+
+
+def _join_axes(
+    store: dist.Store,
+    grid: Grid,
+    *,
+    rank: int,
+    device: torch.device,
+    rows: RowScheme | None,
+) -> AxisGroups:
+    """Every rank joins the groups of its axes in the same order; those of one rank are none."""
+
+    def join(name: str, members: tuple[int, ...]) -> GroupCollectives:
+        own, size = members.index(rank), len(members)
+        if size == 1:
+            return GroupCollectives(None, rank=0, size=1)
+        shared = dist.PrefixStore(f"bytetx-{name}-{members[0]}", store)
+        is_shared = grid.size > torch.cuda.device_count()
+        backend = _backend(shared, rank=own, size=size, device=device, shares_gpus=is_shared)
+        collectives = GroupCollectives(backend, rank=own, size=size)
+        collectives.all_reduce(torch.zeros(1, device=device))
+        return collectives
+
+    y = join("y", grid.group("y", rank))
+    scheme = rows or row_scheme(device.type, grid.y)
+    groups = AxisGroups(
+        grid,
+        rank,
+        TpGroup(grid.coordinates(rank).y, grid.y, device, y, None, scheme),
+        join("x", grid.group("x", rank)),
+        join("z", grid.group("z", rank)),
+        join("slots", grid.slots(rank)),
+    )
+    for collectives in (y, groups.x, groups.z, groups.slots):
+        collectives.counts.clear()
+    return groups
+
+
+def prefix_store(name: str, store: Store) -> Store:
+    """The rendezvous of one of several groups that meet at a store."""
+    return dist.PrefixStore(name, store)
 
 
 def end_rendezvous(store: Store) -> None:
@@ -110,16 +197,26 @@ def gpu_of(rank: int) -> torch.device:
 
 
 def _backend(
-    store: dist.Store, *, rank: int, size: int, device: torch.device
+    store: dist.Store,
+    *,
+    rank: int,
+    size: int,
+    device: torch.device,
+    shares_gpus: bool | None = None,
 ) -> "dist.ProcessGroupGloo | dist.ProcessGroupNCCL":
-    """A separate backend: torch's default group may be the caller's."""
+    """A separate backend: torch's default group may be the caller's.
+
+    shares_gpus: whether several ranks have one GPU; None: where there are fewer than `size`.
+    """
     if device.type == "cuda":
         from bytetx.parallel.symmetric import disable_multicast
 
         torch.cuda.set_device(device)
         disable_multicast()
     # NCCL takes one rank per GPU; gloo takes tensors of GPUs, too.
-    if device.type == "cuda" and size <= torch.cuda.device_count():
+    if shares_gpus is None:
+        shares_gpus = size > torch.cuda.device_count()
+    if device.type == "cuda" and not shares_gpus:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
         return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -150,17 +247,31 @@ class GroupCollectives:
     as they are.
     """
 
-    def __init__(self, backend: Backend, *, rank: int, size: int):
-        self._backend: _Collectives | None = cast(_Collectives, backend)
+    def __init__(self, backend: Backend | None, *, rank: int, size: int):
+        """backend: None of a group of one rank, whose calls return what they are given."""
+        self._backend: _Collectives | None = cast("_Collectives | None", backend)
         self._rank, self._size = rank, size
         self._is_gloo = isinstance(backend, dist.ProcessGroupGloo)
         self._is_aborted = False
         self.num_begun = 0  # collectives; the same on all ranks when they have done the same
+        # (kind, bytes of what is gathered or summed) -> how often.
+        self.counts: Counter[tuple[str, int]] = Counter()
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
 
     def _begin(self) -> _Collectives:
         assert self._backend is not None  # no rank calls one after abort
         self.num_begun += 1
         return self._backend
+
+    def _count(self, kind: str, numbers: int, x: Tensor) -> None:
+        self.counts[kind, numbers * x.element_size()] += 1
 
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[local rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
@@ -168,6 +279,9 @@ class GroupCollectives:
         largest, tail = max(sizes), shard.shape[1:]
         if not largest:
             return shard.new_empty((0, *tail))
+        if self._size == 1:
+            return shard
+        self._count("all_gather", row_offsets[-1] * tail.numel(), shard)
         sent = shard.contiguous()
         if sizes[self._rank] < largest:
             sent = shard.new_empty((largest, *tail))
@@ -183,10 +297,14 @@ class GroupCollectives:
 
     def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[total rows, n] of every rank -> the sum's local rows; f32 where gloo sums halves."""
+        if self._size == 1:
+            return partial
         local = slice(row_offsets[self._rank], row_offsets[self._rank + 1])
+        if partial.numel():
+            self._count("reduce_scatter", partial.numel(), partial)
         if self._is_gloo:
             # Summed as all_reduce does: in the order of gloo's ring, the same on every rank.
-            return self.all_reduce(partial)[local].clone()
+            return self._sum(partial)[local].clone()
         sizes = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
         largest = max(sizes)
         if not largest:
@@ -202,15 +320,33 @@ class GroupCollectives:
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """[m, n] of every rank -> their sum, which may be in partial's memory; f32 as above."""
-        summed = partial.float() if self._is_gloo else partial
-        if summed.numel():
+        if self._size > 1 and partial.numel():
+            self._count("all_reduce", partial.numel(), partial)
+        return self._sum(partial)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        is_half = partial.element_size() < 4
+        summed = partial.float() if self._is_gloo and is_half else partial
+        if self._size > 1 and summed.numel():
             self._begin().allreduce([summed]).wait()
         return summed
 
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Begins to gather equal shards into received [size * numbers of sent].
+
+        On GPUs it runs beside what the current stream does next, and after what it did before.
+        The Work's wait() comes before received is read.
+        """
+        self._count("all_gather", received.numel(), received)
+        return self._begin()._allgather_base(received, sent)
+
     def all_gather_columns(self, x: Tensor, column_offsets: Sequence[int]) -> Tensor:
         """[m, local columns] of every rank -> [m, all columns], in the order of ranks."""
+        if self._size == 1 or not len(x):
+            return x if self._size == 1 else x.new_empty((0, column_offsets[-1]))
         sizes = [column_offsets[i + 1] - column_offsets[i] for i in range(self._size)]
         rows, largest = len(x), max(sizes)
+        self._count("all_gather", rows * column_offsets[-1], x)
         sent = x.contiguous()
         if x.shape[1] < largest:
             sent = x.new_empty((rows, largest))
@@ -234,9 +370,8 @@ class GroupCollectives:
 
     def abort(self) -> None:
         """A second call does nothing."""
-        if not self._is_aborted:
+        if not self._is_aborted and self._backend is not None:
             self._is_aborted = True
-            assert self._backend is not None  # only abort lets go of it
             self._backend.abort()
             if self._is_gloo:
                 self._backend = None  # its sockets and threads end with it

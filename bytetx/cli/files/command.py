@@ -294,6 +294,8 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
         "column": options.column,
         "keep": list(keep),
         "output": options.output_suffix,
+        # Only where it is given, so that jobs of before can be resumed.
+        **({} if options.grid is None else {"grid": options.grid}),
         **task.options,
     }
 
@@ -312,6 +314,7 @@ def _load(options: JobOptions, folder: Path) -> Any:
             device=options.device,
             dtype=options.dtype,
             tp=options.ranks or options.tp or 1,
+            grid=options.grid,
             token_budget=options.token_budget,
             group_timeout=options.group_timeout,
         )

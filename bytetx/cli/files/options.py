@@ -77,6 +77,15 @@ class JobOptions:
             show_default=False,
         ),
     ] = None
+    grid: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks in data x z x y x x, as data2.z2, in place of --tp, which is y; "
+            "`bytetx plan` ranks grids, and auto takes the first for all GPUs.",
+            rich_help_panel=_MODEL,
+            show_default=False,
+        ),
+    ] = None
     group_timeout: Annotated[
         float,
         typer.Option(

@@ -1,0 +1,120 @@
+"""Blocks whose hidden features are divided over ranks: the x axis of a grid, beside its y."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.nn.blocks import ColumnWeight, NormWeight, OutWeight, Rows, RowWeight
+from bytetx.nn.sharded_blocks import ShardedBlocks, ShardedRows
+from bytetx.ops import reference
+from bytetx.ops.gated import GatedWeight, gate
+from bytetx.ops.linear import LinearWeight, linear
+from bytetx.parallel.layout import feature_offsets, local_range, shard_model
+from bytetx.parallel.tp import AxisGroups
+
+
+class FeatureBlocks(ShardedBlocks):
+    """The calls of LocalBlocks where each x rank has some hidden features of every row.
+
+    Embeddings are whole on every x rank, and so is attention: x saves products, not these.
+    """
+
+    is_capturable = False
+
+    def __init__(self, spec: ModelSpec, axes: AxisGroups):
+        y = axes.y
+        super().__init__(spec, y, shard_model(spec, rank=y.rank, size=y.size))
+        self.x_group = axes.x
+        self.hidden_offsets = feature_offsets(spec.hidden_size, axes.x.size)
+        self.hidden = local_range(self.hidden_offsets, axes.x.rank)
+
+    def begin(self, total_tokens: int) -> Rows:
+        return _FeatureRows(self)
+
+
+class _FeatureRows(ShardedRows):
+    """All rows of a pass on every rank, each with its hidden features."""
+
+    def __init__(self, blocks: FeatureBlocks):
+        super().__init__(blocks, None)
+        self._features, self._x = blocks, blocks.x_group
+
+    def enter(self, x: Tensor) -> Tensor:
+        hidden = self._features.hidden
+        assert hidden is not None  # FeatureBlocks has it
+        return x[:, hidden.start : hidden.stop].contiguous()
+
+    def gather(self, x: Tensor) -> Tensor:
+        return self._x.all_gather_columns(x, self._features.hidden_offsets)
+
+    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+        """The bias and the activation follow the sum over x."""
+        plain = w.fused if isinstance(w, GatedWeight) else w
+        assert isinstance(plain, LinearWeight)
+        summed = self._x.all_reduce(_product(x, plain))
+        if plain.bias is not None:
+            summed += plain.bias
+        summed = summed.to(x.dtype)
+        if isinstance(w, GatedWeight):
+            return gate(summed, w, activation=activation)
+        return reference.activate(summed, activation)
+
+    def row_parallel(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        norm: NormWeight,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        h = self._sum(x, w, partial=partial) + residual
+        h = h.to(x.dtype)
+        return self.norm(h, norm), h
+
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        output_norm: NormWeight,
+        norm: NormWeight | None,
+    ) -> tuple[Tensor, Tensor]:
+        d = self.norm(self._sum(x, w, partial=None).to(x.dtype), output_norm)
+        return self.norm_sum(d, residual=residual, norm=norm)
+
+    def norm_sum(
+        self, x: Tensor, *, residual: Tensor, norm: NormWeight | None
+    ) -> tuple[Tensor, Tensor]:
+        h = x + residual
+        return (h, h) if norm is None else (self.norm(h, norm), h)
+
+    def norm(self, x: Tensor, norm: NormWeight) -> Tensor:
+        """Statistics are sums over x ranks, in f64: a mean far from 0 then costs no digits."""
+        blocks, wide = self._features, x.float()
+        squares = wide.square().sum(1, dtype=torch.float64)
+        count = blocks.hidden_offsets[-1]
+        if blocks.norm_kind == "rms_norm":
+            mean_square = self._x.all_reduce(squares[:, None]) / count
+            scale = torch.rsqrt(mean_square + blocks.norm_eps)
+            return (wide * scale.float() * norm.weight).to(x.dtype)
+        sums = torch.stack([wide.sum(1, dtype=torch.float64), squares], dim=1)
+        mean, mean_square = (self._x.all_reduce(sums) / count).unbind(1)
+        variance = (mean_square - mean.square()).clamp_(min=0)
+        scale = torch.rsqrt(variance + blocks.norm_eps)
+        normed = (wide - mean.float()[:, None]) * scale.float()[:, None] * norm.weight
+        return (normed if norm.bias is None else normed + norm.bias).to(x.dtype)
+
+    def _sum(self, x: Tensor, w: OutWeight, *, partial: Tensor | None) -> Tensor:
+        """The product's sum over y, with the bias: this rank's hidden features of it."""
+        assert isinstance(w, RowWeight)
+        product = linear(x, w.linear, residual=partial)
+        summed = self._collectives.all_reduce(product)
+        return summed if w.bias is None else summed + w.bias
+
+
+def _product(x: Tensor, w: LinearWeight) -> Tensor:
+    return linear(x, replace(w, bias=None))

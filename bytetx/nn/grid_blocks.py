@@ -1,0 +1,58 @@
+"""How a rank of a group runs its part of a model, on any grid: its blocks and its transformer."""
+
+from bytetx.checkpoint.spec import ModelSpec
+from bytetx.errors import InputError
+from bytetx.nn.blocks import Blocks, LocalBlocks
+from bytetx.nn.feature_blocks import FeatureBlocks
+from bytetx.nn.sharded_blocks import ShardedBlocks
+from bytetx.nn.slots import SlottedTransformer
+from bytetx.nn.transformer import Transformer
+from bytetx.nn.weight_gather import WeightGather
+from bytetx.parallel.grid import Grid
+from bytetx.parallel.layout import shard_model
+from bytetx.parallel.tp import TpGroup
+
+
+def check_grid(spec: ModelSpec, grid: Grid) -> None:
+    """Raises InputError where a model cannot be divided so."""
+    shard_model(spec, rank=0, size=grid.y)
+    has_experts = spec.experts is not None
+    if grid.z > 1 and has_experts:
+        raise InputError(f"z gathers dense layers, and {spec.family} has experts; use data or y")
+    if grid.x == 1:
+        return
+    if spec.hidden_size % grid.x:
+        raise InputError(f"x={grid.x} must divide the hidden size, {spec.hidden_size}")
+    layers = spec.layer_spec
+    if has_experts or layers.disentangled is not None or layers.convolution is not None:
+        raise InputError(
+            f"x does not divide experts, disentangled attention or convolutions, which "
+            f"{spec.family} has; use data, z or y"
+        )
+
+
+def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
+    """The blocks of this rank: as its y, x and z axes say."""
+    axes = group.axes
+    if axes is None:
+        return ShardedBlocks(spec, group, shard_model(spec, rank=group.rank, size=group.size))
+    y = axes.y
+    blocks: LocalBlocks | ShardedBlocks
+    if axes.x.size > 1:
+        blocks = FeatureBlocks(spec, axes)
+    elif y.size > 1:
+        blocks = ShardedBlocks(spec, y, shard_model(spec, rank=y.rank, size=y.size))
+    else:
+        blocks = LocalBlocks(spec)
+    if axes.grid.num_slots > 1:
+        blocks.is_capturable = False
+    if axes.z.size > 1:
+        blocks.weight_gather = WeightGather(axes.z)
+    return blocks
+
+
+def grid_transformer(local: Transformer, group: TpGroup) -> Transformer:
+    """What runs whole batches: with slots, a part of each on every one of them."""
+    if group.axes is None or group.axes.slots.size == 1:
+        return local
+    return SlottedTransformer(local, group.axes.slots)

@@ -1,0 +1,114 @@
+"""Slots: ranks that each compute some sequences of a batch, of the data and z axes of a grid."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.layers import OnKv, OnLayer
+from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch
+from bytetx.parallel.grid import assign_sequences
+from bytetx.parallel.tp import GroupCollectives
+
+
+class SlottedTransformer(Transformer):
+    """A transformer that runs its slot's sequences of a batch and gathers those of all slots.
+
+    Every rank is called with the whole batch and returns the hidden states of all of it. Whole
+    sequences go to a slot: balanced by their work, or, of sequences with a cache, by the first page
+    of their keys, so that each finds its keys where it wrote them. Sequences that share pages must
+    share the first one.
+    """
+
+    def __init__(self, local: Transformer, slots: GroupCollectives):
+        vars(self).update(vars(local))
+        self._local, self._slots = local, slots
+
+    @property
+    def is_capturable(self) -> bool:
+        """How many rows a slot has depends on the lengths."""
+        return False
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        batch: PackedBatch,
+        *,
+        cache: KvCache | None = None,
+        on_layer: OnLayer | None = None,
+        on_kv: OnKv | None = None,
+    ) -> torch.Tensor:
+        """on_kv: must be None; no slot has the keys and values of all sequences."""
+        if on_kv is not None:
+            raise ValueError("on_kv must be None: each slot has the keys of its own sequences")
+        assigned = self._assign(batch)
+        rows = [_rows(batch, sequences) for sequences in assigned]
+        order = torch.cat(rows).to(batch.device)
+        offsets = [0]
+        for own in rows:
+            offsets.append(offsets[-1] + len(own))
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            found = self._slots.all_gather(x, offsets)
+            return torch.empty_like(found).index_copy_(0, order, found)
+
+        slot = self._slots.rank
+        own_batch = take_sequences(batch, assigned[slot], rows[slot])
+        on_own = None if on_layer is None else (lambda x: on_layer(gather(x)))
+        return gather(self._local.forward(own_batch, cache=cache, on_layer=on_own))
+
+    def _assign(self, batch: PackedBatch) -> list[list[int]]:
+        """The sequences of each slot; the same on every rank."""
+        size = self._slots.size
+        if batch.past is None:
+            hidden_size = self.spec.hidden_size
+            return assign_sequences(batch.seqlens.tolist(), size, hidden_size=hidden_size)
+        first_pages = batch.past.page_table[:, 0].tolist()
+        found: list[list[int]] = [[] for _ in range(size)]
+        for sequence, page in enumerate(first_pages):
+            found[page % size].append(sequence)
+        return found
+
+
+def _rows(batch: PackedBatch, sequences: Sequence[int]) -> torch.Tensor:
+    """The rows of these sequences, one after the other: int64, on the host."""
+    ends = batch.seqlens.cumsum(0, dtype=torch.int64)
+    starts = ends - batch.seqlens
+    pieces = [torch.arange(int(starts[i]), int(ends[i])) for i in sequences]
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+
+
+def take_sequences(batch: PackedBatch, sequences: Sequence[int], rows: torch.Tensor) -> PackedBatch:
+    """A batch of some of a batch's sequences, whose rows are `rows`."""
+    chosen, index = torch.tensor(sequences, dtype=torch.int64), rows.to(batch.device)
+    seqlens = batch.seqlens[chosen]
+    cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
+    cu_seqlens[1:] = seqlens.cumsum(0)
+
+    def taken(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x[index]
+
+    past = batch.past
+    if past is not None:
+        which = chosen.to(batch.device)
+        past = replace(
+            past,
+            page_table=past.page_table[which],
+            kv_seqlens=past.kv_seqlens[which],
+            slot_mapping=past.slot_mapping[index],
+            prompt_seqlens=None if past.prompt_seqlens is None else past.prompt_seqlens[which],
+        )
+    return replace(
+        batch,
+        input_ids=batch.input_ids[index],
+        position_ids=batch.position_ids[index],
+        token_type_ids=taken(batch.token_type_ids),
+        cu_seqlens=cu_seqlens.to(batch.device),
+        seqlens=seqlens,
+        max_seqlen=int(seqlens.max()) if len(sequences) else 0,
+        inputs_embeds=taken(batch.inputs_embeds),
+        bias_positions=taken(batch.bias_positions),
+        past=past,
+    )

@@ -1,0 +1,210 @@
+"""ModelShape: the sizes of a model that its costs depend on, of a checkpoint or by name."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytetx.checkpoint.layer_spec import is_gated
+from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes that bytetx.parallel.layout shards, and what else costs time or memory.
+
+    num_inner: linear layers that lead to the inner features, 2 of a gated feed-forward.
+    num_positions: rows of the tables of positions and token types.  has_lm_head: whether a
+    generation or a score multiplies with the vocabulary; is_tied: by the word embedding.
+    norms_per_layer: norms over hidden features in a layer; has_first_norm: whether another one
+    comes before all layers, of pre-norm models.  norm_statistics: sums of a row, 1 of RMS norms.
+    sums_per_layer: sums over y, 1 where both halves of a layer are one sum.
+    output_size: features of the last rows, 0: hidden_size.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_inner: int
+    vocab_size: int
+    num_positions: int
+    causal: bool
+    has_lm_head: bool
+    is_tied: bool
+    embedding_size: int
+    experts: None = None
+    norms_per_layer: int = 2
+    has_first_norm: bool = False
+    norm_statistics: int = 2
+    sums_per_layer: int = 2
+    output_size: int = 0
+
+    @property
+    def layer_weights(self) -> int:
+        """Numbers in the linear layers of one layer."""
+        attended = self.num_heads * self.head_dim
+        qkv = attended + 2 * self.num_kv_heads * self.head_dim
+        inner = (self.num_inner + 1) * self.intermediate_size
+        return self.hidden_size * (qkv + attended + inner)
+
+    @property
+    def embedding_weights(self) -> int:
+        rows = self.vocab_size + self.num_positions
+        head = 0 if self.is_tied or not self.has_lm_head else self.vocab_size
+        return (rows + head) * self.embedding_size
+
+    @property
+    def num_parameters(self) -> int:
+        """Without biases and norms, a thousandth of it."""
+        return self.num_layers * self.layer_weights + self.embedding_weights
+
+
+def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
+    """A shape as it is, of a spec, of a checkpoint's folder, or by its name in SHAPES.
+
+    Raises OptionError for an unknown name, CheckpointError for a folder that holds no model.
+    """
+    if isinstance(model, ModelShape):
+        return model
+    if isinstance(model, ModelSpec):
+        return _shape_of_spec(model)
+    if str(model) in SHAPES:
+        return SHAPES[str(model)]
+    folder = Path(model)
+    if not folder.is_dir():
+        raise OptionError(
+            f"model must be a checkpoint's folder or one of {', '.join(SHAPES)}, got {str(model)!r}"
+        )
+    from bytetx.checkpoint.files import load_config  # it imports the hub's client
+
+    return _shape_of_spec(build_spec(load_config(folder)), name=folder.name)
+
+
+def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
+    if spec.experts is not None:
+        raise OptionError(
+            f"the planner costs dense layers, and {name or spec.family} has experts; give the "
+            "shape of a dense model of its active parameters"
+        )
+    layers = spec.layer_spec
+    return ModelShape(
+        name=name or spec.family,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        num_inner=2 if is_gated(spec.layer) else 1,
+        vocab_size=spec.vocab_size,
+        num_positions=(spec.max_positions if "position" in spec.embeddings else 0)
+        + spec.num_token_types,
+        causal=spec.is_causal,
+        has_lm_head="lm" in spec.heads and spec.is_causal,
+        is_tied=spec.tie_word_embeddings,
+        embedding_size=spec.embedding_size,
+        norms_per_layer=_norms_per_layer(spec),
+        has_first_norm=layers.norm_placement != "post" and layers.has_first_norm,
+        norm_statistics=1 if layers.norm == "rms_norm" else 2,
+        sums_per_layer=1 if layers.norm_placement == "parallel" else 2,
+        output_size=spec.output_size,
+    )
+
+
+def _norms_per_layer(spec: ModelSpec) -> int:
+    """As the layers compute them; one less where both halves of a layer read the same norm."""
+    if spec.layer_spec.norm_placement == "parallel":
+        return 2 if "ffn_norm" in spec.layer else 1
+    return 4 if "attn_out_norm" in spec.layer and "attn_norm" in spec.layer else 2
+
+
+def _gpt(name: str, num_layers: int, hidden: int, heads: int, *, vocab: int = 51200) -> ModelShape:
+    """GPT-2's and GPT-3's design: 4 H inner features, learned positions, a tied head."""
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=4 * hidden,
+        num_inner=1,
+        vocab_size=vocab,
+        num_positions=2048,
+        causal=True,
+        has_lm_head=True,
+        is_tied=True,
+        embedding_size=hidden,
+        has_first_norm=True,
+    )
+
+
+def _bert(name: str, num_layers: int, hidden: int, heads: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=4 * hidden,
+        num_inner=1,
+        vocab_size=30522,
+        num_positions=514,
+        causal=False,
+        has_lm_head=False,
+        is_tied=True,
+        embedding_size=hidden,
+    )
+
+
+def _llama(name: str, num_layers: int, hidden: int, heads: int, inner: int) -> ModelShape:
+    """Llama 3: 8 heads of keys and values, SwiGLU, an untied head."""
+    return ModelShape(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=hidden // heads,
+        intermediate_size=inner,
+        num_inner=2,
+        vocab_size=128256,
+        num_positions=0,
+        causal=True,
+        has_lm_head=True,
+        is_tied=False,
+        embedding_size=hidden,
+        has_first_norm=True,
+        norm_statistics=1,
+    )
+
+
+# (layers, hidden, heads) of AxoNN's models: arXiv 2502.08145 and the authors' code.
+AXONN_SIZES = {
+    "5B": (24, 4096, 32),
+    "10B": (32, 5120, 40),
+    "20B": (32, 7168, 56),
+    "40B": (38, 9216, 72),
+    "60B": (56, 9216, 72),
+    "80B": (42, 12288, 96),
+    "160B": (84, 12288, 96),
+    "320B": (96, 16384, 128),
+    "640B": (192, 16384, 128),
+}
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _bert("bert-base", 12, 768, 12),
+        _bert("bert-large", 24, 1024, 16),
+        _gpt("gpt2-xl", 48, 1600, 25, vocab=50257),
+        _llama("llama-8b", 32, 4096, 32, 14336),
+        _llama("llama-70b", 80, 8192, 64, 28672),
+        _gpt("gpt3-175b", 96, 12288, 96, vocab=50257),
+        *(_gpt(f"axonn-{name.lower()}", *sizes) for name, sizes in AXONN_SIZES.items()),
+    )
+}

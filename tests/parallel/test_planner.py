@@ -1,0 +1,255 @@
+"""The planner: the authors' published rankings, the cost model's laws, and what users see."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from bytetx.errors import InputError, OptionError
+from bytetx.parallel.grid import Grid, grids_of, parse_grid
+from bytetx.parallel.planner import axonn2024, report
+from bytetx.parallel.planner.ledger import local_sizes, pass_transfers
+from bytetx.parallel.planner.machine import load_machine, machine_names, wire_bytes
+from bytetx.parallel.planner.plan import plan
+from bytetx.parallel.planner.shapes import SHAPES
+from bytetx.parallel.planner.simulate import MIXED, simulate_year
+from bytetx.parallel.planner.traffic import PROFILES
+
+# (model, GPUs, batch): number of grids, the first ones as published, and with the second
+# feed-forward product mended; rows.columns.depth.data and seconds of communication.
+GOLDEN = {
+    ("5B", 512, 8192): (
+        216,
+        {"1.1.512.1": 0.34, "1.1.256.2": 0.34, "1.1.128.4": 0.35},
+        {"1.1.512.1": 0.34, "1.1.256.2": 0.34, "1.1.128.4": 0.35},
+    ),
+    ("20B", 32, 64): (
+        36,
+        {"1.1.32.1": 1.34, "1.1.16.2": 1.52, "4.1.8.1": 1.77},
+        {"1.1.32.1": 1.34, "4.1.8.1": 1.49, "1.1.16.2": 1.52},
+    ),
+    ("20B", 64, 128): (
+        64,
+        {"1.1.64.1": 1.36, "1.1.32.2": 1.45, "1.1.16.4": 1.64},
+        {"1.1.64.1": 1.36, "1.1.32.2": 1.45, "4.1.16.1": 1.57},
+    ),
+    ("40B", 64, 64): (
+        49,
+        {"1.1.64.1": 2.66, "1.1.32.2": 2.85, "4.1.16.1": 2.96},
+        {"8.1.8.1": 2.59, "8.1.4.2": 2.64, "2.4.8.1": 2.66},
+    ),
+    ("40B", 4096, 8192): (
+        420,
+        {"1.1.4096.1": 2.70, "1.1.2048.2": 2.71},
+        {"1.1.4096.1": 2.70, "1.1.2048.2": 2.71},
+    ),
+    ("80B", 1024, 1024): (
+        230,
+        {"1.1.1024.1": 5.31, "1.1.512.2": 5.33},
+        {"8.1.128.1": 4.70, "8.1.64.2": 4.71, "8.1.32.4": 4.73},
+    ),
+}
+
+
+@pytest.mark.parametrize("mends_ffn_out", [False, True])
+@pytest.mark.parametrize("case", GOLDEN)
+def test_the_published_rankings(case: tuple[str, int, int], mends_ffn_out: bool) -> None:
+    (model, gpus, batch), (count, *rankings) = case, GOLDEN[case]
+    costs = axonn2024.rank_grids(
+        model,
+        gpus=gpus,
+        batch=batch,
+        machine=load_machine("perlmutter"),
+        mends_ffn_out=mends_ffn_out,
+    )
+    assert len(costs) == count
+    wanted = rankings[mends_ffn_out]
+    assert [cost.notation for cost in costs[: len(wanted)]] == list(wanted)
+    for cost, seconds in zip(costs, wanted.values(), strict=False):
+        assert cost.total_s == pytest.approx(seconds, abs=0.00501)  # they have two digits
+
+
+def test_what_of_the_abstract_follows_from_the_model() -> None:
+    found = axonn2024.headline(load_machine("perlmutter"))
+    assert found.reported_share == pytest.approx(0.57, abs=0.005)
+    assert found.exposed_share < found.reported_share < found.hidden_all_share
+    assert 0 < found.hidden_share < 1
+
+
+def test_no_published_model() -> None:
+    machine = load_machine("perlmutter")
+    with pytest.raises(OptionError, match="one of 5B"):
+        axonn2024.rank_grids("7B", gpus=8, batch=8, machine=machine, mends_ffn_out=True)
+    with pytest.raises(OptionError, match="from 64 on"):
+        axonn2024.rank_grids("80B", gpus=32, batch=8, machine=machine, mends_ffn_out=True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "best", "volume"),
+    [
+        (4, (1, 4), 3.0),
+        (8, (2, 4), 3.25),
+        (16, (2, 8), 2.625),
+        (64, (4, 16), 1.59),
+    ],
+)
+def test_volumes_of_x_and_y(num_ranks: int, best: tuple[int, int], volume: float) -> None:
+    """The closed form 2 (7 (x - 1) + 2 (y - 1)) / p, in units of tokens x hidden features."""
+    shape = replace(SHAPES["gpt3-175b"], num_heads=128, num_kv_heads=128, head_dim=128)
+    shape = replace(shape, hidden_size=16384, intermediate_size=65536, embedding_size=16384)
+    unit = 1024 * shape.hidden_size * shape.num_layers
+
+    def moved(grid: Grid) -> float:
+        rows = pass_transfers(
+            shape, grid, local_sizes(shape, grid), num_rows=1024, total_rows=1024, itemsize=2
+        )
+        sums = [t for t in rows if t.is_of_layer and "norms" not in t.what]
+        return sum(
+            t.count * wire_bytes(t.kind, t.payload_bytes, grid.length(t.axis)) for t in sums
+        ) / (2 * unit)
+
+    volumes = {(g.x, g.y): moved(g) for g in grids_of(num_ranks) if g.num_slots == 1}
+    for (x, y), found in volumes.items():
+        assert found == pytest.approx(2 * (7 * (x - 1) + 2 * (y - 1)) / num_ranks)
+    assert volumes[best] == min(volumes.values()) == pytest.approx(volume, abs=0.005)
+
+
+def test_special_grids_have_their_own_collectives() -> None:
+    shape = SHAPES["bert-large"]
+
+    def kinds(grid: Grid) -> dict[tuple[str, str], int]:
+        rows = pass_transfers(
+            shape, grid, local_sizes(shape, grid), num_rows=100, total_rows=800, itemsize=2
+        )
+        return {(t.axis, t.kind): t.count for t in rows if t.is_of_layer}
+
+    assert kinds(Grid()) == kinds(Grid(data=8)) == {}
+    assert kinds(Grid(z=8)) == {("z", "all_gather"): 24}
+    assert kinds(Grid(y=8)) == {("y", "all_reduce"): 48}
+
+
+def test_costs_follow_sizes_and_links() -> None:
+    h200 = load_machine("h200-nvlink")
+    slow = replace(h200, intra_gbps=50.0, all_reduce_gbps=50.0, alpha_us=100.0)
+
+    def latency(machine: object, tokens: int, grid: str) -> float:
+        found = plan("llama-70b", machine=machine, lengths=tokens, batch=8, goal="latency")
+        return found.explain(grid).latency_s
+
+    for grid in ("z8", "y8", "y4.x2"):
+        assert latency(h200, 64, grid) < latency(h200, 2048, grid) < latency(slow, 2048, grid)
+
+
+def test_replicas_win_for_small_models_and_gathers_for_long_batches() -> None:
+    assert plan("bert-large").best.grid == Grid(data=8)
+    assert "plain replicas" in plan("bert-large").advice
+    long = plan("llama-70b", lengths=2048, batch=64, memory_gib=30)
+    assert long.best.grid.z > 1 and long.best.exposed_s < 0.01 * long.best.latency_s
+    assert plan("llama-70b", lengths=16, batch=1, goal="latency").best.grid == Grid(y=8)
+
+
+def test_gathers_hide_from_the_number_of_tokens_of_the_closed_form() -> None:
+    """m >= (z - 1) b F / (2 beta): 14 200 tokens of all slots for z = 8 on eight H200s."""
+
+    def exposed_share(tokens: int) -> float:
+        found = plan("llama-70b", lengths=tokens, batch=8).explain("z8")
+        return found.exposed_s / found.latency_s
+
+    assert exposed_share(2 * 1775) < 0.02 < 0.3 < exposed_share(1775 // 2)
+
+
+def test_memory_is_divided() -> None:
+    found = plan("llama-70b", lengths=128, batch=8, gpus=8)
+    weights = {str(g.grid): g.memory.weights for g in found.grids}
+    whole = 2 * SHAPES["llama-70b"].num_parameters
+    assert weights["y8"] == pytest.approx(whole / 8, rel=0.01)
+    assert whole / 8 < weights["z8"] < whole / 8 * 1.3  # embeddings are not divided over z
+    assert found.find(Grid(data=8)) is None
+    fewest = plan("llama-70b", lengths=128, batch=8, goal="memory")
+    assert fewest.best.grid.size == 2
+
+
+def test_a_rate_needs_instances() -> None:
+    found = plan("bert-base", lengths="query", batch=64, gpus=1, rate=1e6).best
+    assert (found.num_instances - 1) * found.texts_per_s < 1e6
+    assert found.num_instances * found.texts_per_s >= 1e6
+
+
+def test_what_cannot_be_planned() -> None:
+    for options, text in (
+        ({"model": "bert-huge"}, "bert-base"),
+        ({"machine": "laptop"}, "h200-nvlink"),
+        ({"goal": "speed"}, "latency"),
+        ({"lengths": "tweets"}, "passage"),
+        ({"lengths": [0, 3]}, "positive"),
+        ({"dtype": "int4"}, "bfloat16"),
+        ({"gpus": 0}, "gpus"),
+        ({"rate": 0.0}, "rate"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            plan(**{"model": "bert-base", **options})
+    with pytest.raises(InputError, match="more gpus or memory"):
+        plan("gpt3-175b", memory_gib=1)
+    with pytest.raises(OptionError, match="does not divide the hidden size"):
+        plan("gpt2-xl", gpus=7).explain("x7")
+    with pytest.raises(OptionError, match="y must be one of"):
+        plan("llama-8b", gpus=12).explain("y12")
+
+
+def test_every_machine_and_shape_can_be_planned() -> None:
+    for machine in machine_names():
+        for model in ("bert-large", "axonn-5b"):
+            found = plan(model, machine=machine, lengths=256, batch=32, output_tokens=4)
+            assert found.best.latency_s > 0
+            assert json.loads(json.dumps(found.as_dict()))["grids"]
+            assert found.best in found.pareto
+    assert all(plan(model, gpus=64, batch=64, lengths=64).grids for model in SHAPES)
+
+
+def test_profiles_have_their_means() -> None:
+    for profile in PROFILES.values():
+        found = profile.sample(4096)
+        assert min(found) >= profile.least and max(found) <= profile.most
+        assert sum(found) / len(found) == pytest.approx(profile.mean, rel=0.15)
+
+
+def test_texts() -> None:
+    found = plan("llama-70b", lengths=2048, batch=16, output_tokens=8)
+    assert report.plan_text(found, top=3).count("GiB") >= 3
+    shown = report.ledger_text(found, found.explain("data2.z2.y2"))
+    assert "weights of the next layer" in shown and "the layer before" in shown
+    drawn = report.picture(parse_grid("data2.z2.y2"))
+    assert "| 0 | 1 " in drawn and "| 6 | 7 " in drawn
+    assert "96 more replicas" in report.picture(Grid(data=100))
+
+
+def test_a_year_on_ten_thousand_gpus_takes_seconds() -> None:
+    started = time.process_time()
+    year = simulate_year("llama-70b", gpus=10_000)
+    assert time.process_time() - started < 10
+    assert 0.97 * 10_000 < year.peak_gpus <= 10_000
+    assert sum(served.texts for served in year.classes) == pytest.approx(year.texts)
+    assert all(s.planned.latency_s <= s.traffic.limit_s for s in year.classes)
+    assert year.same_grid_gpu_hours is None or year.same_grid_gpu_hours > 0.99 * year.gpu_hours
+    assert "10,000 GPUs" in report.year_text(year)
+    with pytest.raises(InputError, match="too few"):
+        simulate_year("bert-base", gpus=4)
+    with pytest.raises(OptionError, match="sum to 1"):
+        simulate_year("llama-70b", classes=MIXED[:2])
+
+
+def test_neither_the_planner_nor_its_command_imports_torch() -> None:
+    code = (
+        "import sys, bytetx\n"
+        "bytetx.plan('llama-70b')\n"
+        "from bytetx.cli.commands import main\n"
+        "try: main(['plan', '-m', 'bert-base', '--json'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["advice"]
