@@ -10,7 +10,7 @@ from serving import InProcess
 from bytetx import SamplingParams
 
 TEXTS = [text for text in SENTENCES if text]
-LONG = "the quick brown fox jumps over the lazy dog " * 20
+LONG = "New York is big. " + "the quick brown fox jumps over the lazy dog " * 20
 
 
 def test_embed(in_process: InProcess) -> None:
@@ -40,13 +40,10 @@ def test_embed_truncates_on_either_side(in_process: InProcess) -> None:
     answer = in_process.post("/embed", given | {"truncation_direction": "Left"})
     np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
     assert np.abs(np.array(answer.json()) - right.json()).max() > 1e-3
-    before = model.tokenizer.encode(["the quick brown "])[0].ids[:-1]
-    cut = [*before, *ids[-model.max_tokens + len(before) :]]
     prompted = given | {"truncation_direction": "Left", "prompt_name": "query"}
     # The prompt is part of the text, whose beginning is what is cut.
     answer = in_process.post("/embed", prompted)
     np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
-    assert cut != left
     refused = in_process.post("/embed", {"inputs": LONG, "truncate": False})
     assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
 
@@ -289,7 +286,9 @@ def test_stats(in_process: InProcess) -> None:
         *("name", "family", "dtype", "device", "parameters", "max_tokens", "tasks")
     }
     assert stats["totals"]["requests"] == 2 and stats["totals"]["errors"] == 1
-    assert stats["totals"]["tokens"] == one.model("embedder").embed(["a", "the fox"]).stats.num_tokens
+    assert (
+        stats["totals"]["tokens"] == one.model("embedder").embed(["a", "the fox"]).stats.num_tokens
+    )
     assert stats["latency_ms"]["p50"] > 0 and stats["queue"].keys() == {
         *("requests", "tokens", "running")
     }
