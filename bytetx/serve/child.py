@@ -7,31 +7,14 @@ gone, and the process ends.
 import asyncio
 import socket
 import sys
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
-import orjson
 import uvloop
 
 from bytetx.errors import BytetxError
 from bytetx.serve.http_server import make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient
-from bytetx.serve.settings import ModelSource, ServeSettings
-
-
-def settings_line(settings: ServeSettings) -> bytes:
-    """What read_settings reads."""
-    return orjson.dumps(asdict(settings), default=str) + b"\n"
-
-
-def read_settings(line: bytes) -> ServeSettings:
-    given: dict[str, Any] = orjson.loads(line)
-    given["models"] = [ModelSource(**model) for model in given["models"]]
-    if given["uds_path"] is not None:
-        given["uds_path"] = Path(given["uds_path"])
-    return ServeSettings(**given)
+from bytetx.serve.settings import ServeSettings, read_settings
 
 
 def main(arguments: list[str]) -> int:

@@ -12,9 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bytetx.errors import OptionError
-from bytetx.serve.child import settings_line
 from bytetx.serve.http_server import address, bind
-from bytetx.serve.settings import ServeSettings
+from bytetx.serve.settings import ServeSettings, settings_line
 
 logger = logging.getLogger("bytetx.serve")
 

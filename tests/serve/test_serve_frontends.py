@@ -12,8 +12,7 @@ import pytest
 from serving import InProcess, Server, start_server
 
 from bytetx import SamplingParams
-from bytetx.serve.child import read_settings, settings_line
-from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
 from bytetx.serve.wire import FrameProtocol, decode_frame, encode_frame
 
 
