@@ -29,7 +29,7 @@ _POLL_S = 1e-4
 _SHORT = 4
 # While short calls arrive beside long ones, steps are cut to about so long; and so long after one.
 _TARGET_STEP_S, _SHORT_MEMORY_S = 0.03, 1.0
-_MIN_STEP_TOKENS = 64
+_MIN_STEP_TOKENS = 256
 # Of the estimate of tokens a second: the weight of a step, and what counts as a step of tokens.
 _RATE_WEIGHT, _RATE_TOKENS = 0.2, 64
 _MIN_RETRY_S, _UNKNOWN_RETRY_S = 0.01, 1.0
@@ -95,7 +95,7 @@ class OpenCall(QueuedCall):
         self.num_open = self.open_tokens = 0
         self.error: BaseException | None = None
         self.queue_seconds = self.compute_seconds = 0.0  # sums over texts
-        self.num_computed = 0
+        self.num_computed = self.num_failed = 0
         self.wakes_at = 0  # open tokens at which `waiter` gets its result
         self.waiter: asyncio.Future[None] | None = None
 
@@ -199,6 +199,11 @@ class EncodeEngine:
                 self._thread.start()
             self._open.add(call)
             self._count_reading(call, num_texts, tokens)
+
+    def check_open(self) -> None:
+        """Raises why the engine takes no calls, where it takes none."""
+        if self._is_closing:
+            raise self._closed_error()
 
     def extend(self, call: OpenCall, num_texts: int, tokens: int) -> None:
         """More texts of an open call are about to be tokenised."""
@@ -337,7 +342,7 @@ class EncodeEngine:
 
     def _closed_error(self) -> BaseException:
         if self._error is not None:
-            return self._error
+            return self._error.with_traceback(None)  # that of every caller before would grow
         return ClosedError("the AsyncModel is closed; make a new one of the Model")
 
     def _fail(self, call: OpenCall, error: BaseException) -> None:
@@ -541,6 +546,7 @@ class EncodeEngine:
         error = type(failure.error)(text)
         error.__cause__ = failure.error.__cause__
         if rows.call.keeps_errors:
+            rows.call.num_failed += 1
             rows.call.receiver.fail(index, error)
         else:
             self.fail(rows.call, error)
