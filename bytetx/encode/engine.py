@@ -25,8 +25,9 @@ from bytetx.runtime.forking import OwnProcess, computing
 _STEPS_IN_FLIGHT = 2
 # While a device computes and nothing waits, it is asked so often whether it is done.
 _POLL_S = 1e-4
-# A call is short beside a step whose largest share is this many times as long.
-_SHORT = 4
+# A step is long where calls with at least so many tokens in it have half of its tokens. A call is
+# short beside it where the largest of these shares is so many times as long.
+_LONG_TOKENS, _SHORT = 256, 8
 # While short calls arrive beside long ones, steps are cut to about so long; and so long after one.
 _TARGET_STEP_S, _SHORT_MEMORY_S = 0.03, 1.0
 _MIN_STEP_TOKENS = 256
@@ -121,15 +122,16 @@ class _Rows:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """Texts that run together.  largest_share: the most tokens that one call has in it.
+    """Texts that run together.
 
+    short_tokens: of a call that is short beside the step; 0 where none is.
     nested_tokens, nested_seconds: of short steps that ran between its layers.
     """
 
     rows: list[_Rows]
     requests: Requests
     task: SharedPass
-    largest_share: int
+    short_tokens: int
     start_time: float = 0.0
     nested_tokens: int = 0
     nested_seconds: float = 0.0
@@ -221,7 +223,7 @@ class EncodeEngine:
             call.open_tokens += requests.total_tokens
             self._queue.add(call, requests, self._clock())
             current = self._current
-            if current is not None and _SHORT * requests.total_tokens <= current.largest_share:
+            if current is not None and requests.total_tokens <= current.short_tokens:
                 self._short_seen = self._clock()
             self._changed.notify_all()
             waiters = _waiters([call])
@@ -439,7 +441,7 @@ class EncodeEngine:
             waited = step.start_time - rows.taken.piece.time
             rows.call.queue_seconds += rows.taken.num_texts * waited
         between = None
-        if may_interrupt and self._runner.is_interruptible:
+        if may_interrupt and step.short_tokens and self._runner.is_interruptible:
             between = partial(self._run_short, step)
         outer, self._current = self._current, step
         try:
@@ -465,7 +467,7 @@ class EncodeEngine:
         if outer.nested_tokens >= outer.requests.total_tokens or not self._queue:
             return
         with self._changed:
-            taken = self._queue.take_short(outer.largest_share // _SHORT)
+            taken = self._queue.take_short(outer.short_tokens)
             if not taken:
                 return
             self._short_seen = self._clock()
@@ -600,7 +602,11 @@ def _step(groups: Sequence[Sequence[Taken]]) -> _Step:
             start += len(own)
         task = rows[-1].call.task
         parts.append(Part(task, first, start))
-    return _Step(rows, join_requests(pieces), SharedPass(parts), max(shares.values()))
+    requests = join_requests(pieces)
+    large = [share for share in shares.values() if share >= _LONG_TOKENS]
+    is_long = 2 * sum(large) >= requests.total_tokens
+    short_tokens = max(large, default=0) // _SHORT if is_long else 0
+    return _Step(rows, requests, SharedPass(parts), short_tokens)
 
 
 def _is_ready(step: _Step) -> bool:
