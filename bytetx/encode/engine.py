@@ -78,7 +78,7 @@ class Receiver(Protocol):
 
 
 class OpenCall(QueuedCall):
-    """A call that is not answered yet.
+    """A call that is not answered yet; `wait` raises its error once it has one.
 
     keeps_errors: a text that cannot run is its receiver's; else its error ends the call.
     num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
@@ -210,6 +210,8 @@ class EncodeEngine:
     def extend(self, call: OpenCall, num_texts: int, tokens: int) -> None:
         """More texts of an open call are about to be tokenised."""
         with self._changed:
+            if self._is_closed:
+                raise self._closed_error()
             if not call.is_dropped:
                 self._count_reading(call, num_texts, tokens)
 
@@ -219,13 +221,10 @@ class EncodeEngine:
             if call.is_dropped:  # and what it had announced with it
                 return
             self._count_reading(call, -num_read, -tokens)
-            call.num_open += len(requests)
-            call.open_tokens += requests.total_tokens
-            self._queue.add(call, requests, self._clock())
-            current = self._current
-            if current is not None and requests.total_tokens <= current.short_tokens:
-                self._short_seen = self._clock()
-            self._changed.notify_all()
+            if self._is_closed:
+                self._fail(call, self._closed_error())
+            else:
+                self._add(call, requests)
             waiters = _waiters([call])
         _wake(waiters)
 
@@ -336,6 +335,15 @@ class EncodeEngine:
             and self.queued_tokens + tokens <= self._max_tokens
         )
 
+    def _add(self, call: OpenCall, requests: Requests) -> None:
+        now = self._clock()
+        call.num_open += len(requests)
+        call.open_tokens += requests.total_tokens
+        self._queue.add(call, requests, now)
+        if self._current is not None and requests.total_tokens <= self._current.short_tokens:
+            self._short_seen = now
+        self._changed.notify_all()
+
     def _count_reading(self, call: OpenCall, num_texts: int, tokens: int) -> None:
         call.num_reading += num_texts
         call.reading_tokens += tokens
@@ -378,7 +386,8 @@ class EncodeEngine:
             self._is_closing = self._is_closed = True
             calls = list(self._open)
             for call in calls:
-                self._fail(call, error)
+                if call.num_open or call.num_reading:
+                    self._fail(call, error)
             self._planned.clear()
             self._running.clear()
             waiters = _waiters(calls)

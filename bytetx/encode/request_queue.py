@@ -2,7 +2,6 @@
 
 import heapq
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -141,6 +140,7 @@ class RequestQueue:
             self._sweep()
         if self._passed_over is call:
             self._passed_over = None
+        self._forget()
 
     def take(self, budget: int, now: float) -> list[Taken]:
         """The texts of the next step, at most `budget` tokens, or one text that is longer alone.
@@ -157,6 +157,7 @@ class RequestQueue:
             room = self._take_ranked(self._heaps[priority], taken, room)
             if not self._heaps[priority]:
                 del self._heaps[priority]
+        self._forget()
         return taken
 
     def take_short(self, max_rank: int) -> list[Taken]:
@@ -168,6 +169,7 @@ class RequestQueue:
                 continue
             self._take_ranked(heap, taken, max_rank, max_rank=max_rank)
             break
+        self._forget()
         return taken
 
     def _count(self, call: QueuedCall, num_texts: int, num_tokens: int) -> None:
@@ -282,10 +284,12 @@ class RequestQueue:
         self._arrivals = deque(waiting)
         self._num_stale = 0
 
-    def calls(self) -> Iterator[QueuedCall]:
-        """Those with texts in the queue."""
-        for heap in self._heaps.values():
-            yield from (call for _, number, call in heap if number == call.entry)
+    def _forget(self) -> None:
+        """Lets go of calls that have nothing in the queue, once no call has."""
+        if not self.num_queued:
+            self._heaps.clear()
+            self._arrivals.clear()
+            self._num_stale, self._passed_over = 0, None
 
 
 def _served(call: QueuedCall) -> int:
