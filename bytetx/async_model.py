@@ -130,7 +130,7 @@ class AsyncModel:
                 loop.run_in_executor(closing, partial(self._engine.close, drain_s=drain)),
                 loop.run_in_executor(closing, partial(self._generation.close, drain_s=drain)),
             )
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False)  # what it still has to tokenise was dropped
 
     def stats(self) -> AsyncStats:
         """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
@@ -421,7 +421,6 @@ class AsyncModel:
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""
-        self._engine.check_open()
         return await self._in_pool(partial(self._model.similarity, a, b))
 
     def generate(
@@ -471,4 +470,5 @@ class AsyncModel:
             ) from error
 
     async def _in_pool(self, function: Callable[[], T]) -> T:
+        self._engine.check_open()
         return await asyncio.get_running_loop().run_in_executor(self._pool, function)

@@ -70,7 +70,7 @@ class CallRun(Generic[T]):
             self._engine.end(self.open)
         if self._counter.num_done() <= _MAX_INLINE_TEXTS:
             return self._result()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._result)
+        return await asyncio.to_thread(self._result)
 
     async def _feed(self) -> None:
         """Announces, tokenises and queues all windows but the last one, which is left running."""
