@@ -469,7 +469,7 @@ class EncodeEngine:
         self._running.append(step)
 
     def _run_short(self, outer: _Step) -> None:
-        """Between two layers of a step: runs texts that are short beside it.
+        """Before a linear layer of a step: runs texts that are short beside it.
 
         They get at most as many tokens as the step has.
         """

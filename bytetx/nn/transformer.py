@@ -11,7 +11,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, alibi_slopes
-from bytetx.nn.blocks import Blocks, LocalBlocks, NormWeight, Rows
+from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, NormWeight, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
@@ -103,7 +103,7 @@ class Transformer:
         return fits and self.layers.is_capturable
 
     def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
-        """The same model, whose forward calls `run` between layers, on the caller's thread.
+        """The same model, whose forward calls `run` before each linear layer of a local block.
 
         `run` may use the model itself, as for a short batch that should not wait for a long one.
         """
@@ -127,27 +127,17 @@ class Transformer:
         cache, called with each layer's keys and values.
         """
         rows = self.blocks.begin(batch.total_tokens)
+        if self._between_layers is not None and type(rows) is LocalBlocks:
+            rows = InterruptedRows(rows, self._between_layers)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,
             rows,
             cache=cache,
-            on_layer=self._interrupted(on_layer),
+            on_layer=on_layer,
             on_kv=on_kv,
         )
         return x if self.project_out is None else linear(x, self.project_out)
-
-    def _interrupted(self, on_layer: OnLayer | None) -> OnLayer | None:
-        between_layers = self._between_layers
-        if between_layers is None:
-            return on_layer
-
-        def run(x: torch.Tensor) -> None:
-            if on_layer is not None:
-                on_layer(x)
-            between_layers()
-
-        return run
 
     def _embed(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""
