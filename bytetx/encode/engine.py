@@ -97,7 +97,8 @@ class OpenCall(QueuedCall):
         self.error: BaseException | None = None
         self.queue_seconds = self.compute_seconds = 0.0  # sums over texts
         self.num_computed = self.num_failed = 0
-        self.wakes_at = 0  # open tokens at which `waiter` gets its result
+        self.wakes_at = 0  # open tokens below which `waiter` gets its result
+        self.wakes_after_reading = False
         self.waiter: asyncio.Future[None] | None = None
 
     @property
@@ -105,6 +106,8 @@ class OpenCall(QueuedCall):
         """Whether `waiter` need not wait any more."""
         if self.error is not None:
             return True
+        if self.num_reading and self.wakes_after_reading:
+            return False
         is_idle = not self.num_open and not self.num_reading
         return is_idle or self.open_tokens + self.reading_tokens < self.wakes_at
 
@@ -235,13 +238,16 @@ class EncodeEngine:
             waiters = _waiters([call])
         _wake(waiters)
 
-    async def wait(self, call: OpenCall, *, below_tokens: int = 0) -> None:
+    async def wait(
+        self, call: OpenCall, *, below_tokens: int = 0, after_reading: bool = False
+    ) -> None:
         """Until all announced texts of a call are done, or fewer tokens are open; or it failed.
 
+        after_reading: at least until what was announced is in the queue.
         Raises the call's error.
         """
         with self._changed:
-            call.wakes_at = below_tokens
+            call.wakes_at, call.wakes_after_reading = below_tokens, after_reading
             if not call.has_room:
                 call.waiter = asyncio.get_running_loop().create_future()
         if call.waiter is not None:
