@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from bytetx.arguments import check_iterable
-from bytetx.encode.engine import EncodeEngine, OpenCall
+from bytetx.encode.engine import EncodeEngine
+from bytetx.encode.open_call import OpenCall
 from bytetx.encode.request import Failure, Requests, RunCounter, Window
 from bytetx.encode.scheduler import MAX_WINDOW_STEPS, windows
 from bytetx.errors import InputError
