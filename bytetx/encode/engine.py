@@ -213,6 +213,8 @@ class EncodeEngine:
 
     def end(self, call: OpenCall) -> None:
         """Forgets a call that was answered, or that nobody waits for any more."""
+        if not self._process.is_this:
+            return  # of a forked child, where the lock may stay locked
         with self._changed:
             self._drop(call)
             self._open.discard(call)
