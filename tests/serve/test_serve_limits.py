@@ -210,7 +210,9 @@ def test_errors_of_the_engine(
     answer = one.post("/embed", {"inputs": "bad"})
     text = tei_error(answer, status, kind)
     assert "texts[" not in text
-    assert one.get("/health").status_code == (503 if status == 503 else 200)
+    is_lost = status == 503
+    assert one.get("/health").status_code == (503 if is_lost else 200)
+    assert one.num_lost == is_lost
     if status == 429:
         assert answer.headers["retry-after"] == "3"
         limited = openai_error(one.post("/v1/embeddings", {"input": "bad"}), 429)
