@@ -52,6 +52,12 @@ def check_group_timeout(given: object) -> None:
         raise InputError(f"group_timeout must be at least 1 (seconds), got {given!r}")
 
 
+def check_integer(name: str, given: object) -> None:
+    """OptionError unless `given` is an integer."""
+    if not _is_integer(given):
+        raise OptionError(f"{name} must be an integer, got {given!r}")
+
+
 def check_seconds(name: str, given: object) -> None:
     """OptionError unless `given` is None or a number of seconds, 0 or more (inf is one)."""
     if given is None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_positive, check_seconds
+from bytetx.arguments import check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
 from bytetx.errors import DeadlineError
 from bytetx.model import Model
@@ -436,6 +436,7 @@ class AsyncModel:
         """
         params = SamplingParams() if params is None else params
         self._model._check(params)
+        check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         return AsyncGeneration(
             self._generation,
@@ -446,6 +447,7 @@ class AsyncModel:
         )
 
     async def _run(self, call: Call[T], *, priority: int, timeout_s: float | None) -> T:
+        check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         run = CallRun(
             call,

@@ -20,6 +20,7 @@ MAX_ROOT_MODULES = 12
 WITHOUT_TORCH = [
     "bytetx.checkpoint.spec",
     "bytetx.encode.request",
+    "bytetx.encode.request_queue",
     "bytetx.encode.scheduler",
     "bytetx.executor.channel",
     "bytetx.executor.control",

@@ -383,6 +383,16 @@ def test_options_are_checked(model: Model) -> None:
     with pytest.raises(OptionError, match="tokenizer_threads"):
         AsyncModel(model, tokenizer_threads=0)
 
+    async def main() -> None:
+        async with AsyncModel(model) as batched:
+            with pytest.raises(OptionError, match="priority must be an integer, got 'high'"):
+                await batched.embed(["a"], priority="high")
+            with pytest.raises(OptionError, match="drain_s must be a number of seconds"):
+                await batched.aclose(drain_s="long")
+            assert len(await batched.embed(["a"], priority=np.int64(3))) == 1
+
+    run(main())
+
 
 def test_similarity_is_the_checkpoints(model: Model) -> None:
     async def main() -> None:
@@ -492,6 +502,37 @@ def test_rerank_by_a_causal_model(tmp_path: Path, models: dict[str, Model]) -> N
             with pytest.raises(InputError) as got:
                 await batched.rerank("a", ["b"])
             assert str(got.value) == str(wanted.value)
+
+    run(main())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_callers_and_tasks_on_a_gpu(tmp_path: Path, dtype: str) -> None:
+    """GEMMs choose other tiles for other row counts, and round otherwise."""
+    folder = save_checkpoint(tmp_path, head="ForSequenceClassification", **LABELS)
+    model = bytetx.load(folder, device="cuda", dtype=dtype)
+    inputs = texts(64, max_words=4)
+    vectors, labels = model.embed(inputs, pooling="mean").vectors, model.classify(inputs)
+    tolerance = 1e-5 if dtype == "float32" else 1e-3
+
+    async def main() -> None:
+        async with AsyncModel(model) as batched:
+            for _ in range(4):  # eagerly, captured, replayed
+                rows = await asyncio.gather(*(batched.embed([t], pooling="mean") for t in inputs))
+                got = np.concatenate([row.vectors for row in rows])
+                assert cosine_distance(got, vectors) < tolerance
+            mixed = [
+                batched.classify([text]) if i % 2 else batched.embed([text], pooling="mean")
+                for i, text in enumerate(inputs)
+            ]
+            for i, result in enumerate(await asyncio.gather(*mixed)):
+                if i % 2:
+                    scores = {label.label: label.score for label in result[0]}
+                    for label in labels[i]:
+                        assert scores[label.label] == pytest.approx(label.score, abs=tolerance)
+                else:
+                    assert cosine_distance(result.vectors, vectors[i : i + 1]) < tolerance
 
     run(main())
 

@@ -30,6 +30,18 @@ def read_texts() -> Iterator[str]:
     yield "a text"
 
 
+async def awaits(model: bytetx.Model) -> None:
+    async with bytetx.AsyncModel(model, max_queued_requests=100) as batched:
+        assert_type(await batched.embed(read_texts(), priority=1, timeout_s=2.0), Embeddings)
+        assert_type(await batched.embed_sparse(["a"]), SparseEmbeddings)
+        assert_type(await batched.embed_tokens(["a"], task="query"), TokenEmbeddings)
+        assert_type(await batched.rerank("a", ["b"]), Results[Hit])
+        async for piece in batched.generate("a", bytetx.SamplingParams(n=2)):
+            assert_type(piece, RequestOutput)
+        assert_type(batched.stats().num_queued, int)
+        await batched.aclose(drain_s=1.0)
+
+
 def embeds(model: bytetx.Model) -> None:
     assert_type(model.embed(["a"]), Embeddings)
     assert_type(model.embed(read_texts(), on_error="return", show_progress=True), Embeddings)

@@ -44,7 +44,7 @@ class Reading:
 
 
 class ReadingPool:
-    """A thread takes what has come since it was busy, so that many callers share one tokeniser
+    """A thread takes what has come since it was busy, so that many callers share one tokenizer
     call and wake one thread.  Threads start with the first texts."""
 
     def __init__(self, num_threads: int):
@@ -94,7 +94,7 @@ class ReadingPool:
 
 
 def _read(readings: Sequence[Reading]) -> None:
-    """Reads texts: those of small calls with readers that do the same in one tokeniser call."""
+    """Reads texts: those of small calls with readers that do the same in one tokenizer call."""
     groups: dict[Hashable, list[Reading]] = {}
     for reading in readings:
         if not reading.owner.is_dropped:
