@@ -21,7 +21,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_spec
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, pack
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 SIZES: dict[str, dict[str, int]] = {
     "base": {},
     "large": {
@@ -73,7 +73,7 @@ def random_checkpoint(
     with tempfile.TemporaryDirectory(prefix="bytetx-bench-") as folder:
         with quiet():
             bert.model.save_pretrained(folder)
-        for name in _TOKENIZER_FILES:
+        for name in TOKENIZER_FILES:
             if (like / name).exists():
                 shutil.copy(like / name, folder)
         del bert  # its memory is for those who load the folder
@@ -173,12 +173,22 @@ class PackedTorch:
 
 
 def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, causal: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    max_seqlen: int,
+    causal: bool = False,
+    window: int = 0,
 ) -> Tensor:
-    """FlashAttention-2's varlen kernel as torch ships it."""
+    """FlashAttention-2's varlen kernel as torch ships it; window as in varlen_attention."""
+    left = window - 1 if window else None
     out: Tensor = torch.ops.aten._flash_attention_forward(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, 0.0, causal, False),
         scale=q.shape[-1] ** -0.5,
+        window_size_left=left,
+        window_size_right=0 if causal and window else left,
     )[0]
     return out
 

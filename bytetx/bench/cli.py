@@ -39,6 +39,13 @@ DeviceOption = Annotated[
     str | None,
     typer.Option(help="A part of the name of the device whose records are shown."),
 ]
+Fa3Option = Annotated[
+    Path | None,
+    typer.Option(
+        "--fa3",
+        help="FlashAttention-3's library as a rival: _vllm_fa3_C.abi3.so of the wheel vllm 0.24.0.",
+    ),
+]
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
 ]
@@ -64,12 +71,16 @@ def cpu(
 
 @app.command()
 def attention(
-    record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    fa3: Fa3Option = None,
 ) -> None:
-    """Packed attention on a Hopper GPU: bytetx and FlashAttention-2 as torch ships it."""
+    """Packed attention on a Hopper GPU: bytetx, FlashAttention-2 as torch ships it, and -3."""
     from bytetx.bench.attention import attention_suite
 
-    _run_gpu("attention", attention_suite, record=record, case=case, plot=plot)
+    make_suite, command = partial(attention_suite, fa3=fa3), _with_option("attention", "--fa3", fa3)
+    _run_gpu(command, make_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -109,24 +120,56 @@ def encoder(
     device: Annotated[
         str, typer.Option(help="cuda; or cpu, which runs whole models in fp32.")
     ] = "cuda",
+    packed_encoders: Annotated[
+        Path | None,
+        typer.Option(
+            help="packed-encoders as a rival of ModernBERT on a GPU: the folder that pip installed "
+            "it into with --target."
+        ),
+    ] = None,
 ) -> None:
     """All layers of BERT, whole ModernBERTs and DeBERTas: bytetx, transformers, packed torch."""
     from bytetx.bench.encoder import encoder_suite
     from bytetx.bench.encoder_cpu import encoder_cpu_suite
 
-    if device not in ("cuda", "cpu"):
-        _fail(OptionError(f"--device is cuda or cpu, not {device!r}"))
+    _check_device(device)
     if device == "cuda":
-        return _run_gpu("encoder", encoder_suite, record=record, case=case, plot=plot)
+        make_suite = partial(encoder_suite, packed_encoders_folder=packed_encoders)
+        command = _with_option("encoder", "--packed-encoders", packed_encoders)
+        return _run_gpu(command, make_suite, record=record, case=case, plot=plot)
+    if packed_encoders is not None:
+        _fail(OptionError("--packed-encoders needs a GPU; it goes with --device cuda"))
     _run_gpu("encoder --device cpu", encoder_cpu_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
-def decode(record: RecordOption = None, case: CaseOption = None, plot: PlotOption = False) -> None:
+def decode(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    fa3: Fa3Option = None,
+) -> None:
     """Attention over paged keys, writing them, choosing tokens, on a GPU: bytetx and torch."""
     from bytetx.bench.decode import decode_suite
 
-    _run_gpu("decode", decode_suite, record=record, case=case, plot=plot)
+    make_suite, command = partial(decode_suite, fa3=fa3), _with_option("decode", "--fa3", fa3)
+    _run_gpu(command, make_suite, record=record, case=case, plot=plot)
+
+
+@app.command()
+def maxsim(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    plot: PlotOption = False,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, fewer documents in fp32.")] = "cuda",
+) -> None:
+    """ColBERT's scores of packed vectors: bytetx, sentence-transformers, torch's operations."""
+    from bytetx.bench.maxsim import maxsim_cpu_suite, maxsim_suite
+
+    _check_device(device)
+    if device == "cuda":
+        return _run_gpu("maxsim", maxsim_suite, record=record, case=case, plot=plot)
+    _run_gpu("maxsim --device cpu", maxsim_cpu_suite, record=record, case=case, plot=plot)
 
 
 @app.command()
@@ -356,6 +399,11 @@ def _tune(path: Path) -> None:
     console.print(f"wrote {path}", highlight=False, markup=False)
 
 
+def _check_device(device: str) -> None:
+    if device not in ("cuda", "cpu"):
+        _fail(OptionError(f"--device is cuda or cpu, not {device!r}"))
+
+
 def _check_plot(plot: bool, record: Path | None) -> None:
     if plot and record is None:
         raise OptionError("--plot draws from a file of records; add --record FILE")
@@ -387,11 +435,16 @@ def _draw(console: Console, records: Path, *, device: str | None) -> None:
 
 def _command(suite: str, case: list[str], model: Path | None = None) -> str:
     """The command that measures a record's case again; where the record goes is left out."""
-    words = ["bytetx", "bench", *suite.split()]
+    words = ["bytetx", "bench", *shlex.split(suite)]
     words += [word for pattern in case for word in ("--case", pattern)]
     if model is not None:
         words += ["--model", str(model)]
     return shlex.join(words)
+
+
+def _with_option(suite: str, option: str, path: Path | None) -> str:
+    """The suite's name and the option where it is given, as _run_gpu takes them."""
+    return suite if path is None else shlex.join([suite, option, str(path)])
 
 
 def _fail(error: BytetxError) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import bytetx
-from bytetx.bench import measure, rivals, texts
+from bytetx.bench import measure, rivals, sparse, texts
 from bytetx.bench.bert import random_checkpoint
 from bytetx.bench.cpu_generate import CASE as GENERATE_CASE
 from bytetx.bench.cpu_generate import measure_generate
@@ -18,8 +18,10 @@ from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, none_fits
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.int8_linear import why_no_int8_linear
 
+SPARSE_CASE = "bert-base-fp32-splade"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INT8 = "int8"
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
@@ -37,6 +39,7 @@ class Sizes:
     num_base_texts: int = 48
     profile_tokens: int = 4096
     num_memory_texts: int = 16384
+    num_sparse_texts: int = 32
     min_rounds: int = 2
     max_rounds: int = 3
     seconds: float = 60.0
@@ -44,7 +47,9 @@ class Sizes:
     num_new_tokens: int = 32
 
 
-QUICK = Sizes(48, 4, 256, 512, min_rounds=1, max_rounds=1, num_prompts=2, num_new_tokens=2)
+QUICK = Sizes(
+    48, 4, 256, 512, num_sparse_texts=4, min_rounds=1, max_rounds=1, num_prompts=2, num_new_tokens=2
+)
 # The rivals of the larger model and of the length profiles: the reference and the fastest. All four
 # there would make a run take a quarter of an hour on two cores.
 _TWO_RIVALS = ("transformers", "openvino")
@@ -61,7 +66,7 @@ def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = No
     names = [checkpoint.resolve().name] if checkpoint else ["minilm", "bert-base"]
     known = [name for model in names for name in _case_names(model)]
     if checkpoint is None:
-        known.append(GENERATE_CASE)
+        known += [GENERATE_CASE, SPARSE_CASE]
     if not any(is_selected(name, patterns) for name in known):
         raise none_fits(patterns, known)
     return Suite(
@@ -218,6 +223,25 @@ def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterat
             seconds=sizes.seconds,
         )
         yield Case(GENERATE_CASE, "us/token", "fp32", measure_case)
+    if is_selected(SPARSE_CASE, patterns):
+        yield Case(SPARSE_CASE, "us/text", "fp32", partial(_measure_sparse, sizes, demo))
+
+
+def _measure_sparse(sizes: Sizes, demo: Path) -> Measurement:
+    """SPLADE over BERT-base's shape; the floor is the GEMMs' at the rate of the layers'."""
+
+    def floor(spec: ModelSpec, lengths: list[int]) -> float:
+        return sparse.splade_flop(spec, lengths) / measure.gemm_flops(spec, torch.float32)
+
+    return sparse.measure_sparse(
+        texts.english_passages(sizes.num_sparse_texts),
+        like=demo,
+        dtype=torch.float32,
+        device="cpu",
+        rivals=sparse.CPU_RIVALS,
+        floor=floor,
+        max_rounds=sizes.max_rounds,
+    )
 
 
 def _model_cases(model: str, checkpoint: Path, sizes: Sizes, patterns: list[str]) -> Iterator[Case]:

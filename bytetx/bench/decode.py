@@ -13,15 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bytetx.bench import sampling
+from bytetx.bench import flash_attn3, sampling
+from bytetx.bench.flash_attn3 import FlashAttention3
 from bytetx.bench.gpu import DTYPES, Gpu, Run, Work, gpu_suite, graph_us, num_rotated
 from bytetx.bench.lengths import dense, prefix_sums
+from bytetx.bench.right_runs import right_runs
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.ops.norm import rms_norm
 from bytetx.ops.paged import paged_attention
@@ -29,6 +32,7 @@ from bytetx.ops.paged_plan import EarlyRead, plan_paged_attention
 from bytetx.ops.rotary_kv import rotary_write_kv
 
 _PAGE_SIZE = 16
+_FA3_PAGE_SIZES = (16, 256)  # ours, and the one that FlashAttention-3 is fastest with
 _NUM_POSITIONS = 4096
 _EPS = 1e-6
 
@@ -68,13 +72,15 @@ class Shape:
         return int(self.seqlens.sum())
 
 
-def decode_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+def decode_suite(*, patterns: list[str], fa3: Path | None = None) -> Suite:
+    """The suite's selected cases.
 
-    Raises BytetxError where there is no GPU, or no case fits.
+    patterns: parts or globs of case names; empty means all.  fa3: FlashAttention-3's library.
+    Raises BytetxError where there is no GPU, no case fits, or the library does not load.
     """
     cases: list[Shape | sampling.Shape] = [*shapes(), *sampling.shapes()]
-    return gpu_suite("decode", cases, _measure_any, patterns=patterns, unit="us")
+    run = partial(_measure_any, fa3=flash_attn3.load(fa3))
+    return gpu_suite("decode", cases, run, patterns=patterns, unit="us")
 
 
 def shapes() -> list[Shape]:
@@ -113,15 +119,26 @@ def _decode(name: str, model: str, kv_seqlens: np.ndarray) -> Shape:
     return Shape(f"decode-{model}-{name}", model, dense(1, len(kv_seqlens)), kv_seqlens)
 
 
-def _measure_any(shape: Shape | sampling.Shape, gpu: Gpu) -> Measurement:
+def _measure_any(
+    shape: Shape | sampling.Shape, gpu: Gpu, *, fa3: FlashAttention3 | None
+) -> Measurement:
     if isinstance(shape, sampling.Shape):
         return sampling.measure(shape, gpu)
-    return measure(shape, gpu)
+    return measure(shape, gpu, fa3=fa3)
 
 
-def measure(shape: Shape, gpu: Gpu) -> Measurement:
+def measure(shape: Shape, gpu: Gpu, *, fa3: FlashAttention3 | None = None) -> Measurement:
     torch.manual_seed(0)
-    runs, calls = _write_runs(shape) if shape.is_write else _attention_runs(shape)
+    notes: list[str] = []
+    if shape.is_write:
+        runs, calls = _write_runs(shape)
+    else:
+        step = Step(shape)
+        runs, calls = _attention_runs(step)
+        if fa3 is None:
+            notes.append(flash_attn3.NOT_GIVEN)
+        else:
+            runs |= _flash3_runs(step, fa3, notes)
     found = graph_us(runs, calls=calls)
     work = work_of(shape)
     heads = shape.heads
@@ -139,6 +156,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
             "bytes": work.num_bytes,
             "flop": work.flop,
         },
+        notes=tuple(notes),
     )
 
 
@@ -154,55 +172,120 @@ def work_of(shape: Shape) -> Work:
     return Work(2 * rows + 2 * int(shape.kv_seqlens.sum()) * key_bytes, flop)
 
 
-def _attention_runs(shape: Shape) -> tuple[dict[str, Run], int]:
-    heads, dtype = shape.heads, DTYPES[shape.dtype]
-    num_pages = -(-shape.kv_seqlens // _PAGE_SIZE)
-    size = (2, int(num_pages.sum()), _PAGE_SIZE, heads.num_kv_heads, heads.head_dim)
-    num_buffers = num_rotated(2 * int(np.prod(size)))
-    num_steps = -(-num_buffers // heads.num_layers)
-    caches = [torch.randn(size, device="cuda", dtype=dtype) for _ in range(num_buffers)]
-    q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
-    q = torch.randn(q_size, device="cuda", dtype=dtype)
-    early_read = EarlyRead.KEYS if shape.seqlens.max() == 1 else EarlyRead.TABLES  # as in a decoder
-    cu_seqlens = prefix_sums(shape.seqlens)
-    kv_seqlens = torch.from_numpy(shape.kv_seqlens).int().cuda()
-    max_seqlen, max_kv_seqlen = int(shape.seqlens.max()), int(shape.kv_seqlens.max())
-    page_table = _random_pages(num_pages)
+class Step:
+    """The operands of a step's attention: rows of q, and keys and values in every layer's cache."""
 
-    def ours() -> None:
-        in_turn = cycle(caches)
-        for _ in range(num_steps):
+    def __init__(self, shape: Shape, *, device: torch.device | str = "cuda"):
+        heads, dtype = shape.heads, DTYPES[shape.dtype]
+        self.shape, self.heads = shape, heads
+        self.num_pages = {size: -(-shape.kv_seqlens // size) for size in _FA3_PAGE_SIZES}
+        # Long enough for pages of either size, so that everyone reads the same memory.
+        num_keys = max(size * int(count.sum()) for size, count in self.num_pages.items())
+        size = (2, num_keys, heads.num_kv_heads, heads.head_dim)
+        row_bytes = 2 * heads.num_kv_heads * heads.head_dim * dtype.itemsize
+        num_buffers = num_rotated(row_bytes * int(shape.kv_seqlens.sum()))
+        self.num_steps = -(-num_buffers // heads.num_layers)
+        self.caches = [torch.randn(size, device=device, dtype=dtype) for _ in range(num_buffers)]
+        q_size = (shape.total_tokens, heads.num_heads, heads.head_dim)
+        self.q = torch.randn(q_size, device=device, dtype=dtype)
+        self.cu_seqlens = prefix_sums(shape.seqlens, device)
+        self.kv_seqlens = torch.from_numpy(shape.kv_seqlens).int().to(device)
+        self.max_seqlen, self.max_kv_seqlen = int(shape.seqlens.max()), int(shape.kv_seqlens.max())
+        self.page_tables = {
+            size: _random_pages(count).to(device) for size, count in self.num_pages.items()
+        }
+
+    @property
+    def num_calls(self) -> int:
+        return self.num_steps * self.heads.num_layers
+
+    def paged(self, page_size: int) -> list[tuple[Tensor, Tensor]]:
+        """Each cache's (k, v) as pages: [num_pages, page_size, num_kv_heads, head_dim]."""
+        num_keys = page_size * int(self.num_pages[page_size].sum())
+        pages = [cache[:, :num_keys].unflatten(1, (-1, page_size)) for cache in self.caches]
+        return [(k, v) for k, v in pages]
+
+    def ours(self, page_size: int = _PAGE_SIZE) -> Tensor:
+        """All layers of all steps; the last call's result [total_tokens, num_heads, head_dim]."""
+        heads, is_decode = self.heads, self.max_seqlen == 1
+        early_read = EarlyRead.KEYS if is_decode else EarlyRead.TABLES  # as in a decoder
+        in_turn = cycle(self.paged(page_size))
+        for _ in range(self.num_steps):
             plan = plan_paged_attention(
-                cu_seqlens,
-                kv_seqlens,
-                max_seqlen=max_seqlen,
-                max_kv_seqlen=max_kv_seqlen,
-                total_tokens=shape.total_tokens,
+                self.cu_seqlens,
+                self.kv_seqlens,
+                max_seqlen=self.max_seqlen,
+                max_kv_seqlen=self.max_kv_seqlen,
+                total_tokens=self.shape.total_tokens,
                 num_heads=heads.num_heads,
                 num_kv_heads=heads.num_kv_heads,
                 head_dim=heads.head_dim,
             )
             for k, v in islice(in_turn, heads.num_layers):
-                paged_attention(
-                    q,
+                out = paged_attention(
+                    self.q,
                     k,
                     v,
-                    cu_seqlens=cu_seqlens,
-                    kv_seqlens=kv_seqlens,
-                    max_seqlen=max_seqlen,
-                    max_kv_seqlen=max_kv_seqlen,
-                    page_table=page_table,
+                    cu_seqlens=self.cu_seqlens,
+                    kv_seqlens=self.kv_seqlens,
+                    max_seqlen=self.max_seqlen,
+                    max_kv_seqlen=self.max_kv_seqlen,
+                    page_table=self.page_tables[page_size],
                     plan=plan,
                     early_read=early_read,
                 )
+        return out
 
-    num_calls = num_steps * heads.num_layers
-    runs: dict[str, Run] = {"ours": ours}
+    def flash3(self, fa3: FlashAttention3, page_size: int) -> Tensor:
+        """The same of FlashAttention-3, its scheduler's metadata once a step, as vLLM has it."""
+        heads, in_turn = self.heads, cycle(self.paged(page_size))
+        for _ in range(self.num_steps):
+            plan = fa3.paged_plan(
+                self.cu_seqlens,
+                self.kv_seqlens,
+                max_seqlen=self.max_seqlen,
+                max_kv_seqlen=self.max_kv_seqlen,
+                heads=(heads.num_heads, heads.num_kv_heads, heads.head_dim),
+                page_size=page_size,
+                dtype=self.q.dtype,
+            )
+            for k, v in islice(in_turn, heads.num_layers):
+                out = fa3.paged(
+                    self.q,
+                    k,
+                    v,
+                    cu_seqlens=self.cu_seqlens,
+                    kv_seqlens=self.kv_seqlens,
+                    max_seqlen=self.max_seqlen,
+                    max_kv_seqlen=self.max_kv_seqlen,
+                    page_table=self.page_tables[page_size],
+                    plan=plan,
+                )
+        return out
+
+
+def _attention_runs(step: Step) -> tuple[dict[str, Run], int]:
+    runs: dict[str, Run] = {"ours": step.ours}
     for name, rival in (("flash-attention-2", _flash), ("sdpa", _sdpa)):
-        attend = rival(shape, q)
+        attend = rival(step.shape, step.q)
         if attend is not None:
-            runs[name] = partial(_in_turn, attend, caches, num_calls)
-    return runs, num_calls
+            runs[name] = partial(_in_turn, attend, step.caches, step.num_calls)
+    return runs, step.num_calls
+
+
+def _flash3_runs(step: Step, fa3: FlashAttention3, notes: list[str]) -> dict[str, Run]:
+    """Those whose result is ours on the same pages; a line in `notes` for each other one."""
+    kept: dict[str, Run] = {}
+    for page_size in _FA3_PAGE_SIZES:
+        name = f"{flash_attn3.NAME}-page-{page_size}"
+        theirs = partial(step.flash3, fa3, page_size)
+        runs: dict[str, Callable[[], Tensor]] = {
+            "ours": partial(step.ours, page_size),
+            name: theirs,
+        }
+        if name in right_runs(runs, None, notes):
+            kept[name] = theirs
+    return kept
 
 
 def _random_pages(num_pages: np.ndarray) -> Tensor:
@@ -211,7 +294,7 @@ def _random_pages(num_pages: np.ndarray) -> Tensor:
     order = torch.randperm(int(num_pages.sum())).int().split(num_pages.tolist())
     for row, own in zip(table, order, strict=True):
         row[: len(own)] = own
-    return table.cuda()
+    return table
 
 
 def _in_turn(
@@ -219,7 +302,7 @@ def _in_turn(
 ) -> None:
     """Rivals get keys in order, without pages: the first rows of each cache are as good as any."""
     for cache in islice(cycle(caches), num_calls):
-        k, v = cache.flatten(1, 2)
+        k, v = cache
         attend(k, v)
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.bench import packed_encoders
 from bytetx.bench.bert import (
     SIZES,
     Finish,
@@ -23,16 +25,14 @@ from bytetx.bench.deberta import DEBERTA_SIZES
 from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, graph_us, left_out, wall_us
 from bytetx.bench.lengths import Lengths, bytetransformer, dense
 from bytetx.bench.measure import encoder_flop
-from bytetx.bench.modernbert import MODERNBERT_SIZES
+from bytetx.bench.modernbert import MODERNBERT_SIZES, ModernBert
+from bytetx.bench.right_runs import right_runs
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.token_inputs import TokenInputs, WholeModel
 from bytetx.bench.whole_models import WHOLE_MODELS, load_whole_model
 from bytetx.checkpoint.spec import ModelSpec
-from bytetx.errors import BytetxError
 from bytetx.nn.transformer import Transformer
 
-# Beyond this a rival did other work than ours: f16 rounds at 2^-11, through 24 layers.
-_MAX_RELATIVE_ERROR = 2e-2
 # ByteTransformer's kernels cannot run in this process. What its authors' program gave on an H200
 # with its best settings for each longest sequence, in ms; said beside the case, never recorded.
 _BYTETRANSFORMER_MS = {
@@ -66,14 +66,22 @@ class Shape:
     note: str | None = None
 
 
-def encoder_suite(*, patterns: list[str]) -> Suite:
-    """The suite's selected cases.  patterns: parts or globs of case names; empty means all.
+def encoder_suite(*, patterns: list[str], packed_encoders_folder: Path | None = None) -> Suite:
+    """The suite's selected cases.
 
+    patterns: parts or globs of case names; empty means all.  packed_encoders_folder: where that
+    package is installed, if not in this environment.
     Raises BytetxError where there is no GPU, or no case fits.
     """
+    packed_encoders.check_folder(packed_encoders_folder)
     packages = ("transformers", "disentangled-flash")
     return gpu_suite(
-        "encoder", shapes(), Contest().measure, patterns=patterns, unit="ms", packages=packages
+        "encoder",
+        shapes(),
+        Contest(packed_encoders_folder).measure,
+        patterns=patterns,
+        unit="ms",
+        packages=packages,
     )
 
 
@@ -136,9 +144,10 @@ def shapes() -> list[Shape]:
 class Contest:
     """Measures cases one after another; keeps one model at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed_encoders_folder: Path | None = None) -> None:
         self._size: str | None = None
         self._notes: list[str] = []
+        self._packed_encoders_folder = packed_encoders_folder
 
     def measure(self, shape: Shape, gpu: Gpu) -> Measurement:
         """Ours and packed torch as replays of a graph, transformers as its users run it."""
@@ -216,11 +225,12 @@ class Contest:
         notes = list(self._notes)
         inputs = TokenInputs(shape.lengths, vocab_size=self.model.spec.vocab_size)
         runs = right_runs(self.model.runs(inputs), None, notes)
+        others = self._in_other_processes(inputs, runs["ours"], notes)
         ours = graph_us({"ours": runs.pop("ours")})["ours"]
         work = work_of(self.model.spec, shape.lengths, DTYPES[shape.dtype])
         return Measurement(
             ours=ours / 1e3,
-            rivals={name: wall_us(run) / 1e3 for name, run in runs.items()},
+            rivals={name: wall_us(run) / 1e3 for name, run in runs.items()} | others,
             floor=gpu.rates.floor_us(work) / 1e3,
             shape={
                 "batch_size": len(shape.lengths),
@@ -231,6 +241,19 @@ class Contest:
             },
             notes=tuple(notes),
         )
+
+    @torch.inference_mode()
+    def _in_other_processes(
+        self, inputs: TokenInputs, ours: Callable[[], Tensor], notes: list[str]
+    ) -> dict[str, float]:
+        """Milliseconds of the rivals that cannot share this process."""
+        if not isinstance(self.model, ModernBert):
+            return {}
+        folder = self._packed_encoders_folder
+        found = packed_encoders.measure(
+            self.model.padded, inputs, ours(), folder=folder, notes=notes
+        )
+        return {name: us / 1e3 for name, us in found.items()}
 
     def _load(self, shape: Shape) -> None:
         self._size, self._notes = shape.size, []
@@ -280,31 +303,3 @@ def work_of(
     weights = in_fp8 + spec.num_layers * hidden**2
     flop = encoder_flop(spec, lengths.tolist()) - 2.0 * tokens * in_fp8 * (1 - 1 / fp8_speed)
     return Work((weights + 2 * tokens * hidden) * dtype.itemsize, flop)
-
-
-@torch.inference_mode()
-def right_runs(
-    runs: dict[str, Callable[[], Tensor]], inputs: LayerInputs | None, notes: list[str]
-) -> dict[str, Callable[[], Tensor]]:
-    """The runs whose real tokens come out as ours do; `notes` gets a line for each other one.
-
-    inputs: which tokens of a padded result are real; None where no result is padded.
-    """
-    kept: dict[str, Callable[[], Tensor]] = {}
-    ours = runs["ours"]().float()
-    if not ours.isfinite().all():
-        raise BytetxError("the encoder's hidden states are not finite: nothing can be compared")
-    for name, run in runs.items():
-        try:
-            theirs = run()
-        except Exception as error:  # a rival may raise anything, and costs no other number
-            notes.append(left_out(name, error))
-            continue
-        if theirs.dim() == 3 and inputs is not None:
-            theirs = theirs[inputs.is_real()]
-        distance = float((theirs.float() - ours).norm() / ours.norm())
-        if distance <= _MAX_RELATIVE_ERROR:
-            kept[name] = run
-        else:
-            notes.append(f"{name} left out: its relative distance to ours is {distance:.1e}")
-    return kept

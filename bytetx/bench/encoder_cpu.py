@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from bytetx.bench import measure
-from bytetx.bench.encoder import right_runs
 from bytetx.bench.lengths import Lengths, dense
+from bytetx.bench.right_runs import right_runs
 from bytetx.bench.rivals import versions
 from bytetx.bench.suite import Case, Measurement, Suite, select
 from bytetx.bench.token_inputs import TokenInputs, WholeModel

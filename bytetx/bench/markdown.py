@@ -13,16 +13,18 @@ _CPU_CASES = {
     "minilm-fp32-sorted": "MiniLM fp32, sorted first",
     "minilm-bf16-arrival": "MiniLM bf16, as they come",
     "minilm-bf16-sorted": "MiniLM bf16, sorted first",
+    "minilm-int8-arrival": "MiniLM int8, as they come",
+    "minilm-int8-sorted": "MiniLM int8, sorted first",
     "bert-base-fp32-arrival": "BERT-base fp32, as they come",
     "bert-base-bf16-arrival": "BERT-base bf16, as they come",
 }
 _CPU_RIVALS = {
     "openvino": "OpenVINO",
-    "openvino-nncf": "OpenVINO int8",
     "onnxruntime": "ONNX Runtime",
     "sentence-transformers": "sentence-transformers",
     "transformers": "transformers",
 }
+_INT8_RIVALS = {"openvino": "openvino-nncf"}  # in the same column
 _NAMES = {
     "flash-attention-2": "FlashAttention-2",
     "packed-torch": "packed torch",
@@ -106,8 +108,10 @@ def _cpu_cases(records: Records) -> list[str]:
 
 def _cpu_table(device: str, records: Records) -> str:
     def cell(record: Record, rival: str) -> str:
-        value = record.rivals.get(rival)
-        return "" if value is None else f"{1e6 / value:,.0f} ({ratio_words(record.ratio(rival))})"
+        name = _rival_in(record, rival)
+        if name is None:
+            return ""
+        return f"{1e6 / record.rivals[name]:,.0f} ({ratio_words(record.ratio(name))})"
 
     lines = []
     for case in _cpu_cases(records):
@@ -163,7 +167,9 @@ def _range_table(devices: Mapping[str, Records]) -> str:
             continue
         cells = [words, _range([1e6 / record.ours for record in found], "{:,.0f}".format)]
         for rival in _CPU_RIVALS:
-            ratios = [record.ratio(rival) for record in found if rival in record.rivals]
+            names = [_rival_in(record, rival) for record in found]
+            pairs = zip(found, names, strict=True)
+            ratios = [record.ratio(name) for record, name in pairs if name is not None]
             cells.append(_range(ratios, ratio_words) if ratios else "")
         lines.append(cells)
     head = f"How many times faster bytetx is, from the lowest to the highest of {len(devices)} "
@@ -171,6 +177,11 @@ def _range_table(devices: Mapping[str, Records]) -> str:
     return f"{head}\n\n" + _table(
         ["texts in, vectors out", "bytetx, tokens a second", *_CPU_RIVALS.values()], lines
     )
+
+
+def _rival_in(record: Record, column: str) -> str | None:
+    """The record's rival that stands in this column."""
+    return next((n for n in (column, _INT8_RIVALS.get(column)) if n in record.rivals), None)
 
 
 def _range(values: Sequence[float], words: Callable[[float], str]) -> str:

@@ -18,6 +18,7 @@ from bytetx.ops.linear import linear, prepare_linear, quantize_linear
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
 _RATE_ROWS = (1024, 4096)
+_SQUARE = 2048  # rows and columns of matmul_flops' operands
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,12 @@ def gemm_flops(spec: ModelSpec, dtype: torch.dtype, *, is_int8: bool = False) ->
         flop = sum(2 * rows * n * k for n, k in shapes)
         best = max(best, flop / _fastest(layer, seconds=0.5))
     return best
+
+
+def matmul_flops(dtype: torch.dtype) -> float:
+    """FLOP/s of a square product, the best of several passes."""
+    a, b = (torch.randn(_SQUARE, _SQUARE).to(dtype) for _ in range(2))
+    return 2 * _SQUARE**3 / _fastest(lambda: torch.mm(a, b), seconds=0.5)
 
 
 def cosine_distance(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -10,21 +10,23 @@ from typing import cast
 import numpy as np
 
 import bytetx
-from bytetx.bench import gpu_rivals
+from bytetx.bench import gpu_rivals, sparse
 from bytetx.bench.bert import random_checkpoint
 from bytetx.bench.encoder import work_of
 from bytetx.bench.flash_attn import flash_attn_package
-from bytetx.bench.gpu import DTYPES, Gpu, gpu_suite
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite
 from bytetx.bench.lengths import Lengths
 from bytetx.bench.measure import alternate, cosine_distance
 from bytetx.bench.rivals import Inputs, Rival, load_rivals
 from bytetx.bench.suite import Measurement, Suite
 from bytetx.bench.texts import Lognormal, english_passages, random_token_ids
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.checkpoint.spec import ModelSpec
 
 _NUM_TEXTS = 16384
 _LENGTHS = Lognormal(94, 0.6, 4, 200)  # 89 tokens on average by MiniLM's tokenizer, at most 247
 _NUM_RIVAL_TEXTS = 8192  # the first ones: a rival's time a text is the same, and seconds are saved
+_NUM_SPARSE_TEXTS = 4096
 _NUM_CHECKED = 64  # embedded by everyone before the clock starts
 _WARM_UP = 2  # whole runs of ours, which capture the graphs that later runs replay; 1 of a rival's
 _MAX_COSINE_DISTANCE = 1e-3  # beyond which a rival did other work than ours in f16
@@ -32,12 +34,14 @@ _RIVALS = {
     "strings": ("sentence-transformers", "sentence-transformers-256", *gpu_rivals.UNPADDED),
     "ids": ("transformers", "packed-torch"),
 }
+_SPARSE = "sparse"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """One case: a checkpoint (None: all-MiniLM-L6-v2), and what goes in, a key of _RIVALS.
 
+    inputs: or _SPARSE, texts to SPLADE's weights with the checkpoint's tokenizer.
     lengths: of random token ids, through BERT-base of random weights; None: real texts.
     """
 
@@ -69,15 +73,18 @@ def shapes(checkpoint: Path | None) -> list[Shape]:
         "ln128": draw.lognormal(128, 0.8, 4096, 4, 512),
         "mean-20": draw.lognormal(20, 0.65, 2048, 3, 128),
     }
-    return real + [
+    ids = [
         Shape(f"base-ids-{name}", "ids", checkpoint, tuple(lengths.tolist()))
         for name, lengths in served.items()
     ]
+    return [*real, *ids, Shape("splade-base-strings", _SPARSE, checkpoint)]
 
 
 def measure(shape: Shape, gpu: Gpu) -> Measurement:
     """Model.embed against its rivals; the floor of strings is the tokenizer's or the GPU's."""
     real = shape.checkpoint or demo_checkpoint()
+    if shape.inputs == _SPARSE:
+        return _measure_sparse(shape, gpu, real)
     is_random = shape.lengths is not None
     source = random_checkpoint("base", DTYPES[shape.dtype], like=real) if is_random else None
     with source or nullcontext(real) as checkpoint:
@@ -118,6 +125,22 @@ def _measure(shape: Shape, gpu: Gpu, checkpoint: Path) -> Measurement:
             **_flash_attention(runs),
         },
         notes=tuple(notes),
+    )
+
+
+def _measure_sparse(shape: Shape, gpu: Gpu, real: Path) -> Measurement:
+    """embed_sparse, and embed of the same texts, through BERT-base of random weights."""
+
+    def floor(spec: ModelSpec, lengths: list[int]) -> float:
+        return gpu.rates.floor_us(Work(0.0, sparse.splade_flop(spec, lengths))) / 1e6
+
+    return sparse.measure_sparse(
+        english_passages(_NUM_SPARSE_TEXTS, lengths=_LENGTHS),
+        like=real,
+        dtype=DTYPES[shape.dtype],
+        device="cuda",
+        rivals=tuple(sparse.RIVALS),
+        floor=floor,
     )
 
 

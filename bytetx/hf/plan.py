@@ -34,6 +34,8 @@ _CONV1D_FILE = "transformers.pytorch_utils"
 # Keys of a family's layer whose weights run as one.
 _FUSED = (("q", "k", "v"), ("ffn_gate", "ffn_in"))
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"}
+# Classes that leave their causal mask out where use_bidirectional_attention says so.
+_READ_BIDIRECTIONAL = ("Gemma3TextModel",)
 _BUILD_LOCK = threading.Lock()  # fusing re-points parameters: one thread at a time
 
 
@@ -79,11 +81,12 @@ class Snapshot:
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
-        self.table = _relative_bias_table(base)
-        if self.table is not None and self.table.is_inference():
-            # Moved in inference mode, it would not count its changes.
-            self.table.data = self.table.data.clone()
-        self.table_version = _version(self.table)
+        self.copied = _copied_parameters(base)
+        for parameter in self.copied:
+            if parameter.is_inference():
+                # Moved in inference mode, it would not count its changes.
+                parameter.data = parameter.data.clone()
+        self.copied_versions = list(map(_version, self.copied))
         self.read_values = ReadValues(base, self.modules)
 
     def seal(self) -> None:
@@ -101,7 +104,7 @@ class Snapshot:
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
             and addresses(self.tensors) == self.addresses
-            and _version(self.table) == self.table_version
+            and list(map(_version, self.copied)) == self.copied_versions
             and self.read_values.are_current()
         )
 
@@ -276,9 +279,10 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
-    if spec.is_bidirectional and is_causal is None:
+    reads_key = type(base).__name__ in _READ_BIDIRECTIONAL
+    if spec.is_bidirectional and is_causal is None and not reads_key:
         return "transformers' own class reads is_causal alone, and keeps its causal mask here"
-    if is_causal is not None and is_causal != spec.is_causal:
+    if is_causal is not None and is_causal != spec.is_causal and not reads_key:
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"
@@ -352,14 +356,20 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield from _below(module)
 
 
-def _relative_bias_table(base: "PreTrainedModel") -> torch.Tensor | None:
-    """The table of MPNet's or T5's buckets: the one parameter that a plan copies from."""
+def _copied_parameters(base: "PreTrainedModel") -> list[torch.Tensor]:
+    """The parameters whose values a plan copies: the table of MPNet's or T5's buckets, and weights
+    of norms that something is added to."""
     try:
-        name = _spec_of(base).embeddings.get("relative_bias")
-        return None if name is None else base.get_parameter(name)
+        spec = _spec_of(base)
+        names = [spec.embeddings[key] for key in ("relative_bias",) if key in spec.embeddings]
+        if spec.layer_spec.norm_offset:
+            layers = map(spec.layer_names, range(spec.num_layers))
+            stems = [stem for layer in layers for key, stem in layer.items() if "norm" in key]
+            names += [f"{stem}.weight" for stem in (*stems, spec.layer_spec.final["norm"])]
+        return [base.get_parameter(name) for name in names]
     except (AttributeError, CheckpointError):  # a model that will be refused
-        return None
+        return []
 
 
-def _version(table: torch.Tensor | None) -> int:
-    return 0 if table is None or table.is_inference() else table._version
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version

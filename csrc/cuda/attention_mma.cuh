@@ -13,6 +13,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
+#include "common/launch.cuh"
 #include "common/ring.cuh"
 #include "cuda/attention_math.cuh"
 
@@ -64,6 +65,23 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     const uint32_t offset = (column / C::kBoxColumns * kTileRows + row) * kRowBytes +
                             column % C::kBoxColumns * kElementBytes;
     return offset ^ ((offset >> 7 & kBits) << 4);
+}
+
+// Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
+// the descriptors of its parts are sums of uniform registers. Otherwise the compiler moves each of
+// them, a quarter of a step's work.
+template <typename Descriptors>
+__device__ __forceinline__ auto known_uniform(const Descriptors& tile) {
+    auto start = tile.data();
+    start.desc_.reg32_[0] = uniform(static_cast<int>(start.desc_.reg32_[0]));
+    return cute::make_tensor(start, tile.layout());
+}
+
+// The same of an address in shared memory, which the compiler would work out again and again.
+template <typename Smem>
+__device__ __forceinline__ Smem* known_uniform(Smem* smem) {
+    const int address = uniform(static_cast<int>(cute::cast_smem_ptr_to_uint(smem)));
+    return static_cast<Smem*>(__cvta_shared_to_generic(address));
 }
 
 }  // namespace bytetx

@@ -11,23 +11,6 @@ namespace bytetx::attention {
 // more than this, which is far from f16's end: most rescales disappear.
 constexpr float kMaxSum = 4096.0f;
 
-// Makes the start of a tile in shared memory, the same in every lane, known as such: from there on
-// the descriptors of its parts are sums of uniform registers. Otherwise the compiler moves each of
-// them, a quarter of a step's work.
-template <typename Descriptors>
-__device__ __forceinline__ auto known_uniform(const Descriptors& tile) {
-    auto start = tile.data();
-    start.desc_.reg32_[0] = uniform(static_cast<int>(start.desc_.reg32_[0]));
-    return cute::make_tensor(start, tile.layout());
-}
-
-// The same of an address in shared memory, which the compiler would work out again and again.
-template <typename Smem>
-__device__ __forceinline__ Smem* known_uniform(Smem* smem) {
-    const int address = uniform(static_cast<int>(cute::cast_smem_ptr_to_uint(smem)));
-    return static_cast<Smem*>(__cvta_shared_to_generic(address));
-}
-
 // How many of a thread's columns (8 * j + {0, 1}, all j) are before `column`.
 __device__ __forceinline__ int columns_before(int column) {
     return 2 * (max(column, 0) / 8) + min(max(column, 0) % 8, 2);

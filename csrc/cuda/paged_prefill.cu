@@ -15,6 +15,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     const PlanView view = view_plan(p.plan.plan, sizes);
     PrefillParams params{};
     params.scale = p.softmax_scale * kLog2e;
+    params.change = score_change(p);
     params.q = p.q;
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;

@@ -51,6 +51,7 @@ struct PrefillParams {
     int head_dim;
     int window;
     float scale;  // of scores, to powers of two
+    ScoreChange change;
 
     __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
     __device__ int head_of(int row) const { return row - token_of(row) * group; }
@@ -213,11 +214,34 @@ __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWor
     rows.full_end = __shfl_sync(kFullMask, rows.bounds[0].y, 0);
     rows.full_begin = __shfl_sync(kFullMask, rows.bounds[1].x, 31);
     rows.warp_end = __shfl_sync(kFullMask, rows.bounds[1].y, 31);
-    rows.scale = p.scale;
+    rows.scale = p.change.is_any() ? 1.0f : p.scale;
     rows.is_fresh = true;
     if (rows.num_rows <= 0) return {0, 0};
     const int last = first_row + min(rows.num_rows, kTileRows) - 1;
     return {uniform(row_keys(p, work, first_row).x), uniform(row_keys(p, work, last).y)};
+}
+
+// Products with the keys from `first` on become scores in powers of two. Biases count from the
+// tile's first token: what all scores of a row have in common has no weight.
+template <typename C, typename Scores>
+__device__ __forceinline__ void change_scores(const PrefillParams& p, const TileWork& work,
+                                              const RowTile<C>& rows, Scores& scores, int first) {
+    constexpr int kScores = decltype(cute::size(scores))::value;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores(i) = p.change.cap(scores(i), p.scale);
+    if (p.change.alibi_slopes == nullptr) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // one after the other: registers are scarce
+        const int row = min(rows.row(half), work.tile.num_rows - 1);
+        const float slope = p.change.slope(work.kv_head * p.group + p.head_of(row));
+        const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+        const float nearest = slope * static_cast<float>(distance);
+#pragma unroll
+        for (int i = 2 * half; i < kScores; i += 4) {
+            scores(i) += fmaf(slope, static_cast<float>(2 * i - 4 * half), nearest);
+            scores(i + 1) += fmaf(slope, static_cast<float>(2 * i - 4 * half + 1), nearest);
+        }
+    }
 }
 
 // Divides by the sums, stages in the warp's own rows of q, and writes whole 16-byte pieces.
@@ -302,7 +326,10 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
                 release(&s.v_empty[stage]);
                 continue;
             }
-            const auto on_scores = [&] { release(&s.k_empty[stage]); };
+            const auto on_scores = [&](auto& scores) {
+                release(&s.k_empty[stage]);
+                if (p.change.is_any()) change_scores(p, work, rows, scores, first);
+            };
             if (own.y - first <= kN / 2) {
                 rows.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
                                              wait_v);

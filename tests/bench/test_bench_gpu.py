@@ -28,6 +28,7 @@ from bytetx.bench.gpu_rivals import cut_by_tokens
 from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
 from bytetx.bench.plot import draw
 from bytetx.bench.records import Record, write_record
+from bytetx.bench.right_runs import right_runs
 from bytetx.bench.suite import Measurement
 from bytetx.bench.table import summary_line
 from bytetx.checkpoint.spec import build_spec
@@ -36,7 +37,17 @@ from bytetx.ops.attention import varlen_attention
 
 pytest.importorskip("transformers")
 
-SUITES = ("attention", "linear", "norm", "decode", "encoder", "latency", "text", "generate")
+SUITES = (
+    "attention",
+    "linear",
+    "norm",
+    "decode",
+    "encoder",
+    "latency",
+    "text",
+    "maxsim",
+    "generate",
+)
 TINY = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -144,7 +155,7 @@ def test_every_engine_computes_the_same_layers(monkeypatch: pytest.MonkeyPatch) 
         "broken": lambda: {}["nothing"],
     }
     notes: list[str] = []
-    assert list(encoder.right_runs(runs, inputs, notes)) == list(runs)[:3]
+    assert list(right_runs(runs, inputs, notes)) == list(runs)[:3]
     assert [note.partition(":")[0] for note in notes] == ["zeros left out", "broken left out"]
     assert inputs.padded()[0].shape == (4, 16, 64)
     assert bert.LayerInputs(tiny, dense(5, 3), device="cpu").padded()[1] is None

@@ -14,6 +14,7 @@ from bytetx.bench import deberta, encoder, encoder_cpu, gpu, modernbert, token_i
 from bytetx.bench.cli import app
 from bytetx.bench.measure import encoder_flop
 from bytetx.bench.records import read_records
+from bytetx.bench.right_runs import right_runs
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
 
@@ -137,10 +138,10 @@ def test_a_rival_that_computes_something_else_is_left_out() -> None:
         "same": lambda: torch.ones(3, 4),
         "half": lambda: torch.full((3, 4), 0.5),
     }
-    assert list(encoder.right_runs(runs, None, notes)) == ["ours", "same"]
+    assert list(right_runs(runs, None, notes)) == ["ours", "same"]
     assert notes == ["half left out: its relative distance to ours is 5.0e-01"]
     with pytest.raises(BytetxError, match="not finite"):
-        encoder.right_runs({"ours": lambda: torch.full((1, 1), torch.nan)}, None, notes)
+        right_runs({"ours": lambda: torch.full((1, 1), torch.nan)}, None, notes)
 
 
 @pytest.mark.gpu

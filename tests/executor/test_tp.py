@@ -52,8 +52,11 @@ DECODERS = {
         "falcon",
         "falcon-serial",
         "falcon-groups",
+        "bloom",
         "mixtral",
         "qwen3_moe",
+        "gemma2",
+        "gemma3",
     ],
     4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj", "olmo2", "falcon-groups", "mixtral"],
 }

@@ -92,7 +92,10 @@ def test_logits_to_keep_without_a_mask_and_of_one_row(name):
             assert_equal_at_tokens(have.logits, want.logits, ones if mask is None else mask)
 
 
-@pytest.mark.parametrize("name", [n for n in NINE if n not in ("gpt_neo", "mistral")])
+UNWINDOWED = [name for name in NINE if name not in ("gpt_neo", "mistral")]
+
+
+@pytest.mark.parametrize("name", [*UNWINDOWED, "bloom", "falcon-alibi"])
 def test_masks_with_holes_and_an_empty_row(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs([20, 17, 0, 12])
@@ -106,7 +109,18 @@ def test_masks_with_holes_and_an_empty_row(name):
     assert have.logits[2].isfinite().all()
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.filterwarnings("default::bytetx.hf.FallbackWarning")
+def test_more_tokens_than_alibi_was_trained_with():
+    stock, wrapped = stock_and_wrapped("bloom", seq_length=16)
+    inputs = padded_inputs([20, 12])
+    with torch.inference_mode(), pytest.warns(FallbackWarning, match="20 tokens are more than"):
+        have = wrapped(**inputs)
+    with torch.inference_mode():
+        want = stock(**inputs)
+    assert_equal_at_tokens(have.logits, want.logits, inputs["attention_mask"])
+
+
+@pytest.mark.parametrize("name", [*NINE, "gemma3"])
 def test_positions_and_embeddings(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS, side="left")
@@ -124,7 +138,7 @@ def test_positions_and_embeddings(name):
             assert_equal_at_tokens(wrapped(**call).logits, stock(**call).logits, mask)
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma2", "gemma3"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_past_is_what_the_original_goes_on_from(name, side):
     stock, wrapped = stock_and_wrapped(name)
@@ -165,7 +179,7 @@ def test_packed_rows(name):
     assert torch.equal(have[0], want)
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma2", "gemma3"])
 def test_bf16_is_as_close_to_fp32_as_stock(name):
     """Error against the fp32 model is at most twice that of the stock model, and its own rounding:
     one unit in the last place of logits up to 16."""
@@ -183,7 +197,7 @@ def test_bf16_is_as_close_to_fp32_as_stock(name):
     )
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma3"])
 def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
     model = tiny_decoder(name)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -210,7 +224,7 @@ def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
     assert all(tensor.is_contiguous() for tensor in after.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama", "gemma3"])
 def test_weights_changed_in_place_are_seen(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS)
@@ -224,7 +238,7 @@ def test_weights_changed_in_place_are_seen(name):
     assert_equal_at_tokens(have, want, inputs["attention_mask"])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "gemma3"])
 def test_other_heads(name):
     inputs = padded_inputs(SEQLENS)
     for head in ("ForSequenceClassification", "ForTokenClassification"):
@@ -257,10 +271,17 @@ def test_on_a_gpu(name, dtype):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, {"is_causal": False}) for name in ("llama", "mistral", "qwen2-window", "qwen3")),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma3-capped", {"use_bidirectional_attention": True, "is_causal": False}),
+    ],
+)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_decoder_without_its_causal_mask(name, side):
-    stock, wrapped = stock_and_wrapped(name, is_causal=False)
+def test_a_decoder_without_its_causal_mask(name, key, side):
+    stock, wrapped = stock_and_wrapped(name, **key)
     inputs = padded_inputs(SEQLENS, side=side)
     mask = inputs["attention_mask"]
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from bytetx.ops.attention_plan import plan_attention
 pytestmark = pytest.mark.gpu
 
 DTYPES = [torch.float16, torch.bfloat16]
-HEAD_DIMS = [32, 64, 80, 96, 128]
+HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 EDGES = [0, 1, 2, 63, 64, 65, 0, 127, 128, 129, 31, 32, 33, 191, 192, 193, 3, 0]
 MIDDLE = [300, 129, 700] * 10  # below every mean for which warpgroups share keys, and many tiles
 LENGTHS = {
@@ -80,6 +80,7 @@ def attend(
     *,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None = None,
 ) -> Tensor:
     """The definition, sequence by sequence, in `dtype`; returned in float64."""
@@ -98,7 +99,12 @@ def attend(
             mask = mask.masked_fill(distance.abs() >= window, -torch.inf)
         q, k, v = (t.transpose(0, 1).to(dtype) for t in (q, k, v))
         k, v = (t.repeat_interleave(group, dim=0) for t in (k, v))
-        out.append(scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(0, 1).double())
+        if softcap:
+            scores = softcap * torch.tanh(q @ k.transpose(1, 2) * q.shape[2] ** -0.5 / softcap)
+            attended = (scores + mask).softmax(-1) @ v
+        else:
+            attended = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out.append(attended.transpose(0, 1).double())
     return torch.cat(out)
 
 
@@ -156,6 +162,58 @@ def test_a_relative_bias_is_added(dtype: torch.dtype, head_dim: int, lengths: li
     positions = torch.cat([torch.arange(n) for n in lengths]).int().cuda()
     moved = case.run(relative_bias=bias, bias_positions=positions)
     assert torch.equal(moved, case.run(relative_bias=bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 160, 256])
+@pytest.mark.parametrize(
+    "lengths", [EDGES, MIDDLE, [700, 1025, 512], [2100]], ids=["edges", "middle", "long", "longest"]
+)
+@pytest.mark.parametrize("softcap", [2.0, 50.0])
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 100), (False, 63)])
+def test_capped_scores(
+    dtype: torch.dtype,
+    head_dim: int,
+    lengths: list[int],
+    softcap: float,
+    causal: bool,
+    window: int,
+) -> None:
+    case = make_case(lengths, dtype=dtype, num_heads=4, num_kv_heads=2, head_dim=head_dim)
+    case.q.mul_(4)  # scores of some 4: below the one cap, above the other
+    options = {"causal": causal, "window": window, "softcap": softcap}
+    assert_as_exact_as_torch(case.run(**options), case, **options)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_capped_scores_with_a_bias(head_dim: int) -> None:
+    case = make_case(EDGES, head_dim=head_dim)
+    bias = torch.randn(2, 2 * max(EDGES) - 1, device="cuda")
+    options = {"softcap": 3.0, "relative_bias": bias}
+    assert_as_exact_as_torch(case.run(**options), case, **options)
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_broken_values_stay_in_their_sequence_of_capped_scores(operand: str) -> None:
+    lengths = [5, 9, 30, 70, 3, 40]
+    case = make_case(lengths)
+    clean = attend(case, torch.float64, softcap=2.0)
+    getattr(case, operand)[5:14] = torch.nan
+    ours = case.run(softcap=2.0).double()
+    others = torch.ones(len(ours), dtype=torch.bool, device="cuda")
+    others[5:14] = False
+    assert (ours - clean)[others].abs().max() < 5e-3  # as in the random lists
+    assert ours[5:14].isnan().all()
+
+
+def test_capped_scores_share_a_plan_for_them() -> None:
+    case = make_case([700, 1025, 512], head_dim=128)
+    sizes = {"total_tokens": sum(case.lengths), "head_dim": 128}
+    plan = plan_attention(case.cu_seqlens, **sizes, softcap=5.0)
+    assert torch.equal(case.run(softcap=5.0, plan=plan), case.run(softcap=5.0))
+    wide = plan_attention(case.cu_seqlens, **sizes)
+    with pytest.raises(ValueError, match="not for this head_dim, bias or softcap"):
+        case.run(softcap=5.0, plan=wide)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -232,7 +290,7 @@ def test_nor_where_scores_grow_from_key_to_key(
     assert_as_exact_as_torch(case.run(), case)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("num_heads", [2, 14])  # few tiles, and more
 def test_one_graph_serves_other_lengths_and_leaves_padding_alone(
     head_dim: int, num_heads: int

@@ -11,7 +11,7 @@ from bytetx.ops.attention import varlen_attention
 
 pytestmark = pytest.mark.gpu
 
-HEAD_DIMS = [32, 64, 80, 96, 128]
+HEAD_DIMS = [32, 64, 80, 96, 128, 256]
 DTYPES = [torch.float16, torch.bfloat16]
 LONGEST = 1500  # tokens of one sequence
 MOST_ROWS = 40_000  # of the pool that operands are cut from

@@ -72,9 +72,17 @@ class Inputs:
         return plan
 
 
-def check(lengths: list[tuple[int, int]], *, window: int = 0, **options: object) -> None:
+def check(
+    lengths: list[tuple[int, int]],
+    *,
+    window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    **options: object,
+) -> None:
     step, inputs = make(lengths, window=window, given_back=window > 0, **options)
-    assert_exact(inputs.attend(window=window), step, window=window)
+    changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    assert_exact(inputs.attend(**changes), step, **changes)
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), HEADS)
@@ -85,6 +93,51 @@ def test_groups(
 ) -> None:
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     check(lengths, **heads, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 3), (6, 2), (8, 2), (8, 1)])
+@pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("batches", [1, 7], ids=["clusters", "items"])
+@pytest.mark.parametrize("lengths", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_heads_of_256_features(
+    lengths: list, batches: int, window: int, num_heads: int, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": 256}
+    check([*lengths, (1, 5000)] * batches, window=window, dtype=dtype, **heads)
+
+
+@pytest.mark.parametrize(("num_heads", "head_dim"), [(9, 256), (16, 200)])
+def test_more_wide_heads_on_a_key_than_the_kernels_take(num_heads: int, head_dim: int) -> None:
+    heads = {"num_heads": num_heads, "num_kv_heads": 1, "head_dim": head_dim}
+    check([(1, 20), (3, 9), (1, 300)], **heads)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
+@pytest.mark.parametrize("has_slopes", [False, True])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("batches", [1, 7], ids=["clusters", "items"])
+def test_capped_scores_and_slopes(
+    softcap: float, has_slopes: bool, window: int, head_dim: int, batches: int, dtype: torch.dtype
+) -> None:
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim}
+    slopes = torch.tensor([0.5, 0.25, 0.03, 0.004, 0.0005, 0.0]) if has_slopes else None
+    if slopes is not None:
+        slopes = slopes.cuda()
+    options = {"softcap": softcap, "alibi_slopes": slopes, "window": window, "dtype": dtype}
+    check([*MIXED, *DECODE, (0, 7), (1, 5000)] * batches, **options, **heads)
+
+
+def test_slopes_of_many_heads_on_one_key() -> None:
+    slopes = torch.rand(20).cuda()
+    heads = {"num_heads": 20, "num_kv_heads": 1, "head_dim": 64}
+    for batches in (1, 70):
+        check([(1, 70), (1, 1100), (40, 90)] * batches, alibi_slopes=slopes, **heads)
+
+
+def test_slopes_far_from_the_first_key(dtype: torch.dtype) -> None:
+    slopes = torch.tensor([2.0**-8, 1.0, 0.5, 2.0**-4]).cuda()
+    check([(1, 30_000), (70, 20_000)], alibi_slopes=slopes, dtype=dtype, softcap=4.0)
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 32, 40, 80, 96, 120])
