@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bytetx.async_model import AsyncModel
     from bytetx.hf import unwrap, wrap
     from bytetx.model import Model, load
     from bytetx.packed import PackedBatch, pack
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AsyncModel",
     "Model",
     "PackedBatch",
     "SamplingParams",
@@ -28,6 +30,7 @@ __all__ = [
 
 # Where each public name lives; it is imported at first use, so that `import bytetx` takes no torch.
 _HOMES = {
+    "AsyncModel": "bytetx.async_model",
     "Model": "bytetx.model",
     "PackedBatch": "bytetx.packed",
     "SamplingParams": "bytetx.sampling_params",

@@ -39,3 +39,22 @@ class DeviceLostError(RuntimeError):
 
 class GroupError(DeviceLostError):
     """A rank of a tensor-parallel group failed or ended: the model must be loaded again."""
+
+
+class QueueFullError(BytetxError):
+    """A request that the queue of an AsyncModel has no room for; later it will.
+
+    retry_after_s: seconds until there is likely to be room.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(BytetxError, TimeoutError):
+    """A request whose results were not there within its timeout_s; what it had queued is dropped."""
+
+
+class ClosedError(RuntimeError):
+    """A request to an AsyncModel that was closed, or that it was closed before the results of."""

@@ -20,7 +20,7 @@ BEGIN, END = "<!-- picture: begin -->", "<!-- picture: end -->"
 # root of bytetx/ that make the public interface.
 ROWS = (
     ("cli",),
-    ("bench", "hf", "integrations"),
+    ("bench", "hf", "integrations", "serve"),
     ("api",),
     ("tasks",),
     ("requests",),
@@ -39,6 +39,7 @@ _MEANINGS = {
     "cli": "cli<br/>commands, files",
     "bench": "bench<br/>suites, rivals, records",
     "hf": "hf<br/>wrap, unwrap",
+    "serve": "serve<br/>HTTP server",
     "integrations": "integrations<br/>LangChain, LlamaIndex, Haystack",
     "api": "bytetx<br/>load, Model",
     "tasks": "tasks<br/>embed, classify, tag, ...",

@@ -14,6 +14,7 @@ from rich.text import Text
 from bytetx import __version__
 from bytetx.bench.cli import app as bench_app
 from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
+from bytetx.cli.serve import serve
 from bytetx.errors import BytetxError, DeviceLostError, InputError, OptionError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench_app)
+app.command()(serve)
 
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
 Prompt = Annotated[str | None, typer.Option(help="Text to put before every text.")]

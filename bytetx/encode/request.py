@@ -142,6 +142,9 @@ class RunStats:
     num_pad_tokens: pad tokens that a padded run in batches of 32, in arrival order, would have
     computed on top.  num_truncated: texts cut to the model's positions.  num_errors: texts that
     failed.  seconds: wall time, tokenisation included.
+    Only of an AsyncModel, 0 elsewhere: tokenize_seconds, from the call to the token ids, waits for
+    a thread included; queue_seconds, from there to the start of the forward pass, and
+    compute_seconds, from its start to its results, each the mean over the texts.
     """
 
     num_texts: int = 0
@@ -150,6 +153,9 @@ class RunStats:
     num_truncated: int = 0
     num_errors: int = 0
     seconds: float = 0.0
+    tokenize_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
 
 
 @dataclass(slots=True)

@@ -1,0 +1,104 @@
+"""What a request asks of the engine, and what the engine answers; both can cross a process."""
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a task.
+
+    model: the name it is served under.  task: of engine.TASKS.  inputs, options: values that JSON
+    has, as that task takes them.
+    """
+
+    model: str
+    task: str
+    inputs: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Counts and seconds of one call: means over its texts, as RunStats says."""
+
+    num_texts: int = 0
+    num_tokens: int = 0
+    num_truncated: int = 0
+    tokenize_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The results of a call: rows that JSON has, and arrays, as its task says."""
+
+    timings: Timings
+    rows: Any = None
+    arrays: tuple[np.ndarray, ...] = ()
+
+
+class Piece(NamedTuple):
+    """New text of one output of a prompt.
+
+    output: its number, below n.  token_ids: the new tokens.  logprobs: one a token, where asked
+    for: (text, logprob, [(text, logprob), ...] of the likeliest).
+    finish_reason: None until the output ends: stop, length or abort.
+    num_prompt_tokens: of the whole prompt.
+    """
+
+    output: int
+    text: str
+    num_tokens: int
+    logprobs: list[Any] | None
+    finish_reason: str | None
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What routes need to know of a served model without holding it.
+
+    info: of Model.info().  tasks: names of engine.TASKS that it can run.  main_task: what POST /
+    does.  created: seconds since 1970, of loading.
+    """
+
+    name: str
+    model_id: str
+    info: Mapping[str, Any]
+    tasks: tuple[str, ...]
+    main_task: str
+    has_chat_template: bool
+    gives_token_vectors: bool
+    similarity: str
+    created: int
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.info["max_tokens"])
+
+
+class Backend(Protocol):
+    """Where calls are answered: in this process, or in the engine's own."""
+
+    @property
+    def models(self) -> tuple[ModelFacts, ...]:
+        """The served models; the first one serves requests that name none."""
+        ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """False where no call can be answered now."""
+        ...
+
+    async def run(self, call: Call) -> Outcome:
+        """Raises ServeError."""
+        ...
+
+    def generate(self, call: Call) -> AsyncIterator[Piece]:
+        """Pieces of all outputs of one prompt; raises ServeError while they are read."""
+        ...

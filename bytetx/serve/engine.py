@@ -1,0 +1,370 @@
+"""Runs calls on AsyncModels: every task from JSON's values to rows and arrays."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from bytetx.async_model import AsyncModel
+from bytetx.checkpoint.tokenizer import Tokenizer
+from bytetx.encode.request import RunStats
+from bytetx.generate.outputs import RequestOutput, TokenLogprob
+from bytetx.model import Model
+from bytetx.sampling_params import SamplingParams
+from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
+from bytetx.serve.errors import ServeError, as_serve_error
+from bytetx.serve.settings import ModelSource
+from bytetx.tasks.rerank import YES_NO_FAMILIES
+from bytetx.tasks.search import similarity as similarity_of
+
+
+def model_facts(source: ModelSource, model: Model) -> ModelFacts:
+    """What routes know of a loaded model."""
+    heads, sentence = model.heads, model.checkpoint.sentence
+    has_lm = heads.lm is not None
+    reranks = heads.sequence is not None and model.spec.num_labels == 1
+    reranks |= sentence.logit_score is not None or (has_lm and model.spec.family in YES_NO_FAMILIES)
+    has_other_head = any((heads.sequence, heads.token, heads.question_answering))
+    is_sparse = sentence.splade is not None
+    has_sparse = heads.masked_lm is not None or model.checkpoint.token_weight is not None
+    can = {
+        "embed": not has_other_head and not is_sparse,
+        "embed_sparse": has_sparse,
+        "embed_tokens": not has_other_head,
+        "classify": heads.sequence is not None,
+        "rerank": reranks,
+        "tag": heads.token is not None,
+        "generate": has_lm,
+        "tokenize": model.tokenizer is not None,
+    }
+    if sentence.logit_score is not None:
+        main = "rerank"
+    elif has_lm and not sentence.modules:
+        main = "generate"
+    else:
+        order = ("rerank", "classify", "tag", "embed", "embed_sparse")
+        main = next((task for task in order if can[task]), "embed")
+    return ModelFacts(
+        name=source.name,
+        model_id=source.path,
+        info=model.info(),
+        tasks=tuple(task for task, is_able in can.items() if is_able),
+        main_task=main,
+        has_chat_template=model.checkpoint.chat_template is not None,
+        gives_token_vectors=sentence.multi_vector is not None,
+        similarity=model.similarity_function,
+        created=int(time.time()),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A loaded model, the queue before it, and what routes know of it."""
+
+    facts: ModelFacts
+    model: AsyncModel
+    left: "LeftTruncation"
+
+
+class LocalBackend:
+    """A Backend of this process."""
+
+    def __init__(self, served: Sequence[ServedModel]):
+        self._served = {one.facts.name: one for one in served}
+        self.models = tuple(one.facts for one in served)
+        self.is_healthy = True
+
+    @property
+    def served(self) -> Sequence[ServedModel]:
+        return list(self._served.values())
+
+    async def run(self, call: Call) -> Outcome:
+        try:
+            return await TASKS[call.task](self._served[call.model], call)
+        except Exception as error:
+            raise self._serve_error(error) from error
+
+    async def generate(self, call: Call) -> AsyncIterator[Piece]:
+        served = self._served[call.model]
+        try:
+            params = SamplingParams(**_sampling(call.options))
+            model = served.model.model
+            async with aclosing(served.model.generate(call.inputs, params)) as outputs:
+                async for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                    yield _piece(output, model.tokenizer, outputs.num_prompt_tokens)
+        except Exception as error:
+            raise self._serve_error(error) from error
+
+    def _serve_error(self, error: Exception) -> ServeError:
+        """The answer to an error; one that is a fault of the program is raised again."""
+        found = as_serve_error(error)
+        if found is None:
+            raise error
+        if found.kind == "unhealthy":
+            self.is_healthy = False
+        return found
+
+
+class LeftTruncation:
+    """Token ids of texts that lose their beginning where they are too long."""
+
+    def __init__(self, tokenizer: Tokenizer | None):
+        self._tokenizer = tokenizer
+        self._backend: tokenizers.Tokenizer | None = None
+
+    def encode(self, texts: Sequence[Any], *, prompt: str) -> tuple[list[Any], int]:
+        """(token ids of each str, what is no str as it is; how many were cut)."""
+        if self._tokenizer is None:
+            return list(texts), 0
+        if self._backend is None:
+            backend = tokenizers.Tokenizer.from_str(self._tokenizer.backend.to_str())
+            backend.enable_truncation(self._tokenizer.max_tokens, direction="left")
+            self._backend = backend
+        places = [i for i, text in enumerate(texts) if isinstance(text, str)]
+        encodings = self._backend.encode_batch([prompt + texts[i] for i in places])
+        result = list(texts)
+        for place, encoding in zip(places, encodings, strict=True):
+            result[place] = encoding.ids
+        return result, sum(bool(encoding.overflowing) for encoding in encodings)
+
+
+async def _embed(served: ServedModel, call: Call) -> Outcome:
+    """arrays: f32 [num_texts, dimensions]"""
+    options, inputs, num_cut = await _prepared(served, call)
+    result = await served.model.embed(inputs, **options)
+    _check_finite(result.vectors)
+    return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
+
+
+async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
+    """arrays: f32 [total_vectors, dimensions], int64 [num_texts + 1], where each text starts"""
+    if served.facts.gives_token_vectors:
+        options = dict(call.options)
+        options.pop("left", None)
+        name = options.get("prompt_name")
+        options["task"] = name if name in ("query", "document") else "document"
+        tokens = await served.model.embed_tokens(call.inputs, **options)
+        _check_finite(tokens.vectors)
+        return Outcome(_timings(tokens.stats), arrays=(tokens.vectors, tokens.cu_seqlens))
+    options, inputs, num_cut = await _prepared(served, call)
+    prompt = _prompt_text(served, options)
+    if prompt:
+        inputs = [prompt + text if isinstance(text, str) else text for text in inputs]
+    states = await served.model.hidden_states(inputs, truncate=options["truncate"])
+    vectors = np.concatenate([state[0] for state in states])
+    _check_finite(vectors)
+    cu_seqlens = np.zeros(len(states) + 1, dtype=np.int64)
+    np.cumsum([state.shape[1] for state in states], out=cu_seqlens[1:])
+    return Outcome(_timings(states.stats, num_cut), arrays=(vectors, cu_seqlens))
+
+
+async def _embed_sparse(served: ServedModel, call: Call) -> Outcome:
+    """arrays: int32 [nnz] token ids, f32 [nnz] weights, int64 [num_texts + 1]"""
+    options, inputs, num_cut = await _prepared(served, call)
+    result = await served.model.embed_sparse(inputs, **options)
+    _check_finite(result.values)
+    arrays = (result.indices, result.values, result.indptr)
+    return Outcome(_timings(result.stats, num_cut), arrays=arrays)
+
+
+async def _classify(served: ServedModel, call: Call) -> Outcome:
+    """rows: for each text [(label, score), ...], best first"""
+    options, inputs, num_cut = await _prepared(served, call)
+    result = await served.model.classify(inputs, **options)
+    rows = [[(label.label, float(label.score)) for label in labels] for labels in result]
+    _check_finite(np.array([score for labels in rows for _, score in labels]))
+    return Outcome(_timings(result.stats, num_cut), rows)
+
+
+async def _rerank(served: ServedModel, call: Call) -> Outcome:
+    """rows: [(index of the document, score), ...], best first"""
+    query, documents = call.inputs
+    result = await served.model.rerank(query, documents, **call.options)
+    rows = [(hit.index, float(hit.score)) for hit in result]
+    _check_finite(np.array([score for _, score in rows]))
+    return Outcome(_timings(result.stats), rows)
+
+
+async def _tag(served: ServedModel, call: Call) -> Outcome:
+    """rows: for each text [{entity, score, word, start, end, index}, ...]"""
+    result = await served.model.tag(call.inputs, **call.options)
+    rows = [
+        [
+            {
+                "entity": entity.entity,
+                "score": float(entity.score),
+                "word": entity.word,
+                "start": entity.start,
+                "end": entity.end,
+                "index": entity.index,
+            }
+            for entity in entities
+        ]
+        for entities in result
+    ]
+    _check_finite(np.array([entity["score"] for entities in rows for entity in entities]))
+    return Outcome(_timings(result.stats), rows)
+
+
+async def _similarity(served: ServedModel, call: Call) -> Outcome:
+    """rows: [score, ...] of the second and later inputs against the first"""
+    options, inputs, num_cut = await _prepared(served, call)
+    result = await served.model.embed(inputs, **options)
+    _check_finite(result.vectors)
+    name = served.model.model.similarity_function
+    scores = similarity_of(result.vectors[:1], result.vectors[1:], function=name)
+    return Outcome(_timings(result.stats, num_cut), scores[0].tolist())
+
+
+async def _tokenize(served: ServedModel, call: Call) -> Outcome:
+    """rows: for each text [{id, text, special, start, stop}, ...]"""
+    return await asyncio.to_thread(_tokenize_now, served, call)
+
+
+def _tokenize_now(served: ServedModel, call: Call) -> Outcome:
+    tokenizer = _need_tokenizer(served)
+    prompt = _prompt_text(served, call.options)
+    texts = [prompt + text for text in call.inputs]
+    backend = tokenizer.untruncated().backend
+    adds_special = call.options.get("add_special_tokens", True)
+    encodings = backend.encode_batch(texts, add_special_tokens=adds_special)
+    rows = [_token_rows(t, encoding) for t, encoding in zip(texts, encodings, strict=True)]
+    num_tokens = sum(map(len, rows))
+    return Outcome(Timings(num_texts=len(texts), num_tokens=num_tokens), rows)
+
+
+def _token_rows(text: str, encoding: tokenizers.Encoding) -> list[dict[str, Any]]:
+    columns = zip(
+        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
+    )
+    return [
+        {
+            "id": token_id,
+            "text": token if special else text[start:end],
+            "special": bool(special),
+            "start": None if special else start,
+            "stop": None if special else end,
+        }
+        for token_id, token, (start, end), special in columns
+    ]
+
+
+async def _decode(served: ServedModel, call: Call) -> Outcome:
+    """rows: the text of each list of token ids"""
+    return await asyncio.to_thread(_decode_now, served, call)
+
+
+def _decode_now(served: ServedModel, call: Call) -> Outcome:
+    tokenizer, size = _need_tokenizer(served), served.model.model.spec.vocab_size
+    skips = call.options.get("skip_special_tokens", True)
+    for ids in call.inputs:
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ServeError(
+                "validation", f"ids must be token ids below {size}, the vocabulary; got {wrong}"
+            )
+    rows = [tokenizer.decode(ids, skip_special_tokens=skips) for ids in call.inputs]
+    return Outcome(Timings(num_texts=len(rows), num_tokens=sum(map(len, call.inputs))), rows)
+
+
+TASKS: Mapping[str, Callable[[ServedModel, Call], Awaitable[Outcome]]] = {
+    "embed": _embed,
+    "embed_tokens": _embed_tokens,
+    "embed_sparse": _embed_sparse,
+    "classify": _classify,
+    "rerank": _rerank,
+    "tag": _tag,
+    "similarity": _similarity,
+    "tokenize": _tokenize,
+    "decode": _decode,
+}
+
+
+async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], list[Any], int]:
+    """(options of AsyncModel's method, inputs, texts that were cut on their left)."""
+    options = dict(call.options)
+    if not options.pop("left", False):
+        return options, call.inputs, 0
+    if any(
+        isinstance(text, (list, tuple)) and text and isinstance(text[0], str)
+        for text in call.inputs
+    ):
+        raise ServeError("validation", "truncation_direction Left is for single texts, not pairs")
+    prompt = _prompt_text(served, options)
+    inputs, num_cut = await asyncio.to_thread(served.left.encode, call.inputs, prompt=prompt)
+    options.pop("prompt", None)
+    options.pop("prompt_name", None)
+    return options, inputs, num_cut
+
+
+def _prompt_text(served: ServedModel, options: Mapping[str, Any]) -> str:
+    sentence = served.model.model.checkpoint.sentence
+    return sentence.prompt_text(options.get("prompt"), options.get("prompt_name"))
+
+
+def _need_tokenizer(served: ServedModel) -> Tokenizer:
+    tokenizer = served.model.model.tokenizer
+    if tokenizer is None:
+        raise ServeError("validation", "this checkpoint has no tokenizer; give token ids")
+    return tokenizer
+
+
+def _check_finite(numbers: np.ndarray) -> None:
+    """A result that is no number is an error of its own request, never an answer."""
+    if not np.isfinite(numbers).all():
+        raise ServeError(
+            "backend",
+            "the model gave numbers that are not finite for this request; try dtype bfloat16 or "
+            "float32, or check the checkpoint's weights",
+        )
+
+
+def _timings(stats: RunStats, num_cut: int = 0) -> Timings:
+    return Timings(
+        stats.num_texts,
+        stats.num_tokens,
+        stats.num_truncated + num_cut,
+        stats.tokenize_seconds,
+        stats.queue_seconds,
+        stats.compute_seconds,
+    )
+
+
+def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON's keys are strings; those of logit_bias are token ids."""
+    given = dict(options)
+    bias = given.get("logit_bias")
+    if bias is not None:
+        given["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return given
+
+
+def _piece(output: RequestOutput, tokenizer: Tokenizer | None, num_prompt_tokens: int) -> Piece:
+    logprobs = None
+    if output.logprobs is not None:
+        logprobs = [_logprob(entry, tokenizer) for entry in output.logprobs]
+    return Piece(
+        output.index,
+        output.text,
+        len(output.token_ids),
+        logprobs,
+        output.finish_reason,
+        num_prompt_tokens,
+    )
+
+
+def _logprob(entry: TokenLogprob, tokenizer: Tokenizer | None) -> list[Any]:
+    def text(token_id: int) -> str:
+        if tokenizer is None:
+            return f"token_id:{token_id}"
+        return tokenizer.decode_plain([token_id], skip_special_tokens=False)
+
+    top = [(text(token), logprob) for token, logprob in entry.top.items()]
+    return [text(entry.token_id), entry.logprob, top]

@@ -1,0 +1,290 @@
+"""Gateway: the ASGI application around the routes: ids, keys, limits, errors, records.
+
+A request of a known path goes from here straight to its endpoint: FastAPI's own handling of bodies
+and dependencies would cost more than a short text's forward pass. FastAPI makes the OpenAPI page.
+"""
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from bytetx.serve.calls import ModelFacts, Timings
+from bytetx.serve.client import ClientLeftError, WhileConnected
+from bytetx.serve.errors import ServeError, Style, as_serve_error
+from bytetx.serve.records import Finished
+from bytetx.serve.site import Site
+
+logger = logging.getLogger("bytetx.serve")
+
+CLIENT_LEFT = 499  # nginx's status; only in metrics
+_BODY_SECONDS = 30.0
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
+
+
+class Exchange(Request):
+    """One request on its way through an endpoint.
+
+    request_id, style: for its answer.  facts, timings and the rest: for its record; endpoints set
+    them.
+    """
+
+    site: Site
+    request_id: str
+    style: Style
+    model_name: str | None = None  # of the path's prefix
+    started: float
+    body_bytes: bytes = b""
+    facts: ModelFacts | None = None
+    timings: Timings | None = None
+    first_token_seconds: float | None = None
+    token_seconds: float | None = None
+
+
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """endpoint: endpoint(body, exchange), or endpoint(exchange) where there is no body.
+
+    is_open: answered without a key.  is_limited: counts as a concurrent request, and needs models.
+    """
+
+    path: str
+    endpoint: Endpoint
+    body: type[BaseModel] | None = None
+    is_open: bool = False
+    is_limited: bool = True
+
+
+class Gateway:
+    """The whole application; `routes` by (method, path)."""
+
+    def __init__(self, site: Site, app: FastAPI, routes: Mapping[tuple[str, str], Route]):
+        self._site, self._app, self._routes = site, app, routes
+        self._paths = {path for _, path in routes}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope, receive, send)
+        exchange.site, exchange.started = self._site, time.perf_counter()
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-request-id")
+        is_usable = given is not None and _REQUEST_ID.fullmatch(given) is not None
+        exchange.request_id = given.decode() if given and is_usable else uuid.uuid4().hex
+        path = self._path(scope["path"], exchange)
+        exchange.style = "openai" if path.startswith(("/v1/", "/v2/")) else "tei"
+        if path in _DOCS and scope["method"] in ("GET", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        tracer = self._site.tracer
+        if tracer is None or path not in self._paths:
+            await self._serve(exchange, path, headers)
+            return
+        carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers.items()}
+        with tracer.span(f"{scope['method']} {path}", carrier) as span:
+            span.set_attribute("http.request.method", scope["method"])
+            span.set_attribute("http.route", path)
+            span.set_attribute("bytetx.request_id", exchange.request_id)
+            status = await self._serve(exchange, path, headers)
+            span.set_attribute("http.response.status_code", status)
+            if exchange.timings is not None:
+                span.set_attribute("bytetx.tokens", exchange.timings.num_tokens)
+
+    def _path(self, path: str, exchange: Exchange) -> str:
+        """The path without /models/NAME, which names the model."""
+        if path.startswith("/models/"):
+            for model in self._site.models():
+                prefix = f"/models/{model.name}"
+                if path == prefix or path.startswith(f"{prefix}/"):
+                    exchange.model_name = model.name
+                    return path[len(prefix) :] or "/"
+        return path
+
+    async def _serve(self, exchange: Exchange, path: str, headers: Mapping[bytes, bytes]) -> int:
+        """Answers, records, and gives the status."""
+        error_kind = ""
+        try:
+            response = await self._respond(exchange, path, headers)
+        except ServeError as error:
+            response, error_kind = error.response(exchange.style), error.kind
+        except ClientLeftError:
+            self._record(exchange, path, CLIENT_LEFT, "")
+            return CLIENT_LEFT
+        except Exception as error:
+            response, error_kind = self._unexpected(exchange, path, error)
+        status = response.status_code
+        if status == 500 or (status == 424 and exchange.facts is not None):
+            logger.warning("%s %s: %d (%s)", exchange.request_id, path, status, error_kind)
+        response.raw_headers.append((b"x-request-id", exchange.request_id.encode()))
+        if self._site.phase == "draining":
+            response.raw_headers.append((b"connection", b"close"))
+        try:
+            await response(exchange.scope, exchange.receive, exchange._send)
+        except (OSError, ClientLeftError):  # while its answer was written
+            status = CLIENT_LEFT
+        self._record(exchange, path, status, error_kind)
+        return status
+
+    async def _respond(
+        self, exchange: Exchange, path: str, headers: Mapping[bytes, bytes]
+    ) -> Response:
+        method = exchange.scope["method"]
+        route = self._routes.get(("GET" if method == "HEAD" else method, path))
+        if route is None:
+            raise self._unknown(method, path)
+        site = self._site
+        if not route.is_open:
+            site.check_key(headers.get(b"authorization"))
+        if not route.is_limited:
+            return await _call(route, exchange)
+        site.ready_backend()
+        exchange.body_bytes = await _read_body(
+            exchange.receive, headers, limit=site.settings.payload_limit_bytes
+        )
+        most = site.settings.max_concurrent_requests
+        if site.num_running >= most:
+            raise ServeError(
+                "overloaded",
+                f"{most} requests are being answered, which is --max-concurrent-requests; try "
+                "again soon",
+                retry_after_s=1,
+            )
+        body = _parse(route.body, exchange.body_bytes)
+        site.num_running += 1
+        try:
+            async with WhileConnected(exchange.receive):
+                response = await _call(route, exchange, body)
+            return _Counted(response, site)
+        except BaseException:
+            site.num_running -= 1
+            raise
+
+    def _unknown(self, method: str, path: str) -> ServeError:
+        if path in self._paths:
+            known = ", ".join(sorted(name for name, known in self._routes if known == path))
+            return ServeError("method", f"{path} takes {known}, got {method}")
+        return ServeError("not_found", f"there is no route {path[:200]}; GET /docs lists them")
+
+    def _unexpected(self, exchange: Exchange, path: str, error: Exception) -> tuple[Response, str]:
+        known = as_serve_error(error)
+        if known is not None:
+            return known.response(exchange.style), known.kind
+        logger.error("%s %s: a fault of the server", exchange.request_id, path, exc_info=error)
+        message = f"the server failed; its log has request {exchange.request_id}"
+        response = ServeError("backend", message).response(exchange.style)
+        response.status_code = 500
+        return response, "internal"
+
+    def _record(self, exchange: Exchange, path: str, status: int, error_kind: str) -> None:
+        known = path if path in self._paths else "other"
+        route = self._routes.get((exchange.scope["method"], path))
+        if status < 400 and (route is None or not route.is_limited):
+            return  # probes and scrapes
+        self._site.recorder.record(
+            Finished(
+                route=known,
+                status=status,
+                model="" if exchange.facts is None else exchange.facts.name,
+                seconds=time.perf_counter() - exchange.started,
+                error=error_kind,
+                timings=exchange.timings,
+                first_token_seconds=exchange.first_token_seconds,
+                token_seconds=exchange.token_seconds,
+            )
+        )
+
+
+class _Counted(Response):
+    """An answer that counts as a running request until all of it is sent."""
+
+    def __init__(self, inner: Response, site: Site):
+        self._inner, self._site = inner, site
+        self.status_code = inner.status_code
+        self.raw_headers = inner.raw_headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._inner(scope, receive, send)
+        finally:
+            self._site.num_running -= 1
+
+
+async def _call(route: Route, exchange: Exchange, body: BaseModel | None = None) -> Response:
+    if body is None:
+        return await route.endpoint(exchange)
+    return await route.endpoint(body, exchange)
+
+
+async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], *, limit: int) -> bytes:
+    """Raises ServeError where it is longer than limit bytes, or takes too long to arrive."""
+    given = headers.get(b"content-length")
+    if given is not None and given.isdigit() and int(given) > limit:
+        raise _too_large(limit)
+    message = await receive()
+    if not message.get("more_body", False) and message["type"] == "http.request":
+        body: bytes = message.get("body", b"")
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            return await _read_rest(receive, message, limit=limit)
+    except TimeoutError as error:
+        raise ServeError(
+            "timeout", f"the body did not arrive within {_BODY_SECONDS:g} s"
+        ) from error
+
+
+async def _read_rest(receive: Receive, message: Message, *, limit: int) -> bytes:
+    parts, size = [], 0
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientLeftError
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+        message = await receive()
+
+
+def _too_large(limit: int) -> ServeError:
+    return ServeError(
+        "too_large", f"the body has more than {limit} bytes, which is --payload-limit"
+    )
+
+
+def _parse(model: type[BaseModel] | None, body: bytes) -> BaseModel | None:
+    if model is None:
+        return None
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise validation_error(error) from None
+
+
+def validation_error(error: ValidationError) -> ServeError:
+    """The first thing that is wrong, in one line."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    message = first["msg"][:300].replace("\n", " ")
+    if first["type"] == "json_invalid":
+        return ServeError("validation", f"the body is no JSON: {message}")
+    param = str(first["loc"][0]) if first["loc"] else None
+    return ServeError("validation", f"{place or 'the body'}: {message}", param=param)

@@ -1,0 +1,87 @@
+"""Loads the models of a server, and runs each once before it is called ready."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from bytetx.async_model import AsyncModel
+from bytetx.model import load
+from bytetx.serve.calls import Call, ModelFacts
+from bytetx.serve.engine import LeftTruncation, LocalBackend, ServedModel, model_facts
+from bytetx.serve.settings import ModelSource, ServeSettings
+
+logger = logging.getLogger("bytetx.serve")
+
+
+def load_models(settings: ServeSettings) -> list[ServedModel]:
+    """Every model, in the order of the settings; raises what bytetx.load does."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    return [_load_model(source, settings) for source in settings.models]
+
+
+def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
+    model = load(
+        source.path,
+        device=settings.device,
+        dtype=settings.dtype,
+        tp=settings.tp,
+        token_budget=settings.max_batch_tokens,
+        revision=settings.revision,
+        local_files_only=settings.local_files_only,
+    )
+    facts = model_facts(source, model)
+    queue = AsyncModel(
+        model,
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        tokenizer_threads=settings.tokenization_workers,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        max_num_seqs=settings.max_num_seqs,
+    )
+    logger.info("loaded %s: %r", source.name, model)
+    return ServedModel(facts, queue, LeftTruncation(model.tokenizer))
+
+
+async def warm_up(backend: LocalBackend) -> None:
+    """Runs each model's main task on a short text and on a full batch.
+
+    The full one shows at the start, and not under load, whether a step fits the memory.
+    """
+    for facts in backend.models:
+        for call in _warm_up_calls(facts):
+            await backend.run(call)
+        if facts.main_task == "generate":
+            prompt = _filler(facts, 4)
+            options = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+            async for _ in backend.generate(Call(facts.name, "generate", prompt, options)):
+                pass
+        logger.info("%s is warm", facts.name)
+
+
+def _warm_up_calls(facts: ModelFacts) -> list[Call]:
+    """Token ids, so that lengths are what they should be."""
+    task = facts.main_task
+    if task == "generate":
+        return []
+    if task == "rerank" and "classify" not in facts.tasks:  # a causal reranker reads texts
+        return [Call(facts.name, "rerank", ["warm", ["up"]], {"truncate": True})]
+    task = "classify" if task == "rerank" else task
+    most, budget = facts.max_tokens, int(facts.info["token_budget"])
+    num_texts = max(1, budget // most) if str(facts.info["device"]).startswith("cuda") else 1
+    short, full = [_filler(facts, 8)], [_filler(facts, most)] * num_texts
+    return [Call(facts.name, task, inputs, {"truncate": True}) for inputs in (short, full)]
+
+
+def _filler(facts: ModelFacts, length: int) -> list[int]:
+    token_id = min(5, int(facts.info["vocab_size"]) - 1)
+    return [token_id] * min(length, facts.max_tokens)
+
+
+async def close_models(served: Sequence[ServedModel]) -> None:
+    """Ends the queues and what the models have started."""
+    for one in served:
+        await one.model.aclose()
+        await asyncio.to_thread(one.model.model.close)

@@ -1,0 +1,392 @@
+"""OpenAI's completions and chat completions, whole or as server-sent events."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from bytetx.serve.answers import check_batch, count_characters, json_answer
+from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
+from bytetx.serve.client import EventStream
+from bytetx.serve.errors import ServeError
+from bytetx.serve.gateway import Exchange
+from bytetx.serve.routes_openai import find_model
+from bytetx.serve.schemas import ChatMessage, ChatRequest, CompletionRequest
+
+_FINISH = {"stop": "stop", "length": "length", "abort": "stop"}
+
+
+@dataclass(slots=True)
+class Choice:
+    """One output so far; its number counts over all prompts of the request."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_characters: int = 0
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of all prompts and outputs."""
+
+    prompt_tokens: dict[int, int] = field(default_factory=dict)  # by the prompt's number
+    completion_tokens: int = 0
+
+    def as_json(self) -> dict[str, int]:
+        prompt = sum(self.prompt_tokens.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": prompt + self.completion_tokens,
+        }
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request on its way: its pieces, what they add up to, and its times."""
+
+    exchange: Exchange
+    facts: ModelFacts
+    prompts: Sequence[Any]
+    options: dict[str, Any]
+    n: int
+    usage: Usage = field(default_factory=Usage)
+    created: int = field(default_factory=lambda: int(time.time()))
+    num_stream_tokens: int = 0
+
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece], None]:
+        """(the choice's number, its next piece), of all prompts at once."""
+        backend = self.exchange.site.ready_backend()
+        calls = [Call(self.facts.name, "generate", p, self.options) for p in self.prompts]
+        async with aclosing(_merged([backend.generate(call) for call in calls])) as merged:
+            async for prompt, piece in merged:
+                self.usage.prompt_tokens[prompt] = piece.num_prompt_tokens
+                self.usage.completion_tokens += piece.num_tokens
+                self._note_times()
+                yield prompt * self.n + piece.output, piece
+
+    def _note_times(self) -> None:
+        """For the record of the request, whenever it ends."""
+        exchange, now = self.exchange, time.perf_counter()
+        if exchange.first_token_seconds is None:
+            exchange.first_token_seconds = now - exchange.started
+        elif self.usage.completion_tokens > 1:
+            since_first = now - exchange.started - exchange.first_token_seconds
+            exchange.token_seconds = since_first / (self.usage.completion_tokens - 1)
+        exchange.timings = Timings(
+            num_texts=len(self.usage.prompt_tokens),
+            num_tokens=sum(self.usage.prompt_tokens.values()),
+        )
+
+
+async def completions(body: CompletionRequest, exchange: Exchange) -> Response:
+    """Continues each prompt, a string or token ids, in n ways."""
+    facts = find_model(exchange, body.model, "generate")
+    check_batch(exchange, body.prompt, field="prompt")
+    if body.echo or body.suffix or body.best_of not in (None, body.n):
+        raise ServeError("validation", "echo, suffix and best_of are not supported; leave them out")
+    options = _options(body, max_tokens=body.max_tokens, logprobs=body.logprobs)
+    run = _start(exchange, facts, list(body.prompt), options)
+    form = _Completions(exchange, run)
+    if body.stream:
+        return await _stream(form, includes_usage=_includes_usage(body))
+    choices = await _collect(run)
+    content = form.document("text_completion") | {
+        "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
+        "usage": run.usage.as_json(),
+    }
+    return json_answer(exchange, content, num_characters=count_characters(body.prompt))
+
+
+async def chat_completions(body: ChatRequest, exchange: Exchange) -> Response:
+    """The model's next message, by the checkpoint's own chat template."""
+    facts = find_model(exchange, body.model, "generate")
+    if not facts.has_chat_template:
+        raise ServeError(
+            "validation",
+            f"the model {facts.name} has no chat template; use /v1/completions, or serve a "
+            "checkpoint that was tuned for chats",
+            param="model",
+        )
+    if body.tools:
+        raise ServeError("validation", "tools are not supported; leave them out", param="tools")
+    if body.response_format not in (None, {"type": "text"}):
+        raise ServeError(
+            "validation", 'response_format must be {"type": "text"}', param="response_format"
+        )
+    messages = [_message(message) for message in body.messages]
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    options = _options(body, max_tokens=max_tokens, logprobs=logprobs)
+    run = _start(exchange, facts, [messages], options)
+    form = _Chat(exchange, run)
+    if body.stream:
+        return await _stream(form, includes_usage=_includes_usage(body))
+    choices = await _collect(run)
+    content = form.document("chat.completion") | {
+        "choices": [form.choice(number, choice) for number, choice in enumerate(choices)],
+        "usage": run.usage.as_json(),
+    }
+    characters = sum(len(message["content"]) for message in messages)
+    return json_answer(exchange, content, num_characters=characters)
+
+
+class _Form:
+    """How choices and pieces look in one of the two routes."""
+
+    kind = ""
+    chunk_object = ""
+
+    def __init__(self, exchange: Exchange, run: Generation):
+        self.run, self.model = run, run.facts.name
+        self.request_id = f"{self.kind}-{exchange.request_id}"
+        self._characters: dict[int, int] = {}  # of each choice's text so far
+
+    def document(self, name: str) -> dict[str, Any]:
+        return {
+            "id": self.request_id,
+            "object": name,
+            "created": self.run.created,
+            "model": self.model,
+        }
+
+    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def first_events(self) -> list[dict[str, Any]]:
+        """Choices before any text."""
+        return []
+
+    def piece(self, number: int, piece: Piece) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        return orjson.dumps(self.document(self.chunk_object) | {"choices": choices} | more)
+
+
+class _Completions(_Form):
+    kind = "cmpl"
+    chunk_object = "text_completion"
+
+    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": number,
+            "text": "".join(choice.text),
+            "logprobs": _completion_logprobs(choice.logprobs, 0),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def piece(self, number: int, piece: Piece) -> dict[str, Any]:
+        start = self._characters.get(number, 0)
+        self._characters[number] = start + len(piece.text)
+        return {
+            "index": number,
+            "text": piece.text,
+            "logprobs": _completion_logprobs(piece.logprobs or [], start),
+            "finish_reason": _finish(piece),
+        }
+
+
+class _Chat(_Form):
+    kind = "chatcmpl"
+    chunk_object = "chat.completion.chunk"
+
+    def choice(self, number: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": number,
+            "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+            "logprobs": _chat_logprobs(choice.logprobs),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def first_events(self) -> list[dict[str, Any]]:
+        return [
+            {"index": number, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            for number in range(self.run.n)
+        ]
+
+    def piece(self, number: int, piece: Piece) -> dict[str, Any]:
+        return {
+            "index": number,
+            "delta": {"content": piece.text} if piece.text else {},
+            "logprobs": _chat_logprobs(piece.logprobs or []),
+            "finish_reason": _finish(piece),
+        }
+
+
+async def _stream(form: _Form, *, includes_usage: bool) -> Response:
+    """Events; an error before the first token still has a status of its own."""
+    pieces = form.run.pieces()
+    try:
+        first = await anext(pieces)
+    except BaseException:
+        await pieces.aclose()
+        raise
+    return EventStream(_events(form, pieces, first, includes_usage=includes_usage))
+
+
+async def _events(
+    form: _Form,
+    pieces: AsyncGenerator[tuple[int, Piece], None],
+    first: tuple[int, Piece],
+    *,
+    includes_usage: bool,
+) -> AsyncGenerator[bytes, None]:
+    no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
+    async with aclosing(pieces):
+        for choice in form.first_events():
+            yield form.event([choice], **no_usage)
+        yield form.event([form.piece(*first)], **no_usage)
+        async for number, piece in pieces:
+            yield form.event([form.piece(number, piece)], **no_usage)
+    if includes_usage:
+        yield form.event([], usage=form.run.usage.as_json())
+
+
+async def _collect(run: Generation) -> list[Choice]:
+    choices = [Choice() for _ in range(len(run.prompts) * run.n)]
+    async with aclosing(run.pieces()) as pieces:
+        async for number, piece in pieces:
+            choice = choices[number]
+            choice.text.append(piece.text)
+            choice.logprobs += piece.logprobs or []
+            choice.finish_reason = _finish(piece) or choice.finish_reason
+    return choices
+
+
+async def _merged(
+    sources: Sequence[AsyncIterator[Piece]],
+) -> AsyncGenerator[tuple[int, Piece], None]:
+    """(the source's number, its next piece) as they come; the first error ends all."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
+            async for piece in only:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
+
+    async def read(number: int, source: AsyncIterator[Piece]) -> None:
+        try:
+            async with aclosing(source) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    queue.put_nowait((number, piece))
+            queue.put_nowait((number, None))
+        except Exception as error:
+            queue.put_nowait((number, error))
+
+    tasks = [asyncio.create_task(read(i, source)) for i, source in enumerate(sources)]
+    num_open = len(tasks)
+    try:
+        while num_open:
+            number, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _start(
+    exchange: Exchange, facts: ModelFacts, prompts: Sequence[Any], options: dict[str, Any]
+) -> Generation:
+    exchange.facts = facts
+    return Generation(exchange, facts, prompts, options, options["n"])
+
+
+def _options(
+    body: CompletionRequest | ChatRequest, *, max_tokens: int | None, logprobs: int | None
+) -> dict[str, Any]:
+    """SamplingParams' arguments; null means the default, as OpenAI has it."""
+    given = {
+        "n": body.n or 1,
+        "max_tokens": max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": body.top_p,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "logit_bias": _token_bias(body.logit_bias),
+        "seed": body.seed,
+        "stop": body.stop,
+        "logprobs": logprobs,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "min_tokens": body.min_tokens,
+        "stop_token_ids": body.stop_token_ids,
+        "ignore_eos": body.ignore_eos,
+    }
+    may_be_none = ("max_tokens", "seed", "logprobs", "logit_bias")
+    return {k: value for k, value in given.items() if value is not None or k in may_be_none}
+
+
+def _token_bias(bias: dict[str, float] | None) -> dict[str, float] | None:
+    wrong = next((token for token in bias or () if not token.isdecimal()), None)
+    if wrong is not None:
+        raise ServeError(
+            "validation", f"logit_bias must map token ids to numbers, got {wrong!r:.40}"
+        )
+    return bias
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """For the template; parts of text are joined."""
+    content = message.content
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+            raise ServeError(
+                "validation", "the content of a message must be text; other parts are not supported"
+            )
+        content = "".join(str(text) for text in texts)
+    return {"role": message.role, "content": content or ""}
+
+
+def _includes_usage(body: CompletionRequest | ChatRequest) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+def _finish(piece: Piece) -> str | None:
+    return None if piece.finish_reason is None else _FINISH[piece.finish_reason]
+
+
+def _completion_logprobs(entries: Sequence[Any], start: int) -> dict[str, Any] | None:
+    """start: characters of the text before the first token."""
+    if not entries:
+        return None
+    offsets = []
+    for text, _, _ in entries:
+        offsets.append(start)
+        start += len(text)
+    return {
+        "tokens": [text for text, _, _ in entries],
+        "token_logprobs": [logprob for _, logprob, _ in entries],
+        "top_logprobs": [dict(top) for _, _, top in entries],
+        "text_offset": offsets,
+    }
+
+
+def _chat_logprobs(entries: Sequence[Any]) -> dict[str, Any] | None:
+    if not entries:
+        return None
+    return {
+        "content": [
+            _chat_token(text, logprob) | {"top_logprobs": [_chat_token(*pair) for pair in top]}
+            for text, logprob, top in entries
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace"))}

@@ -1,0 +1,112 @@
+"""Settings of the server: models, limits, addresses; checked once, when they are made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bytetx.errors import OptionError
+
+# Pooling modes as TEI writes them.
+_TEI_POOLING = {"last-token": "lasttoken"}
+METRICS_NAMES = ("bytetx", "te")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model to load: its name in requests and its folder or hub id."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServeSettings:
+    """What `bytetx serve` was asked for; docs/serving.md says what each field does.
+
+    models: at least one, the first serves requests that name none.
+    accepts_any_name: whether a request may name a model that is not served; only for one model.
+    max_*, payload_limit_bytes: limits of requests; every one is named in its error.
+    metrics_names: sets of metric names, of METRICS_NAMES; the first one is always there.
+    frontends: processes that share the port; 1 answers in the process that computes.
+    """
+
+    models: Sequence[ModelSource]
+    revision: str | None = None
+    local_files_only: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    tp: int = 1
+    threads: int | None = None
+    accepts_any_name: bool = False
+    pooling: str | None = None
+    default_prompt: str | None = None
+    default_prompt_name: str | None = None
+    auto_truncate: bool = True
+    max_batch_tokens: int | None = None
+    max_client_batch_size: int = 32
+    max_concurrent_requests: int = 512
+    max_queued_requests: int = 8192
+    max_queued_tokens: int = 1 << 20
+    payload_limit_bytes: int = 2_000_000
+    tokenization_workers: int | None = None
+    kv_cache_tokens: int | None = None
+    max_num_seqs: int | None = None
+    hostname: str = "127.0.0.1"
+    port: int = 8080
+    uds_path: Path | None = None
+    prometheus_port: int | None = None
+    api_keys: Sequence[str] = ()
+    cors_allow_origin: Sequence[str] = ()
+    metrics_names: Sequence[str] = ("bytetx",)
+    json_output: bool = False
+    otlp_endpoint: str | None = None
+    otlp_service_name: str = "bytetx"
+    shutdown_timeout_s: float = 30.0
+    frontends: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise OptionError("no model was named; give --model PATH, or --model NAME=PATH")
+        names = [model.name for model in self.models]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise OptionError(
+                f"two models are called {twice!r}; name each of them, as in --model NAME=PATH"
+            )
+        if self.default_prompt is not None and self.default_prompt_name is not None:
+            raise OptionError("--default-prompt and --default-prompt-name exclude each other")
+        for name in self.metrics_names:
+            if name not in METRICS_NAMES:
+                raise OptionError(
+                    f"--metrics-names must be of {', '.join(METRICS_NAMES)}, got {name!r}"
+                )
+        if any(not key for key in self.api_keys):
+            raise OptionError("--api-key must not be empty; leave it out to serve without a key")
+
+    @property
+    def pooling_mode(self) -> str | None:
+        """The mode as Model.embed takes it; None is the checkpoint's own."""
+        return None if self.pooling is None else _TEI_POOLING.get(self.pooling, self.pooling)
+
+
+def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> list[ModelSource]:
+    """Models as the command line names them: PATH or NAME=PATH.
+
+    served_names: names instead of the paths, in the same order.
+    Raises OptionError where a name or a path is empty, or there are more names than models.
+    """
+    if len(served_names) > len(given):
+        raise OptionError(
+            f"{len(served_names)} --served-model-name for {len(given)} models; give one for each"
+        )
+    sources = []
+    for index, text in enumerate(given):
+        name, equals, path = text.partition("=")
+        if equals and (not name or not path):
+            raise OptionError(f"--model must be PATH or NAME=PATH, got {text!r}")
+        if not equals:
+            name = path = text
+        if index < len(served_names):
+            name = served_names[index]
+        sources.append(ModelSource(name, path))
+    return sources

@@ -1,0 +1,100 @@
+"""Site: what all requests share: settings, the engine behind them, phase, records."""
+
+import hmac
+from collections.abc import Sequence
+from typing import Literal
+
+from bytetx.serve.calls import Backend, ModelFacts
+from bytetx.serve.errors import ServeError
+from bytetx.serve.records import Recorder
+from bytetx.serve.settings import ServeSettings
+from bytetx.serve.tracing import Tracer
+
+Phase = Literal["starting", "ready", "draining"]
+
+_NOT_READY = {
+    "starting": "the server is loading its models; try again soon",
+    "draining": "the server is shutting down; send the request to another one",
+}
+
+
+class Site:
+    """One of a process. `phase` goes from starting to ready to draining.
+
+    backend: None until the models are loaded.  num_running: requests that are being answered.
+    """
+
+    def __init__(
+        self, settings: ServeSettings, recorder: Recorder, *, tracer: Tracer | None = None
+    ):
+        self.settings, self.recorder, self.tracer = settings, recorder, tracer
+        self.backend: Backend | None = None
+        self.phase: Phase = "starting"
+        self.num_running = 0
+        self._keys = [key.encode() for key in settings.api_keys]
+
+    @property
+    def is_ready(self) -> bool:
+        return self.phase == "ready" and self.backend is not None and self.backend.is_healthy
+
+    def ready_backend(self) -> Backend:
+        """The backend; ServeError where nothing can be answered now."""
+        if self.phase != "ready" or self.backend is None:
+            phase = "starting" if self.phase == "ready" else self.phase
+            raise ServeError("unhealthy", _NOT_READY[phase], retry_after_s=2)
+        if not self.backend.is_healthy:
+            raise ServeError(
+                "unhealthy", "the engine failed; it is being started again", retry_after_s=5
+            )
+        return self.backend
+
+    def check_key(self, authorization: bytes | None) -> None:
+        """Raises ServeError without one of the keys; the time does not depend on how wrong it is."""
+        if not self._keys:
+            return
+        scheme, _, given = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            given = b""
+        is_right = False
+        for key in self._keys:
+            is_right |= hmac.compare_digest(key, given.strip())
+        if not is_right:
+            raise ServeError(
+                "unauthorized", "no valid API key was given; send Authorization: Bearer KEY"
+            )
+
+    def models(self) -> Sequence[ModelFacts]:
+        return () if self.backend is None else self.backend.models
+
+    def find_model(self, name: str | None) -> ModelFacts:
+        """The model of that name, the first one for none."""
+        models = self.ready_backend().models
+        if name is None:
+            return models[0]
+        found = next((model for model in models if model.name == name), None)
+        if found is None and self.settings.accepts_any_name:
+            return models[0]
+        if found is None:
+            known = ", ".join(model.name for model in models)
+            raise ServeError(
+                "not_found",
+                f"the model {_short(name)} is not served here; there is: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        return found
+
+
+def need_task(model: ModelFacts, task: str, *, kind: str) -> None:
+    """Raises a ServeError of that kind where the model cannot run the task."""
+    if task not in model.tasks:
+        raise ServeError(
+            kind,
+            f"the model {model.name} cannot {task.replace('_', ' ')}; it can: "
+            f"{', '.join(model.tasks).replace('_', ' ')}",
+            param="model",
+        )
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= 80 else repr(name[:77] + "...")
