@@ -52,6 +52,14 @@ def check_group_timeout(given: object) -> None:
         raise InputError(f"group_timeout must be at least 1 (seconds), got {given!r}")
 
 
+def check_seconds(name: str, given: object) -> None:
+    """OptionError unless `given` is None or a number of seconds, 0 or more (inf is one)."""
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, Real) or not given >= 0:
+        raise OptionError(f"{name} must be a number of seconds, 0 or more, got {given!r}")
+
+
 def check_dimensions(dimensions: object, *, size: int) -> None:
     """OptionError unless dimensions is None or an integer from 1 to size."""
     if dimensions is not None and not (_is_integer(dimensions) and 1 <= dimensions <= size):

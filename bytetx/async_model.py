@@ -1,24 +1,27 @@
 """AsyncModel: Model's tasks, awaitable, with the requests of all callers in one queue."""
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy.typing as npt
 import torch
 
-from bytetx.encode.request import RunStats
-from bytetx.errors import ClosedError, DeadlineError, QueueFullError
-from bytetx.generate.async_engine import AsyncEngine
-from bytetx.generate.outputs import RequestOutput
+from bytetx.arguments import check_positive, check_seconds
+from bytetx.encode.engine import EncodeEngine, StepStats
+from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.call import Call
+from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.embed_all import AllEmbeddings
+from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
 from bytetx.tasks.options import OnError, Pairs, Texts
 from bytetx.tasks.precision import Precision
 from bytetx.tasks.results import Embeddings, Hit, Results
@@ -26,21 +29,6 @@ from bytetx.tasks.search import Packed, Vectors
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """One forward pass.
-
-    time: of its end, as time.time().  padded_tokens: tokens of the same batch padded to its
-    longest text.  seconds: from its start to its results.
-    """
-
-    time: float
-    num_sequences: int
-    total_tokens: int
-    padded_tokens: int
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +78,32 @@ class AsyncModel:
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
     ):
-        self._model = model
-        self._max_queued_requests = max_queued_requests
-        self._pool = ThreadPoolExecutor(64, "bytetx-async")
-        self._sizes = {"kv_cache_tokens": kv_cache_tokens, "max_num_seqs": max_num_seqs}
-        self._engine: AsyncEngine | None = None
-        self._num_calls = self._num_generating = 0
-        self._is_closed = False
+        """max_queued_requests, max_queued_tokens: of texts and prompts that wait; where they are
+        reached, a call gets a QueueFullError at once. An empty queue takes a call of any size.
+        tokenizer_threads: None is one for every two CPUs, at most 8.
+        age_limit_s: a text that has waited so long goes before shorter ones and other priorities.
+        kv_cache_tokens, max_num_seqs: as of Model.engine, for generate.
+        Threads start with the first call.
+        """
+        check_positive("max_queued_requests", max_queued_requests)
+        check_positive("max_queued_tokens", max_queued_tokens)
+        if tokenizer_threads is not None:
+            check_positive("tokenizer_threads", tokenizer_threads)
+        check_seconds("age_limit_s", age_limit_s)
+        self._model, self._max_queued_requests = model, max_queued_requests
+        threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
+        self._pool = ThreadPoolExecutor(threads, "bytetx-tokenizer")
+        self._engine = EncodeEngine(
+            model._runner,
+            token_budget=model.token_budget,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            age_limit_s=age_limit_s,
+        )
+        self._generation = GenerationThread(
+            partial(model.engine, kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs),
+            max_open=max_queued_requests,
+        )
 
     @property
     def model(self) -> Model:
@@ -109,18 +116,42 @@ class AsyncModel:
         await self.aclose()
 
     async def aclose(self, *, drain_s: float | None = None) -> None:
-        """Ends the engine; the Model stays open.
+        """Takes no more calls and ends the threads; the Model stays open.
 
-        drain_s: seconds in which calls that were made before may still be answered; the others get
-        a ClosedError.  None: all of them get it at once, but for those that are computed already.
+        drain_s: seconds in which open calls may still be answered; the others get a ClosedError.
+        None: all of them get it, but for those whose forward passes run already.
         """
-        self._is_closed = True
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        check_seconds("drain_s", drain_s)
+        loop = asyncio.get_running_loop()
+        drain = drain_s or 0.0
+        # Threads of their own: the pool may be busy with texts that are to be dropped.
+        with ThreadPoolExecutor(2) as closing:
+            await asyncio.gather(
+                loop.run_in_executor(closing, partial(self._engine.close, drain_s=drain)),
+                loop.run_in_executor(closing, partial(self._generation.close, drain_s=drain)),
+            )
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def stats(self) -> AsyncStats:
-        """What runs and waits now, totals, and the last forward passes."""
-        return AsyncStats(num_calls=self._num_calls, num_generating=self._num_generating)
+        """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
+        engine = self._engine
+        counts, recent = engine.counts()
+        return AsyncStats(
+            num_queued=engine.num_queued,
+            queued_tokens=engine.queued_tokens,
+            num_running=engine.num_running,
+            num_calls=engine.num_calls,
+            num_generating=self._generation.num_open,
+            tokens_per_second=engine.tokens_per_second,
+            num_done=counts.num_done,
+            num_failed=counts.num_failed,
+            num_dropped=counts.num_dropped,
+            num_refused=counts.num_refused,
+            total_tokens=counts.total_tokens,
+            padded_tokens=counts.padded_tokens,
+            num_steps=counts.num_steps,
+            recent=recent,
+        )
 
     async def embed(
         self,
@@ -141,24 +172,21 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Embeddings:
         """As Model.embed."""
-        return await self._call(
-            functools.partial(
-                self._model.embed,
-                texts,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                dimensions=dimensions,
-                pooling=pooling,
-                normalize=normalize,
-                precision=precision,
-                ranges=ranges,
-                overflow=overflow,
-                stride=stride,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._embed_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_all(
         self,
@@ -172,17 +200,14 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> AllEmbeddings:
         """As Model.embed_all."""
-        return await self._call(
-            functools.partial(
-                self._model.embed_all,
-                texts,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._all_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_sparse(
         self,
@@ -197,18 +222,15 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> SparseEmbeddings:
         """As Model.embed_sparse."""
-        return await self._call(
-            functools.partial(
-                self._model.embed_sparse,
-                texts,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                max_active_dims=max_active_dims,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._sparse_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_tokens(
         self,
@@ -226,21 +248,18 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> TokenEmbeddings:
         """As Model.embed_tokens."""
-        return await self._call(
-            functools.partial(
-                self._model.embed_tokens,
-                texts,
-                task=task,
-                prompt=prompt,
-                prompt_name=prompt_name,
-                normalize=normalize,
-                precision=precision,
-                ranges=ranges,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._tokens_call(
+            texts,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def classify(
         self,
@@ -256,19 +275,16 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.classify: list[Label] a text, or its InputError."""
-        return await self._call(
-            functools.partial(
-                self._model.classify,
-                texts,
-                top_k=top_k,
-                raw_scores=raw_scores,
-                overflow=overflow,
-                stride=stride,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._classify_call(
+            texts,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def tag(
         self,
@@ -284,19 +300,16 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.tag: list[Entity] a text, or its InputError."""
-        return await self._call(
-            functools.partial(
-                self._model.tag,
-                texts,
-                aggregation=aggregation,
-                ignore_labels=ignore_labels,
-                overflow=overflow,
-                stride=stride,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._tag_call(
+            texts,
+            aggregation=aggregation,
+            ignore_labels=ignore_labels,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def fill_mask(
         self,
@@ -310,17 +323,14 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.fill_mask: list[Fill] a text, or its InputError."""
-        return await self._call(
-            functools.partial(
-                self._model.fill_mask,
-                texts,
-                top_k=top_k,
-                targets=targets,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._fill_mask_call(
+            texts,
+            top_k=top_k,
+            targets=targets,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def score(
         self,
@@ -332,10 +342,8 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.score: a Likelihood a text, or its InputError."""
-        return await self._call(
-            functools.partial(self._model.score, texts, truncate=truncate, on_error=on_error),
-            timeout_s,
-        )
+        call = self._model._score_call(texts, truncate=truncate, on_error=on_error)
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def answer(
         self,
@@ -352,20 +360,17 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.answer: list[Answer] a pair, or its InputError."""
-        return await self._call(
-            functools.partial(
-                self._model.answer,
-                texts,
-                top_k=top_k,
-                max_answer_tokens=max_answer_tokens,
-                allow_no_answer=allow_no_answer,
-                whole_words=whole_words,
-                chunk_tokens=chunk_tokens,
-                stride=stride,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._answer_call(
+            texts,
+            top_k=top_k,
+            max_answer_tokens=max_answer_tokens,
+            allow_no_answer=allow_no_answer,
+            whole_words=whole_words,
+            chunk_tokens=chunk_tokens,
+            stride=stride,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def hidden_states(
         self,
@@ -378,16 +383,13 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Any]:
         """As Model.hidden_states: an array a text, or its InputError."""
-        return await self._call(
-            functools.partial(
-                self._model.hidden_states,
-                texts,
-                layers=layers,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        call = self._model._hidden_states_call(
+            texts,
+            layers=layers,
+            truncate=truncate,
+            on_error=on_error,
         )
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def rerank(
         self,
@@ -403,23 +405,24 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Results[Hit]:
         """As Model.rerank."""
-        return await self._call(
-            functools.partial(
-                self._model.rerank,
-                query,
-                documents,
-                top_k=top_k,
-                raw_scores=raw_scores,
-                instruction=instruction,
-                truncate=truncate,
-                on_error=on_error,
-            ),
-            timeout_s,
+        make = partial(
+            self._model._rerank_call,
+            query,
+            documents,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            instruction=instruction,
+            truncate=truncate,
+            on_error=on_error,
         )
+        # The prompts of a causal reranker are tokenised while the call is made.
+        call = await self._in_pool(make) if self._model._reranks_by_logits else make()
+        return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""
-        return await self._call(functools.partial(self._model.similarity, a, b), None)
+        self._engine.check_open()
+        return await self._in_pool(partial(self._model.similarity, a, b))
 
     def generate(
         self,
@@ -428,74 +431,44 @@ class AsyncModel:
         *,
         priority: int = 0,
         timeout_s: float | None = None,
-    ) -> "AsyncGeneration":
-        """The pieces of the outputs of one prompt as they are generated, params.n of them.
+    ) -> AsyncGeneration:
+        """The pieces of the outputs of one prompt as they are generated, params.n outputs.
 
-        prompt: a str, token ids, or a chat.  Iterate over the result with `async for`; closing it,
-        or cancelling the task that waits for it, ends the generation.
+        prompt: a str, token ids, or a chat.  Iterate over what is returned with `async for`; each
+        piece is the new part of the output that its `index` names.  Its aclose, or cancelling the
+        task that waits for it, ends the generation.
         """
         params = SamplingParams() if params is None else params
-        return AsyncGeneration(self, prompt, params, priority=priority, timeout_s=timeout_s)
+        self._model._check(params)
+        check_seconds("timeout_s", timeout_s)
+        return AsyncGeneration(
+            self._generation,
+            lambda: self._model.encode_prompts([prompt])[0],
+            params,
+            pool=self._pool,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
 
-    async def _call(self, function: Callable[[], T], timeout_s: float | None) -> T:
-        if self._is_closed:
-            raise ClosedError("the AsyncModel is closed")
-        if self._num_calls >= self._max_queued_requests:
-            raise QueueFullError("the queue is full", retry_after_s=1.0)
-        self._num_calls += 1
-        loop = asyncio.get_running_loop()
+    async def _run(self, call: Call[T], *, priority: int, timeout_s: float | None) -> T:
+        check_seconds("timeout_s", timeout_s)
+        run = CallRun(
+            call,
+            self._engine,
+            self._pool,
+            token_budget=self._model.token_budget,
+            max_window_texts=max(self._max_queued_requests // 4, 1),
+            priority=priority,
+        )
+        if timeout_s is None:
+            return await run.result()
         try:
-            future = loop.run_in_executor(self._pool, function)
-            return await asyncio.wait_for(future, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await run.result()
         except TimeoutError as error:
-            raise DeadlineError(f"no result within timeout_s ({timeout_s:g} s)") from error
-        finally:
-            self._num_calls -= 1
+            raise DeadlineError(
+                f"the results were not there after timeout_s ({timeout_s:g} s)"
+            ) from error
 
-    def _generation_engine(self) -> AsyncEngine:
-        if self._is_closed:
-            raise ClosedError("the AsyncModel is closed")
-        if self._engine is None:
-            self._engine = AsyncEngine(self._model.engine(**self._sizes))
-        return self._engine
-
-
-class AsyncGeneration(AsyncIterator[RequestOutput]):
-    """The RequestOutputs of one prompt; `stats` and `num_prompt_tokens` are known once it runs."""
-
-    def __init__(
-        self,
-        owner: AsyncModel,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        priority: int,
-        timeout_s: float | None,
-    ):
-        self._owner, self._prompt, self._params = owner, prompt, params
-        self._priority, self._timeout_s = priority, timeout_s
-        self._pieces: AsyncIterator[RequestOutput] | None = None
-        self.num_prompt_tokens = 0
-        self.num_generated_tokens = 0
-
-    @property
-    def stats(self) -> RunStats:
-        return RunStats(num_texts=1, num_tokens=self.num_prompt_tokens + self.num_generated_tokens)
-
-    def __aiter__(self) -> "AsyncGeneration":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._pieces is None:
-            engine = await asyncio.to_thread(self._owner._generation_engine)
-            (ids,) = await asyncio.to_thread(self._owner.model.encode_prompts, [self._prompt])
-            self.num_prompt_tokens = len(ids)
-            self._pieces = engine.generate(ids, self._params, priority=self._priority)
-        piece = await anext(self._pieces)
-        self.num_generated_tokens += len(piece.token_ids)
-        return piece
-
-    async def aclose(self) -> None:
-        """Ends the generation early."""
-        if self._pieces is not None:
-            await self._pieces.aclose()  # type: ignore[attr-defined]
+    async def _in_pool(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)

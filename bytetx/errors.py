@@ -53,7 +53,7 @@ class QueueFullError(BytetxError):
 
 
 class DeadlineError(BytetxError, TimeoutError):
-    """A request whose results were not there within its timeout_s; what it had queued is dropped."""
+    """A request without results within its timeout_s; what it had queued is dropped."""
 
 
 class ClosedError(RuntimeError):

@@ -3,10 +3,9 @@
 import logging
 import pickle
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,15 +13,12 @@ import torch
 
 from bytetx.arguments import (
     check_names,
-    check_text,
     check_token_budget,
     check_top_k,
     chosen_layers,
 )
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.encode.model_runner import Runner
-from bytetx.encode.pipeline import in_order
-from bytetx.encode.request import RunCounter
 from bytetx.encode.step import Task
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
@@ -31,9 +27,9 @@ from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
 from bytetx.runtime.forking import computing
 from bytetx.tasks.answer import AnswerMixin
+from bytetx.tasks.call import Call
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, raw, score_function
-from bytetx.tasks.embed import VectorBuffer, output_size
 from bytetx.tasks.embed_all import EmbedAllMixin
 from bytetx.tasks.embed_chunks import ChunkMixin
 from bytetx.tasks.fill_mask import FillMaskTask, find_targets
@@ -53,8 +49,7 @@ from bytetx.tasks.options import (
     Texts,
     Yes,
 )
-from bytetx.tasks.precision import Precision, needs_ranges, quantize_all
-from bytetx.tasks.progress import num_texts
+from bytetx.tasks.precision import Precision
 from bytetx.tasks.rerank import RerankMixin
 from bytetx.tasks.results import (
     Embeddings,
@@ -244,49 +239,28 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         None takes those of the vectors of this call, which a stream cannot know.
         overflow="chunk": the mean of the vectors of a long text's chunks; see embed_chunks.
         """
-        if prompt is not None:
-            check_text("prompt", prompt)
-        task = self._embed_task(
+        if stream and precision in ("int8", "uint8") and ranges is None:
+            raise OptionError(
+                f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
+                "and maxima), because its first vector comes before the last one is known"
+            )
+        call = self._embed_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
             precision=precision,
             ranges=ranges,
-        )
-        if stream and needs_ranges(task.quantizer):
-            raise OptionError(
-                f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
-                "and maxima), because its first vector comes before the last one is known"
-            )
-        reader = self._overflow_reader(
-            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
-        )
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
-        counter = RunCounter()
-        # The rows of one array; numpy's types do not say that it is a sequence of them.
-        rows = cast("Task[np.ndarray]", replace(task, quantizer=None) if reader.cuts else task)
-        steps = self._run(
-            texts,
-            rows,
-            reader,
-            counter,
-            title="embed",
-            show_progress=show_progress,
-            merge=task.mean if reader.cuts else None,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
         )
         if stream:
-            return Stream(in_order(steps), counter.stats)
-        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
-        dtype = None
-        if task.quantizer is not None and not needs_ranges(task.quantizer):
-            size, dtype = task.quantizer.size(size), task.quantizer.dtype
-        buffer = VectorBuffer(size, num_texts=num_texts(texts), dtype=dtype)
-        for step in steps:
-            buffer.put(step)
-        vectors = buffer.vectors()
-        if needs_ranges(task.quantizer):
-            vectors = quantize_all(vectors, precision, failed=sorted(buffer.errors))
-        return Embeddings(vectors, counter.stats(), buffer.errors)
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
 
     @overload
     def classify(
@@ -327,6 +301,31 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         regression, or with raw_scores, the logits themselves.  top_k: None keeps every label.
         overflow="chunk": the mean of the scores of a long text's chunks.
         """
+        call = self._classify_call(
+            texts,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _classify_call(
+        self,
+        texts: Texts,
+        *,
+        top_k: int | None,
+        raw_scores: bool,
+        overflow: Overflow | None,
+        stride: int,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[Results[Any]]:
+        """Model.classify, ready to run."""
         check_top_k(top_k)
         head = self._need_head(self.heads.sequence, "sequence classification")
         scores = raw if raw_scores else score_function(self.spec)
@@ -335,13 +334,12 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
         )
         job: Task[Any] = ChunkScoresTask(task) if reader.cuts else task
-        return self._results(
+        return Call(
+            "classify",
             texts,
             job,
             reader,
-            stream=stream,
-            title="classify",
-            show_progress=show_progress,
+            self._list_sink,
             merge=task.mean if reader.cuts else None,
         )
 
@@ -384,6 +382,31 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         a word, then runs); as Hugging Face's token-classification pipeline.
         overflow="chunk": as that pipeline with a stride; not with aggregation none.
         """
+        call = self._tag_call(
+            texts,
+            aggregation=aggregation,
+            ignore_labels=ignore_labels,
+            overflow=overflow,
+            stride=stride,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _tag_call(
+        self,
+        texts: Texts,
+        *,
+        aggregation: str,
+        ignore_labels: Collection[str],
+        overflow: Overflow | None,
+        stride: int,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[Results[Any]]:
+        """Model.tag, ready to run."""
         if aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
             raise OptionError(f"aggregation must be one of {known}, got {aggregation!r}")
@@ -400,13 +423,12 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
                 "entities are merged"
             )
         reader.with_alignment = True
-        return self._results(
+        return Call(
+            "tag",
             texts,
             task,
             reader,
-            stream=stream,
-            title="tag",
-            show_progress=show_progress,
+            self._list_sink,
             merge=merge_entities if reader.cuts else None,
         )
 
@@ -445,6 +467,23 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
 
         targets: score these words only, by their probability in the full vocabulary.
         """
+        call = self._fill_mask_call(
+            texts, top_k=top_k, targets=targets, truncate=truncate, on_error=on_error
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _fill_mask_call(
+        self,
+        texts: Texts,
+        *,
+        top_k: int,
+        targets: Sequence[str] | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[Results[Any]]:
+        """Model.fill_mask, ready to run."""
         check_top_k(top_k, may_be_none=False)
         if targets is not None and not isinstance(targets, str):
             check_names("targets", targets)
@@ -458,9 +497,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.needs_mask = True
         task = FillMaskTask(head, tokenizer, top_k, target_ids)
-        return self._results(
-            texts, task, reader, stream=stream, title="fill_mask", show_progress=show_progress
-        )
+        return Call("fill_mask", texts, task, reader, self._list_sink)
 
     @overload
     def score(
@@ -496,11 +533,16 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         The first token, which has nothing before it, is not scored; give a text that starts with
         the begin-of-text token, or a tokenizer that adds it, to score every token of one's own.
         """
+        call = self._score_call(texts, truncate=truncate, on_error=on_error)
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _score_call(self, texts: Texts, *, truncate: bool, on_error: OnError) -> Call[Results[Any]]:
+        """Model.score, ready to run."""
         task = LikelihoodTask(self._need_head(self.heads.lm, "language model"))
         reader = self._reader(truncate=truncate, on_error=on_error)
-        return self._results(
-            texts, task, reader, stream=stream, title="score", show_progress=show_progress
-        )
+        return Call("score", texts, task, reader, self._list_sink)
 
     @overload
     def hidden_states(
@@ -533,11 +575,18 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         show_progress: bool = False,
     ) -> Results[Any] | Stream[Any]:
         """f32 [len(layers), num_tokens, hidden_size] a text; layer 0 is the embeddings' output."""
+        call = self._hidden_states_call(texts, layers=layers, truncate=truncate, on_error=on_error)
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _hidden_states_call(
+        self, texts: Texts, *, layers: Sequence[int], truncate: bool, on_error: OnError
+    ) -> Call[Results[Any]]:
+        """Model.hidden_states, ready to run."""
         task = HiddenStatesTask(chosen_layers(layers, num_states=self.spec.num_layers + 1))
         reader = self._reader(truncate=truncate, on_error=on_error)
-        return self._results(
-            texts, task, reader, stream=stream, title="hidden_states", show_progress=show_progress
-        )
+        return Call("hidden_states", texts, task, reader, self._list_sink)
 
     def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """f32 [len(a), len(b)]: bytetx.similarity with the function that the checkpoint names.

@@ -1,6 +1,7 @@
 """Requests -> PackedBatch -> forward pass -> rows on the host, also where the device fails."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -63,13 +64,17 @@ class Launched:
 
     def outputs(self) -> tuple[np.ndarray, ...]:
         """Rows of step.requests; the arrays are the caller's. Raises DeviceLostError."""
-        try:
-            pieces = [part.outputs() for part in self.parts]
-        finally:
-            self.executor.check()  # it knows why the device is lost
+        pieces = self.part_outputs()
         if len(pieces) == 1:
             return pieces[0]
         return tuple(np.concatenate(rows) for rows in zip(*pieces, strict=True))
+
+    def part_outputs(self) -> list[tuple[np.ndarray, ...]]:
+        """Rows of each part's requests, apart. Raises DeviceLostError."""
+        try:
+            return [part.outputs() for part in self.parts]
+        finally:
+            self.executor.check()  # it knows why the device is lost
 
 
 class Runner:
@@ -95,9 +100,22 @@ class Runner:
                 transformer, device=device, max_tokens=token_budget, has_graphs=cuda_graphs
             )
 
-    def launch(self, requests: Requests, task: Task[R]) -> Launched:
+    @property
+    def is_interruptible(self) -> bool:
+        """Whether a step computes in `launch`, on the caller's thread, and may stop for others."""
+        return self._queue is None and not self.executor.has_workers
+
+    def launch(
+        self,
+        requests: Requests,
+        task: Task[R],
+        *,
+        between_layers: Callable[[], None] | None = None,
+    ) -> Launched:
         """Starts the forward pass of a step.
 
+        between_layers: called between the layers where the runner is interruptible; it may launch
+        other steps.
         A step that does not fit the device's memory is cut in two, down to single requests; what
         cannot run becomes a Failure. Raises DeviceLostError where the device no longer answers.
         """
@@ -107,7 +125,7 @@ class Runner:
         while waiting:
             piece = waiting.pop()
             try:
-                parts.append(self._start(piece, task))
+                parts.append(self._start(piece, task, between_layers))
             except (RuntimeError, MemoryError) as error:
                 where = self._examine(error, piece)
                 if faults.is_out_of_memory(error) and may_release_graphs:
@@ -119,10 +137,15 @@ class Runner:
         step = parts[0].step if len(parts) == 1 else self._step(_joined(requests, failures))
         return Launched(step, tuple(failures), tuple(parts), self.executor)
 
-    def _start(self, requests: Requests, task: Task[R]) -> Part:
+    def _start(
+        self, requests: Requests, task: Task[R], between_layers: Callable[[], None] | None
+    ) -> Part:
         step = self._step(requests)
         if self._queue is None:
-            return Part(step, task.compute(self.transformer, step), self.device)
+            transformer = self.transformer
+            if between_layers is not None and self.is_interruptible:
+                transformer = transformer.interrupted_by(between_layers)
+            return Part(step, task.compute(transformer, step), self.device)
         copies, is_done, keep = self._queue.start(step, task)
         return Part(step, copies, self.device, is_done, keep)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -44,6 +44,14 @@ class Task(Protocol[R_co]):
     """What to compute for a step, and how it gives each request's result."""
 
     @property
+    def key(self) -> Hashable:
+        """Equal for two tasks of one model whose compute and finish do the same.
+
+        It may contain ids of objects that the task refers to.
+        """
+        ...
+
+    @property
     def capture(self) -> Capture | None:
         """None where compute reads the requests or has large outputs; it runs without a graph.
 
@@ -59,3 +67,21 @@ class Task(Protocol[R_co]):
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> Sequence[R_co]:
         """One result for each request of the step, from compute's tensors on the host."""
         ...
+
+
+class HeadTask(Task[R_co], Protocol[R_co]):
+    """A task whose compute is a head on the last hidden states; such tasks can share a pass."""
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """What compute gives, from transformer.forward(step.batch)."""
+        ...
+
+    @property
+    def shares_pass(self) -> bool:
+        """False where compute is more than `reduce` of these hidden states."""
+        ...
+
+
+def is_head(task: Task[R_co]) -> TypeGuard[HeadTask[R_co]]:
+    """Whether the task can share a forward pass with others."""
+    return bool(getattr(task, "shares_pass", False))

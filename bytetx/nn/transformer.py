@@ -1,7 +1,8 @@
 """The forward pass of every family, top to bottom, on packed tokens."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -51,6 +52,7 @@ class Transformer:
         self.spec, self.embeddings = spec, embeddings
         self.layers, self.blocks = layers, layers.blocks
         self.project_out = project_out
+        self._between_layers: Callable[[], None] | None = None
 
     @classmethod
     def from_tensors(
@@ -96,6 +98,15 @@ class Transformer:
         fits = is_planned(word.dtype, self.spec.head_dim, word.device)
         return fits and self.layers.is_capturable
 
+    def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
+        """The same model, whose forward calls `run` between layers, on the caller's thread.
+
+        `run` may use the model itself, as for a short batch that should not wait for a long one.
+        """
+        other = copy(self)
+        other._between_layers = run
+        return other
+
     @torch.inference_mode()
     def forward(
         self,
@@ -117,10 +128,22 @@ class Transformer:
             batch,
             rows,
             cache=cache,
-            on_layer=on_layer,
+            on_layer=self._interrupted(on_layer),
             on_kv=on_kv,
         )
         return x if self.project_out is None else linear(x, self.project_out)
+
+    def _interrupted(self, on_layer: OnLayer | None) -> OnLayer | None:
+        between_layers = self._between_layers
+        if between_layers is None:
+            return on_layer
+
+        def run(x: torch.Tensor) -> None:
+            if on_layer is not None:
+                on_layer(x)
+            between_layers()
+
+        return run
 
     def _embed(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""

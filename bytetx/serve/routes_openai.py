@@ -9,7 +9,7 @@ from starlette.responses import Response
 from bytetx.serve.answers import check_batch, count_characters, json_answer, run
 from bytetx.serve.calls import ModelFacts
 from bytetx.serve.gateway import Exchange
-from bytetx.serve.routes_tei import prompt_options, truncates
+from bytetx.serve.routes_tei import normalize_option, prompt_options, truncates
 from bytetx.serve.schemas import EmbeddingsRequest, OpenAIRerankRequest
 from bytetx.serve.site import need_task
 
@@ -23,7 +23,7 @@ async def embeddings(body: EmbeddingsRequest, exchange: Exchange) -> Response:
         facts,
         "embed",
         body.input,
-        normalize=True,
+        normalize=normalize_option(facts, True),
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling_mode,
         truncate=truncates(exchange, body.truncate),

@@ -33,7 +33,7 @@ async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
         facts,
         "embed",
         body.inputs,
-        normalize=body.normalize,
+        normalize=normalize_option(facts, body.normalize),
         dimensions=body.dimensions,
         pooling=exchange.site.settings.pooling_mode,
         truncate=truncates(exchange, body.truncate),
@@ -94,6 +94,10 @@ def _sparse_rows(outcome: Outcome) -> list[list[dict[str, Any]]]:
 
 async def predict(body: PredictRequest, exchange: Exchange) -> Response:
     """The labels of each text or pair with their scores, best first."""
+    return await _predict(body, exchange, is_nested=not body.inputs.is_single)
+
+
+async def _predict(body: PredictRequest, exchange: Exchange, *, is_nested: bool) -> Response:
     facts = _model(exchange, body.model, "classify")
     check_batch(exchange, body.inputs, field="inputs")
     outcome = await run(
@@ -102,11 +106,12 @@ async def predict(body: PredictRequest, exchange: Exchange) -> Response:
         "classify",
         list(body.inputs),
         raw_scores=body.raw_scores,
+        top_k=body.top_k,
         truncate=truncates(exchange, body.truncate),
         **_left(body.cuts_left),
     )
     rows = [[{"score": score, "label": label} for label, score in row] for row in outcome.rows]
-    content = rows[0] if body.inputs.is_single else rows
+    content = rows if is_nested else rows[0]
     return json_answer(exchange, content, num_characters=count_characters(body.inputs))
 
 
@@ -226,20 +231,33 @@ async def main_task(exchange: Exchange) -> Response:
         raise ServeError("validation", "the body must be a JSON object")
     if isinstance(given.get("inputs"), dict):
         return await similarity(_parsed(SimilarityRequest, raw), exchange)
-    if isinstance(given.get("parameters"), dict):  # InferenceClient's place for options
-        raw = orjson.dumps(given | given["parameters"])
+    parameters = given.get("parameters")
+    is_hub_api = isinstance(parameters, dict)
+    if is_hub_api:
+        raw = orjson.dumps(given | _hub_options(parameters))
     task = exchange.site.find_model(exchange.model_name).main_task
     if task == "embed_sparse":
         return await embed_sparse(_parsed(EmbedSparseRequest, raw), exchange)
-    if task == "classify":
-        return await predict(_parsed(PredictRequest, raw), exchange)
-    if task == "rerank":
-        if "query" in given:
-            return await rerank(_parsed(RerankRequest, raw), exchange)
-        return await predict(_parsed(PredictRequest, raw), exchange)
+    if task == "rerank" and "query" in given:
+        return await rerank(_parsed(RerankRequest, raw), exchange)
+    if task in ("classify", "rerank"):
+        body = _parsed(PredictRequest, raw)
+        return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
     if task == "tag":
         return await predict_tokens(_parsed(PredictTokensRequest, raw), exchange)
     return await embed(_parsed(EmbedRequest, raw), exchange)
+
+
+def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The hub's names of options, as InferenceClient sends them, in TEI's."""
+    options = dict(parameters)
+    function = options.pop("function_to_apply", None)
+    if function not in (None, "none"):
+        raise ServeError(
+            "validation",
+            f"function_to_apply must be none or left out, which is the model's own: {function!r}",
+        )
+    return options | ({"raw_scores": True} if function == "none" else {})
 
 
 def _parsed(model: Any, raw: bytes) -> Any:
@@ -257,6 +275,11 @@ def _model(exchange: Exchange, name: str | None, task: str) -> ModelFacts:
 
 def truncates(exchange: Exchange, given: bool | None) -> bool:
     return exchange.site.settings.auto_truncate if given is None else given
+
+
+def normalize_option(facts: ModelFacts, given: bool | None) -> bool | None:
+    """None where the checkpoint does so by itself: a second time would change the last bits."""
+    return None if given and "Normalize" in facts.info["sentence_modules"] else given
 
 
 def prompt_options(exchange: Exchange, prompt_name: str | None) -> dict[str, str]:

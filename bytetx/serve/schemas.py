@@ -80,7 +80,7 @@ def _check_ids(value: object) -> Batch:
 def _check_documents(value: object) -> list[str]:
     """Strings, or Cohere's objects with the key text."""
     if type(value) is list:
-        texts = [item.get("text") if type(item) is dict else item for item in value]
+        texts: list[Any] = [item.get("text") if type(item) is dict else item for item in value]
         if all(type(text) is str for text in texts):
             return texts
     raise _wrong('a list of strings, or of objects {"text": "..."}', value)
@@ -155,6 +155,9 @@ class EmbedSparseRequest(_TeiRequest):
 class PredictRequest(_TeiRequest):
     inputs: Sequences
     raw_scores: bool = False
+    top_k: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Not TEI's: the best labels alone."
+    )
 
 
 class PredictTokensRequest(_TeiRequest):

@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Generator
+from collections.abc import Coroutine, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -68,7 +69,7 @@ def make_site(settings: ServeSettings, recorder: Recorder) -> Site:
 
 
 async def run_site(
-    site: Site, start: "asyncio.Future[None] | object", sockets: list[socket.socket]
+    site: Site, start: Coroutine[Any, Any, None], sockets: list[socket.socket]
 ) -> None:
     """Answers on the sockets at once, with 503 until `start` is done, until a signal ends it."""
     settings = site.settings
@@ -101,9 +102,9 @@ async def run_site(
     logger.info("ended")
 
 
-async def _start(site: Site, start: object, ends: asyncio.Event) -> bool:
+async def _start(site: Site, start: Coroutine[Any, Any, None], ends: asyncio.Event) -> bool:
     """Whether it got ready before it was told to end; raises what `start` raises."""
-    starting = asyncio.ensure_future(start)  # type: ignore[arg-type, var-annotated]
+    starting = asyncio.create_task(start)
     told = asyncio.create_task(ends.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -49,7 +49,7 @@ class Site:
         return self.backend
 
     def check_key(self, authorization: bytes | None) -> None:
-        """Raises ServeError without one of the keys; the time does not depend on how wrong it is."""
+        """Raises ServeError without one of the keys, in a time that does not depend on it."""
         if not self._keys:
             return
         scheme, _, given = (authorization or b"").partition(b" ")

@@ -1,8 +1,8 @@
 """Extractive question answering: spans of a context, scored as Hugging Face's pipeline does."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack, overload
+from typing import Any, ClassVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from bytetx.errors import InputError
 from bytetx.nn.heads import ClassificationHead
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.questions import QuestionReader
+from bytetx.tasks.call import Call
 from bytetx.tasks.classify import softmax
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import AnswerOptions, No, OnError, Pairs, Raise, Return, Yes
@@ -42,15 +43,24 @@ class AnswerTask:
     max_answer_tokens: int
     allow_no_answer: bool
     whole_words: bool
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        options = (self.top_k, self.max_answer_tokens, self.allow_no_answer, self.whole_words)
+        return ("answer", id(self.head), *options)
 
     @property
     def capture(self) -> Capture:
         return Capture(("answer", id(self.head)), rows="tokens")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
         """f32 [total_tokens, 2]: logits of each token as an answer's first and its last one."""
-        return (self.head.forward(transformer.forward(step.batch)).float(),)
+        return (self.head.forward(hidden_states).float(),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[ChunkAnswers]:
         ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
@@ -174,6 +184,33 @@ class AnswerMixin(OnePass):
         first token, as of SQuAD 2.0.
         Scores are those of Hugging Face's question-answering pipeline (a softmax over each chunk).
         """
+        call = self._answer_call(
+            texts,
+            top_k=top_k,
+            max_answer_tokens=max_answer_tokens,
+            allow_no_answer=allow_no_answer,
+            whole_words=whole_words,
+            chunk_tokens=chunk_tokens,
+            stride=stride,
+            on_error=on_error,
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _answer_call(
+        self,
+        texts: Pairs,
+        *,
+        top_k: int,
+        max_answer_tokens: int,
+        allow_no_answer: bool,
+        whole_words: bool,
+        chunk_tokens: int | None,
+        stride: int,
+        on_error: OnError,
+    ) -> Call[Results[Any]]:
+        """Model.answer, ready to run."""
         check_top_k(top_k, may_be_none=False)
         check_positive("max_answer_tokens", max_answer_tokens)
         head = self._need_head(self.heads.question_answering, "question answering")
@@ -191,12 +228,4 @@ class AnswerMixin(OnePass):
             chunk_tokens=limit,
             stride=min(stride, limit // 2),
         )
-        return self._results(
-            texts,
-            task,
-            reader,
-            stream=stream,
-            title="answer",
-            show_progress=show_progress,
-            merge=task.merge,
-        )
+        return Call("answer", texts, task, reader, self._list_sink, merge=task.merge)

@@ -1,6 +1,6 @@
 """Texts longer than the model: options of what happens, and one result from those of chunks."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
@@ -11,7 +11,7 @@ import torch
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.pipeline import Finished
 from bytetx.encode.request import Failure
-from bytetx.encode.step import Capture, Step, Task
+from bytetx.encode.step import Capture, Step, Task, is_head
 from bytetx.errors import OptionError
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
@@ -29,11 +29,23 @@ class ChunkTask(Generic[R]):
     task: Task[R]
 
     @property
+    def key(self) -> Hashable:
+        return ("chunks", self.task.key)
+
+    @property
+    def shares_pass(self) -> bool:
+        return is_head(self.task)
+
+    @property
     def capture(self) -> Capture | None:
         return self.task.capture
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         return self.task.compute(transformer, step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        assert is_head(self.task)  # shares_pass says so
+        return self.task.reduce(hidden_states, step)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[tuple[int, R]]:
         results = self.task.finish(outputs, step)

@@ -1,7 +1,8 @@
 """Sequence classification and the cross-encoder's scores, from the first token of each text."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -46,14 +47,22 @@ class ClassifyTask:
     labels: tuple[str, ...]
     scores: Callable[[np.ndarray], np.ndarray]
     top_k: int | None
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("classify", id(self.head), id(self.scores), self.top_k)
 
     @property
     def capture(self) -> Capture:
         return Capture(("logits", id(self.head)), rows="sequences")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return (_logits(self.head, transformer, step),)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [batch_size, num_labels] from the last hidden states."""
+        return (_logits(self.head, hidden_states, step),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Label]]:
         return [self.best(row) for row in self.scores(outputs[0])]
@@ -72,6 +81,11 @@ class ChunkScoresTask:
     """Scores f32 [num_labels] of each chunk of a text."""
 
     task: ClassifyTask
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("chunk_scores", self.task.key)
 
     @property
     def capture(self) -> Capture:
@@ -79,6 +93,9 @@ class ChunkScoresTask:
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         return self.task.compute(transformer, step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.task.reduce(hidden_states, step)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         return list(self.task.scores(outputs[0].copy()))
@@ -90,20 +107,30 @@ class ScoreTask:
 
     head: ClassificationHead
     activation: Callable[[torch.Tensor], torch.Tensor]
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return self.capture
 
     @property
     def capture(self) -> Capture:
         return Capture(("score", id(self.head), id(self.activation)), rows="sequences")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return (self.activation(_logits(self.head, transformer, step)),)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [batch_size, 1] from the last hidden states."""
+        return (self.activation(_logits(self.head, hidden_states, step)),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[float]:
         scores: list[float] = outputs[0][:, 0].tolist()
         return scores
 
 
-def _logits(head: ClassificationHead, transformer: Transformer, step: Step) -> torch.Tensor:
+@torch.inference_mode()
+def _logits(head: ClassificationHead, hidden_states: torch.Tensor, step: Step) -> torch.Tensor:
     """f32 [batch_size, num_labels]."""
-    return head.classify(transformer.forward(step.batch), step.batch).float()
+    return head.classify(hidden_states, step.batch).float()

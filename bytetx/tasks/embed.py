@@ -1,22 +1,33 @@
 """Embeddings: pooled rows, then the checkpoint's sentence-transformers modules."""
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_dimensions, chosen_modes
-from bytetx.encode.pipeline import Finished
+from bytetx.arguments import check_dimensions, check_text, chosen_modes
+from bytetx.encode.request import RunStats
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, pool
+from bytetx.tasks.call import Call
+from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.one_pass import OnePass
-from bytetx.tasks.precision import Quantizer, make_quantizer
+from bytetx.tasks.options import OnError, Texts
+from bytetx.tasks.precision import (
+    Precision,
+    Quantizer,
+    make_quantizer,
+    needs_ranges,
+    quantize_all,
+)
+from bytetx.tasks.results import Embeddings
 
 logger = logging.getLogger("bytetx")
 
@@ -38,6 +49,11 @@ class EmbedTask:
     skips_prompt: bool
     normalize: bool
     quantizer: Quantizer | None = None
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return self.capture
 
     @property
     def capture(self) -> Capture:
@@ -124,6 +140,54 @@ class EmbedTask:
 class DenseMixin(OnePass):
     """What Model's methods for dense vectors share."""
 
+    def _embed_call(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None,
+        prompt_name: str | None,
+        dimensions: int | None,
+        pooling: str | Sequence[str] | None,
+        normalize: bool | None,
+        precision: Precision,
+        ranges: npt.ArrayLike | None,
+        overflow: Overflow | None,
+        stride: int,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[Embeddings]:
+        """Model.embed, ready to run."""
+        if prompt is not None:
+            check_text("prompt", prompt)
+        task = self._embed_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        reader = self._overflow_reader(
+            overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
+        )
+        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        dtype = None
+        if task.quantizer is not None and not needs_ranges(task.quantizer):
+            size, dtype = task.quantizer.size(size), task.quantizer.dtype
+
+        def new_sink(num_texts: int | None) -> VectorSink:
+            by_all = precision if needs_ranges(task.quantizer) else None
+            return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
+
+        return Call(
+            "embed",
+            texts,
+            replace(task, quantizer=None) if reader.cuts else task,
+            reader,
+            new_sink,
+            merge=task.mean if reader.cuts else None,
+        )
+
     def _embed_task(
         self,
         *,
@@ -175,36 +239,49 @@ def output_size(hidden_size: int, pooling: tuple[str, ...], modules: tuple[Modul
     return size
 
 
-class VectorBuffer:
+class VectorSink:
     """Rows of all texts in one array, allocated at once where their number is known.
 
     The row of a text that failed is NaN, or 0 in a dtype of integers.
     """
 
-    def __init__(self, size: int, *, num_texts: int | None, dtype: np.dtype | None = None):
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_texts: int | None,
+        dtype: np.dtype | None = None,
+        precision: str | None = None,
+    ):
+        """precision: of int8 or uint8 by the ranges of all vectors, where f32 ones are put."""
         dtype = np.dtype(np.float32) if dtype is None else dtype
         self._rows = np.empty((1024 if num_texts is None else num_texts, size), dtype=dtype)
         self._no_vector = np.nan if dtype.kind == "f" else 0
-        self._num_rows = 0
-        self.errors: dict[int, InputError] = {}
+        self._precision = precision
+        self._errors: dict[int, InputError] = {}
 
-    def put(self, step: Finished[np.ndarray]) -> None:
-        """Writes the rows of one step; the last step of a window writes its failures, too."""
-        end = step.window.start + step.window.num_texts
-        if end > len(self._rows):
-            self._resize(max(end, 2 * len(self._rows)))
-        self._num_rows = end
-        if len(step.indices):
-            self._rows[step.indices] = step.results
-        for failure in (*step.failures, *(step.window.failures if step.is_last else ())):
-            self._rows[failure.index] = self._no_vector
-            self.errors[failure.index] = failure.error
+    def put_rows(self, indices: np.ndarray, results: Sequence[np.ndarray]) -> None:
+        self._reserve(int(indices.max()) + 1)
+        self._rows[indices] = results
 
-    def vectors(self) -> np.ndarray:
-        """[num_texts, size]."""
-        if self._num_rows < len(self._rows):
-            self._resize(self._num_rows)
-        return self._rows
+    def fail(self, index: int, error: InputError) -> None:
+        self._errors[index] = error
+
+    def result(self, num_texts: int, stats: RunStats) -> Embeddings:
+        """[num_texts, size]"""
+        if num_texts != len(self._rows):
+            self._resize(num_texts)
+        errors = dict(sorted(self._errors.items()))
+        if errors:
+            self._rows[list(errors)] = self._no_vector
+        vectors = self._rows
+        if self._precision is not None:
+            vectors = quantize_all(vectors, self._precision, failed=list(errors))
+        return Embeddings(vectors, stats, errors)
+
+    def _reserve(self, num_rows: int) -> None:
+        if num_rows > len(self._rows):
+            self._resize(max(num_rows, 2 * len(self._rows)))
 
     def _resize(self, num_rows: int) -> None:
         # In place: for large arrays the system moves pages, so that no second copy ever exists.

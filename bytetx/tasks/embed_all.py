@@ -1,6 +1,6 @@
 """Dense, sparse and token vectors of each text from one forward pass (BGE-M3)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from bytetx.encode.request import RunStats
 from bytetx.encode.step import Step
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.call import Call, ListSink
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
 from bytetx.tasks.embed_sparse import SparseMixin, SpladeTask, TokenWeightTask
 from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
@@ -50,12 +51,23 @@ class EmbedAllTask:
     tokens: TokenVectorTask
 
     @property
+    def key(self) -> Hashable:
+        return ("embed_all", self.dense.key, self.sparse.key, self.tokens.key)
+
+    @property
+    def shares_pass(self) -> bool:
+        return self.tokens.shares_pass
+
+    @property
     def capture(self) -> None:
         """None: some outputs have a row for each text, others one for each token."""
         return None
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        hidden_states = transformer.forward(step.batch)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """The outputs of the three, from the last hidden states."""
         dense = self.dense.reduce(hidden_states, step)
         tokens = self.tokens.reduce(hidden_states, step)
         return (*dense, *tokens, *self.sparse.reduce(hidden_states, step))
@@ -89,6 +101,25 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
         Raises InputError where the checkpoint does not give all three.
         """
+        call = self._all_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return self._perform(call, show_progress=show_progress)
+
+    def _all_call(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None,
+        prompt_name: str | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[AllEmbeddings]:
+        """Model.embed_all, ready to run."""
         if self.checkpoint.sentence.multi_vector is not None:
             raise InputError("embed_all is for BGE-M3's layers; use embed_tokens with this model")
         dense = self._embed_task()
@@ -98,22 +129,19 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
             check_text("prompt", prompt)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
-        results = self._results(
-            texts,
-            EmbedAllTask(dense, sparse, tokens),
-            reader,
-            stream=False,
-            title="embed_all",
-            show_progress=show_progress,
-        )
-        assert isinstance(results, Results)  # no stream was asked for
-        return join_all(
-            results,
-            dense_size=output_size(self.spec.output_size, dense.pooling, dense.modules),
-            token_size=token_size,
-            vocab_size=self.spec.vocab_size,
-            stats=results.stats,
-        )
+        dense_size = output_size(self.spec.output_size, dense.pooling, dense.modules)
+
+        def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
+            return join_all(
+                results,
+                dense_size=dense_size,
+                token_size=token_size,
+                vocab_size=self.spec.vocab_size,
+                stats=results.stats,
+            )
+
+        task = EmbedAllTask(dense, sparse, tokens)
+        return Call("embed_all", texts, task, reader, lambda _: ListSink(gather))
 
 
 def join_all(

@@ -1,6 +1,6 @@
 """Several vectors a text: one for each chunk of a long text, or for each span of one pass."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,11 +13,11 @@ from bytetx.encode.request import Alignment
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.call import Call
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import Precision, needs_ranges
-from bytetx.tasks.results import Results
-from bytetx.tasks.vectors import TokenEmbeddings, join_tokens
+from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
 Span = tuple[int, int]
 
@@ -33,6 +33,10 @@ class EmbedSpansTask:
     task: EmbedTask
     spans: Sequence[Sequence[Span]]
     num_prompt_characters: int
+
+    @property
+    def key(self) -> Hashable:
+        return ("spans", self.task.key, id(self.spans), self.num_prompt_characters)
 
     @property
     def capture(self) -> None:
@@ -115,18 +119,9 @@ class ChunkMixin(DenseMixin):
         )
         reader.prompt = self._prompt(prompt, prompt_name)
         rows = cast("Task[np.ndarray]", task)  # the rows of one array
-        results = self._results(
-            texts,
-            rows,
-            reader,
-            stream=False,
-            title="embed_chunks",
-            show_progress=show_progress,
-            merge=np.stack,
-        )
-        assert isinstance(results, Results)  # no stream was asked for
         empty = self._no_vectors(task, dimensions)
-        return join_tokens(results, empty=empty, stats=results.stats)
+        call = Call("embed_chunks", texts, rows, reader, token_sink(empty), merge=np.stack)
+        return self._perform(call, show_progress=show_progress)
 
     def embed_spans(
         self,
@@ -166,12 +161,9 @@ class ChunkMixin(DenseMixin):
         reader.with_alignment = True
         reader.prompt = self._prompt(prompt, prompt_name)
         job = EmbedSpansTask(task, spans, len(reader.prompt))
-        results = self._results(
-            texts, job, reader, stream=False, title="embed_spans", show_progress=show_progress
-        )
-        assert isinstance(results, Results)  # no stream was asked for
         empty = self._no_vectors(task, dimensions)
-        return join_tokens(results, empty=empty, stats=results.stats)
+        call = Call("embed_spans", texts, job, reader, token_sink(empty))
+        return self._perform(call, show_progress=show_progress)
 
     def _rows_task(
         self,

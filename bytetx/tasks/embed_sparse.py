@@ -1,8 +1,8 @@
 """Sparse vectors: SPLADE's weights of the vocabulary, or a weight for each token of the text."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from typing import Any, Unpack, overload
+from typing import Any, ClassVar, Unpack, overload
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.tasks.call import Call, ListSink
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
 from bytetx.tasks.results import Results, Stream
@@ -27,6 +28,11 @@ class SpladeTask:
     head: MaskedLMHead
     spec: SpladeSpec
     max_active_dims: int | None
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("splade", id(self.head), self.spec, self.max_active_dims)
 
     @property
     def capture(self) -> None:
@@ -66,6 +72,11 @@ class TokenWeightTask:
     weight: LinearWeight
     skipped_ids: Collection[int]
     max_active_dims: int | None
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("token_weights", id(self.weight), self.max_active_dims)
 
     @property
     def capture(self) -> Capture:
@@ -135,18 +146,39 @@ class SparseMixin(OnePass):
         `errors`.
         Raises InputError where the checkpoint gives no sparse vectors.
         """
+        call = self._sparse_call(
+            texts,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            max_active_dims=max_active_dims,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _sparse_call(
+        self,
+        texts: Texts,
+        *,
+        prompt: str | None,
+        prompt_name: str | None,
+        max_active_dims: int | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[SparseEmbeddings]:
+        """Model.embed_sparse, ready to run."""
         task: Task[SparseVector] = self._sparse_task(max_active_dims)
         reader = self._reader(truncate=truncate, on_error=on_error)
         if prompt is not None:
             check_text("prompt", prompt)
         reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
-        results = self._results(
-            texts, task, reader, stream=stream, title="embed_sparse", show_progress=show_progress
-        )
-        if isinstance(results, Stream):
-            return results
-        assert isinstance(results, Results)
-        return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
+
+        def gather(results: Results[SparseVector | InputError]) -> SparseEmbeddings:
+            return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
+
+        return Call("embed_sparse", texts, task, reader, lambda _: ListSink(gather))
 
     def _sparse_task(self, max_active_dims: int | None) -> SpladeTask | TokenWeightTask:
         if max_active_dims is not None:

@@ -1,6 +1,6 @@
 """A vector for each token of a text (ColBERT, BGE-M3), as queries or as documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -17,12 +17,13 @@ from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
+from bytetx.tasks.call import Call
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import No, OnError, Raise, Return, Texts, TokenOptions, Yes
 from bytetx.tasks.precision import Precision, Quantizer, make_quantizer, needs_ranges
-from bytetx.tasks.results import Results, Stream
-from bytetx.tasks.vectors import TokenEmbeddings, join_tokens
+from bytetx.tasks.results import Stream
+from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
 _NORMALIZE = Normalize()
 # The prompts of documents, the first that a checkpoint has.
@@ -43,6 +44,17 @@ class TokenVectorTask:
     skipped_ids: np.ndarray | None = None
     hides_expansion: bool = False
     quantizer: Quantizer | None = None
+
+    @property
+    def key(self) -> Hashable:
+        precision = None if self.quantizer is None else self.quantizer.key
+        skipped = None if self.skipped_ids is None else self.skipped_ids.tobytes()
+        modules = tuple(map(id, self.modules))
+        return ("tokens", modules, self.num_skipped_first, skipped, self.hides_expansion, precision)
+
+    @property
+    def shares_pass(self) -> bool:
+        return not self.hides_expansion
 
     @property
     def capture(self) -> Capture | None:
@@ -123,22 +135,45 @@ class TokenVectorMixin(OnePass):
         A failed text has no vectors, its error is in `errors`. bytetx.maxsim scores the results.
         Raises InputError where the checkpoint gives no vectors of tokens.
         """
+        call = self._tokens_call(
+            texts,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        if stream:
+            return self._stream(call, show_progress=show_progress)
+        return self._perform(call, show_progress=show_progress)
+
+    def _tokens_call(
+        self,
+        texts: Texts,
+        *,
+        task: Literal["query", "document"],
+        prompt: str | None,
+        prompt_name: str | None,
+        normalize: bool | None,
+        precision: Precision,
+        ranges: npt.ArrayLike | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[TokenEmbeddings]:
+        """Model.embed_tokens, ready to run."""
         if task not in ("query", "document"):
             raise OptionError(f"task must be 'query' or 'document', got {task!r}")
         size, job = self._token_task(task, normalize, precision=precision, ranges=ranges)
         reader = self._token_reader(task, truncate=truncate, on_error=on_error)
         reader.prompt = self._token_prompt(task, prompt, prompt_name)
-        results = self._results(
-            texts, job, reader, stream=stream, title="embed_tokens", show_progress=show_progress
-        )
-        if isinstance(results, Stream):
-            return results
-        assert isinstance(results, Results)
         dtype, columns = np.dtype(np.float32), size
         if job.quantizer is not None:
             dtype, columns = job.quantizer.dtype, job.quantizer.size(size)
         empty = np.empty((0, columns), dtype=dtype)
-        return join_tokens(results, empty=empty, stats=results.stats)
+        return Call("embed_tokens", texts, job, reader, token_sink(empty))
 
     def _token_task(
         self,

@@ -1,8 +1,9 @@
 """Masked tokens: the most likely tokens of each mask, from logits of the mask rows only."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -30,17 +31,26 @@ class FillMaskTask:
     tokenizer: Tokenizer
     top_k: int
     target_ids: torch.Tensor | None
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        targets = None if self.target_ids is None else id(self.target_ids)
+        return ("fill_mask", id(self.head), self.top_k, targets)
 
     @property
     def capture(self) -> None:
         """None: only the host knows the positions and the number of the masks."""
         return None
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """(scores, token ids) [masks, top_k] from the last hidden states."""
         is_mask = step.requests.token_ids == self.tokenizer.mask_token_id
         rows = torch.from_numpy(np.flatnonzero(is_mask))
-        hidden_states = transformer.forward(step.batch)
         if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
         blocks = hidden_states[rows].split(_MAX_MASK_ROWS)

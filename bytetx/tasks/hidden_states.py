@@ -1,5 +1,6 @@
 """Hidden states of chosen layers, one array a text."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,10 @@ class HiddenStatesTask:
     """layers: 0 is the embeddings, num_layers the last layer; all from 0."""
 
     layers: tuple[int, ...]
+
+    @property
+    def key(self) -> Hashable:
+        return ("hidden_states", self.layers)
 
     @property
     def capture(self) -> None:

@@ -1,6 +1,6 @@
 """What Model's one-pass tasks share: the reader of inputs, the run, results and needed parts."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,17 +11,16 @@ from bytetx.encode.model_runner import Runner
 from bytetx.encode.pipeline import Finished, in_order, run
 from bytetx.encode.request import RunCounter
 from bytetx.encode.scheduler import windows
-from bytetx.encode.step import Task
 from bytetx.errors import InputError
 from bytetx.nn.loading import Heads, LoadedCheckpoint
 from bytetx.requests.inputs import InputReader
+from bytetx.tasks.call import Call, ListSink, as_they_are
 from bytetx.tasks.chunks import ChunkTask, chosen_overflow, merge_chunks, set_chunks
-from bytetx.tasks.options import Texts
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import Results, Stream
 
 R = TypeVar("R")
-S = TypeVar("S")
+T = TypeVar("T")
 
 
 class OnePass:
@@ -50,19 +49,28 @@ class OnePass:
             set_chunks(reader, self._need_tokenizer(), stride=stride)
         return reader
 
-    def _run(
-        self,
-        texts: Texts,
-        task: Task[R],
-        reader: InputReader,
-        counter: RunCounter,
-        *,
-        title: str,
-        show_progress: bool,
-        merge: Callable[[list[R]], S] | None = None,
+    def _perform(self, call: Call[T], *, show_progress: bool = False) -> T:
+        """Runs a call in this thread."""
+        counter = RunCounter()
+        sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
+        for step in self._steps(call, counter, show_progress=show_progress):
+            if len(step.indices):
+                sink.put_rows(step.indices, step.results)
+            for failure in (*step.failures, *(step.window.failures if step.is_last else ())):
+                sink.fail(failure.index, failure.error)
+        stats = counter.stats()
+        return sink.result(stats.num_texts, stats)
+
+    def _stream(self, call: Call[Any], *, show_progress: bool = False) -> Stream[Any]:
+        """Runs a call while its results are read."""
+        counter = RunCounter()
+        steps = self._steps(call, counter, show_progress=show_progress)
+        return Stream(in_order(steps), counter.stats)
+
+    def _steps(
+        self, call: Call[Any], counter: RunCounter, *, show_progress: bool
     ) -> Generator[Finished[Any], None, None]:
-        """Results are those of the task; or with merge, which makes one from those of a text's
-        chunks, what it gives."""
+        texts, reader, task, merge = call.texts, call.reader, call.task, call.merge
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
         start = partial(
@@ -77,29 +85,12 @@ class OnePass:
         steps = start(task) if merge is None else merge_chunks(start(ChunkTask(task)), merge)
         if not show_progress:
             return steps
-        return with_progress(steps, counter.num_done, title=title, total=num_texts(texts))
+        return with_progress(steps, counter.num_done, title=call.title, total=num_texts(texts))
 
-    def _results(
-        self,
-        texts: Texts,
-        task: Task[R],
-        reader: InputReader,
-        *,
-        stream: bool,
-        title: str,
-        show_progress: bool,
-        merge: Callable[[list[R]], S] | None = None,
-    ) -> Results[Any] | Stream[Any]:
-        counter = RunCounter()
-        steps = self._run(
-            texts, task, reader, counter, title=title, show_progress=show_progress, merge=merge
-        )
-        blocks = in_order(steps)
-        if stream:
-            return Stream(blocks, counter.stats)
-        items = [result for block in blocks for result in block]
-        errors = {i: item for i, item in enumerate(items) if isinstance(item, InputError)}
-        return Results(items, counter.stats(), errors)
+    @staticmethod
+    def _list_sink(num_texts: int | None) -> ListSink[Results[Any]]:
+        """The new_sink of tasks that give a list."""
+        return ListSink(as_they_are)
 
     def _labels(self) -> tuple[str, ...]:
         return tuple(self.spec.id2label[i] for i in range(self.spec.num_labels))

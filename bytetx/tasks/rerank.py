@@ -1,8 +1,8 @@
 """Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.sentence_modules import activation_by_name
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import pool
+from bytetx.tasks.call import Call, ListSink
 from bytetx.tasks.classify import ScoreTask
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import OnError
@@ -36,15 +37,24 @@ class YesNoTask:
     yes: int
     no: int | None
     activation: Callable[[torch.Tensor], torch.Tensor]
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return self.capture
 
     @property
     def capture(self) -> Capture:
         key = ("yes-no", id(self.head), self.yes, self.no, id(self.activation))
         return Capture(key, rows="sequences")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        x = transformer.forward(step.batch)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [batch_size] from the last hidden states."""
+        x = hidden_states
         last = pool(x, step.batch.cu_seqlens, mode="lasttoken").to(x.dtype)
         logits = self.head.forward(last)
         scores = logits[:, self.yes]
@@ -80,11 +90,34 @@ class RerankMixin(OnePass):
         top_k: None keeps all.  raw_scores: the logit, without the checkpoint's activation.
         on_error="return": a bad document is left out; its error is in `errors` by its index.
         """
+        call = self._rerank_call(
+            query,
+            documents,
+            top_k=top_k,
+            raw_scores=raw_scores,
+            instruction=instruction,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return self._perform(call, show_progress=show_progress)
+
+    def _rerank_call(
+        self,
+        query: str,
+        documents: Iterable[str],
+        *,
+        top_k: int | None,
+        raw_scores: bool,
+        instruction: str | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[Results[Hit]]:
+        """Model.rerank, ready to run."""
         check_top_k(top_k)
         check_text("query", query)
         documents = list(check_iterable("documents", documents))
-        if self._logit_score is not None or self._answers_yes_or_no():
-            return self._rerank_by_logits(
+        if self._reranks_by_logits:
+            return self._logits_call(
                 query,
                 documents,
                 top_k=top_k,
@@ -92,7 +125,6 @@ class RerankMixin(OnePass):
                 instruction=instruction,
                 truncate=truncate,
                 on_error=on_error,
-                show_progress=show_progress,
             )
         if instruction is not None:
             raise OptionError("instruction is for causal rerankers; this is a cross-encoder")
@@ -108,16 +140,21 @@ class RerankMixin(OnePass):
         task = ScoreTask(head, activation_by_name(name, source="the cross-encoder's config"))
         pairs = [(query, document) for document in documents]
         reader = self._reader(truncate=truncate, on_error=on_error)
-        scores = self._results(
-            pairs, task, reader, stream=False, title="rerank", show_progress=show_progress
-        )
-        assert isinstance(scores, Results)  # no stream was asked for
-        return _best_hits(scores, documents, top_k)
+
+        def gather(scores: Results[Any]) -> Results[Hit]:
+            return _best_hits(scores, documents, top_k)
+
+        return Call("rerank", pairs, task, reader, lambda _: ListSink(gather))
+
+    @property
+    def _reranks_by_logits(self) -> bool:
+        """Whether the model is a causal one, whose prompts are made before they are read."""
+        return self._logit_score is not None or self._answers_yes_or_no()
 
     def _answers_yes_or_no(self) -> bool:
         return self.heads.lm is not None and self.spec.family in YES_NO_FAMILIES
 
-    def _rerank_by_logits(
+    def _logits_call(
         self,
         query: str,
         documents: list[str],
@@ -127,30 +164,29 @@ class RerankMixin(OnePass):
         instruction: str | None,
         truncate: bool,
         on_error: OnError,
-        show_progress: bool,
-    ) -> Results[Hit]:
+    ) -> Call[Results[Hit]]:
         for index, document in enumerate(documents):
             check_text(f"documents[{index}]", document)
         if instruction is not None:
             check_text("instruction", instruction)
         task = self._yes_no_task(raw_scores=raw_scores)
         prompts = self._pair_prompts(query, documents, instruction=instruction, truncate=truncate)
-        errors: dict[int, InputError] = {
+        refused: dict[int, InputError] = {
             index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, InputError)
         }
         reader = self._reader(truncate=truncate, on_error=on_error)
-        if errors and not reader.keeps_errors:
-            raise errors[min(errors)]
-        kept = [index for index in range(len(prompts)) if index not in errors]
+        if refused and not reader.keeps_errors:
+            raise refused[min(refused)]
+        kept = [index for index in range(len(prompts)) if index not in refused]
         given = [prompt for prompt in prompts if not isinstance(prompt, InputError)]
-        scores = self._results(
-            given, task, reader, stream=False, title="rerank", show_progress=show_progress
-        )
-        assert isinstance(scores, Results)  # no stream was asked for
-        errors |= {kept[index]: error for index, error in scores.errors.items()}
-        by_index = dict(zip(kept, scores, strict=True))
-        ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
-        return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
+
+        def gather(scores: Results[Any]) -> Results[Hit]:
+            errors = refused | {kept[index]: error for index, error in scores.errors.items()}
+            by_index = dict(zip(kept, scores, strict=True))
+            ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
+            return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
+
+        return Call("rerank", given, task, reader, lambda _: ListSink(gather))
 
     def _yes_no_task(self, *, raw_scores: bool) -> YesNoTask:
         head, score = self._need_head(self.heads.lm, "language model"), self._logit_score

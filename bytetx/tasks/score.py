@@ -1,6 +1,8 @@
 """Log-likelihoods of texts under a causal model: one packed forward pass, no generation."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -16,20 +18,27 @@ class LikelihoodTask:
     """Each token but the first of a text, given those before it."""
 
     head: LmHead
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("likelihood", id(self.head))
 
     @property
     def capture(self) -> None:
         """None: only the host knows where texts end, and so which rows are scored."""
         return None
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        batch = step.batch
-        hidden_states = transformer.forward(batch)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [tokens that are scored] from the last hidden states."""
         rows = _rows_before_a_token(step.requests.seqlens)
         if hidden_states.is_cuda:  # pinned, or the copy would wait for the device
             rows = rows.pin_memory().to(hidden_states.device, non_blocking=True)
-        targets = batch.input_ids[rows + 1].long()
+        targets = step.batch.input_ids[rows + 1].long()
         return (self.head.log_likelihoods(hidden_states, targets, rows=rows),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[Likelihood]:

@@ -1,8 +1,9 @@
 """Token classification: tags of tokens and words, grouped as Hugging Face groups them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -42,14 +43,23 @@ class TagTask:
     labels: tuple[str, ...]
     aggregation: str
     ignore_labels: Collection[str]
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("tag", id(self.head), self.aggregation, tuple(self.ignore_labels))
 
     @property
     def capture(self) -> Capture:
         return Capture(("tag", id(self.head)), rows="tokens")
 
-    @torch.inference_mode()
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
-        return (self.head.forward(transformer.forward(step.batch)).float(),)
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """f32 [total_tokens, num_labels] from the last hidden states."""
+        return (self.head.forward(hidden_states).float(),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
         ends = np.cumsum(step.batch.seqlens.numpy())[:-1]

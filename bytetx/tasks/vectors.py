@@ -1,14 +1,16 @@
 """Result types of tasks that give sparse vectors, or one vector for each token of a text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
 
 from bytetx.encode.request import RunStats
 from bytetx.errors import InputError
+from bytetx.tasks.call import ListSink
+from bytetx.tasks.results import Results
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
@@ -119,6 +121,15 @@ def join_tokens(
         stats,
         {i: matrix for i, matrix in enumerate(matrices) if isinstance(matrix, InputError)},
     )
+
+
+def token_sink(empty: np.ndarray) -> Callable[[int | None], ListSink[TokenEmbeddings]]:
+    """The new_sink of calls that give a matrix a text.  empty: as of join_tokens."""
+
+    def gather(results: Results[Any]) -> TokenEmbeddings:
+        return join_tokens(results, empty=empty, stats=results.stats)
+
+    return lambda _: ListSink(gather)
 
 
 def join_sparse(

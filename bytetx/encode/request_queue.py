@@ -1,0 +1,296 @@
+"""The queue of all callers: which texts run next, the shortest first, and none waits for ever."""
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+
+from bytetx.encode.request import Requests
+
+# A call that has had more tokens than this is no longer set back: bulk calls take turns.
+_MOST_SERVED_TOKENS = 1 << 16
+# Calls whose next text does not fit a step any more, and that are passed over while it is filled.
+_MAX_PASSED_OVER = 16
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """Texts of one call that were queued together, the shortest first.
+
+    requests: their columns, in this order.  ends: int64, tokens up to and with each text.
+    num_taken: texts that are in steps already, the first ones.  time: when they were queued.
+    """
+
+    requests: Requests
+    ends: np.ndarray
+    time: float
+    num_taken: int = 0
+
+    @property
+    def tokens_taken(self) -> int:
+        return int(self.ends[self.num_taken - 1]) if self.num_taken else 0
+
+    @property
+    def next_tokens(self) -> int:
+        """Of the next text."""
+        return int(self.ends[self.num_taken]) - self.tokens_taken
+
+    @property
+    def is_empty(self) -> bool:
+        return self.num_taken == len(self.ends)
+
+
+@dataclass(slots=True, eq=False)
+class QueuedCall:
+    """One call's texts in the queue.
+
+    priority: lower numbers run first.  served_tokens: of its texts that were taken for steps.
+    entry: number of its entry in the heap; entries with other numbers are stale.
+    """
+
+    priority: int = 0
+    served_tokens: int = 0
+    num_queued: int = 0
+    queued_tokens: int = 0
+    is_dropped: bool = False
+    pieces: deque[Piece] = field(default_factory=deque)
+    entry: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Texts start to stop of a piece, taken for a step."""
+
+    call: QueuedCall
+    piece: Piece
+    start: int
+    stop: int
+
+    @property
+    def num_texts(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def total_tokens(self) -> int:
+        before = int(self.piece.ends[self.start - 1]) if self.start else 0
+        return int(self.piece.ends[self.stop - 1]) - before
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text: the last one."""
+        return int(self.piece.requests.seqlens[self.stop - 1])
+
+    def requests(self) -> Requests:
+        """The columns of these texts, views of the piece's."""
+        if self.start == 0 and self.stop == len(self.piece.ends):
+            return self.piece.requests
+        return self.piece.requests.cut([self.start, self.stop])[0]
+
+
+class RequestQueue:
+    """The texts of all calls that wait for a step. Not thread-safe: the owner has a lock.
+
+    Inside a priority class a text's rank is its own tokens and those that its call has had before:
+    single texts run the shortest first, and a call of many texts comes after what is small.  A text
+    that has waited for age_limit_s comes before all ranks and classes, the oldest first, in up to
+    half of each step.  Times are seconds of whatever clock the caller has.
+    """
+
+    def __init__(self, *, age_limit_s: float):
+        self._age_limit_s = age_limit_s
+        self._heaps: dict[int, list[tuple[int, int, QueuedCall]]] = {}
+        self._arrivals: deque[tuple[QueuedCall, Piece]] = deque()
+        self._numbers = count()
+        self._num_stale = 0
+        self._passed_over: QueuedCall | None = None
+        self.num_queued = 0
+        self.queued_tokens = 0
+
+    def __bool__(self) -> bool:
+        return self.num_queued > 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that the queue holds, stale ones among them."""
+        return sum(map(len, self._heaps.values()))
+
+    def add(self, call: QueuedCall, requests: Requests, now: float) -> None:
+        """Queues texts of a call that was not dropped."""
+        if not len(requests):
+            return
+        if len(requests) > 1:
+            requests = requests.take(np.argsort(requests.seqlens, kind="stable"))
+        piece = Piece(requests, np.cumsum(requests.seqlens, dtype=np.int64), now)
+        call.pieces.append(piece)
+        self._arrivals.append((call, piece))
+        self._count(call, len(requests), requests.total_tokens)
+        if call.entry < 0:
+            self._push(call)
+
+    def drop(self, call: QueuedCall) -> None:
+        """Forgets a call's texts that are in no step yet."""
+        call.is_dropped = True
+        self._count(call, -call.num_queued, -call.queued_tokens)
+        call.pieces.clear()
+        if call.entry >= 0:
+            call.entry = -1
+            self._num_stale += 1
+            self._sweep()
+        if self._passed_over is call:
+            self._passed_over = None
+        self._forget()
+
+    def take(self, budget: int, now: float) -> list[Taken]:
+        """The texts of the next step, at most `budget` tokens, or one text that is longer alone.
+
+        A text that does not fit what is left of a step begins the next one.
+        """
+        taken: list[Taken] = []
+        room = self._take_aged(taken, budget, now)
+        if not taken:
+            room = self._take_passed_over(taken, room)
+        for priority in sorted(self._heaps):
+            if room <= 0:
+                break
+            room = self._take_ranked(self._heaps[priority], taken, room)
+            if not self._heaps[priority]:
+                del self._heaps[priority]
+        self._forget()
+        return taken
+
+    def take_short(self, max_rank: int) -> list[Taken]:
+        """Texts of the best class that has any, while their ranks and their sum are that small."""
+        taken: list[Taken] = []
+        for priority in sorted(self._heaps):
+            heap = self._heaps[priority]
+            if self._best(heap) is None:
+                continue
+            self._take_ranked(heap, taken, max_rank, max_rank=max_rank)
+            break
+        self._forget()
+        return taken
+
+    def _count(self, call: QueuedCall, num_texts: int, num_tokens: int) -> None:
+        call.num_queued += num_texts
+        call.queued_tokens += num_tokens
+        self.num_queued += num_texts
+        self.queued_tokens += num_tokens
+
+    def _push(self, call: QueuedCall) -> None:
+        """Gives a call with texts its place by the rank of the next one."""
+        call.entry = next(self._numbers)
+        rank = _served(call) + call.pieces[0].next_tokens
+        heapq.heappush(self._heaps.setdefault(call.priority, []), (rank, call.entry, call))
+
+    def _best(self, heap: list[tuple[int, int, QueuedCall]]) -> QueuedCall | None:
+        """The call of lowest rank; stale entries before it go."""
+        while heap and heap[0][1] != heap[0][2].entry:
+            heapq.heappop(heap)
+            self._num_stale -= 1
+        return heap[0][2] if heap else None
+
+    def _take_aged(self, taken: list[Taken], budget: int, now: float) -> int:
+        """Takes texts beyond the age limit. Returns the room that is left in the step."""
+        room, share = budget, budget // 2
+        while (oldest := self._oldest()) is not None:
+            call, piece = oldest
+            if now - piece.time < self._age_limit_s or (taken and share < piece.next_tokens):
+                break
+            found = self._take_texts(call, piece, tokens=max(share, piece.next_tokens))
+            taken.append(found)
+            share, room = share - found.total_tokens, room - found.total_tokens
+        return room
+
+    def _oldest(self) -> tuple[QueuedCall, Piece] | None:
+        while self._arrivals:
+            call, piece = self._arrivals[0]
+            if not call.is_dropped and not piece.is_empty:
+                return call, piece
+            self._arrivals.popleft()
+        return None
+
+    def _take_passed_over(self, taken: list[Taken], room: int) -> int:
+        """Takes the text that the last step had no room for, unless a better class waits."""
+        call, self._passed_over = self._passed_over, None
+        if call is None or not call.pieces:
+            return room
+        for priority in sorted(self._heaps):
+            if priority < call.priority and self._best(self._heaps[priority]) is not None:
+                return room
+        piece = call.pieces[0]
+        taken.append(self._take_texts(call, piece, tokens=piece.next_tokens))
+        return room - taken[-1].total_tokens
+
+    def _take_ranked(
+        self,
+        heap: list[tuple[int, int, QueuedCall]],
+        taken: list[Taken],
+        room: int,
+        *,
+        max_rank: int | None = None,
+    ) -> int:
+        """Takes texts of one class by their ranks. Returns the room that is left."""
+        passed_over: list[QueuedCall] = []
+        while room > 0 and len(passed_over) < _MAX_PASSED_OVER:
+            call = self._best(heap)
+            if call is None or (max_rank is not None and heap[0][0] > max_rank):
+                break
+            heapq.heappop(heap)
+            call.entry = -1
+            piece = call.pieces[0]
+            if piece.next_tokens > room and taken:
+                passed_over.append(call)
+                continue
+            following = self._best(heap)
+            tokens = room if following is None else min(room, heap[0][0] - _served(call))
+            taken.append(self._take_texts(call, piece, tokens=max(tokens, piece.next_tokens)))
+            room -= taken[-1].total_tokens
+        for call in passed_over:
+            self._push(call)
+        if passed_over and max_rank is None and self._passed_over is None:
+            self._passed_over = passed_over[0]
+        return room
+
+    def _take_texts(self, call: QueuedCall, piece: Piece, *, tokens: int) -> Taken:
+        """Takes texts of a piece, as many as have at most so many tokens; one at least."""
+        start = piece.num_taken
+        stop = int(np.searchsorted(piece.ends, piece.tokens_taken + tokens, side="right"))
+        found = Taken(call, piece, start, max(stop, start + 1))
+        piece.num_taken = found.stop
+        if piece.is_empty:
+            call.pieces.remove(piece)
+        self._count(call, -found.num_texts, -found.total_tokens)
+        call.served_tokens += found.total_tokens
+        if call.entry >= 0:
+            call.entry = -1
+            self._num_stale += 1
+        if call.pieces:
+            self._push(call)
+        return found
+
+    def _sweep(self) -> None:
+        """Rebuilds the heaps where most of their entries are stale."""
+        if self._num_stale < 64 or 2 * self._num_stale < self.num_entries:
+            return
+        for priority, heap in list(self._heaps.items()):
+            kept = [entry for entry in heap if entry[1] == entry[2].entry]
+            heapq.heapify(kept)
+            self._heaps[priority] = kept
+            if not kept:
+                del self._heaps[priority]
+        waiting = ((call, piece) for call, piece in self._arrivals if not call.is_dropped)
+        self._arrivals = deque(waiting)
+        self._num_stale = 0
+
+    def _forget(self) -> None:
+        """Lets go of calls that have nothing in the queue, once no call has."""
+        if not self.num_queued:
+            self._heaps.clear()
+            self._arrivals.clear()
+            self._num_stale, self._passed_over = 0, None
+
+
+def _served(call: QueuedCall) -> int:
+    return min(call.served_tokens, _MOST_SERVED_TOKENS)

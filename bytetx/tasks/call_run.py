@@ -1,0 +1,183 @@
+"""CallRun: one call on its way through an engine that other callers use as well."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from bytetx.arguments import check_iterable
+from bytetx.encode.engine import EncodeEngine, OpenCall
+from bytetx.encode.request import Failure, Requests, RunCounter, RunStats
+from bytetx.encode.scheduler import MAX_WINDOW_STEPS, windows
+from bytetx.errors import InputError
+from bytetx.requests.inputs import Input
+from bytetx.runtime.forking import computing
+from bytetx.tasks.call import Call, Sink
+from bytetx.tasks.chunks import ChunkTask
+from bytetx.tasks.progress import num_texts
+
+T = TypeVar("T")
+
+# A result of more texts is put together in a thread.
+_MAX_INLINE_TEXTS = 256
+
+
+class CallRun(Generic[T]):
+    """Reads a call's texts in windows, queues them, and collects what the engine gives.
+
+    A call of many texts has a bounded number of tokens in the queue.  One window at a time is
+    tokenised, in the pool's threads; the input itself is pulled in the event loop.
+    """
+
+    def __init__(
+        self,
+        call: Call[T],
+        engine: EncodeEngine,
+        pool: Executor,
+        *,
+        token_budget: int,
+        max_window_texts: int,
+        priority: int,
+    ):
+        self._call, self._engine, self._pool = call, engine, pool
+        self._token_budget, self._max_window_texts = token_budget, max_window_texts
+        sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
+        self._sink = sink
+        merge, task = call.merge, call.task
+        receiver = sink if merge is None else _ChunkSink(sink, merge)
+        self._chunks = receiver if isinstance(receiver, _ChunkSink) else None
+        self.open = OpenCall(
+            task if merge is None else ChunkTask(task),
+            receiver,
+            priority=priority,
+            keeps_errors=call.reader.keeps_errors,
+        )
+        self._counter = RunCounter()
+        self._failures: list[Failure] = []  # of texts that were refused
+        self._tokenize_seconds = 0.0
+
+    async def result(self) -> T:
+        """The call's result. Raises its error; cancelling drops what is queued."""
+        try:
+            await self._feed()
+            await self._engine.wait(self.open)
+        finally:
+            self._engine.end(self.open)
+        if self._counter.num_done() <= _MAX_INLINE_TEXTS:
+            return self._result()
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._result)
+
+    async def _feed(self) -> None:
+        """Announces, tokenises and queues all windows but the last one, which is left running."""
+        limit = MAX_WINDOW_STEPS * self._token_budget
+        start, reading = 0, None
+        for window, tokens, is_last in self._windows():
+            if not start:
+                self._engine.open(self.open, len(window), tokens)
+            else:
+                if reading is not None:
+                    await reading
+                while not self._has_room(len(window), tokens, limit):
+                    await self._engine.wait(self.open, below_tokens=self.open.open_tokens)
+                self._engine.extend(self.open, len(window), tokens)
+            read = partial(self._read, window, start, tokens, time.perf_counter())
+            start += len(window)
+            if is_last:
+                self._pool.submit(read)
+            else:
+                reading = asyncio.get_running_loop().run_in_executor(self._pool, read)
+
+    def _has_room(self, num_texts: int, tokens: int, limit: int) -> bool:
+        if self.open.error is not None:
+            raise self.open.error
+        if not self.open.open_tokens:
+            return True
+        return self.open.open_tokens < limit and self._engine.has_room(num_texts, tokens)
+
+    def _windows(self) -> Iterator[tuple[list[Input], int, bool]]:
+        """(texts, a guess of their tokens, whether no others follow)"""
+        estimate, most = self._call.reader.estimate_tokens, self._max_window_texts
+        cut = windows(self._call.texts, estimate_tokens=estimate, token_budget=self._token_budget)
+        pieces = (
+            window[first : first + most] for window in cut for first in range(0, len(window), most)
+        )
+        piece = next(pieces, None)
+        while piece is not None:
+            following = next(pieces, None)
+            yield piece, sum(map(estimate, piece)), following is None
+            piece = following
+
+    def _read(self, window: Sequence[Input], start: int, tokens: int, called: float) -> None:
+        """Tokenises a window and queues it; in a thread of the pool."""
+        if self.open.is_dropped:
+            return
+        try:
+            with computing():
+                read = self._call.reader.read(window, start)
+            self._counter.add(read)
+            self._counter.add_done(read.num_texts)
+            self._failures += read.failures
+            if self._chunks is not None:
+                self._chunks.expect(read.requests)
+            self._tokenize_seconds += time.perf_counter() - called
+            self._engine.submit(self.open, read.requests, num_read=len(window), tokens=tokens)
+        except Exception as error:
+            self._engine.fail(self.open, error)
+
+    def _result(self) -> T:
+        for failure in self._failures:
+            self._sink.fail(failure.index, failure.error)
+        chunks = self._chunks
+        self._counter.add_failures(self.open.num_failed if chunks is None else chunks.num_failed)
+        self._counter.stop()
+        return self._sink.result(self._counter.num_done(), self._stats())
+
+    def _stats(self) -> RunStats:
+        count = max(self.open.num_computed, 1)
+        return replace(
+            self._counter.stats(),
+            tokenize_seconds=self._tokenize_seconds,
+            queue_seconds=self.open.queue_seconds / count,
+            compute_seconds=self.open.compute_seconds / count,
+        )
+
+
+class _ChunkSink:
+    """Makes one result of those of a text's chunks, as soon as all are there."""
+
+    def __init__(self, sink: Sink[Any], merge: Callable[[list[Any]], Any]):
+        self._sink, self._merge = sink, merge
+        self._num_chunks: dict[int, int] = {}
+        self._chunks: dict[int, list[tuple[int, Any]]] = {}
+        self.num_failed = 0  # texts
+
+    def expect(self, requests: Requests) -> None:
+        """Texts, by their chunks, before any of these is queued."""
+        indices, counts = np.unique(requests.indices, return_counts=True)
+        self._num_chunks.update(zip(indices.tolist(), counts.tolist(), strict=True))
+
+    def put_rows(self, indices: np.ndarray, results: Sequence[tuple[int, Any]]) -> None:
+        for index, chunk in zip(indices.tolist(), results, strict=True):
+            if index not in self._num_chunks:  # another chunk of its text failed
+                continue
+            chunks = self._chunks.setdefault(index, [])
+            chunks.append(chunk)
+            if len(chunks) == self._num_chunks[index]:
+                del self._num_chunks[index], self._chunks[index]
+                whole = self._merge([result for _, result in sorted(chunks, key=_number)])
+                self._sink.put_rows(np.array([index]), [whole])
+
+    def fail(self, index: int, error: InputError) -> None:
+        if self._num_chunks.pop(index, None) is not None:
+            self._chunks.pop(index, None)
+            self.num_failed += 1
+            self._sink.fail(index, error)
+
+
+def _number(chunk: tuple[int, Any]) -> int:
+    return chunk[0]

@@ -1,0 +1,153 @@
+"""AsyncGeneration: the output of one prompt, piece by piece, from an engine that others use too."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import aclosing, contextmanager
+from threading import Condition, Lock
+
+from bytetx.encode.request import RunStats
+from bytetx.errors import ClosedError, DeadlineError, QueueFullError
+from bytetx.generate.async_engine import AsyncEngine
+from bytetx.generate.engine import GenerationEngine
+from bytetx.generate.outputs import RequestOutput
+from bytetx.runtime.forking import OwnProcess
+from bytetx.sampling_params import SamplingParams
+
+_RETRY_S = 1.0
+
+
+class GenerationThread:
+    """The engine of all prompts of an AsyncModel, made for the first one, and their number."""
+
+    def __init__(self, build_engine: Callable[[], GenerationEngine], *, max_open: int):
+        self._build_engine, self._max_open = build_engine, max_open
+        self._engine: AsyncEngine | None = None
+        self._building, self._changed = Lock(), Condition()
+        self._is_closed = False
+        self._process: OwnProcess | None = None
+        self.num_open = 0
+
+    def engine(self) -> AsyncEngine:
+        """Builds it where there is none; takes as long as allocating the cache."""
+        with self._building:
+            if self._engine is None:
+                if self._is_closed:
+                    raise _closed()
+                self._process = OwnProcess()
+                self._engine = AsyncEngine(self._build_engine())
+            return self._engine
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Around a prompt. Raises QueueFullError where too many are open, or ClosedError."""
+        if self._process is not None:
+            self._process.check("an AsyncModel that was used")
+        with self._changed:
+            if self._is_closed:
+                raise _closed()
+            if self.num_open >= self._max_open:
+                raise QueueFullError(
+                    f"{self.num_open} prompts are open, and at most {self._max_open} may be "
+                    f"(max_queued_requests); try again in {_RETRY_S:.2f} s",
+                    retry_after_s=_RETRY_S,
+                )
+            self.num_open += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.num_open -= 1
+                self._changed.notify_all()
+
+    def close(self, *, drain_s: float) -> None:
+        """Takes no more prompts, waits for open ones that long, and ends the others."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self.num_open, drain_s)
+        with self._building:
+            if self._engine is not None:
+                self._engine.close()
+
+
+class AsyncGeneration(AsyncIterator[RequestOutput]):
+    """The RequestOutputs of one prompt as they are generated, of params.n outputs by their index.
+
+    num_prompt_tokens: known with the first piece.
+    """
+
+    def __init__(
+        self,
+        thread: GenerationThread,
+        read_prompt: Callable[[], list[int]],
+        params: SamplingParams,
+        *,
+        pool: Executor,
+        priority: int,
+        timeout_s: float | None,
+    ):
+        """read_prompt: the prompt's token ids; it runs in the pool, as does building the engine."""
+        self._thread, self._read_prompt, self._params = thread, read_prompt, params
+        self._pool, self._priority, self._timeout_s = pool, priority, timeout_s
+        self._pieces: AsyncGenerator[RequestOutput, None] | None = None
+        self._start = self._read = self._first = self._last = 0.0
+        self._num_tokens = 0
+        self.num_prompt_tokens = 0
+
+    @property
+    def stats(self) -> RunStats:
+        """Counts so far, of prompt and outputs.
+
+        queue_seconds: from the token ids to the first piece; compute_seconds: from there on.
+        """
+        return RunStats(
+            num_texts=1,
+            num_tokens=self.num_prompt_tokens + self._num_tokens,
+            seconds=self._last - self._start,
+            tokenize_seconds=self._read - self._start,
+            queue_seconds=max(self._first - self._read, 0.0),
+            compute_seconds=self._last - self._first if self._first else 0.0,
+        )
+
+    def __aiter__(self) -> "AsyncGeneration":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._pieces is None:
+            self._start = self._read = self._last = time.perf_counter()
+            self._pieces = self._run()
+        if self._timeout_s is None:
+            return await anext(self._pieces)
+        left = self._timeout_s - (time.perf_counter() - self._start)
+        try:
+            async with asyncio.timeout(left):
+                return await anext(self._pieces)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"the outputs had not ended after timeout_s ({self._timeout_s:g} s)"
+            ) from error
+
+    async def aclose(self) -> None:
+        """Ends the generation where it has not ended."""
+        if self._pieces is not None:
+            await self._pieces.aclose()
+
+    async def _run(self) -> AsyncGenerator[RequestOutput, None]:
+        loop = asyncio.get_running_loop()
+        with self._thread.opened():
+            token_ids = await loop.run_in_executor(self._pool, self._read_prompt)
+            self._read = time.perf_counter()
+            self.num_prompt_tokens = len(token_ids)
+            engine = await loop.run_in_executor(self._pool, self._thread.engine)
+            outputs = engine.generate(token_ids, self._params, priority=self._priority)
+            async with aclosing(outputs) as pieces:
+                async for piece in pieces:
+                    self._last = time.perf_counter()
+                    self._first = self._first or self._last
+                    self._num_tokens += len(piece.token_ids)
+                    yield piece
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the AsyncModel is closed; make a new one of the Model")

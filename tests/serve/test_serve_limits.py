@@ -1,0 +1,365 @@
+"""Keys, limits, errors and headers of the application, in process."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from serving import InProcess
+
+from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
+from bytetx.serve.calls import Call, Outcome
+from bytetx.serve.engine import TASKS
+from bytetx.serve.errors import ServeError, as_serve_error
+
+OK = {"inputs": "a"}
+
+
+def tei_error(answer: httpx.Response, status: int, kind: str, *words: str) -> str:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert body.keys() == {"error", "error_type"} and body["error_type"] == kind
+    assert "\n" not in body["error"]
+    for word in words:
+        assert word in body["error"], body["error"]
+    return body["error"]
+
+
+def openai_error(answer: httpx.Response, status: int, *words: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    for word in words:
+        assert word in error["message"], error["message"]
+    return error
+
+
+def test_timing_headers(in_process: InProcess) -> None:
+    answer = in_process.post("/embed", {"inputs": ["a fox", "the"]})
+    assert answer.headers["x-compute-type"] == "cpu"
+    assert answer.headers["x-compute-characters"] == "8"
+    tokens = in_process.model("embedder").embed(["a fox", "the"]).stats.num_tokens
+    assert answer.headers["x-compute-tokens"] == str(tokens)
+    for name in ("compute-time", "total-time", "tokenization-time", "queue-time", "inference-time"):
+        assert answer.headers[f"x-{name}"].isdigit()
+    for path, body in (
+        ("/predict", {"inputs": "a", "model": "classifier"}),
+        ("/rerank", {"query": "a", "texts": ["b"], "model": "reranker"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/v1/completions", {"prompt": "a", "model": "writer", "max_tokens": 1}),
+    ):
+        assert "x-inference-time" in in_process.post(path, body).headers
+
+
+def test_request_ids(in_process: InProcess) -> None:
+    named = in_process.post("/embed", OK, headers={"X-Request-Id": "abc-1"})
+    assert named.headers["x-request-id"] == "abc-1"
+    failed = in_process.post("/embed", {}, headers={"X-Request-Id": "abc-2"})
+    assert failed.headers["x-request-id"] == "abc-2"
+    made = in_process.post("/embed", OK, headers={"X-Request-Id": "no spaces here"})
+    assert len(made.headers["x-request-id"]) == 32
+    assert in_process.get("/health").headers["x-request-id"] != made.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/embed", b'{"inputs": 7}', ["inputs", "7"]),
+        ("/embed", b'{"inputs": ["a", 7]}', ["inputs"]),
+        ("/embed", b'{"inputs": {"a": 1}}', ["inputs"]),
+        ("/embed", b"{}", ["inputs", "required"]),
+        ("/embed", b"[]", ["body"]),
+        ("/embed", b"", ["JSON"]),
+        ("/embed", b'{"inputs": "a"', ["JSON"]),
+        ("/embed", b'{"inputs": "\xff"}', ["JSON"]),
+        ("/embed", b'{"inputs": "\\ud800"}', ["JSON"]),
+        ("/embed", b'{"inputs": "a", "normalize": "yes"}', ["normalize"]),
+        ("/embed", b'{"inputs": "a", "truncation_direction": "Up"}', ["truncation_direction"]),
+        ("/embed", b'{"inputs": "a", "prompt_name": "none"}', ["prompt_name", "query"]),
+        ("/embed", b'{"inputs": "a", "dimensions": 1000}', ["dimensions"]),
+        ("/embed", b'{"inputs": [5, 99999]}', ["99999"]),
+        ("/embed", b'{"inputs": [5, 99999999999999999999]}', ["99999999999999999999"]),
+        ("/predict", b'{"inputs": ["a", "b", "c"], "x": 1}', []),
+        ("/rerank", b'{"query": "a", "texts": "b"}', ["texts"]),
+        ("/decode", b'{"ids": "a"}', ["ids"]),
+        ("/decode", b'{"ids": [-1]}', ["-1"]),
+        ("/", b'{"inputs": ', ["JSON"]),
+        ("/", b"7", ["object"]),
+        ("/similarity", b'{"inputs": "a"}', ["inputs"]),
+    ],
+)
+def test_what_is_wrong_is_named(
+    in_process: InProcess, path: str, body: bytes, words: list[str]
+) -> None:
+    answer = in_process.request("POST", path, content=body)
+    if path == "/predict":  # three strings are a batch of three
+        assert answer.status_code == 424  # of a model that has no labels
+        return
+    tei_error(answer, 422, "validation", *words)
+
+
+def test_wrong_requests_of_openai(in_process: InProcess) -> None:
+    error = openai_error(in_process.post("/v1/embeddings", {"input": 7}), 400, "input")
+    assert error["type"] == "invalid_request_error" and error["param"] == "input"
+    unknown = openai_error(in_process.post("/v1/embeddings", {"input": "a", "model": "x"}), 404)
+    assert unknown["code"] == "model_not_found" and unknown["param"] == "model"
+    openai_error(in_process.post("/v1/nothing", {}), 404, "/v1/nothing")
+    openai_error(in_process.get("/v1/embeddings"), 405, "POST")
+    tei_error(in_process.get("/nothing"), 404, "validation", "/docs")
+    tei_error(in_process.get("/embed"), 405, "validation", "POST")
+
+
+def test_a_model_that_cannot_do_it(in_process: InProcess) -> None:
+    tei_error(in_process.post("/predict", OK), 424, "backend", "embedder", "cannot classify")
+    body = {"prompt": "a", "model": "embedder"}
+    openai_error(in_process.post("/v1/completions", body), 400, "cannot generate")
+
+
+def test_one_model_takes_any_name(in_process: InProcess) -> None:
+    one = in_process.with_settings(only="embedder", accepts_any_name=True)
+    answer = one.post("/v1/embeddings", {"input": "a", "model": "text-embedding-3-small"})
+    assert answer.status_code == 200 and answer.json()["model"] == "embedder"
+
+
+def test_batches(in_process: InProcess) -> None:
+    one = in_process.with_settings(max_client_batch_size=2)
+    assert one.post("/embed", {"inputs": ["a", "b"]}).status_code == 200
+    many = {"inputs": ["a"] * 3}
+    tei_error(one.post("/embed", many), 422, "validation", "3", "2", "--max-client-batch-size")
+    tei_error(one.post("/embed", {"inputs": []}), 400, "empty", "inputs")
+    body = {"query": "a", "texts": ["a"] * 3, "model": "reranker"}
+    tei_error(one.post("/rerank", body), 422, "validation", "texts")
+    openai_error(one.post("/v1/embeddings", {"input": []}), 400, "input")
+    prompts = {"prompt": ["a"] * 3, "model": "writer"}
+    openai_error(one.post("/v1/completions", prompts), 400, "--max-client-batch-size")
+
+
+def test_large_bodies(in_process: InProcess) -> None:
+    one = in_process.with_settings(payload_limit_bytes=100)
+    assert one.post("/embed", OK).status_code == 200
+    large = {"inputs": "a" * 100}
+    tei_error(one.post("/embed", large), 413, "validation", "100 bytes", "--payload-limit")
+    openai_error(one.post("/v1/embeddings", {"input": "a" * 100}), 413, "--payload-limit")
+
+    async def parts() -> Any:
+        for _ in range(4):
+            yield b" " * 40
+
+    tei_error(one.request("POST", "/embed", content=parts()), 413, "validation")
+
+
+def test_keys(in_process: InProcess) -> None:
+    one = in_process.with_settings(api_keys=("first", "second"))
+    for key in ("first", "second"):
+        good = one.post("/embed", OK, headers={"Authorization": f"Bearer {key}"})
+        assert good.status_code == 200
+    for header in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}):
+        answer = one.post("/embed", OK, headers=header)
+        tei_error(answer, 401, "unauthorized", "Bearer")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        error = openai_error(one.get("/v1/models", headers=header), 401)
+        assert error["code"] == "invalid_api_key"
+        assert one.get("/info", headers=header).status_code == 401
+        assert one.get("/stats.json", headers=header).status_code == 401
+        for path in ("/health", "/ping", "/metrics", "/"):
+            assert one.get(path, headers=header).status_code == 200
+
+
+def test_before_and_after_it_is_ready(in_process: InProcess) -> None:
+    one = in_process.with_settings()
+    for phase, word in (("starting", "loading"), ("draining", "shutting down")):
+        one.site.phase = phase
+        for path in ("/health", "/ping", "/info"):
+            assert tei_error(one.get(path), 503, "unhealthy", word)
+        answer = one.post("/embed", OK)
+        tei_error(answer, 503, "unhealthy", word)
+        assert int(answer.headers["retry-after"]) >= 1
+        openai_error(one.post("/v1/embeddings", {"input": "a"}), 503, word)
+        assert one.get("/metrics").status_code == 200
+    assert answer.headers["connection"] == "close"
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    async def fail(served: object, call: Call) -> Outcome:
+        if "bad" in call.inputs:
+            raise error
+        return await embed(served, call)
+
+    embed = TASKS["embed"]
+    monkeypatch.setitem(TASKS, "embed", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (DeviceMemoryError("texts[0] does not fit"), 424, "backend"),
+        (QueueFullError("the queue is full", retry_after_s=2.2), 429, "overloaded"),
+        (GroupError("rank 1 ended"), 503, "unhealthy"),
+    ],
+)
+def test_errors_of_the_engine(
+    in_process: InProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    status: int,
+    kind: str,
+) -> None:
+    one = in_process.with_settings()
+    faulty(monkeypatch, error)
+    answer = one.post("/embed", {"inputs": "bad"})
+    text = tei_error(answer, status, kind)
+    assert "texts[" not in text
+    assert one.get("/health").status_code == (503 if status == 503 else 200)
+    if status == 429:
+        assert answer.headers["retry-after"] == "3"
+        limited = openai_error(one.post("/v1/embeddings", {"input": "bad"}), 429)
+        assert limited["code"] == "rate_limit_exceeded"
+    if status != 503:
+        assert one.post("/embed", OK).status_code == 200
+
+
+def test_a_fault_of_the_server_is_no_traceback(
+    in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, KeyError("secret"))
+    answer = in_process.post("/embed", {"inputs": "bad"}, headers={"X-Request-Id": "r-7"})
+    assert "secret" not in tei_error(answer, 500, "backend", "r-7")
+
+
+def test_numbers_that_are_not_finite_fail_their_request_alone(in_process: InProcess) -> None:
+    """The weights of one token are NaN: texts with it fail, all others are answered."""
+    one = in_process.with_settings(only="embedder")
+    model = one.model("embedder")
+    weight = model.transformer.embeddings.word
+    token = model.tokenizer.encode(["zaphod"])[0].ids[1]
+    clean = one.post("/embed", OK).json()
+    kept = weight[token].clone()
+    weight[token] = float("nan")
+    try:
+
+        async def both() -> list[httpx.Response]:
+            async with one.client() as client:
+                bodies = ({"inputs": "zaphod"}, OK)
+                return await asyncio.gather(*(client.post("/embed", json=b) for b in bodies))
+
+        bad, good = asyncio.run(both())
+    finally:
+        weight[token] = kept
+    tei_error(bad, 424, "backend", "not finite")
+    assert good.json() == clean
+    assert np.isfinite(one.post("/embed", {"inputs": "zaphod"}).json()).all()
+
+
+def slow_embed(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event, list[str]]:
+    """(set when a call runs, set to let it end, what became of the calls)."""
+    starts, ends, fates = asyncio.Event(), asyncio.Event(), []
+    embed = TASKS["embed"]
+
+    async def wait(served: Any, call: Call) -> Outcome:
+        starts.set()
+        try:
+            await ends.wait()
+        except asyncio.CancelledError:
+            fates.append("cancelled")
+            raise
+        fates.append("done")
+        return await embed(served, call)
+
+    monkeypatch.setitem(TASKS, "embed", wait)
+    return starts, ends, fates
+
+
+def test_concurrent_requests(in_process: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = in_process.with_settings(max_concurrent_requests=1)
+
+    async def run() -> tuple[httpx.Response, httpx.Response]:
+        starts, ends, _ = slow_embed(monkeypatch)
+        async with one.client() as client:
+            first = asyncio.create_task(client.post("/embed", json=OK))
+            await starts.wait()
+            second = await client.post("/embed", json=OK)
+            assert one.site.num_running == 1
+            ends.set()
+            return await first, second
+
+    first, second = asyncio.run(run())
+    assert first.status_code == 200
+    tei_error(second, 429, "overloaded", "--max-concurrent-requests")
+    assert second.headers["retry-after"] == "1"
+    assert one.site.num_running == 0
+    assert one.post("/embed", OK).status_code == 200
+
+
+def test_work_is_cancelled_when_the_client_leaves(
+    in_process: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = in_process.with_settings()
+
+    async def run() -> list[str]:
+        starts, _, fates = slow_embed(monkeypatch)
+        leaves: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        body = {"type": "http.request", "body": b'{"inputs": "a"}', "more_body": False}
+        leaves.put_nowait(body)
+        sent: list[dict[str, Any]] = []
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/embed", "headers": []}
+        task = asyncio.create_task(one.app(scope, leaves.get, send))
+        await starts.wait()
+        leaves.put_nowait({"type": "http.disconnect"})
+        await task
+        assert sent == [] and one.site.num_running == 0
+        return fates
+
+    assert asyncio.run(run()) == ["cancelled"]
+    assert 'bytetx_requests_total{route="/embed",status="499"} 1.0' in one.get("/metrics").text
+
+
+def test_default_prompts(in_process: InProcess) -> None:
+    model = in_process.model("embedder")
+    expected = model.embed(["fox"], prompt_name="query").vectors
+    for change in ({"default_prompt_name": "query"}, {"default_prompt": "the quick brown "}):
+        one = in_process.with_settings(**change)
+        np.testing.assert_allclose(
+            one.post("/embed", {"inputs": "fox"}).json(), expected, atol=1e-6
+        )
+        body = {"input": "fox"}
+        row = one.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+        np.testing.assert_allclose(row, expected[0], atol=1e-6)
+
+
+def test_pooling(in_process: InProcess) -> None:
+    for given, mode in (("cls", "cls"), ("last-token", "lasttoken")):
+        one = in_process.with_settings(pooling=given)
+        expected = in_process.model("embedder").embed(["a fox"], pooling=mode).vectors
+        np.testing.assert_allclose(
+            one.post("/embed", {"inputs": "a fox"}).json(), expected, atol=1e-6
+        )
+
+
+def test_cors(in_process: InProcess) -> None:
+    one = in_process.with_settings(cors_allow_origin=("https://a.example",))
+    headers = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    asked = one.request("OPTIONS", "/embed", headers=headers)
+    assert asked.headers["access-control-allow-origin"] == "https://a.example"
+    answer = one.post("/embed", OK, headers={"Origin": "https://a.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    other = one.post("/embed", OK, headers={"Origin": "https://b.example"})
+    assert "access-control-allow-origin" not in other.headers
+    plain = in_process.post("/embed", OK, headers={"Origin": "https://a.example"})
+    assert "access-control-allow-origin" not in plain.headers
+
+
+def test_keys_are_compared_as_wholes(in_process: InProcess) -> None:
+    site = in_process.with_settings(api_keys=("secret",)).site
+    for wrong in (b"", b"Bearer", b"Bearer secre", b"Bearer secrets", b"Bearer \xc3\xa9"):
+        with pytest.raises(ServeError):
+            site.check_key(wrong)
+    site.check_key(b"bearer secret")
+
+
+def test_errors_of_nobody_are_none() -> None:
+    assert as_serve_error(KeyError("a")) is None

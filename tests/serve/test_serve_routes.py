@@ -1,0 +1,321 @@
+"""Every route of the application, in process: answers are Model's, forms are TEI's and OpenAI's."""
+
+import base64
+
+import numpy as np
+import pytest
+from checkpoints import SENTENCES
+from serving import InProcess
+
+from bytetx import SamplingParams
+
+TEXTS = [text for text in SENTENCES if text]
+LONG = "New York is big. " + "the quick brown fox jumps over the lazy dog " * 20
+
+
+def test_embed(in_process: InProcess) -> None:
+    model = in_process.model("embedder")
+    answer = in_process.post("/embed", {"inputs": TEXTS})
+    assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+    expected = model.embed(TEXTS, truncate=True)
+    np.testing.assert_array_equal(np.array(answer.json(), np.float32), expected.vectors)
+    single = in_process.post("/embed", {"inputs": TEXTS[0]}).json()
+    np.testing.assert_array_equal(np.array(single, np.float32), expected.vectors[:1])
+    plain = model.embed(TEXTS[:1], normalize=False, dimensions=16, prompt_name="query")
+    given = {"normalize": False, "dimensions": 16, "prompt_name": "query"}
+    answer = in_process.post("/embed", {"inputs": TEXTS[0], **given})
+    np.testing.assert_array_equal(np.array(answer.json(), np.float32), plain.vectors)
+    ids = in_process.post("/embed", {"inputs": [[2, 30, 31, 3], [2, 40, 3]]}).json()
+    by_ids = model.embed([[2, 30, 31, 3], [2, 40, 3]]).vectors
+    np.testing.assert_array_equal(np.array(ids, np.float32), by_ids)
+
+
+def test_embed_truncates_on_either_side(in_process: InProcess) -> None:
+    model = in_process.model("embedder")
+    ids = model.tokenizer.untruncated().encode([LONG])[0].ids
+    left = [ids[0], *ids[-model.max_tokens + 1 :]]
+    given = {"inputs": LONG, "truncate": True}
+    right = in_process.post("/embed", given)
+    np.testing.assert_allclose(right.json(), model.embed([LONG], truncate=True), atol=1e-6)
+    answer = in_process.post("/embed", given | {"truncation_direction": "Left"})
+    np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
+    assert np.abs(np.array(answer.json()) - right.json()).max() > 1e-3
+    prompted = given | {"truncation_direction": "Left", "prompt_name": "query"}
+    # The prompt is part of the text, whose beginning is what is cut.
+    answer = in_process.post("/embed", prompted)
+    np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
+    refused = in_process.post("/embed", {"inputs": LONG, "truncate": False})
+    assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
+
+
+def test_truncation_is_counted(in_process: InProcess) -> None:
+    one = in_process.with_settings()
+    for direction in ("Left", "Right"):
+        one.post("/embed", {"inputs": [LONG, "a"], "truncation_direction": direction})
+    assert 'bytetx_truncated_inputs_total{model="embedder"} 2.0' in one.get("/metrics").text
+    strict = in_process.with_settings(auto_truncate=False)
+    assert strict.post("/embed", {"inputs": LONG}).status_code == 422
+    assert strict.post("/embed", {"inputs": LONG, "truncate": True}).status_code == 200
+
+
+def test_embed_all(in_process: InProcess) -> None:
+    answer = in_process.post("/embed_all", {"inputs": TEXTS[:3], "prompt_name": "query"}).json()
+    model = in_process.model("embedder")
+    expected = model.hidden_states([f"the quick brown {text}" for text in TEXTS[:3]])
+    for given, states in zip(answer, expected, strict=True):
+        np.testing.assert_allclose(given, states[0], atol=1e-5)
+
+
+def test_embed_sparse(in_process: InProcess) -> None:
+    answer = in_process.post("/embed_sparse", {"inputs": TEXTS[:2], "model": "sparse"}).json()
+    expected = in_process.model("sparse").embed_sparse(TEXTS[:2])
+    for given, vector in zip(answer, expected, strict=True):
+        assert [entry["index"] for entry in given] == vector.indices.tolist()
+        np.testing.assert_allclose([entry["value"] for entry in given], vector.values, atol=1e-6)
+
+
+def test_predict(in_process: InProcess) -> None:
+    """A string, a pair, and a batch of both, each in TEI's form."""
+    model = in_process.model("classifier")
+
+    def rows(inputs: object, **options: object) -> list:
+        body = {"inputs": inputs, "model": "classifier", **options}
+        answer = in_process.post("/predict", body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def expected(texts: list, **options: object) -> list:
+        return [
+            [{"score": pytest.approx(x.score, abs=1e-6), "label": x.label} for x in labels]
+            for labels in model.classify(texts, **options)
+        ]
+
+    assert rows("the fox") == expected(["the fox"])[0]
+    assert rows(["the fox", "a dog"]) == expected([("the fox", "a dog")])[0]
+    assert rows([["the fox"], ["a", "dog"]]) == expected(["the fox", ("a", "dog")])
+    assert rows("a", raw_scores=True) == expected(["a"], raw_scores=True)[0]
+    assert rows("a", top_k=1) == expected(["a"], top_k=1)[0]
+
+
+def test_predict_tokens(in_process: InProcess) -> None:
+    model, text = in_process.model("tagger"), "Angela Merkel met Zaphod in Berlin"
+    body = {"inputs": text, "model": "tagger"}
+    for strategy in ("none", "simple", "max"):
+        answer = in_process.post("/predict_tokens", body | {"aggregation_strategy": strategy})
+        tags = model.tag([text], aggregation=strategy)[0]
+        key = "entity" if strategy == "none" else "entity_group"
+        assert [(e[key], e["word"], e["start"], e["end"]) for e in answer.json()] == [
+            (tag.entity, tag.word, tag.start, tag.end) for tag in tags
+        ]
+        scores = [tag.score for tag in tags]
+        np.testing.assert_allclose([e["score"] for e in answer.json()], scores, atol=1e-6)
+        assert ("index" in answer.json()[0]) == (strategy == "none")
+    batch = in_process.post("/predict_tokens", body | {"inputs": [text, "a"]}).json()
+    assert len(batch) == 2 and isinstance(batch[0], list)
+    chunked = in_process.post("/predict_tokens", body | {"inputs": LONG, "stride": 8}).json()
+    tags = model.tag([LONG], overflow="chunk", stride=8)[0]
+    assert [(e["start"], e["end"]) for e in chunked] == [(tag.start, tag.end) for tag in tags]
+    assert chunked[-1]["end"] > 150
+
+
+def test_rerank(in_process: InProcess) -> None:
+    hits = in_process.model("reranker").rerank("a town", TEXTS[:4], raw_scores=True)
+    body = {"query": "a town", "texts": TEXTS[:4], "model": "reranker", "raw_scores": True}
+    answer = in_process.post("/rerank", body | {"return_text": True}).json()
+    assert answer == [
+        {"index": hit.index, "score": pytest.approx(hit.score, abs=1e-5), "text": hit.document}
+        for hit in hits
+    ]
+    assert "text" not in in_process.post("/rerank", body).json()[0]
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_rerank_of_cohere(in_process: InProcess, version: str) -> None:
+    hits = in_process.model("reranker").rerank("a town", TEXTS[:4])
+    documents = [{"text": TEXTS[0]}, *TEXTS[1:4]]
+    body = {"query": "a town", "documents": documents, "model": "reranker"}
+    answer = in_process.post(
+        f"/v{version}/rerank", body | {"return_documents": True, "top_n": 3}
+    ).json()
+    assert answer["results"] == [
+        {
+            "index": hit.index,
+            "relevance_score": pytest.approx(hit.score, abs=1e-6),
+            "document": {"text": hit.document},
+        }
+        for hit in hits[:3]
+    ]
+    assert answer["meta"]["api_version"]["version"] == version
+    assert answer["usage"]["prompt_tokens"] == hits.stats.num_tokens
+
+
+def test_similarity(in_process: InProcess) -> None:
+    model = in_process.model("embedder")
+    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:4]}
+    scores = model.similarity(model.embed(TEXTS[:1]), model.embed(TEXTS[1:4]))[0].tolist()
+    answer = in_process.post("/similarity", {"inputs": inputs}).json()
+    assert answer == pytest.approx(scores, abs=1e-6)
+    prompted = in_process.post(
+        "/similarity", {"inputs": inputs, "parameters": {"prompt_name": "query"}}
+    )
+    assert prompted.json() != pytest.approx(scores, abs=1e-4)
+
+
+def test_tokenize_and_decode(in_process: InProcess) -> None:
+    text = "The quick brown fox"
+    (tokens,) = in_process.post("/tokenize", {"inputs": text}).json()
+    encoding = in_process.model("embedder").tokenizer.encode([text], with_offsets=True)[0]
+    assert [token["id"] for token in tokens] == encoding.ids
+    assert [token["special"] for token in tokens] == [True] + [False] * (len(tokens) - 2) + [True]
+    for token, (start, end) in zip(tokens[1:-1], encoding.offsets[1:-1], strict=True):
+        assert (token["start"], token["stop"], token["text"]) == (start, end, text[start:end])
+    plain = in_process.post("/tokenize", {"inputs": [text], "add_special_tokens": False}).json()
+    assert plain == [tokens[1:-1]]
+    long = in_process.post("/tokenize", {"inputs": LONG}).json()[0]
+    assert len(long) > in_process.model("embedder").max_tokens
+    ids = [token["id"] for token in tokens]
+    assert in_process.post("/decode", {"ids": ids}).json() == ["the quick brown fox"]
+    whole = {"ids": [ids], "skip_special_tokens": False}
+    assert in_process.post("/decode", whole).json() == ["[CLS] the quick brown fox [SEP]"]
+    wrong = in_process.post("/decode", {"ids": [10**6]})
+    assert wrong.status_code == 422 and "1000000" in wrong.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "body"),
+    [
+        ("embedder", "/embed", {"inputs": "a"}),
+        ("classifier", "/predict", {"inputs": "a"}),
+        ("reranker", "/rerank", {"query": "a", "texts": ["b", "c"]}),
+        ("reranker", "/predict", {"inputs": ["a", "b"]}),
+        ("tagger", "/predict_tokens", {"inputs": "a fox"}),
+        ("sparse", "/embed_sparse", {"inputs": "a"}),
+    ],
+)
+def test_the_root_is_what_the_first_model_is_for(
+    in_process: InProcess, name: str, path: str, body: dict
+) -> None:
+    if name == "sparse":  # a masked language model is an embedder unless it says that it is SPLADE
+        pytest.importorskip("sentence_transformers")
+        body, path = {"inputs": "a"}, "/embed"
+    expected = in_process.post(f"/models/{name}{path}", body)
+    assert expected.status_code == 200
+    alone = in_process.with_settings(only=name)
+    for answer in (alone.post("/", body), in_process.post(f"/models/{name}", body)):
+        assert answer.json() == expected.json()
+
+
+def test_embeddings(in_process: InProcess) -> None:
+    expected = in_process.model("embedder").embed(TEXTS[:3])
+    body = {"input": TEXTS[:3], "model": "embedder"}
+    answer = in_process.post("/v1/embeddings", body).json()
+    assert answer["object"] == "list" and answer["model"] == "embedder"
+    assert [row["index"] for row in answer["data"]] == [0, 1, 2]
+    rows = np.array([row["embedding"] for row in answer["data"]], np.float32)
+    np.testing.assert_array_equal(rows, expected.vectors)
+    tokens = expected.stats.num_tokens
+    assert answer["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    packed = in_process.post("/v1/embeddings", body | {"encoding_format": "base64"}).json()
+    raw = b"".join(base64.b64decode(row["embedding"]) for row in packed["data"])
+    assert raw == expected.vectors.astype("<f4").tobytes()
+    ids = in_process.post("/v1/embeddings", {"input": [2, 30, 3]}).json()["data"][0]["embedding"]
+    by_ids = in_process.model("embedder").embed([[2, 30, 3]]).vectors[0]
+    np.testing.assert_array_equal(np.array(ids, np.float32), by_ids)
+
+
+def test_completions_take_vllms_names(in_process: InProcess) -> None:
+    model = in_process.model("writer")
+    options = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.3, "logit_bias": {7: 2.0}}
+    params = SamplingParams(max_tokens=6, seed=5, ignore_eos=True, min_tokens=2, **options)
+    body = {"model": "writer", "prompt": "New York", "max_tokens": 6, "seed": 5}
+    more = options | {"logit_bias": {"7": 2.0}, "ignore_eos": True, "min_tokens": 2}
+    answer = in_process.post("/v1/completions", body | more).json()
+    assert answer["choices"][0]["text"] == model.generate(["New York"], params)[0].text
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "named"),
+    [
+        ("completions", {"echo": True}, "echo"),
+        ("completions", {"temperature": 7}, "temperature"),
+        ("completions", {"logit_bias": {"x": 1}}, "logit_bias"),
+        ("completions", {"prompt": [10**6]}, "1000000"),
+        ("chat/completions", {"tools": [{}]}, "tools"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{}]}]}, "content"),
+        ("chat/completions", {"model": "embedder"}, "cannot generate"),
+    ],
+)
+def test_what_generation_refuses(
+    in_process: InProcess, path: str, change: dict, named: str
+) -> None:
+    for stream in (False, True):
+        messages = [{"role": "user", "content": "a"}]
+        body = {"model": "writer", "prompt": "a", "messages": messages, "stream": stream}
+        answer = in_process.post(f"/v1/{path}", body | change)
+        assert answer.status_code == 400
+        assert named in answer.json()["error"]["message"]
+
+
+def test_info_models_and_page(in_process: InProcess) -> None:
+    info = in_process.get("/info").json()
+    assert info["model_type"] == {"embedding": {"pooling": "mean"}}
+    assert info["max_input_length"] == in_process.model("embedder").max_tokens
+    assert info["max_client_batch_size"] == 32 and info["payload_limit"] == 2_000_000
+    assert "reranker" in in_process.get("/models/reranker/info").json()["model_type"]
+    labels = in_process.get("/models/classifier/info").json()["model_type"]["classifier"]
+    assert labels["id2label"]["1"] == "LABEL_1" and labels["label2id"]["LABEL_1"] == 1
+    assert "token_classifier" in in_process.get("/models/tagger/info").json()["model_type"]
+    names = [model["id"] for model in in_process.get("/v1/models").json()["data"]]
+    assert names == [one.facts.name for one in in_process.served]
+    for path in ("/", "/docs"):
+        assert in_process.get(path).headers["content-type"].startswith("text/html")
+    schema = in_process.get("/openapi.json").json()
+    assert "/embed" in schema["paths"] and "EmbedRequest" in schema["components"]["schemas"]
+
+
+def test_stats(in_process: InProcess) -> None:
+    one = in_process.with_settings()
+    assert one.get("/stats.json").json()["latency_ms"] == {"p50": None, "p95": None, "p99": None}
+    one.post("/embed", {"inputs": ["a", "the fox"]})
+    one.post("/embed", {"inputs": 7})
+    stats = one.get("/stats.json").json()
+    keys = {"models", "uptime_s", "queue", "rates", "latency_ms", "totals", "steps"}
+    assert stats.keys() == keys
+    assert stats["models"][0].keys() == {
+        *("name", "family", "dtype", "device", "parameters", "max_tokens", "tasks")
+    }
+    assert stats["totals"]["requests"] == 2 and stats["totals"]["errors"] == 1
+    assert (
+        stats["totals"]["tokens"] == one.model("embedder").embed(["a", "the fox"]).stats.num_tokens
+    )
+    assert stats["latency_ms"]["p50"] > 0 and stats["queue"].keys() == {
+        *("requests", "tokens", "running")
+    }
+
+
+def test_metrics(in_process: InProcess) -> None:
+    """Ours, and TEI's names for the same numbers."""
+    one = in_process.with_settings()
+    one.post("/embed", {"inputs": ["a", "b"]})
+    one.post("/embed", {"inputs": 7})
+    text = one.get("/metrics").text
+    for line in (
+        'bytetx_requests_total{route="/embed",status="200"} 1.0',
+        'bytetx_requests_total{route="/embed",status="422"} 1.0',
+        'bytetx_request_failures_total{err="validation"} 1.0',
+        'bytetx_inputs_total{model="embedder"} 2.0',
+        "bytetx_request_duration_seconds_count 1.0",
+        "bytetx_request_tokenization_duration_seconds_count 1.0",
+        "bytetx_request_queue_duration_seconds_count 1.0",
+        "bytetx_request_inference_duration_seconds_count 1.0",
+        'te_request_count{method="single"} 2.0',
+        'te_request_success{method="single"} 1.0',
+        'te_request_failure{err="validation"} 1.0',
+        "te_request_duration_count 1.0",
+        "te_queue_size 0.0",
+    ):
+        assert line in text.splitlines()
+    assert "bytetx_padding_saved_tokens_total" in text
+    ours = in_process.with_settings(metrics_names=("bytetx",)).get("/metrics").text
+    assert "te_request" not in ours and "bytetx_requests" in ours
