@@ -53,6 +53,8 @@ _MAX_COSINE_DISTANCE = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 2e-2}
 _QUERIES_PER_S = 20.0
 _PART_OF_SATURATION = 0.5
 _FEWEST_ANSWERS = 100  # that a p99 is read from
+_ROUNDS = 6  # answers of each caller at the speed of Model.embed: a slower rival has fewer
+_LONGEST = 6.0  # times the seconds asked for, that a case may take for so many
 _KEPT_UP = 0.95  # of the arrivals answered in time; below, latencies say how long the queue grew
 
 
@@ -270,10 +272,13 @@ class Contest:
 
     def _run(self, server: Server, streams: Sequence[Stream]) -> LoadResult:
         settings = self._settings
-        seconds = settings.seconds
-        slowest = min((stream.rate for stream in streams if stream.rate is not None), default=None)
-        if slowest is not None:  # enough arrivals for a p99, within reason
-            seconds = max(seconds, min(_FEWEST_ANSWERS / slowest, 6 * seconds))
+        enough = [
+            _FEWEST_ANSWERS / stream.rate
+            if stream.rate is not None
+            else _ROUNDS * (stream.callers or 0) * stream.texts_per_request * self._text_seconds
+            for stream in streams
+        ]
+        seconds = max(settings.seconds, min(max(enough), _LONGEST * settings.seconds))
         plan = Plan(server.port, streams, seconds, settings.warm_up_s)
         return generate_load(plan, settings.num_generators)
 
@@ -284,6 +289,10 @@ class Contest:
         """Of Model.embed a text, all given at once: what no server that runs it can beat."""
         texts = self._texts(lengths)[: 256 if self._settings.device == "cpu" else None]
         return _median_seconds(partial(self.model.embed, texts, truncate=True)) / len(texts) * 1e6
+
+    @cached_property
+    def _text_seconds(self) -> float:
+        return self._embed_us("real") / 1e6
 
     def _embed_one_ms(self, lengths: str) -> float:
         texts = iter(cycle(self._texts(lengths)))

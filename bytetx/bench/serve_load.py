@@ -54,7 +54,7 @@ class Plan:
     streams: Sequence[Stream]
     seconds: float
     warm_up_s: float = 1.0
-    drain_s: float = 10.0
+    drain_s: float = 30.0
     max_connections: int = 1024
     seed: int = 0
 

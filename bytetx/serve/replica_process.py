@@ -1,0 +1,69 @@
+"""One replica of `bytetx serve --replicas`: a server of its own, started by replicas.py."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import uvloop
+
+from bytetx.errors import BytetxError, OptionError
+from bytetx.serve.engine import LocalBackend, ServedModel
+from bytetx.serve.loading import close_models, load_models, warm_up
+from bytetx.serve.logs import set_up_logs
+from bytetx.serve.metrics import Metrics
+from bytetx.serve.replica_records import ReplicaRecorder
+from bytetx.serve.replicas import READY, ReplicaPlan
+from bytetx.serve.server import bind, make_site, run_site
+
+logger = logging.getLogger("bytetx.serve")
+
+
+def main() -> None:
+    """Exits 0 after it has drained, 1 or 2 where it cannot serve."""
+    plan = ReplicaPlan.from_json(sys.stdin.readline())
+    set_up_logs(json_output=plan.settings.json_output)
+    threading.Thread(target=_end_with_the_supervisor, daemon=True).start()
+    try:
+        uvloop.run(_serve(plan))
+    except BytetxError as error:
+        logger.error("replica %d: %s", plan.index, error)
+        sys.exit(2 if isinstance(error, OptionError) else 1)
+
+
+async def _serve(plan: ReplicaPlan) -> None:
+    """Loads first and listens then: the kernel gives connections to whoever listens."""
+    settings = plan.settings
+    served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
+    try:
+        backend = LocalBackend(served)
+        await warm_up(backend)
+        metrics = Metrics(settings)
+        recorder = ReplicaRecorder(metrics, index=plan.index, folder=Path(plan.folder))
+        site = make_site(settings, recorder)
+        metrics.count_running(lambda: site.num_running)
+        metrics.attach(served)
+        site.backend = backend
+
+        async def start() -> None:
+            await recorder.listen()
+            sys.stdout.buffer.write(READY)
+            sys.stdout.buffer.flush()
+
+        await run_site(site, start(), [bind(settings, shares_port=True)])
+    finally:
+        await close_models(served)
+
+
+def _end_with_the_supervisor() -> None:
+    """Standard input ends when the supervisor does, however it ended: nobody else would."""
+    while sys.stdin.readline():
+        continue
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
