@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bytetx.errors import OptionError
 from bytetx.serve.app import build_app
@@ -30,6 +31,7 @@ logger = logging.getLogger("bytetx.serve")
 
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
+_HEAD_BYTES = 1 << 16
 _POLL_S = 0.02
 
 
@@ -56,7 +58,7 @@ async def _serve_here(settings: ServeSettings) -> None:
         site.backend = backend
 
     try:
-        await run_site(site, start(), [bind(settings)])
+        await run_site(site, start, [bind(settings)])
     finally:
         await close_models(served)
 
@@ -69,7 +71,7 @@ def make_site(settings: ServeSettings, recorder: Recorder) -> Site:
 
 
 async def run_site(
-    site: Site, start: Coroutine[Any, Any, None], sockets: list[socket.socket]
+    site: Site, start: Callable[[], Coroutine[Any, Any, None]], sockets: list[socket.socket]
 ) -> None:
     """Answers on the sockets at once, with 503 until `start` is done, until a signal ends it."""
     settings = site.settings
@@ -102,9 +104,11 @@ async def run_site(
     logger.info("ended")
 
 
-async def _start(site: Site, start: Coroutine[Any, Any, None], ends: asyncio.Event) -> bool:
+async def _start(
+    site: Site, start: Callable[[], Coroutine[Any, Any, None]], ends: asyncio.Event
+) -> bool:
     """Whether it got ready before it was told to end; raises what `start` raises."""
-    starting = asyncio.create_task(start)
+    starting = asyncio.create_task(start())
     told = asyncio.create_task(ends.wait())
     await asyncio.wait((starting, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()
@@ -135,6 +139,28 @@ async def _drain(site: Site, ends: asyncio.Event) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+class _Protocol(HttpToolsProtocol):
+    """HTTP with a limit on the bytes before a body, which uvicorn does not have."""
+
+    _head_bytes = 0
+    _is_in_head = True
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._is_in_head and self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The headers have more than {_HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head, self._head_bytes = False, 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_in_head = True
+        super().on_message_complete()
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its own handling of signals, which would refuse connections at once."""
 
@@ -142,7 +168,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=_Protocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
