@@ -238,7 +238,6 @@ class Contest:
         if not math.isfinite(ours):
             raise BytetxError(f"bytetx serve answered nothing within the case; {'; '.join(notes)}")
         rivals = {name: value for name, value in values.items() if math.isfinite(value)}
-        shape["seconds"] = self._settings.seconds
         return Measurement(ours, rivals, None, shape, tuple(notes))
 
     def _commands(self) -> Iterator[Command]:
@@ -346,6 +345,7 @@ def _shape(name: str, stream: Stream, found: LoadResult) -> dict[str, int | floa
         if result.latencies_ms
     }
     shape[f"{name}_texts_per_s"] = _rounded(found.texts_per_second(stream.name))
+    shape[f"{name}_seconds"] = round(found.seconds, 1)
     shape[f"{name}_failed"] = sum(result.failures.values())
     shape[f"{name}_generator_cpu"] = round(found.cpu_share, 3)
     if stream.rate is not None:
