@@ -47,6 +47,7 @@ CUDA_FLAGS = [
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 ISA_FLAGS = {  # file name suffix -> flags; such a file is left out on other processors
     "_avx512bf16": [*_AVX512, "-mavx512bf16"],
+    "_avx512vnni": [*_AVX512, "-mavx512vnni"],
     "_avx512": _AVX512,
     "_avx2": ["-mavx2", "-mfma", "-mf16c"],
 }

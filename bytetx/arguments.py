@@ -56,7 +56,7 @@ def check_seconds(name: str, given: object) -> None:
     """OptionError unless `given` is None or a number of seconds, 0 or more (inf is one)."""
     if given is None:
         return
-    if isinstance(given, bool) or not isinstance(given, Real) or not given >= 0:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
         raise OptionError(f"{name} must be a number of seconds, 0 or more, got {given!r}")
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -24,6 +23,7 @@ from bytetx.tasks.embed_all import AllEmbeddings
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
 from bytetx.tasks.options import OnError, Pairs, Texts
 from bytetx.tasks.precision import Precision
+from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings, Hit, Results
 from bytetx.tasks.search import Packed, Vectors
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
@@ -92,7 +92,7 @@ class AsyncModel:
         check_seconds("age_limit_s", age_limit_s)
         self._model, self._max_queued_requests = model, max_queued_requests
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
-        self._pool = ThreadPoolExecutor(threads, "bytetx-tokenizer")
+        self._pool = ReadingPool(threads)
         self._engine = EncodeEngine(
             model._runner,
             token_budget=model.token_budget,
@@ -122,15 +122,12 @@ class AsyncModel:
         None: all of them get it, but for those whose forward passes run already.
         """
         check_seconds("drain_s", drain_s)
-        loop = asyncio.get_running_loop()
         drain = drain_s or 0.0
-        # Threads of their own: the pool may be busy with texts that are to be dropped.
-        with ThreadPoolExecutor(2) as closing:
-            await asyncio.gather(
-                loop.run_in_executor(closing, partial(self._engine.close, drain_s=drain)),
-                loop.run_in_executor(closing, partial(self._generation.close, drain_s=drain)),
-            )
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        await asyncio.gather(
+            asyncio.to_thread(self._engine.close, drain_s=drain),
+            asyncio.to_thread(self._generation.close, drain_s=drain),
+        )
+        self._pool.close()  # what it still has to tokenise was dropped
 
     def stats(self) -> AsyncStats:
         """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
@@ -416,13 +413,12 @@ class AsyncModel:
             on_error=on_error,
         )
         # The prompts of a causal reranker are tokenised while the call is made.
-        call = await self._in_pool(make) if self._model._reranks_by_logits else make()
+        call = await self._in_thread(make) if self._model._reranks_by_logits else make()
         return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""
-        self._engine.check_open()
-        return await self._in_pool(partial(self._model.similarity, a, b))
+        return await self._in_thread(partial(self._model.similarity, a, b))
 
     def generate(
         self,
@@ -445,7 +441,6 @@ class AsyncModel:
             self._generation,
             lambda: self._model.encode_prompts([prompt])[0],
             params,
-            pool=self._pool,
             priority=priority,
             timeout_s=timeout_s,
         )
@@ -470,5 +465,6 @@ class AsyncModel:
                 f"the results were not there after timeout_s ({timeout_s:g} s)"
             ) from error
 
-    async def _in_pool(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        self._engine.check_open()
+        return await asyncio.to_thread(function)

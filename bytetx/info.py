@@ -82,4 +82,6 @@ def _in_words(number: int) -> str:
 
 def _dtype_name(checkpoint: LoadedCheckpoint) -> str:
     name = str(checkpoint.dtype).removeprefix("torch.")
-    return f"fp8 ({name} outside of GEMMs)" if checkpoint.is_fp8 else name
+    if checkpoint.quantization is None:
+        return name
+    return f"{checkpoint.quantization} ({name} outside of GEMMs)"

@@ -24,7 +24,7 @@ from bytetx.errors import InputError, OptionError
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
-from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget
+from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
 from bytetx.runtime.forking import computing
 from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.call import Call
@@ -90,7 +90,7 @@ def load(
     as the hub knows them); a LoRA adapter is merged into its base model.
     device: "auto" is CUDA where there is one.  dtype: float32, bfloat16 or float16 (fp32, bf16,
     fp16); "auto" is float32 on a CPU, on CUDA the checkpoint's half type or else float16; fp8: an
-    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs.
+    encoder's GEMMs multiply E4M3 rows, on Hopper GPUs; int8: 8-bit integers, on CPUs.
     tp: processes that share the layers, each on a GPU of its own (on "cpu", all on the CPU); the
     others are started here, hold their share alone and end with the Model or its close().
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
@@ -183,7 +183,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             load,
             checkpoint.folder.resolve(),
             device=str(checkpoint.device),
-            dtype=FP8 if checkpoint.is_fp8 else checkpoint.dtype,
+            dtype=checkpoint.quantization or checkpoint.dtype,
             token_budget=self.token_budget,
             cuda_graphs=self.cuda_graphs,
         )

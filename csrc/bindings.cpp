@@ -11,6 +11,7 @@
 #include "bindings_cuda.h"
 #else
 #include "cpu/isa.h"
+#include "int8_ops.h"
 #endif
 
 namespace bytetx {
@@ -71,6 +72,9 @@ void bind_cpu(py::module_& m) {
     m.def("paged_attention_workspace_bytes", &paged_attention_bytes);
     bind(m, "paged_attention", &paged_attention);
     m.def("flatten_int_lists", &flatten_int_lists);
+    m.def("has_int8_linear", &has_int8_linear);
+    m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
+    bind(m, "int8_linear", &int8_linear);
 }
 
 #endif

@@ -8,6 +8,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 from tiny import FAMILIES, randomize, tiny_model
 from tiny_decoders import tiny_decoder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -191,4 +192,18 @@ def save_causal(
     model = tiny_decoder(name, head, vocab_size=len(tokenizer), **config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_m3(folder: Path, *, suffix: str = ".pt", bias: bool = True) -> Path:
+    """An XLM-RoBERTa with BGE-M3's layers beside it."""
+    save_checkpoint(folder, "xlm-roberta")
+    for name, rows in (("sparse_linear", 1), ("colbert_linear", 20)):
+        tensors = {"weight": torch.randn(rows, HIDDEN_SIZE)}
+        if bias:
+            tensors["bias"] = torch.randn(rows)
+        if suffix == ".pt":
+            torch.save(tensors, folder / f"{name}.pt")
+        else:
+            save_file(tensors, folder / f"{name}.safetensors")
     return folder

@@ -11,12 +11,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import numpy as np
 import torch
 
 import bytetx
+from bytetx.async_model import AsyncModel
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.model import Model
 
@@ -111,6 +112,30 @@ class Parent:
             assert async_answer(engine) == self.tokens[0]  # here it goes on
         return said
 
+    def fork_beside_an_async_model(self) -> dict[str, str]:
+        unused = AsyncModel(self.encoder)
+        said = {"unused async model": outcome(lambda: self.ask(unused))}
+
+        async def main() -> dict[str, str]:
+            async with AsyncModel(self.encoder) as batched:
+                await batched.embed(TEXTS[:3])
+                return {"async model of the parent": outcome(lambda: self.ask_in_thread(batched))}
+
+        return said | asyncio.run(main())
+
+    def ask(self, batched: AsyncModel) -> None:
+        async def main() -> None:
+            async with batched:
+                vectors = (await batched.embed(TEXTS[:3])).vectors
+                np.testing.assert_allclose(vectors, self.vectors[:3], atol=1e-6)
+
+        asyncio.run(main())
+
+    def ask_in_thread(self, batched: AsyncModel) -> None:
+        """The loop that the child was forked in runs in its only thread."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self.ask, batched).result()
+
     def fork_beside_a_stream(self) -> dict[str, str]:
         stream = self.encoder.embed(iter(TEXTS * 20), stream=True)
         next(stream)
@@ -159,6 +184,7 @@ def main(encoder_folder: str, decoder_folder: str) -> None:
         "async engine of the child": outcome(parent.make_an_engine),
     }
     said |= parent.fork_beside_an_engine()
+    said |= parent.fork_beside_an_async_model()
     said |= parent.fork_beside_a_stream()
     said |= parent.fork_beside_a_thread()
     parent.fork_a_pool()  # which pickles the model

@@ -36,6 +36,11 @@ WITHOUT_TORCH = [
     "bytetx.runtime.buckets",
     "bytetx.runtime.input_batch",
     "bytetx.sampling_params",
+    # What a front-end process runs.
+    "bytetx.serve.app",
+    "bytetx.serve.http_server",
+    "bytetx.serve.remote",
+    "bytetx.serve.supervisor",
 ]
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}
 

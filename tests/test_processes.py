@@ -32,6 +32,7 @@ WORKING = (
     "other thread",
     "async engine of the child",
     "closes the parent's engine",
+    "unused async model",
     "after the stream",
 )
 
@@ -66,6 +67,7 @@ def test_a_child_forked_after_an_embed_hung(children: dict[str, str]) -> None:
 
 def test_what_lives_in_the_parents_threads_is_an_error_in_a_child(children: dict[str, str]) -> None:
     assert children["async engine of the parent"].startswith("ForkError: the engine's thread runs")
+    assert children["async model of the parent"].startswith("ForkError: an AsyncModel that was")
     assert children["unfinished stream"].startswith("ForkError: a stream of results belongs to")
     for name in ("beside an unfinished stream", "while another thread computes"):
         assert children[name].startswith("ForkError: this process was forked while bytetx was"), (
@@ -74,6 +76,7 @@ def test_what_lives_in_the_parents_threads_is_an_error_in_a_child(children: dict
         assert "spawn" in children[name]
     assert set(children) - set(WORKING) == {
         "async engine of the parent",
+        "async model of the parent",
         "unfinished stream",
         "beside an unfinished stream",
         "while another thread computes",

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 import bytetx
@@ -17,11 +18,15 @@ from bytetx.bench.memory import measure_memory
 from bytetx.bench.rivals import Inputs, Rival
 from bytetx.bench.suite import Case, Measurement, Suite, is_selected, none_fits
 from bytetx.checkpoint.demo import demo_checkpoint
+from bytetx.ops.int8_linear import why_no_int8_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INT8 = "int8"
 RIVALS = ("transformers", "openvino", "onnxruntime", "sentence-transformers")
-# Cosine distance beyond which a rival did other work than ours; bf16 rounds at 2^-9.
-_MAX_COSINE_DISTANCE = {"fp32": 1e-4, "bf16": 2e-2}
+_INT8_RIVALS = ("openvino-nncf",)
+# Cosine distance beyond which a rival did other work than ours; bf16 rounds at 2^-9, int8 at 2^-8
+# of the largest value.
+_MAX_COSINE_DISTANCE = {"fp32": 1e-4, "bf16": 2e-2, INT8: 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ def cpu_suite(sizes: Sizes, *, patterns: list[str], checkpoint: Path | None = No
     return Suite(
         name="cpu",
         device=measure.device_name(),
-        versions=rivals.versions(RIVALS),
+        versions=rivals.versions((*RIVALS, "nncf")),
         cases=_cases(sizes, patterns, checkpoint),
     )
 
@@ -74,11 +79,14 @@ class Contest:
         self, checkpoint: Path, dtype_name: str, *, sizes: Sizes, rival_names: tuple[str, ...]
     ):
         self.checkpoint, self.dtype_name, self.sizes = checkpoint, dtype_name, sizes
-        self.dtype, self.rival_names = DTYPES[dtype_name], rival_names
+        self.is_int8 = dtype_name == INT8
+        self.dtype = DTYPES["bf16" if self.is_int8 else dtype_name]
+        self.rival_names = _INT8_RIVALS if self.is_int8 else rival_names
 
     @cached_property
     def model(self) -> "bytetx.Model":
-        return bytetx.load(self.checkpoint, device="cpu", dtype=self.dtype)
+        dtype = INT8 if self.is_int8 else self.dtype
+        return bytetx.load(self.checkpoint, device="cpu", dtype=dtype)
 
     @cached_property
     def rivals(self) -> rivals.Loaded:
@@ -86,7 +94,9 @@ class Contest:
 
     @cached_property
     def gemm_flops(self) -> float:
-        return measure.gemm_flops(self.model.spec, self.dtype)
+        return measure.gemm_flops(
+            self.model.spec, self.model.checkpoint.dtype, is_int8=self.is_int8
+        )
 
     def texts(self, count: int, *, is_sorted: bool) -> Measurement:
         """From strings; sorted means longest first by characters, as users sort."""
@@ -102,7 +112,8 @@ class Contest:
         lengths = texts.profile_lengths(profile, total_tokens=self.sizes.profile_tokens)
         lengths = [min(length, spec.max_positions) for length in lengths]
         ids = texts.random_token_ids(lengths, vocab_size=spec.vocab_size)
-        kept = [rival for rival in self.rivals.rivals if rival.name in _TWO_RIVALS]
+        names = (*_TWO_RIVALS, *_INT8_RIVALS)
+        kept = [rival for rival in self.rivals.rivals if rival.name in names]
         return self._measure(ids, kept, {"order": "arrival", "profile": profile})
 
     def _measure(
@@ -113,6 +124,8 @@ class Contest:
         some = inputs[:_CHECKED_INPUTS]
         ours = self.model.embed(some).vectors
         runs: dict[str, Callable[[], object]] = {}
+        if self.is_int8:
+            notes += self._losses(inputs, competitors)
         for rival in competitors:
             distance = measure.cosine_distance(ours, rival.embed(some))
             if distance > _MAX_COSINE_DISTANCE[self.dtype_name]:
@@ -144,6 +157,21 @@ class Contest:
             notes=tuple(notes),
         )
 
+    def _losses(self, inputs: Inputs, competitors: Sequence[Rival]) -> list[str]:
+        """How far the vectors of each are from those in fp32."""
+        exact = bytetx.load(self.checkpoint, device="cpu", dtype=torch.float32)
+        expected = exact.embed(inputs).vectors
+        vectors = {"bytetx": self.model.embed(inputs).vectors}
+        vectors |= {rival.name: rival.embed(inputs) for rival in competitors}
+        losses = []
+        for name, rows in vectors.items():
+            norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(expected, axis=1)
+            cosines = (rows * expected).sum(1) / norms
+            losses.append(
+                f"{name}: cosine to fp32 {cosines.mean():.4f} on average, {cosines.min():.4f} least"
+            )
+        return losses
+
     def _lengths(self, inputs: Inputs) -> list[int]:
         """Tokens of each input, special tokens included."""
         if isinstance(inputs[0], str):
@@ -160,7 +188,14 @@ def _case_names(model: str) -> list[str]:
         if model != "bert-base":
             names += [f"{model}-{dtype}-ids-{profile}" for profile in texts.PROFILES]
             names.append(f"{model}-{dtype}-memory")
+    if why_no_int8_linear() is None:
+        names += [f"{model}-{INT8}-{kind}" for kind in _int8_kinds(model)]
     return names
+
+
+def _int8_kinds(model: str) -> list[str]:
+    profiles = [] if model == "bert-base" else [f"ids-{profile}" for profile in texts.PROFILES]
+    return ["arrival", "sorted", *profiles]
 
 
 def _cases(sizes: Sizes, patterns: list[str], checkpoint: Path | None) -> Iterator[Case]:
@@ -190,7 +225,7 @@ def _model_cases(model: str, checkpoint: Path, sizes: Sizes, patterns: list[str]
     is_base = model == "bert-base"
     count = sizes.num_base_texts if is_base else sizes.num_texts
     rival_names = _TWO_RIVALS if is_base else RIVALS
-    for dtype in DTYPES:
+    for dtype in (*DTYPES, INT8):
         contest = Contest(checkpoint, dtype, sizes=sizes, rival_names=rival_names)
         measures: dict[str, Callable[[], Measurement]] = {
             "arrival": partial(contest.texts, count, is_sorted=False),

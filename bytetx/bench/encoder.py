@@ -173,7 +173,12 @@ class Contest:
         """E4M3 against our own f16, both as replays of a graph."""
         spec, weights = self.bert.spec, self.bert.model.state_dict()
         in_fp8 = Transformer.from_tensors(
-            spec, weights, dtype=torch.float16, device="cuda", prepack=False, fp8=True
+            spec,
+            weights,
+            dtype=torch.float16,
+            device="cuda",
+            prepack=False,
+            quantization="fp8",
         )
         engines = {
             "ours": in_fp8,

@@ -18,6 +18,7 @@ _CPU_CASES = {
 }
 _CPU_RIVALS = {
     "openvino": "OpenVINO",
+    "openvino-nncf": "OpenVINO int8",
     "onnxruntime": "ONNX Runtime",
     "sentence-transformers": "sentence-transformers",
     "transformers": "transformers",

@@ -14,7 +14,7 @@ import torch
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.ops.disentangled import log_buckets
-from bytetx.ops.linear import linear, prepare_linear
+from bytetx.ops.linear import linear, prepare_linear, quantize_linear
 
 # Rows of the GEMMs that the rate is taken from: the best of a small and a large packed batch.
 _RATE_ROWS = (1024, 4096)
@@ -91,14 +91,19 @@ def _compared_positions(spec: ModelSpec, seqlens: list[int]) -> int:
     return total * len(relative.terms)
 
 
-def gemm_flops(spec: ModelSpec, dtype: torch.dtype) -> float:
+def gemm_flops(spec: ModelSpec, dtype: torch.dtype, *, is_int8: bool = False) -> float:
     """FLOP/s of one layer's four GEMMs with oneDNN's prepacked weights, the best this machine gave.
+
+    is_int8: with weights of 8-bit integers, and rows of dtype.
 
     Takes the fastest of several passes over each of _RATE_ROWS: a floor must not be beatable.
     """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     shapes = [(3 * hidden, hidden), (hidden, hidden), (inner, hidden), (hidden, inner)]
-    weights = [prepare_linear(torch.randn(n, k).to(dtype), prepack=True) for n, k in shapes]
+    plain = (torch.randn(n, k).to(dtype) for n, k in shapes)
+    weights = [prepare_linear(weight, prepack=not is_int8) for weight in plain]
+    if is_int8:
+        weights = [quantize_linear(weight) for weight in weights]
     best = 0.0
     for rows in _RATE_ROWS:
         inputs = [torch.randn(rows, k).to(dtype) for _, k in shapes]

@@ -19,7 +19,7 @@ _WIDTH, _HEAD, _FOOT, _ROW, _GAP = 9.6, 1.16, 0.5, 0.31, 0.42
 _LEFT, _RIGHT = 1.85, 1.5  # for the names; for the ratios
 _COLUMNS = (50, 96)  # points from the bars' end to the right edge of each column of ratios
 _BAR = 0.7  # of a row
-_NAMES = {"openvino": "OpenVINO", "onnxruntime": "ONNX Runtime"}
+_NAMES = {"openvino": "OpenVINO", "openvino-nncf": "OpenVINO int8", "onnxruntime": "ONNX Runtime"}
 _PANELS = (("fp32", "float32"), ("bf16", "bfloat16"))
 
 

@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 
 from bytetx import __version__
+from bytetx.bench.texts import english_passages
 from bytetx.nn.sentence_modules import load_sentence_spec
 
 BATCH_SIZE = 32  # sentence-transformers' default
+_CALIBRATION_TEXTS = 128  # of the rival in int8
 
 Inputs = Sequence[str] | Sequence[Sequence[int]]
 # (input_ids, attention_mask), both int64 [batch_size, max_seqlen] -> the last hidden states.
@@ -203,18 +205,44 @@ def _openvino_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
 
     example = dict(zip(("input_ids", "attention_mask"), _example(), strict=True))
     exported = openvino.convert_model(encoder_of(checkpoint, torch.float32), example_input=example)
+    precision = "bf16" if dtype == torch.bfloat16 else "f32"
+    return PaddedRival("openvino", tokenizer_of(checkpoint), _openvino_forward(exported, precision))
+
+
+def _openvino_forward(model: Any, precision: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """precision: of what the model does not say itself."""
+    import openvino
+
     options = {
-        "INFERENCE_PRECISION_HINT": "bf16" if dtype == torch.bfloat16 else "f32",
+        "INFERENCE_PRECISION_HINT": precision,
         "PERFORMANCE_HINT": "LATENCY",  # every thread on the one batch in flight
         "INFERENCE_NUM_THREADS": torch.get_num_threads(),
     }
-    compiled = openvino.Core().compile_model(exported, "CPU", options)
+    compiled = openvino.Core().compile_model(model, "CPU", options)
 
     def forward(input_ids: Tensor, mask: Tensor) -> Tensor:
         outputs = compiled({"input_ids": input_ids.numpy(), "attention_mask": mask.numpy()})
         return torch.from_numpy(outputs[0])
 
-    return PaddedRival("openvino", tokenizer_of(checkpoint), forward)
+    return forward
+
+
+def _openvino_nncf_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
+    """OpenVINO's model in int8: post-training quantisation by NNCF, as it recommends for
+    transformers, calibrated on real passages."""
+    import nncf
+    import openvino
+
+    tokenizer = tokenizer_of(checkpoint)
+    example = dict(zip(("input_ids", "attention_mask"), _example(), strict=True))
+    exported = openvino.convert_model(encoder_of(checkpoint, torch.float32), example_input=example)
+    passages = english_passages(_CALIBRATION_TEXTS, seed=1)
+    batches = [dict(tokenizer(passage, return_tensors="np")) for passage in passages]
+    kept = [{name: batch[name] for name in example} for batch in batches]
+    quantized = nncf.quantize(
+        exported, nncf.Dataset(kept), model_type=nncf.ModelType.TRANSFORMER, subset_size=len(kept)
+    )
+    return PaddedRival("openvino-nncf", tokenizer, _openvino_forward(quantized, "bf16"))
 
 
 def _onnxruntime_rival(checkpoint: Path, dtype: torch.dtype) -> Rival:
@@ -255,6 +283,7 @@ def _export_onnx(model: torch.nn.Module, path: str) -> None:
 _LOADERS: dict[str, tuple[tuple[str, ...], Loader]] = {
     "transformers": (("transformers",), _transformers_rival),
     "openvino": (("openvino", "transformers"), _openvino_rival),
+    "openvino-nncf": (("openvino", "nncf", "transformers"), _openvino_nncf_rival),
     "onnxruntime": (("onnxruntime", "onnxscript", "transformers"), _onnxruntime_rival),
     "sentence-transformers": (("sentence_transformers",), SentenceTransformersRival),
 }

@@ -5,20 +5,20 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from bytetx.encode.model_runner import Launched, Runner
+from bytetx.encode.open_call import OpenCall, waiters_of, wake
 from bytetx.encode.request import Failure, Requests
 from bytetx.encode.request_queue import QueuedCall, RequestQueue, Taken
 from bytetx.encode.shared_pass import Part, SharedPass, join_requests
-from bytetx.encode.step import Task, is_head
-from bytetx.errors import ClosedError, DeviceLostError, ForkError, InputError, QueueFullError
+from bytetx.encode.step import is_head
+from bytetx.errors import ClosedError, DeviceLostError, ForkError, QueueFullError
 from bytetx.runtime.forking import OwnProcess, computing
 
 # Steps that a device has: one runs while the next one waits behind it.
@@ -63,50 +63,6 @@ class EngineCounts:
     total_tokens: int = 0
     padded_tokens: int = 0
     num_steps: int = 0
-
-
-class Receiver(Protocol):
-    """Takes the results of one call, in the engine's thread."""
-
-    def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
-        """Results of some texts; arrays among them are only lent."""
-        ...
-
-    def fail(self, index: int, error: InputError) -> None:
-        """A text that the device could not run."""
-        ...
-
-
-class OpenCall(QueuedCall):
-    """A call that is not answered yet; `wait` raises its error once it has one.
-
-    keeps_errors: a text that cannot run is its receiver's; else its error ends the call.
-    num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
-    num_open, open_tokens: texts that were queued and have no result yet.
-    error: why the call ended early.
-    """
-
-    def __init__(
-        self, task: Task[Any], receiver: Receiver, *, priority: int = 0, keeps_errors: bool = False
-    ):
-        super().__init__(priority)
-        self.task, self.key, self.receiver = task, task.key, receiver
-        self.keeps_errors = keeps_errors
-        self.num_reading = self.reading_tokens = 0
-        self.num_open = self.open_tokens = 0
-        self.error: BaseException | None = None
-        self.queue_seconds = self.compute_seconds = 0.0  # sums over texts
-        self.num_computed = self.num_failed = 0
-        self.wakes_at = 0  # open tokens at which `waiter` gets its result
-        self.waiter: asyncio.Future[None] | None = None
-
-    @property
-    def has_room(self) -> bool:
-        """Whether `waiter` need not wait any more."""
-        if self.error is not None:
-            return True
-        is_idle = not self.num_open and not self.num_reading
-        return is_idle or self.open_tokens + self.reading_tokens < self.wakes_at
 
 
 @dataclass(slots=True)
@@ -225,23 +181,26 @@ class EncodeEngine:
                 self._fail(call, self._closed_error())
             else:
                 self._add(call, requests)
-            waiters = _waiters([call])
-        _wake(waiters)
+            waiters = waiters_of([call])
+        wake(waiters)
 
     def fail(self, call: OpenCall, error: BaseException) -> None:
         """Ends a call with an error, such as one of its tokenisation."""
         with self._changed:
             self._fail(call, error)
-            waiters = _waiters([call])
-        _wake(waiters)
+            waiters = waiters_of([call])
+        wake(waiters)
 
-    async def wait(self, call: OpenCall, *, below_tokens: int = 0) -> None:
+    async def wait(
+        self, call: OpenCall, *, below_tokens: int = 0, after_reading: bool = False
+    ) -> None:
         """Until all announced texts of a call are done, or fewer tokens are open; or it failed.
 
+        after_reading: at least until what was announced is in the queue.
         Raises the call's error.
         """
         with self._changed:
-            call.wakes_at = below_tokens
+            call.wakes_at, call.wakes_after_reading = below_tokens, after_reading
             if not call.has_room:
                 call.waiter = asyncio.get_running_loop().create_future()
         if call.waiter is not None:
@@ -254,6 +213,8 @@ class EncodeEngine:
 
     def end(self, call: OpenCall) -> None:
         """Forgets a call that was answered, or that nobody waits for any more."""
+        if not self._process.is_this:
+            return  # of a forked child, where the lock may stay locked
         with self._changed:
             self._drop(call)
             self._open.discard(call)
@@ -390,9 +351,9 @@ class EncodeEngine:
                     self._fail(call, error)
             self._planned.clear()
             self._running.clear()
-            waiters = _waiters(calls)
+            waiters = waiters_of(calls)
             self._changed.notify_all()
-        _wake(waiters)
+        wake(waiters)
 
     def _turn(self) -> bool:
         """Launches a step where one can run, collects what is done; False once it is closed."""
@@ -433,11 +394,11 @@ class EncodeEngine:
         """Steps of these texts: one of all tasks that share a pass, and one of each other task."""
         by_key: dict[Any, list[Taken]] = {}
         for some in taken:
-            by_key.setdefault(some.call.key, []).append(some)
+            by_key.setdefault(_open(some).key, []).append(some)
         sharing: list[list[Taken]] = []
         steps: list[_Step] = []
         for group in by_key.values():
-            if is_head(group[0].call.task):
+            if is_head(_open(group[0]).task):
                 sharing.append(group)
             else:
                 steps.append(_step([group]))
@@ -469,7 +430,7 @@ class EncodeEngine:
         self._running.append(step)
 
     def _run_short(self, outer: _Step) -> None:
-        """Between two layers of a step: runs texts that are short beside it.
+        """Before a linear layer of a step: runs texts that are short beside it.
 
         They get at most as many tokens as the step has.
         """
@@ -529,8 +490,8 @@ class EncodeEngine:
             self._deliver_failure(step.rows[bisect_right(starts, failure.index) - 1], failure)
         with self._changed:
             self._count_step(step, end, num_failed=len(launched.failures))
-            waiters = _waiters(step.calls)
-        _wake(waiters)
+            waiters = waiters_of(step.calls)
+        wake(waiters)
 
     def _deliver(
         self, rows: Sequence[_Rows], starts: Sequence[int], first: int, results: Sequence[Any]
@@ -602,9 +563,7 @@ def _step(groups: Sequence[Sequence[Taken]]) -> _Step:
     for group in groups:
         first = start
         for taken in group:
-            call = taken.call
-            assert isinstance(call, OpenCall)  # no other call is queued
-            own = taken.requests()
+            call, own = _open(taken), taken.requests()
             rows.append(_Rows(call, taken, own.indices, start, start + len(own)))
             pieces.append(own)
             shares[call] = shares.get(call, 0) + own.total_tokens
@@ -618,31 +577,11 @@ def _step(groups: Sequence[Sequence[Taken]]) -> _Step:
     return _Step(rows, requests, SharedPass(parts), short_tokens)
 
 
+def _open(taken: Taken) -> OpenCall:
+    assert isinstance(taken.call, OpenCall)  # no other call is queued
+    return taken.call
+
+
 def _is_ready(step: _Step) -> bool:
     assert step.launched is not None
     return step.launched.is_ready()
-
-
-def _waiters(calls: Sequence[OpenCall]) -> "list[asyncio.Future[None]]":
-    """Of the calls that need not wait any more; under the lock."""
-    found = []
-    for call in calls:
-        if call.waiter is not None and call.has_room:
-            found.append(call.waiter)
-    return found
-
-
-def _wake(waiters: "Sequence[asyncio.Future[None]]") -> None:
-    """Sets the results of waiters: one call into each event loop."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-    for waiter in waiters:
-        by_loop.setdefault(waiter.get_loop(), []).append(waiter)
-    for loop, own in by_loop.items():
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_set_results, own)
-
-
-def _set_results(waiters: "Sequence[asyncio.Future[None]]") -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)

@@ -114,8 +114,8 @@ class Runner:
     ) -> Launched:
         """Starts the forward pass of a step.
 
-        between_layers: called between the layers where the runner is interruptible; it may launch
-        other steps.
+        between_layers: called before each linear layer where the runner is interruptible; it may
+        launch other steps.
         A step that does not fit the device's memory is cut in two, down to single requests; what
         cannot run becomes a Failure. Raises DeviceLostError where the device no longer answers.
         """

@@ -160,8 +160,14 @@ class RunStats:
 
 @dataclass(slots=True)
 class RunCounter:
-    """Counts a run as its texts finish; `stats()` may be asked at any time."""
+    """Counts a run as its texts finish; `stats()` may be asked at any time.
 
+    The seconds of its phases are set from outside, see RunStats.
+    """
+
+    tokenize_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
     _num_texts: int = 0
     _num_tokens: int = 0
     _num_truncated: int = 0
@@ -179,7 +185,9 @@ class RunCounter:
         self._num_errors += len(window.failures)
         self._num_tokens += requests.total_tokens
         self._num_truncated += int(np.count_nonzero(requests.is_truncated))
-        seqlens = np.concatenate([self._open_batch, requests.seqlens])
+        seqlens = requests.seqlens
+        if len(self._open_batch):
+            seqlens = np.concatenate([self._open_batch, seqlens])
         if len(seqlens) < _PADDED_BATCH_SIZE:
             self._open_batch = seqlens
             return
@@ -213,10 +221,15 @@ class RunCounter:
             num_truncated=self._num_truncated,
             num_errors=self._num_errors,
             seconds=running if self._seconds is None else self._seconds,
+            tokenize_seconds=self.tokenize_seconds,
+            queue_seconds=self.queue_seconds,
+            compute_seconds=self.compute_seconds,
         )
 
 
 def _pad_tokens(batches: np.ndarray) -> int:
     """Of lengths [num_batches, batch_size], each batch padded to its longest."""
+    if batches.shape[1] < 2:  # as of a call of one text
+        return 0
     padded = batches.max(axis=1, initial=0).sum(dtype=np.int64) * batches.shape[1]
     return int(padded - batches.sum(dtype=np.int64))

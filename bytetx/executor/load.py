@@ -8,7 +8,8 @@ import torch
 from bytetx.arguments import check_group_timeout, check_positive
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
-from bytetx.nn.loading import FP8, LoadedCheckpoint, default_token_budget, load_checkpoint
+from bytetx.nn.loading import LoadedCheckpoint, default_token_budget, load_checkpoint
+from bytetx.nn.quantization import QUANTIZATIONS
 
 if TYPE_CHECKING:
     from bytetx.executor.torchrun import TorchrunLeader
@@ -32,8 +33,8 @@ def load_ranks(
 
     if isinstance(tp, int):
         check_positive("tp", tp)
-    if dtype == FP8:
-        raise OptionError("dtype fp8 runs on one GPU; leave out tp, or use dtype float16")
+    if dtype in QUANTIZATIONS:
+        raise OptionError(f"dtype {dtype} runs in one process; leave out tp, or use dtype float16")
 
     def budget_of(spec: ModelSpec, device: torch.device) -> int:
         return default_token_budget(spec, device) if token_budget is None else token_budget

@@ -3,6 +3,7 @@
 bytetx/nn/sharded_blocks.py runs the same calls where the ranks of a group share the layers.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -275,4 +276,55 @@ class LocalBlocks:
             )
         return layer_norm(
             x, norm.weight, norm.bias, eps=self._eps, residual=residual, out=out, sum_out=sum_out
+        )
+
+
+class InterruptedRows(LocalBlocks):
+    """The same rows, with a function that is called before each linear layer.
+
+    A layer has four: a step of 512 tokens of MiniLM stops 24 times.
+    """
+
+    def __init__(self, rows: LocalBlocks, run: Callable[[], None]):
+        self.__dict__.update(rows.__dict__)
+        self._run = run
+
+    def column_parallel(self, x: Tensor, w: ColumnWeight, *, activation: str = "none") -> Tensor:
+        self._run()
+        return super().column_parallel(x, w, activation=activation)
+
+    def row_parallel_partial(self, x: Tensor, w: OutWeight) -> Tensor:
+        self._run()
+        return super().row_parallel_partial(x, w)
+
+    def row_parallel(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        norm: NormWeight,
+        partial: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        self._run()
+        return super().row_parallel(x, w, residual=residual, norm=norm, partial=partial)
+
+    def row_parallel_post_norm(
+        self, x: Tensor, w: OutWeight, *, residual: Tensor, norm: NormWeight
+    ) -> Tensor:
+        self._run()
+        return super().row_parallel_post_norm(x, w, residual=residual, norm=norm)
+
+    def row_parallel_output_norm(
+        self,
+        x: Tensor,
+        w: OutWeight,
+        *,
+        residual: Tensor,
+        output_norm: NormWeight,
+        norm: NormWeight | None,
+    ) -> tuple[Tensor, Tensor]:
+        self._run()
+        return super().row_parallel_output_norm(
+            x, w, residual=residual, output_norm=output_norm, norm=norm
         )

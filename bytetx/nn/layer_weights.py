@@ -14,8 +14,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
 from bytetx.nn.convolution import load_convolution
-from bytetx.nn.fp8 import quantize_layer
 from bytetx.nn.layers import Layers, LayerWeights
+from bytetx.nn.quantization import Quantization, quantize_layers
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
 from bytetx.nn.tensors import TensorLoader
@@ -34,20 +34,20 @@ def load_layers(
     *,
     blocks: Blocks,
     relative_bias: torch.Tensor | None = None,
-    fp8: bool = False,
+    quantization: Quantization | None = None,
 ) -> Layers:
     """The layers from named tensors, which tensor_names lists; raises as TensorLoader does.
 
-    blocks: of layers that are sharded, only the local shard is read.  fp8: layers of E4M3 rows.
+    blocks: of layers that are sharded, only the local shard is read.
+    quantization: of what the layers multiply.
     """
     layer_spec, final_norm, indices = spec.layer_spec, None, range(spec.num_layers)
     reader = _LayerReader(spec, load, blocks, positions=load_positions(spec, load))
     if layer_spec.norm_placement != "post":
         final_norm = reader.norm(layer_spec.final["norm"], spec.hidden_size)
     weights = reader.layers()
-    if fp8:
-        last = spec.num_layers - 1
-        weights = [quantize_layer(layer, is_last=i == last) for i, layer in enumerate(weights)]
+    if quantization is not None:
+        weights = quantize_layers(weights, quantization)
     # Made last: by now the tensors have shown that the sizes are true.
     rotations = {layer_spec.rotary_of(i) for i in indices} - {None}
     tables = {

@@ -21,7 +21,6 @@ from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.executor import Executor
-from bytetx.nn.fp8 import takes_fp8
 from bytetx.nn.heads import (
     ClassificationHead,
     LmHead,
@@ -32,6 +31,8 @@ from bytetx.nn.heads import (
     load_sequence_classification,
     load_token_classification,
 )
+from bytetx.nn.int8 import int8_activation_dtype
+from bytetx.nn.quantization import FP8, INT8, Quantization, wanted_quantization
 from bytetx.nn.sentence_modules import (
     ACTIVATIONS,
     Dense,
@@ -45,7 +46,6 @@ from bytetx.nn.sentence_modules import (
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
-from bytetx.ops import native
 from bytetx.ops.linear import LinearWeight, prepare_linear
 from bytetx.runtime.device_memory import check_fits
 from bytetx.runtime.faults import is_out_of_memory
@@ -54,7 +54,6 @@ from bytetx.runtime.forking import check_device_after_fork
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FP8 = "fp8"  # GEMMs of E4M3 rows; everything else in the half type that "auto" gives on CUDA
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,7 @@ class LoadedCheckpoint:
     unused_tensors: tuple[str, ...]
     device: torch.device
     dtype: torch.dtype
-    is_fp8: bool = False
+    quantization: Quantization | None = None
     num_parameters: int = 0
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
@@ -119,7 +118,7 @@ def load_checkpoint(
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = _open_weights(sentence, spec, on_tensor=on_tensor)
-    is_fp8 = wants_fp8(dtype, spec, device)
+    quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     parts = 1 if blocks is None or blocks.shard is None else blocks.shard.size
     check_fits(weights.num_parameters, dtype, device, parts=parts)
@@ -129,7 +128,7 @@ def load_checkpoint(
         dtype=dtype,
         device=device,
         blocks=blocks,
-        fp8=is_fp8,
+        quantization=quantization,
         may_lack_head=sentence.is_declared,
     )
     token_head = partial(
@@ -160,7 +159,7 @@ def load_checkpoint(
         unused_tensors=unused,
         device=device,
         dtype=dtype,
-        is_fp8=is_fp8,
+        quantization=quantization,
         num_parameters=weights.num_parameters,
         token_weight=token_head("sparse_linear", out_features=1),
         token_modules=token_modules,
@@ -308,13 +307,19 @@ def _load_model(
     device: torch.device,
     blocks: Blocks | None,
     may_lack_head: bool,
-    fp8: bool = False,
+    quantization: Quantization | None = None,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
     weights, prepack = weights.cast(dtype), device.type == "cpu"
     try:
         transformer = Transformer.from_tensors(
-            spec, weights, dtype=dtype, device=device, prepack=prepack, blocks=blocks, fp8=fp8
+            spec,
+            weights,
+            dtype=dtype,
+            device=device,
+            prepack=prepack and quantization is None,
+            blocks=blocks,
+            quantization=quantization,
         )
         loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
         return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
@@ -325,22 +330,6 @@ def _load_model(
             f"the weights do not fit the memory of {device} in {dtype}: {error}; free memory "
             "there, or load them in float16 or with tp"
         ) from error
-
-
-def wants_fp8(dtype: str | torch.dtype, spec: ModelSpec, device: torch.device) -> bool:
-    """Whether dtype is "fp8". Raises OptionError where this model cannot run so on this device."""
-    if dtype != FP8:
-        return False
-    if spec.is_causal:
-        raise OptionError(
-            f"dtype fp8 is for encoders, and {spec.family} is a causal model; use bfloat16"
-        )
-    if not takes_fp8(spec):
-        raise OptionError(f"dtype fp8 is not for layers as those of {spec.family}; use bfloat16")
-    reason = native.why_no_kernel("fp8_linear", device)
-    if reason is not None:
-        raise OptionError(f"dtype fp8 cannot run on {device}: {reason}; use dtype float16")
-    return True
 
 
 def check_placement(device: str, dtype: str) -> None:
@@ -380,8 +369,11 @@ def resolve_dtype(
 ) -> torch.dtype:
     """ "auto" is float32 on a CPU; on CUDA the checkpoint's own half type, else float16.
 
-    The same holds for everything but the GEMMs with "fp8", which wants_fp8 checks.
+    The same holds for everything but the GEMMs with "fp8", and with "int8" it is bfloat16 where the
+    CPU computes with it.
     """
+    if dtype == INT8:
+        return int8_activation_dtype()
     if dtype in ("auto", FP8):
         if device.type == "cpu":
             return torch.float32
@@ -390,8 +382,8 @@ def resolve_dtype(
     if isinstance(dtype, str):
         resolved = DTYPES.get(DTYPE_ALIASES.get(dtype, dtype), dtype)
     if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
-        known = ", ".join([*DTYPES, *DTYPE_ALIASES])
-        raise OptionError(f"dtype must be auto, {known} or {FP8}, got {dtype!r}")
+        known = ", ".join([*DTYPES, *DTYPE_ALIASES, FP8])
+        raise OptionError(f"dtype must be auto, {known} or {INT8}, got {dtype!r}")
     return resolved
 
 

@@ -11,12 +11,13 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
 from bytetx.nn.alibi import alibi_bias, alibi_slopes
-from bytetx.nn.blocks import Blocks, LocalBlocks, NormWeight, Rows
+from bytetx.nn.blocks import Blocks, InterruptedRows, LocalBlocks, NormWeight, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layer_weights import load_layers
 from bytetx.nn.layer_weights import tensor_names as layer_tensor_names
 from bytetx.nn.layers import Layers, OnKv, OnLayer
+from bytetx.nn.quantization import FP8, Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
@@ -65,14 +66,15 @@ class Transformer:
         prepack: bool,
         blocks: Blocks | None = None,
         shares: bool = False,
-        fp8: bool = False,
+        quantization: Quantization | None = None,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
         blocks: of a rank of a group; of layers that are sharded, only its shard is read.
         prepack: reorder linear weights for the CPU's GEMM.  shares: keep the tensors given in the
         layout that they have, so that a caller who owns them does not hold them twice.
-        fp8: an encoder's layers multiply E4M3 rows; dtype is that of everything else, f16 or bf16.
+        quantization: of what an encoder's layers multiply; dtype is that of everything else: f16 or
+        bf16 with fp8, f32 or bf16 with int8.
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
@@ -84,11 +86,13 @@ class Transformer:
                 f"holds {spec.extra_layer!r}"
             )
         if blocks is None:
-            blocks = Fp8Blocks(spec) if fp8 else LocalBlocks(spec)
+            blocks = Fp8Blocks(spec) if quantization == FP8 else LocalBlocks(spec)
         embeddings = _embedding_weights(spec, load, blocks.shard)
         project_out = _project_out(spec, load)
         bias = _relative_bias(spec, load, blocks.shard)
-        layers = load_layers(spec, load, blocks=blocks, relative_bias=bias, fp8=fp8)
+        layers = load_layers(
+            spec, load, blocks=blocks, relative_bias=bias, quantization=quantization
+        )
         return cls(spec, embeddings, layers, project_out=project_out)
 
     @property
@@ -99,7 +103,7 @@ class Transformer:
         return fits and self.layers.is_capturable
 
     def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
-        """The same model, whose forward calls `run` between layers, on the caller's thread.
+        """The same model, whose forward calls `run` before each linear layer of a local block.
 
         `run` may use the model itself, as for a short batch that should not wait for a long one.
         """
@@ -123,27 +127,17 @@ class Transformer:
         cache, called with each layer's keys and values.
         """
         rows = self.blocks.begin(batch.total_tokens)
+        if self._between_layers is not None and type(rows) is LocalBlocks:
+            rows = InterruptedRows(rows, self._between_layers)
         x = self.layers.run(
             lambda: self._embed(batch, rows),
             batch,
             rows,
             cache=cache,
-            on_layer=self._interrupted(on_layer),
+            on_layer=on_layer,
             on_kv=on_kv,
         )
         return x if self.project_out is None else linear(x, self.project_out)
-
-    def _interrupted(self, on_layer: OnLayer | None) -> OnLayer | None:
-        between_layers = self._between_layers
-        if between_layers is None:
-            return on_layer
-
-        def run(x: torch.Tensor) -> None:
-            if on_layer is not None:
-                on_layer(x)
-            between_layers()
-
-        return run
 
     def _embed(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""

@@ -1,13 +1,14 @@
 """Linear layers on packed rows: our kernels on Hopper, oneDNN with prepacked weights on a CPU."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
+from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
 from bytetx.ops.linear_plan import (
     EPILOGUES,
     RESIDUAL,
@@ -46,9 +47,10 @@ _ONEDNN_ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A layer's weight as `linear` takes it: plain [n, k], or laid out by oneDNN.
+    """A layer's weight as `linear` takes it: plain [n, k], laid out by oneDNN, or 8-bit integers.
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
+    int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
     """
 
     weight: Tensor
@@ -58,6 +60,7 @@ class LinearWeight:
     dtype: torch.dtype
     is_prepacked: bool
     has_kernel: bool
+    int8: Int8Weight | None = None
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool) -> LinearWeight:
@@ -78,6 +81,17 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool)
     return LinearWeight(weight, bias, n, k, weight.dtype, is_prepacked, takes_kernel)
 
 
+def quantize_linear(w: LinearWeight) -> LinearWeight:
+    """A plain weight, f32 or bf16 on the CPU, in 8-bit integers; see ops.int8_linear.
+
+    Raises ValueError for another one.
+    """
+    if w.is_prepacked or w.int8 is not None:
+        raise ValueError("w must be a plain weight, got one in another layout")
+    int8 = prepare_int8_linear(w.weight, w.bias)
+    return replace(w, weight=int8.panels, bias=None, has_kernel=False, int8=int8)
+
+
 def linear(
     x: Tensor, w: LinearWeight, *, activation: str = "none", residual: Tensor | None = None
 ) -> Tensor:
@@ -86,7 +100,7 @@ def linear(
     x: [m, k] in w's dtype, contiguous.  activation: one of ACTIVATIONS.  residual: [m, n].
     Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN
     (plain f32 weights: from torch 2.13 on), and on Hopper among batches whose plan is the same
-    (bytetx/ops/linear_plan.py).
+    (bytetx/ops/linear_plan.py).  8-bit weights: each row of x is rounded to 8 bits as well.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
     require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
@@ -99,6 +113,9 @@ def linear(
         require_contiguous("residual", residual)
     if x.is_cuda:
         return _linear_cuda(x, w, activation=activation, residual=residual)
+    if w.int8 is not None:
+        sums = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
+        return sums if residual is None else sums.add_(residual)
     if not _takes_onednn(w):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:

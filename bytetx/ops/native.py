@@ -25,6 +25,7 @@ OPS = (
     "layer_norm",
     "rms_norm",
     "linear",
+    "int8_linear",
     "gate_rows",
     "varlen_attention",
     "disentangled_attention",
@@ -232,11 +233,20 @@ def _backing(op: str, device: torch.device) -> str:
         return "none: on GPUs alone"
     if op == "linear" and device.type == "cpu":
         return _backing_linear()
+    if op == "int8_linear":
+        return _backing_int8_linear(device)
     reason = why_no_kernel(_CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device)
     if reason is None:
         return f"native, {_describe_core(device.type)}"
     has_others = why_no_kernel("embed", device) is None
     return "torch" if has_others else f"torch: {reason}"
+
+
+def _backing_int8_linear(device: torch.device) -> str:
+    if device.type == "cuda":
+        return "none: on CPUs alone"
+    has_kernel = kernel("has_int8_linear", device)
+    return "native, AVX-512 VNNI" if has_kernel is not None and has_kernel() else "none: no VNNI"
 
 
 def _backing_linear() -> str:

@@ -1,6 +1,6 @@
 """What a request asks of the engine, and what the engine answers; both can cross a process."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -99,6 +99,6 @@ class Backend(Protocol):
         """Raises ServeError."""
         ...
 
-    def generate(self, call: Call) -> AsyncIterator[Piece]:
+    def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         """Pieces of all outputs of one prompt; raises ServeError while they are read."""
         ...

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +89,7 @@ class LocalBackend:
         except Exception as error:
             raise self._serve_error(error) from error
 
-    async def generate(self, call: Call) -> AsyncIterator[Piece]:
+    async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         served = self._served[call.model]
         try:
             params = SamplingParams(**_sampling(call.options))

@@ -19,8 +19,6 @@ from bytetx.serve.records import Finished
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.status import StatusWindow
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 _SECONDS = (
     *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
     *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0),

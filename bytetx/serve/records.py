@@ -4,6 +4,8 @@ from typing import NamedTuple, Protocol
 
 from bytetx.serve.calls import Timings
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of Prometheus' text
+
 
 class Finished(NamedTuple):
     """One answered request.

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -261,19 +261,19 @@ async def _collect(run: Generation) -> list[Choice]:
 
 
 async def _merged(
-    sources: Sequence[AsyncIterator[Piece]],
+    sources: Sequence[AsyncGenerator[Piece, None]],
 ) -> AsyncGenerator[tuple[int, Piece], None]:
     """(the source's number, its next piece) as they come; the first error ends all."""
     if len(sources) == 1:
-        async with aclosing(sources[0]) as only:  # type: ignore[type-var]
+        async with aclosing(sources[0]) as only:
             async for piece in only:
                 yield 0, piece
         return
     queue: asyncio.Queue[tuple[int, Piece | BaseException | None]] = asyncio.Queue()
 
-    async def read(number: int, source: AsyncIterator[Piece]) -> None:
+    async def read(number: int, source: AsyncGenerator[Piece, None]) -> None:
         try:
-            async with aclosing(source) as pieces:  # type: ignore[type-var]
+            async with aclosing(source) as pieces:
                 async for piece in pieces:
                     queue.put_nowait((number, piece))
             queue.put_nowait((number, None))

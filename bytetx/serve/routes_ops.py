@@ -10,8 +10,8 @@ import bytetx
 from bytetx.serve.answers import json_answer
 from bytetx.serve.calls import ModelFacts
 from bytetx.serve.gateway import Exchange
+from bytetx.serve.records import METRICS_TYPE
 
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TEI_DTYPES = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 
 
@@ -25,7 +25,7 @@ async def health(exchange: Exchange) -> Response:
 async def metrics(exchange: Exchange) -> Response:
     """Prometheus' text."""
     page = await exchange.site.recorder.metrics_page()
-    return Response(page, media_type=_METRICS_TYPE)
+    return Response(page, media_type=METRICS_TYPE)
 
 
 async def stats(exchange: Exchange) -> Response:

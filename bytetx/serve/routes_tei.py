@@ -233,7 +233,7 @@ async def main_task(exchange: Exchange) -> Response:
         return await similarity(_parsed(SimilarityRequest, raw), exchange)
     parameters = given.get("parameters")
     is_hub_api = isinstance(parameters, dict)
-    if is_hub_api:
+    if isinstance(parameters, dict):
         raw = orjson.dumps(given | _hub_options(parameters))
     task = exchange.site.find_model(exchange.model_name).main_task
     if task == "embed_sparse":

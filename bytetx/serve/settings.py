@@ -1,8 +1,11 @@
 """Settings of the server: models, limits, addresses; checked once, when they are made."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
+
+import orjson
 
 from bytetx.errors import OptionError
 
@@ -110,3 +113,17 @@ def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> lis
             name = served_names[index]
         sources.append(ModelSource(name, path))
     return sources
+
+
+def settings_line(settings: ServeSettings) -> bytes:
+    """A line of JSON, for a process that this one starts."""
+    return orjson.dumps(asdict(settings), default=str) + b"\n"
+
+
+def read_settings(line: bytes) -> ServeSettings:
+    """The settings of settings_line."""
+    given: dict[str, Any] = orjson.loads(line)
+    given["models"] = [ModelSource(**model) for model in given["models"]]
+    if given["uds_path"] is not None:
+        given["uds_path"] = Path(given["uds_path"])
+    return ServeSettings(**given)

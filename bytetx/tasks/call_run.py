@@ -1,25 +1,24 @@
 """CallRun: one call on its way through an engine that other callers use as well."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from bytetx.arguments import check_iterable
-from bytetx.encode.engine import EncodeEngine, OpenCall
-from bytetx.encode.request import Failure, Requests, RunCounter, RunStats
+from bytetx.encode.engine import EncodeEngine
+from bytetx.encode.open_call import OpenCall
+from bytetx.encode.request import Failure, Requests, RunCounter, Window
 from bytetx.encode.scheduler import MAX_WINDOW_STEPS, windows
 from bytetx.errors import InputError
 from bytetx.requests.inputs import Input
-from bytetx.runtime.forking import computing
 from bytetx.tasks.call import Call, Sink
 from bytetx.tasks.chunks import ChunkTask
 from bytetx.tasks.progress import num_texts
+from bytetx.tasks.reading_pool import Reading, ReadingPool
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ class CallRun(Generic[T]):
         self,
         call: Call[T],
         engine: EncodeEngine,
-        pool: Executor,
+        pool: ReadingPool,
         *,
         token_budget: int,
         max_window_texts: int,
@@ -59,7 +58,7 @@ class CallRun(Generic[T]):
         )
         self._counter = RunCounter()
         self._failures: list[Failure] = []  # of texts that were refused
-        self._tokenize_seconds = 0.0
+        self._reading, self._called = (0, 0), 0.0  # as announced, and when
 
     async def result(self) -> T:
         """The call's result. Raises its error; cancelling drops what is queued."""
@@ -70,81 +69,70 @@ class CallRun(Generic[T]):
             self._engine.end(self.open)
         if self._counter.num_done() <= _MAX_INLINE_TEXTS:
             return self._result()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._result)
+        return await asyncio.to_thread(self._result)
 
     async def _feed(self) -> None:
-        """Announces, tokenises and queues all windows but the last one, which is left running."""
+        """Announces texts and has them tokenised, window after window; does not wait for the last.
+
+        The next window is announced once the one before it is in the queue.
+        """
         limit = MAX_WINDOW_STEPS * self._token_budget
-        start, reading = 0, None
-        for window, tokens, is_last in self._windows():
-            if not start:
+        start, is_first = 0, True
+        for window, tokens in self._windows():
+            if is_first:
                 self._engine.open(self.open, len(window), tokens)
             else:
-                if reading is not None:
-                    await reading
+                await self._engine.wait(self.open, below_tokens=sys.maxsize, after_reading=True)
                 while not self._has_room(len(window), tokens, limit):
                     await self._engine.wait(self.open, below_tokens=self.open.open_tokens)
                 self._engine.extend(self.open, len(window), tokens)
-            read = partial(self._read, window, start, tokens, time.perf_counter())
-            start += len(window)
-            if is_last:
-                self._pool.submit(read)
-            else:
-                reading = asyncio.get_running_loop().run_in_executor(self._pool, read)
+            self._reading, self._called = (len(window), tokens), time.perf_counter()
+            self._pool.put(Reading(self, self._call.reader, window, start))
+            start, is_first = start + len(window), False
 
     def _has_room(self, num_texts: int, tokens: int, limit: int) -> bool:
-        if self.open.error is not None:
-            raise self.open.error
         if not self.open.open_tokens:
             return True
         return self.open.open_tokens < limit and self._engine.has_room(num_texts, tokens)
 
-    def _windows(self) -> Iterator[tuple[list[Input], int, bool]]:
-        """(texts, a guess of their tokens, whether no others follow)"""
+    def _windows(self) -> Iterator[tuple[list[Input], int]]:
+        """(texts, a guess of their tokens)"""
         estimate, most = self._call.reader.estimate_tokens, self._max_window_texts
-        cut = windows(self._call.texts, estimate_tokens=estimate, token_budget=self._token_budget)
-        pieces = (
-            window[first : first + most] for window in cut for first in range(0, len(window), most)
-        )
-        piece = next(pieces, None)
-        while piece is not None:
-            following = next(pieces, None)
-            yield piece, sum(map(estimate, piece)), following is None
-            piece = following
+        texts, budget = self._call.texts, self._token_budget
+        for window in windows(texts, estimate_tokens=estimate, token_budget=budget):
+            for first in range(0, len(window), most):
+                piece = window[first : first + most]
+                yield piece, sum(map(estimate, piece))
 
-    def _read(self, window: Sequence[Input], start: int, tokens: int, called: float) -> None:
-        """Tokenises a window and queues it; in a thread of the pool."""
-        if self.open.is_dropped:
-            return
-        try:
-            with computing():
-                read = self._call.reader.read(window, start)
-            self._counter.add(read)
-            self._counter.add_done(read.num_texts)
-            self._failures += read.failures
-            if self._chunks is not None:
-                self._chunks.expect(read.requests)
-            self._tokenize_seconds += time.perf_counter() - called
-            self._engine.submit(self.open, read.requests, num_read=len(window), tokens=tokens)
-        except Exception as error:
-            self._engine.fail(self.open, error)
+    @property
+    def is_dropped(self) -> bool:
+        return self.open.is_dropped
+
+    def accept(self, window: Window) -> None:
+        """Queues a window's texts."""
+        self._counter.add(window)
+        self._counter.add_done(window.num_texts)
+        self._failures += window.failures
+        if self._chunks is not None:
+            self._chunks.expect(window.requests)
+        self._counter.tokenize_seconds += time.perf_counter() - self._called
+        num_read, tokens = self._reading
+        self._engine.submit(self.open, window.requests, num_read=num_read, tokens=tokens)
+
+    def refuse(self, error: Exception) -> None:
+        """Ends the call."""
+        self._engine.fail(self.open, error)
 
     def _result(self) -> T:
         for failure in self._failures:
             self._sink.fail(failure.index, failure.error)
         chunks = self._chunks
         self._counter.add_failures(self.open.num_failed if chunks is None else chunks.num_failed)
-        self._counter.stop()
-        return self._sink.result(self._counter.num_done(), self._stats())
-
-    def _stats(self) -> RunStats:
         count = max(self.open.num_computed, 1)
-        return replace(
-            self._counter.stats(),
-            tokenize_seconds=self._tokenize_seconds,
-            queue_seconds=self.open.queue_seconds / count,
-            compute_seconds=self.open.compute_seconds / count,
-        )
+        self._counter.queue_seconds = self.open.queue_seconds / count
+        self._counter.compute_seconds = self.open.compute_seconds / count
+        self._counter.stop()
+        return self._sink.result(self._counter.num_done(), self._counter.stats())
 
 
 class _ChunkSink:

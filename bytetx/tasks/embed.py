@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,7 @@ import torch
 
 from bytetx.arguments import check_dimensions, check_text, chosen_modes
 from bytetx.encode.request import RunStats
-from bytetx.encode.step import Capture, Step
+from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
@@ -179,10 +179,12 @@ class DenseMixin(OnePass):
             by_all = precision if needs_ranges(task.quantizer) else None
             return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
 
+        # The rows of one array; numpy's types do not say that it is a sequence of them.
+        rows = cast("Task[np.ndarray]", replace(task, quantizer=None) if reader.cuts else task)
         return Call(
             "embed",
             texts,
-            replace(task, quantizer=None) if reader.cuts else task,
+            rows,
             reader,
             new_sink,
             merge=task.mean if reader.cuts else None,

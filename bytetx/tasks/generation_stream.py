@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import aclosing, contextmanager
 from threading import Condition, Lock
 
@@ -83,13 +82,12 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         read_prompt: Callable[[], list[int]],
         params: SamplingParams,
         *,
-        pool: Executor,
         priority: int,
         timeout_s: float | None,
     ):
-        """read_prompt: the prompt's token ids; it runs in the pool, as does building the engine."""
+        """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine."""
         self._thread, self._read_prompt, self._params = thread, read_prompt, params
-        self._pool, self._priority, self._timeout_s = pool, priority, timeout_s
+        self._priority, self._timeout_s = priority, timeout_s
         self._pieces: AsyncGenerator[RequestOutput, None] | None = None
         self._start = self._read = self._first = self._last = 0.0
         self._num_tokens = 0
@@ -134,12 +132,11 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
             await self._pieces.aclose()
 
     async def _run(self) -> AsyncGenerator[RequestOutput, None]:
-        loop = asyncio.get_running_loop()
         with self._thread.opened():
-            token_ids = await loop.run_in_executor(self._pool, self._read_prompt)
+            token_ids = await asyncio.to_thread(self._read_prompt)
             self._read = time.perf_counter()
             self.num_prompt_tokens = len(token_ids)
-            engine = await loop.run_in_executor(self._pool, self._thread.engine)
+            engine = await asyncio.to_thread(self._thread.engine)
             outputs = engine.generate(token_ids, self._params, priority=self._priority)
             async with aclosing(outputs) as pieces:
                 async for piece in pieces:

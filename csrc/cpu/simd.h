@@ -22,6 +22,8 @@
 
 #if defined(__AVX512BF16__)
 #define BYTETX_SIMD avx512_bf16
+#elif defined(__AVX512VNNI__)
+#define BYTETX_SIMD avx512_vnni
 #elif defined(__AVX512F__)
 #define BYTETX_SIMD avx512
 #elif defined(__AVX2__)

@@ -1,5 +1,6 @@
 """The queue of a GPU on a CPU: fakes stand in for streams, events, pinned memory and graphs."""
 
+import asyncio
 import gc
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from fake_cuda import FakeEvent, FakeStream, fake_capture
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
+from bytetx.async_model import AsyncModel
 from bytetx.encode import cuda_queue
 from bytetx.encode.cuda_queue import CudaQueue, _copy
 from bytetx.model import Model
@@ -84,6 +86,30 @@ def test_outputs_of_tokens_end_with_the_last_text(plain: Model) -> None:
         ours, theirs = model.hidden_states(batch), plain.hidden_states(batch)
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_callers_of_one_task_share_graphs_and_those_of_several_run_without(folder: Path) -> None:
+    """What differs in `finish` alone is one task to the device."""
+    plain = bytetx.load(folder, device="cpu", token_budget=200)
+    model, queue = queued(plain)
+    batch = [[7] * 20, [9] * 5, [8] * 9]
+
+    async def main() -> None:
+        async with AsyncModel(model) as batched:
+            for _ in range(3):
+                rows = await asyncio.gather(*(batched.embed([ids]) for ids in batch))
+                wanted = plain.embed(batch).vectors
+                np.testing.assert_array_equal(np.concatenate([r.vectors for r in rows]), wanted)
+            assert queue.num_graphs > 0
+            num_graphs = queue.num_graphs
+            embedded, states = await asyncio.gather(
+                batched.embed(batch, pooling="max"), batched.embed(batch, pooling="cls")
+            )
+            np.testing.assert_array_equal(embedded, plain.embed(batch, pooling="max"))
+            np.testing.assert_array_equal(states, plain.embed(batch, pooling="cls"))
+            assert queue.num_graphs == num_graphs
+
+    asyncio.run(main())
 
 
 def test_the_second_need_captures_and_the_third_replays(plain: Model) -> None:

@@ -38,7 +38,7 @@ def test_every_family_stays_near_its_own_f32(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     exact = tiny.load(tiny.save(tiny.tiny_model(family), tmp_path))
-    options = {"dtype": dtype, "device": "cpu", "prepack": False, "fp8": True}
+    options = {"dtype": dtype, "device": "cpu", "prepack": False, "quantization": "fp8"}
     fp8 = Transformer.from_tensors(exact.spec, exact.weights.cast(dtype), **options)
     weights = fp8.layers.weights
     assert len(weights) == exact.spec.num_layers
@@ -90,7 +90,7 @@ def test_embeddings_of_a_real_checkpoint() -> None:
     checkpoint = load_checkpoint(demo_checkpoint(), device="cpu", dtype="float32")
     exact = bytetx.Model(checkpoint).embed(texts).vectors
     weights = Weights(checkpoint.sentence.folder, checkpoint.spec).cast(torch.float16)
-    options = {"dtype": torch.float16, "device": "cpu", "prepack": False, "fp8": True}
+    options = {"dtype": torch.float16, "device": "cpu", "prepack": False, "quantization": "fp8"}
     fp8 = Transformer.from_tensors(checkpoint.spec, weights, **options)
     got = bytetx.Model(replace(checkpoint, transformer=fp8)).embed(texts).vectors
     cosine = (got * exact).sum(1)
@@ -109,7 +109,7 @@ def test_kernels_give_what_the_definition_gives(family: str, tmp_path: Path) -> 
     ids = tiny.random_ids([1, 30, 7, 64, 2, 50])
     model = bytetx.load(folder, device="cuda", dtype="fp8")
     assert model.info()["dtype"] == "fp8 (float16 outside of GEMMs)"
-    options = {"dtype": torch.float16, "device": "cpu", "prepack": False, "fp8": True}
+    options = {"dtype": torch.float16, "device": "cpu", "prepack": False, "quantization": "fp8"}
     weights = exact.weights.cast(torch.float16)
     plain = Transformer.from_tensors(exact.spec, weights, **options)
     expected = split(plain.forward(exact.pack(ids)), exact.pack(ids))

@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import Loaded, load, one_thread, random_ids, save, tiny_model  # noqa: F401
-from tiny_decoders import tiny_decoder
+from tiny import FAMILIES, Loaded, load, one_thread, random_ids, save, tiny_model  # noqa: F401
+from tiny_decoders import DECODERS, tiny_decoder
 from torch.profiler import ProfilerActivity, profile
 
 from bytetx.ops.native import backend_report
@@ -49,6 +49,29 @@ def test_batch_mates_change_no_bit(loaded: Loaded, lengths: list[int]) -> None:
     spaced = loaded.rows([part for sequence in ids for part in (sequence, [])])[::2]
     for rows in (alone, halves, spaced):
         assert all(torch.equal(a, b) for a, b in zip(together, rows, strict=True))
+
+
+INTERRUPTED = ("bert", "modernbert", "deberta-v2", "gptj", "llama", "olmo2", "mixtral")
+
+
+@pytest.mark.parametrize(
+    "family", [name for name in INTERRUPTED if name in FAMILIES or name in DECODERS]
+)
+def test_a_pass_between_the_linear_layers_of_another_changes_no_bit(
+    family: str, tmp_path: Path
+) -> None:
+    """Post-norm, pre-norm, parallel and output-norm layers, and experts."""
+    model = tiny_model(family) if family in FAMILIES else tiny_decoder(family)
+    loaded = load(save(model, tmp_path))
+    long, short = loaded.pack(random_ids([33, 20])), loaded.pack(random_ids([3, 1]))
+    forward = loaded.transformer.forward
+    wanted, beside = forward(long), forward(short)
+    nested: list[torch.Tensor] = []
+    interrupted = loaded.transformer.interrupted_by(lambda: nested.append(forward(short)))
+    assert torch.equal(interrupted.forward(long), wanted)
+    assert len(nested) >= 2 * len(loaded.transformer.layers.weights)
+    assert all(torch.equal(states, beside) for states in nested)
+    assert torch.equal(forward(long), wanted)
 
 
 def test_threads_change_no_bit(loaded: Loaded) -> None:

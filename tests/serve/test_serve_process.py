@@ -144,7 +144,7 @@ def test_what_cannot_be_served_is_one_line(
 
 def test_a_busy_port_is_named() -> None:
     from bytetx.errors import OptionError
-    from bytetx.serve.server import bind_tcp
+    from bytetx.serve.http_server import bind_tcp
 
     first = bind_tcp("127.0.0.1", 0)
     port = first.getsockname()[1]
@@ -186,7 +186,7 @@ def test_malformed_requests_end_their_connection_alone(server: Server, sent: byt
             client.sendall(sent)
             client.shutdown(socket.SHUT_WR)
             answer = client.recv(1000)
-        except (ConnectionResetError, BrokenPipeError):
+        except OSError:  # it closed the connection
             answer = b""
         assert answer == b"" or re.match(rb"HTTP/1.1 4\d\d ", answer)
     with server.client() as http:

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from checkpoints import SENTENCES, edit_json, save_checkpoint, texts
+from checkpoints import SENTENCES, edit_json, save_checkpoint, save_m3, texts
 from cli_runs import Bytetx
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sentence_transformers import SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -180,20 +180,6 @@ def test_what_gives_no_sparse_vectors(tmp_path: Path, model: bytetx.Model) -> No
     assert model.embed(["a"], pooling="cls").shape == (1, 48)
     with pytest.raises(OptionError, match="max_active_dims must be a positive integer"):
         model.embed_sparse(["a"], max_active_dims=0)
-
-
-def save_m3(folder: Path, *, suffix: str = ".pt", bias: bool = True) -> Path:
-    """An XLM-RoBERTa with BGE-M3's layers beside it."""
-    save_checkpoint(folder, "xlm-roberta")
-    for name, rows in (("sparse_linear", 1), ("colbert_linear", 20)):
-        tensors = {"weight": torch.randn(rows, 48)}
-        if bias:
-            tensors["bias"] = torch.randn(rows)
-        if suffix == ".pt":
-            torch.save(tensors, folder / f"{name}.pt")
-        else:
-            save_file(tensors, folder / f"{name}.safetensors")
-    return folder
 
 
 def m3_weights(model: bytetx.Model, layer: dict, text: str) -> dict[int, float]:

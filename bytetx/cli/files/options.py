@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # Far beyond any machine's cores; a runtime that cannot start so many threads ends the process.
 MAX_THREADS = 1024
-DTYPE_HELP = "auto, float32 (fp32), bfloat16 (bf16), float16 (fp16) or fp8."
+DTYPE_HELP = "auto, float32 (fp32), bfloat16 (bf16), float16 (fp16), fp8 or int8."
 
 _MODEL, _RUN, _OUTPUT = "Model", "Input and run", "Output"
 

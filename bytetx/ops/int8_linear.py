@@ -1,0 +1,106 @@
+"""Linear layers of 8-bit integers on CPUs with AVX-512 VNNI: weights as the kernel takes them."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bytetx.ops import native
+from bytetx.ops.check import require_tensor
+from bytetx.ops.rows import empty_rows
+
+# Of csrc/cpu/int8_linear.h: outputs of a panel, features that one instruction multiplies.
+_COLUMNS, _GROUP = 32, 4
+_MAX_FEATURES = 1 << 16
+_LARGEST = 127.0
+_DTYPES = (torch.float32, torch.bfloat16)
+_SCALE_STEPS = 9  # scales of an output that are tried, from 0.8 of the largest weight's up
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight [n, k] of about scale[:, None] * w, w in -127 to 127.
+
+    panels: w + 128, uint8 [ceil(n / 32), ceil(k / 4), 32, 4], filled up with 128.
+    scale, bias, weighted_sum (scale * w.sum(1)): f32, n filled up to a multiple of 32 with zeros.
+    """
+
+    panels: Tensor
+    scale: Tensor
+    weighted_sum: Tensor
+    bias: Tensor
+    n: int
+    k: int
+
+
+def why_no_int8_linear() -> str | None:
+    """Why this machine cannot run int8_linear, or None where it can."""
+    has_kernel = native.kernel("has_int8_linear", _CPU)
+    if has_kernel is None:
+        return native.why_no_kernel("has_int8_linear", _CPU)
+    return None if has_kernel() else "it needs a CPU with AVX-512 VNNI"
+
+
+def prepare_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
+    """weight [n, k] and bias [n], f32 or bf16 on the CPU, rounded with a scale for every output.
+
+    Raises ValueError on shape, dtype or device mismatch.
+    """
+    require_tensor("weight", weight, shape=(None, None), dtypes=_DTYPES, device=_CPU)
+    n, k = weight.shape
+    if not 1 <= k <= _MAX_FEATURES:
+        raise ValueError(f"weight must have 1 to {_MAX_FEATURES} input features, got {k}")
+    if bias is not None:
+        require_tensor("bias", bias, shape=(n,), dtypes=(weight.dtype,), device=_CPU)
+    w, scale = _round_weight(weight.float())
+    more_n, more_k = -n % _COLUMNS, -k % _GROUP
+    panels = pad(w + 128.0, (0, more_k, 0, more_n), value=128.0).to(torch.uint8)
+    panels = panels.view(-1, _COLUMNS, panels.shape[1] // _GROUP, _GROUP).transpose(1, 2)
+    shift = torch.zeros(n) if bias is None else bias.float()
+    columns = (scale, scale * w.sum(1), shift)
+    scale, weighted_sum, shift = (pad(column, (0, more_n)).contiguous() for column in columns)
+    return Int8Weight(panels.contiguous(), scale, weighted_sum, shift, n, k)
+
+
+def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(w, scale), f32: of a few scales the one with the least square error, for every output."""
+    largest = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * _LARGEST) / _LARGEST
+    best, scale, least = torch.empty_like(weight), largest, torch.full_like(largest, torch.inf)
+    for step in range(_SCALE_STEPS):
+        tried = largest * (0.8 + 0.2 * step / (_SCALE_STEPS - 1))
+        rounded = (weight / tried[:, None]).round_().clamp_(-_LARGEST, _LARGEST)
+        error = (rounded * tried[:, None] - weight).square_().sum(1)
+        is_better = error < least
+        best = torch.where(is_better[:, None], rounded, best)
+        scale = torch.where(is_better, tried, scale)
+        least = torch.where(is_better, error, least)
+    return best, scale
+
+
+def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int) -> Tensor:
+    """act(x @ weight.T + bias) of checked arguments: x f32 or bf16 [m, k], contiguous.
+
+    activation: its index in ops.linear.ACTIVATIONS.  Each row of x is rounded to 256 steps between
+    its least and its largest value, 0 among them; a row that is not finite gives NaN. Accumulates
+    in int32, exactly; a row's result depends on no other row.  Returns a new [m, n] in x's dtype.
+    """
+    m = x.shape[0]
+    d = empty_rows(m, (w.n,), x.dtype)
+    launch = native.launch_args(_CPU)
+    kernel, workspace_bytes = _kernels()
+    num_bytes = workspace_bytes(m, w.k, launch[2])
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    operands = (x, w.panels, w.scale, w.weighted_sum, w.bias, d, workspace)
+    addresses = (operand.data_ptr() for operand in operands)
+    sizes = (num_bytes, m, w.n, w.k)
+    kernel(*addresses, *sizes, activation, native.DTYPE_CODES[x.dtype], *launch)
+    return d
+
+
+@cache
+def _kernels() -> tuple[native.Kernel, native.Kernel]:
+    workspace_bytes = native.require_kernel("int8_linear_workspace_bytes", _CPU)
+    return native.require_kernel("int8_linear", _CPU), workspace_bytes

@@ -1,0 +1,147 @@
+"""The engine process: models that answer the calls of front-ends on a Unix socket."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Coroutine
+from contextlib import aclosing, suppress
+from dataclasses import asdict, astuple
+from typing import Any
+
+import numpy as np
+
+from bytetx.serve.calls import Call, Timings
+from bytetx.serve.engine import LocalBackend
+from bytetx.serve.errors import ServeError
+from bytetx.serve.loading import close_models, load_models, warm_up
+from bytetx.serve.metrics import Metrics
+from bytetx.serve.records import Finished
+from bytetx.serve.settings import ServeSettings
+from bytetx.serve.wire import FrameProtocol
+
+
+async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) -> None:
+    """Loads the models, then answers on the socket until `ends`; says so on stdout when ready."""
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ends.set)
+    served = await asyncio.to_thread(load_models, settings)
+    try:
+        backend = LocalBackend(served)
+        await warm_up(backend)
+        metrics = Metrics(settings)
+        metrics.attach(served)
+        with suppress(FileNotFoundError):  # of an engine that was killed
+            os.unlink(path)
+        calls = EngineCalls(backend, metrics)
+        server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
+        print("ready", flush=True)
+        async with server:
+            await ends.wait()
+            calls.close()
+    finally:
+        await close_models(served)
+
+
+class EngineCalls:
+    """Calls of all front-ends: a task each, until it is answered or cancelled."""
+
+    def __init__(self, backend: LocalBackend, metrics: Metrics):
+        self._backend, self._metrics = backend, metrics
+        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by connection and id
+        self._running: dict[int, int] = {}  # requests of each connection
+        self._protocols: dict[int, FrameProtocol] = {}
+        metrics.count_running(lambda: sum(self._running.values()))
+
+    def protocol(self) -> FrameProtocol:
+        """Of a new connection, which is told the models."""
+        protocol = _Greeting(self._on_frame, self._on_close, self._backend)
+        self._protocols[id(protocol)] = protocol
+        return protocol
+
+    def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        for protocol in list(self._protocols.values()):
+            if protocol.transport is not None:
+                protocol.transport.close()
+
+    def _on_frame(
+        self, protocol: FrameProtocol, header: dict[str, Any], _: tuple[np.ndarray, ...]
+    ) -> None:
+        op = header["op"]
+        if op == "records":
+            self._running[id(protocol)] = header["running"]
+            for row in header["rows"]:
+                row[5] = None if row[5] is None else Timings(*row[5])
+                self._metrics.record(Finished(*row))
+            return
+        key = (id(protocol), header["id"])
+        if op == "cancel":
+            task = self._tasks.get(key)
+            if task is not None:
+                task.cancel()
+            return
+        work = {
+            "run": self._run,
+            "generate": self._generate,
+            "metrics": self._document,
+            "stats": self._document,
+        }[op]
+        self._start(key, self._guard(protocol, header, work(protocol, header)))
+
+    def _start(self, key: tuple[int, int], work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks[key] = task
+        task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _guard(
+        self, protocol: FrameProtocol, header: dict[str, Any], work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Sends the error of a call to its front-end; a fault of the program, too."""
+        number = header["id"]
+        try:
+            await work
+        except ServeError as error:
+            row = [error.kind, error.message, error.param, error.code, error.retry_after_s]
+            protocol.send({"id": number, "error": row})
+        except Exception as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            row = ["backend", "the engine failed with this request; see its log", None, None, None]
+            protocol.send({"id": number, "error": row})
+
+    async def _run(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
+        outcome = await self._backend.run(Call(*header["call"]))
+        answer = {"id": header["id"], "timings": astuple(outcome.timings), "rows": outcome.rows}
+        protocol.send(answer, outcome.arrays)
+
+    async def _generate(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
+        number = header["id"]
+        async with aclosing(self._backend.generate(Call(*header["call"]))) as pieces:
+            async for piece in pieces:
+                protocol.send({"id": number, "piece": list(piece)})
+        protocol.send({"id": number, "end": True})
+
+    async def _document(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
+        is_page = header["op"] == "metrics"
+        text = await (self._metrics.metrics_page() if is_page else self._metrics.stats())
+        protocol.send({"id": header["id"]}, [np.frombuffer(text, dtype=np.uint8)])
+
+    def _on_close(self, protocol: FrameProtocol) -> None:
+        """The front-end is gone, and nobody waits for its calls."""
+        self._protocols.pop(id(protocol), None)
+        self._running.pop(id(protocol), None)
+        for (connection, _), task in list(self._tasks.items()):
+            if connection == id(protocol):
+                task.cancel()
+
+
+class _Greeting(FrameProtocol):
+    """A connection whose first frame tells the models."""
+
+    def __init__(self, on_frame: Any, on_close: Any, backend: LocalBackend):
+        super().__init__(on_frame, on_close)
+        self._backend = backend
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.send({"models": [asdict(facts) for facts in self._backend.models]})

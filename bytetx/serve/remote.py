@@ -1,0 +1,191 @@
+"""A front-end's side: a Backend and a Recorder whose work is done in the engine process."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
+from bytetx.serve.errors import ServeError
+from bytetx.serve.records import Finished
+from bytetx.serve.wire import FrameProtocol
+
+logger = logging.getLogger("bytetx.serve")
+
+_RECONNECT_S = 0.1
+_FLUSH_S = 0.25
+_LOST = "the engine process ended; it is being started again"
+
+
+class EngineClient:
+    """The connection to the engine process, made again whenever it is lost."""
+
+    def __init__(self, path: str):
+        """path: of the engine's socket."""
+        self._path = path
+        self._ids = count()
+        self._is_open = False  # whether there is a connection, greeted or not
+        self._protocol: FrameProtocol | None = None  # that has been greeted
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, Any], Any]]] = {}
+        self._streams: dict[int, asyncio.Queue[dict[str, Any]]] = {}
+        self._is_connected = asyncio.Event()
+        self._models: tuple[ModelFacts, ...] = ()
+        self._records: list[list[Any]] = []
+        self.num_running = lambda: 0
+
+    @property
+    def models(self) -> tuple[ModelFacts, ...]:
+        return self._models
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._protocol is not None
+
+    async def keep_connected(self) -> None:
+        """Runs until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._is_open:
+                with contextlib.suppress(OSError):  # the engine does not listen yet
+                    await loop.create_unix_connection(
+                        lambda: FrameProtocol(self._on_frame, self._on_close), self._path
+                    )
+                    self._is_open = True
+            await asyncio.sleep(_RECONNECT_S)
+
+    async def flush_records(self) -> None:
+        """Sends records now and then; runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(_FLUSH_S)
+            self._flush()
+
+    async def wait_until_connected(self) -> None:
+        await self._is_connected.wait()
+
+    async def run(self, call: Call) -> Outcome:
+        header, arrays = await self._ask({"op": "run", "call": _call_row(call)})
+        return Outcome(Timings(*header["timings"]), header.get("rows"), arrays)
+
+    async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
+        protocol, number = self._need_protocol(), next(self._ids)
+        queue = self._streams[number] = asyncio.Queue()
+        protocol.send({"id": number, "op": "generate", "call": _call_row(call)})
+        is_open = True
+        try:
+            while True:
+                header = await queue.get()
+                if "error" in header:
+                    is_open = False
+                    raise _error(header["error"])
+                if "piece" not in header:
+                    is_open = False
+                    return
+                yield Piece(*header["piece"])
+        finally:
+            del self._streams[number]
+            if is_open:
+                protocol.send({"id": number, "op": "cancel"})
+
+    def record(self, finished: Finished) -> None:
+        timings = finished.timings
+        row: list[Any] = list(finished._replace(timings=None))
+        row[5] = None if timings is None else _timings_row(timings)
+        self._records.append(row)
+
+    async def metrics_page(self) -> bytes:
+        return await self._document("metrics")
+
+    async def stats(self) -> bytes:
+        return await self._document("stats")
+
+    async def _document(self, name: str) -> bytes:
+        self._flush()
+        _, arrays = await self._ask({"op": name})
+        document: bytes = arrays[0].tobytes()
+        return document
+
+    def _flush(self) -> None:
+        if self._protocol is None:
+            return
+        rows, self._records = self._records, []
+        self._protocol.send({"op": "records", "rows": rows, "running": self.num_running()})
+
+    async def _ask(self, header: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        protocol, number = self._need_protocol(), next(self._ids)
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        protocol.send(header | {"id": number})
+        try:
+            answer: tuple[dict[str, Any], Any] = await future
+        except asyncio.CancelledError:
+            protocol.send({"id": number, "op": "cancel"})
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        return answer
+
+    def _need_protocol(self) -> FrameProtocol:
+        if self._protocol is None:
+            raise ServeError("unhealthy", _LOST, retry_after_s=5)
+        return self._protocol
+
+    def _on_frame(
+        self, protocol: FrameProtocol, header: dict[str, Any], arrays: tuple[np.ndarray, ...]
+    ) -> None:
+        if "models" in header:
+            self._models = tuple(_facts(row) for row in header["models"])
+            self._protocol = protocol
+            self._is_connected.set()
+            logger.info("connected to the engine process")
+            return
+        stream = self._streams.get(header["id"])
+        if stream is not None:
+            stream.put_nowait(header)
+            return
+        future = self._waiting.get(header["id"])
+        if future is None or future.done():
+            return  # the client left
+        if "error" in header:
+            future.set_exception(_error(header["error"]))
+        else:
+            future.set_result((header, arrays))
+
+    def _on_close(self, protocol: FrameProtocol) -> None:
+        self._is_open = False
+        if self._protocol is not protocol:
+            return
+        self._protocol = None
+        logger.warning("the connection to the engine process is lost")
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ServeError("unhealthy", _LOST, retry_after_s=5))
+        for stream in self._streams.values():
+            stream.put_nowait({"error": ["unhealthy", _LOST, None, None, 5]})
+
+
+def _call_row(call: Call) -> list[Any]:
+    return [call.model, call.task, call.inputs, call.options]
+
+
+def _timings_row(timings: Timings) -> list[float]:
+    return [
+        timings.num_texts,
+        timings.num_tokens,
+        timings.num_truncated,
+        timings.tokenize_seconds,
+        timings.queue_seconds,
+        timings.compute_seconds,
+    ]
+
+
+def _error(row: list[Any]) -> ServeError:
+    kind, message, param, code, retry_after_s = row
+    return ServeError(kind, message, param=param, code=code, retry_after_s=retry_after_s)
+
+
+def _facts(row: dict[str, Any]) -> ModelFacts:
+    return ModelFacts(**row | {"tasks": tuple(row["tasks"])})

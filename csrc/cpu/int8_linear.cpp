@@ -1,0 +1,101 @@
+// Linear layers of 8-bit integers on the CPU: the loop over blocks of rows and panels of outputs.
+//
+// A thread takes a block of rows, rounds it to 8 bits and multiplies it with all panels of the
+// weight, which come from L2 or L3; for few rows, several threads share the panels of a block, and
+// each rounds the rows again. See int8_linear_avx512vnni.cpp for the kernel.
+#include "cpu/int8_linear.h"
+
+#include <algorithm>
+#include <atomic>
+#include <stdexcept>
+#include <string>
+
+#include "cpu/parallel.h"
+
+namespace bytetx {
+
+namespace cpu {
+#if defined(BYTETX_HAS_AVX512VNNI)
+namespace avx512_vnni {
+void int8_block(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first, int64_t last,
+                int8_t* q, QuantizedRow* rows);
+}
+#endif
+
+namespace {
+
+constexpr int64_t kTileRows = 12;
+constexpr int64_t kCacheLine = 64;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t slot_bytes(int64_t k) {
+    const int64_t bytes = kInt8Rows * (padded_features(k) + int64_t{sizeof(QuantizedRow)});
+    return ceil_div(bytes, kCacheLine) * kCacheLine;
+}
+
+Int8Block find_kernel() {
+#if defined(BYTETX_HAS_AVX512VNNI)
+    __builtin_cpu_init();
+    const bool has_all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                         __builtin_cpu_supports("avx512vnni");
+    if (has_all) return avx512_vnni::int8_block;
+#endif
+    return nullptr;
+}
+
+void check(const Int8LinearParams& p, const Launch& launch) {
+    if (p.dtype != DType::f32 && p.dtype != DType::bf16) {
+        throw std::invalid_argument("int8_linear: dtype must be f32 or bf16");
+    }
+    // A product of 8 bits is below 2^15, and the sum of k of them must fit 32 bits.
+    if (p.k < 1 || p.k > int64_t{1} << 16) {
+        throw std::invalid_argument("int8_linear: k must be 1 to 65536, got " +
+                                    std::to_string(p.k));
+    }
+    if (p.workspace_bytes < int8_linear_workspace_bytes(p.m, p.k, launch.num_threads)) {
+        throw std::invalid_argument("int8_linear: the workspace is too small");
+    }
+}
+
+}  // namespace
+}  // namespace cpu
+
+bool has_int8_linear() {
+    static const bool has = cpu::find_kernel() != nullptr;
+    return has;
+}
+
+int64_t int8_linear_workspace_bytes(int64_t, int64_t k, int num_threads) {
+    return std::max(num_threads, 1) * cpu::slot_bytes(k);
+}
+
+void int8_linear(const Int8LinearParams& p, const Launch& launch) {
+    using namespace cpu;
+    static const Int8Block kernel = find_kernel();
+    if (kernel == nullptr) throw std::runtime_error("int8_linear needs AVX-512 VNNI");
+    check(p, launch);
+    if (p.m == 0 || p.n == 0) return;
+    const int64_t num_threads = std::max(launch.num_threads, 1);
+    // Blocks that all threads get the same number of, as far as whole tiles allow it.
+    const int64_t share = ceil_div(ceil_div(p.m, num_threads), kTileRows) * kTileRows;
+    const int64_t block_rows = std::min(share, kInt8Rows);
+    const int64_t num_blocks = ceil_div(p.m, block_rows);
+    const int64_t num_panels = ceil_div(p.n, kInt8Columns);
+    const int64_t splits = std::clamp(num_threads / num_blocks, int64_t{1}, num_panels);
+    const int64_t num_tasks = num_blocks * splits;
+    const int64_t num_slots = std::min(num_threads, num_tasks);
+    std::atomic<int64_t> next{0};
+    parallel_for(num_slots, 1, static_cast<int32_t>(num_slots), [&](int64_t slot, int64_t) {
+        auto* q = static_cast<int8_t*>(p.workspace) + slot * slot_bytes(p.k);
+        auto* rows = reinterpret_cast<QuantizedRow*>(q + kInt8Rows * padded_features(p.k));
+        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
+            const int64_t begin = task / splits * block_rows, split = task % splits;
+            kernel(p, begin, std::min(begin + block_rows, p.m), num_panels * split / splits,
+                   num_panels * (split + 1) / splits, q, rows);
+        }
+    });
+}
+
+}  // namespace bytetx

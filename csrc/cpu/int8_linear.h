@@ -1,0 +1,28 @@
+// What the two halves of the 8-bit linear layer share: the loop over blocks, and the VNNI kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "int8_ops.h"
+
+namespace bytetx::cpu {
+
+constexpr int64_t kInt8Rows = 48;  // most rows of a block: with a panel of the weight in L1 or L2
+constexpr int64_t kInt8Columns = 32;  // of a panel of the weight
+constexpr int64_t kInt8Group = 4;     // features that one instruction multiplies
+
+// A row x is about scale * (q - zero); shift is 128 times the sum of q.
+struct QuantizedRow {
+    float scale;
+    float zero;
+    int32_t shift;
+};
+
+inline int64_t padded_features(int64_t k) { return (k + kInt8Group - 1) / kInt8Group * kInt8Group; }
+
+// Rows [begin, end), at most kInt8Rows, and panels [first, last) of the result. q: room for
+// kInt8Rows rows of padded_features(k); rows: as many.
+using Int8Block = void (*)(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first,
+                           int64_t last, int8_t* q, QuantizedRow* rows);
+
+}  // namespace bytetx::cpu

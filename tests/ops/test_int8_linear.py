@@ -1,0 +1,182 @@
+"""Linear layers of 8-bit integers: the kernel against its formula in float64, and its rounding."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, why_no_int8_linear
+from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear, prepare_linear, quantize_linear
+
+needs_kernel = pytest.mark.skipif(
+    why_no_int8_linear() is not None, reason=f"int8: {why_no_int8_linear()}"
+)
+
+EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": lambda x: x,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": torch.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+# (m, n, k): one row, rests of tiles of 12 rows and 32 outputs, k no multiple of 4 or 16, more rows
+# than a block, and a model's sizes.
+SHAPES = [(1, 32, 4), (5, 33, 7), (13, 100, 61), (49, 31, 1), (130, 96, 384), (60, 384, 1536)]
+
+
+def layer(n: int, k: int, dtype: torch.dtype, *, has_bias: bool = True) -> LinearWeight:
+    bias = torch.randn(n).to(dtype) if has_bias else None
+    return prepare_linear(torch.randn(n, k).to(dtype), bias, prepack=False)
+
+
+def restored(w: Int8Weight) -> torch.Tensor:
+    """The weight that the 8 bits stand for, f64 [n, k]."""
+    features = w.panels.shape[1] * 4
+    rows = w.panels.transpose(1, 2).reshape(-1, features)[: w.n, : w.k].double() - 128
+    return rows * w.scale[: w.n, None].double()
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Rows of x in 256 steps between the least and the largest value, 0 among them; f64."""
+    x = x.double()
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    zero = (-128 - low / scale).round()
+    return (((x / scale).round() + zero).clamp(-128, 127) - zero) * scale
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernel_computes_its_formula(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    torch.manual_seed(m * n + k)
+    plain, x = layer(n, k, dtype), torch.randn(m, k).to(dtype)
+    w = quantize_linear(plain)
+    assert w.int8 is not None and plain.bias is not None
+    sums = rounded(x) @ restored(w.int8).T + plain.bias.double()
+    for activation in ACTIVATIONS:
+        expected = EXACT[activation](sums)
+        got = linear(x, w, activation=activation).double()
+        # A value that lies between two of the 256 steps may be rounded to either, in f32 and f64:
+        # one step in some thousand. What is left is the result's own rounding.
+        error = (got - expected).norm() / expected.norm()
+        assert error < (1e-3 if dtype == torch.float32 else 5e-3), activation
+
+
+@needs_kernel
+def test_results_are_near_the_exact_product() -> None:
+    torch.manual_seed(0)
+    plain, x = layer(384, 768, torch.float32), torch.randn(200, 768)
+    expected = linear(x, plain)
+    error = (linear(x, quantize_linear(plain)) - expected).norm() / expected.norm()
+    # Normal rows span about 6.5 deviations in 255 steps, each rounded by up to half a step; so do
+    # the weights: 0.0074 each.
+    assert 0.005 < error < 0.0148
+
+
+@needs_kernel
+def test_rows_with_few_negative_values_use_all_steps() -> None:
+    torch.manual_seed(1)
+    plain, x = layer(64, 512, torch.float32), F.gelu(torch.randn(50, 512) * 3)
+    expected = linear(x, plain)
+    error = (linear(x, quantize_linear(plain)) - expected).norm() / expected.norm()
+    # Symmetric rounding spends half of its steps below zero, and is twice as far off.
+    assert error < 0.0125
+
+
+@needs_kernel
+@pytest.mark.parametrize("m", [1, 11, 12, 13, 47, 48, 49, 97])
+def test_a_row_does_not_depend_on_the_others(m: int) -> None:
+    torch.manual_seed(2)
+    w, x = quantize_linear(layer(70, 130, torch.float32)), torch.randn(97, 130)
+    whole = linear(x, w, activation="gelu")
+    assert torch.equal(linear(x[:m].contiguous(), w, activation="gelu"), whole[:m])
+    order = torch.randperm(97)
+    assert torch.equal(linear(x[order], w, activation="gelu"), whole[order])
+
+
+@needs_kernel
+def test_threads_change_no_bit() -> None:
+    torch.manual_seed(3)
+    w, x = quantize_linear(layer(200, 96, torch.bfloat16)), torch.randn(30, 96).bfloat16()
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for num_threads in (1, 2, 7):
+            torch.set_num_threads(num_threads)
+            results.append(linear(x, w))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@needs_kernel
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_gives_nan_alone(bad: float) -> None:
+    torch.manual_seed(4)
+    w, x = quantize_linear(layer(40, 20, torch.float32)), torch.randn(14, 20)
+    expected = linear(x, w)
+    x[3, 7] = bad
+    got = linear(x, w)
+    assert got[3].isnan().all()
+    rest = [row for row in range(14) if row != 3]
+    assert torch.equal(got[rest], expected[rest])
+
+
+@needs_kernel
+def test_zeros_give_the_bias() -> None:
+    plain = layer(40, 20, torch.float32)
+    got = linear(torch.zeros(3, 20), quantize_linear(plain))
+    assert plain.bias is not None
+    # Zero is one of the 256 steps; what it adds to the sums is taken off in f32.
+    torch.testing.assert_close(got, plain.bias.expand(3, -1), rtol=0, atol=1e-4)
+    assert torch.equal(linear(torch.full((3, 20), 1e-38), quantize_linear(plain)), got)
+
+
+@needs_kernel
+def test_no_rows_and_a_residual() -> None:
+    w = quantize_linear(layer(40, 20, torch.float32, has_bias=False))
+    assert linear(torch.empty(0, 20), w).shape == (0, 40)
+    x, residual = torch.randn(5, 20), torch.randn(5, 40)
+    assert torch.equal(linear(x, w, residual=residual), linear(x, w) + residual)
+
+
+@needs_kernel
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.integers(1, 60), n=st.integers(1, 80), k=st.integers(1, 90), seed=st.integers(0, 1 << 30)
+)
+def test_any_shape(m: int, n: int, k: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    plain, x = layer(n, k, torch.float32), torch.randn(m, k) + torch.randn(1)
+    w = quantize_linear(plain)
+    assert w.int8 is not None and plain.bias is not None
+    terms = x.double().abs() @ restored(w.int8).abs().T + 1
+    expected = rounded(x) @ restored(w.int8).T + plain.bias.double()
+    # Up to one step of a few values apart, of all that is added up.
+    assert ((linear(x, w).double() - expected).abs() / terms).max() < 0.02
+
+
+def test_weights_keep_their_values_to_half_a_step() -> None:
+    torch.manual_seed(5)
+    weight = torch.randn(33, 70) * torch.logspace(-30, 3, 33)[:, None]
+    weight[4] = 0
+    w = prepare_int8_linear(weight)
+    assert ((restored(w) - weight).abs() <= 0.51 * w.scale[:33, None] + 0.2 * weight.abs()).all()
+    assert torch.equal(restored(w)[4], torch.zeros(70).double())
+    assert w.bias.shape == w.scale.shape == (64,) and not w.scale[33:].any()
+
+
+def test_what_is_not_plain_is_refused() -> None:
+    plain = layer(32, 8, torch.float32)
+    with pytest.raises(ValueError, match="w must be a plain weight"):
+        quantize_linear(quantize_linear(plain))
+    with pytest.raises(ValueError, match="weight must be float32 or bfloat16, got float16"):
+        prepare_int8_linear(torch.randn(4, 4, dtype=torch.float16))
+    with pytest.raises(ValueError, match="1 to 65536 input features, got 0"):
+        prepare_int8_linear(torch.empty(4, 0))

@@ -1,0 +1,191 @@
+"""Front-ends that share a port, and the engine process: killed, it comes back."""
+
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from serving import InProcess, Server, start_server
+
+from bytetx import SamplingParams
+from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
+from bytetx.serve.wire import FrameProtocol, decode_frame, encode_frame
+
+
+@pytest.fixture(scope="module")
+def split_server(
+    model_options: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("split") / "log"
+    arguments = [*model_options, "--frontends", "2", "--api-key", "sesame"]
+    # The supervisor's own "ready" and that of each front-end.
+    with start_server(arguments, log=log, waits_for=r"(?s)(\bready\b.*){3}") as running:
+        yield running
+
+
+def children(server: Server) -> dict[str, list[int]]:
+    """Process ids of the server's processes, by what they do."""
+    listing = subprocess.run(
+        ["ps", "--ppid", str(server.process.pid), "-o", "pid=,args="],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found: dict[str, list[int]] = {}
+    for pid, kind in re.findall(r"^\s*(\d+) .*bytetx\.serve\.child (\w+)", listing, re.MULTILINE):
+        found.setdefault(kind, []).append(int(pid))
+    return found
+
+
+def test_answers_are_models(split_server: Server, in_process: InProcess) -> None:
+    """Every kind of result crosses the processes as it is."""
+    with split_server.client() as client:
+        for path, body in (
+            ("/embed", {"inputs": ["the fox", "a"]}),
+            ("/embed_all", {"inputs": ["the fox", "a"]}),
+            ("/embed_sparse", {"inputs": ["the fox", "a"], "model": "sparse"}),
+            ("/predict", {"inputs": [["the fox"], ["a", "dog"]], "model": "classifier"}),
+            ("/predict_tokens", {"inputs": "Angela Merkel", "model": "tagger"}),
+            ("/rerank", {"query": "a", "texts": ["b", "the fox"], "model": "reranker"}),
+            ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}),
+            ("/tokenize", {"inputs": "the fox"}),
+            ("/decode", {"ids": [30, 31]}),
+            ("/predict", {"inputs": "a"}),
+            ("/embed", {"inputs": "a", "prompt_name": "none"}),
+        ):
+            answer, expected = client.post(path, json=body), in_process.post(path, body)
+            assert answer.status_code == expected.status_code
+            assert close(answer.json(), expected.json()), path
+        options = {"model": "writer", "prompt": "The quick", "max_tokens": 12, "temperature": 0}
+        params = SamplingParams(max_tokens=12, temperature=0)
+        text = in_process.model("writer").generate(["The quick"], params)[0].text
+        whole = client.post("/v1/completions", json=options).json()
+        assert whole["choices"][0]["text"] == text
+        streamed = client.post("/v1/completions", json=options | {"stream": True}).text
+        assert streamed.count("data: ") > 3 and streamed.endswith("data: [DONE]\n\n")
+        refused = client.post("/v1/completions", json=options | {"temperature": 7})
+        assert refused.status_code == 400 and "temperature" in refused.text
+
+
+def close(given: object, expected: object) -> bool:
+    """Equal, with numbers to 1e-5."""
+    if isinstance(given, dict) and isinstance(expected, dict):
+        return given.keys() == expected.keys() and all(
+            close(given[key], expected[key]) for key in given
+        )
+    if isinstance(given, list) and isinstance(expected, list):
+        return len(given) == len(expected) and all(map(close, given, expected))
+    if isinstance(given, float) and isinstance(expected, float):
+        return abs(given - expected) < 1e-5
+    return given == expected
+
+
+def test_numbers_of_all_frontends_are_added_up(split_server: Server) -> None:
+    """Whichever front-end answers: connections are spread over both."""
+
+    def count(text: str) -> float:
+        found = re.search(r'bytetx_requests_total{route="/tokenize",status="200"} ([\d.]+)', text)
+        return 0.0 if found is None else float(found.group(1))
+
+    with split_server.client() as client:
+        before = count(client.get("/metrics").text)
+    for _ in range(12):
+        with split_server.client() as client:  # a connection of its own
+            assert client.post("/tokenize", json={"inputs": "a"}).status_code == 200
+    with split_server.client() as client:
+        while count(client.get("/metrics").text) < before + 12:
+            pass  # the others' records come within a quarter of a second
+        assert client.get("/stats.json").json()["totals"]["requests"] >= 12
+
+
+def test_a_killed_engine_comes_back(split_server: Server) -> None:
+    with split_server.client() as client:
+        (pid,) = children(split_server)["engine"]
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+        while (lost := client.get("/health")).status_code == 200:
+            pass
+        assert lost.status_code == 503
+        answer = client.post("/embed", json={"inputs": "a"})
+        assert answer.status_code == 503 and answer.json()["error_type"] == "unhealthy"
+        assert int(answer.headers["retry-after"]) >= 1
+        split_server.wait_for(rf"engine process \(pid {pid}\) ended with -9")
+        split_server.wait_for(r"(?s)ended with -9.*INFO ready")
+        while client.get("/health").status_code != 200:
+            assert split_server.process.poll() is None
+        assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+
+
+def test_a_killed_frontend_comes_back(split_server: Server) -> None:
+    for pid in children(split_server)["frontend"]:
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+    split_server.wait_for(r"front-end 0 \(pid \d+\) ended with -9")
+    with split_server.client() as client:  # the port stays open meanwhile
+        while True:
+            try:
+                if client.get("/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                continue
+
+
+def test_sigterm_ends_all(split_server: Server) -> None:
+    """The last of this module's tests of the server."""
+    pids = [pid for group in children(split_server).values() for pid in group]
+    assert len(pids) == 3
+    assert split_server.stop(number=signal.SIGTERM) == 0
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
+    ended = None
+    try:
+        with start_server(
+            ["--model", "/no/such/folder", "--frontends", "2"],
+            log=tmp_path / "log",
+            waits_for="no such log line",
+        ):
+            pass
+    except AssertionError as error:
+        ended = str(error)
+    assert ended is not None and "ended with 1" in ended
+    assert "error: " in ended and "/no/such/folder" in ended and "Traceback" not in ended
+
+
+def test_frames() -> None:
+    """In pieces of any size; arrays of any shape; nothing but numbers."""
+    arrays = (
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.empty((0, 4), dtype=np.int64),
+        np.array([7], dtype=np.uint8),
+    )
+    frames = encode_frame({"id": 1, "text": "ü"}, arrays) + encode_frame({"id": 2})
+    for size in (1, 7, 64, len(frames)):
+        got: list[tuple[dict, tuple]] = []
+        protocol = FrameProtocol(lambda _, *frame, got=got: got.append(frame), lambda _: None)
+        for start in range(0, len(frames), size):
+            protocol.data_received(frames[start : start + size])
+        (first, given), (second, none) = got
+        assert (first["id"], first["text"], second["id"], none) == (1, "ü", 2, ())
+        for one, other in zip(given, arrays, strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype and one.shape == other.shape
+    with pytest.raises(ValueError, match="object"):
+        decode_frame(memoryview(encode_frame({"arrays": [["object", [1]]]})[4:]))
+
+
+def test_settings_cross_a_process(tmp_path: Path) -> None:
+    settings = ServeSettings(
+        model_sources(["a=b", "c"]),
+        api_keys=("k",),
+        uds_path=tmp_path,
+        max_batch_tokens=5,
+        metrics_names=("te",),
+    )
+    again = read_settings(settings_line(settings))
+    assert list(again.models) == list(settings.models) and again.uds_path == tmp_path
+    assert (list(again.api_keys), again.max_batch_tokens) == (["k"], 5)
