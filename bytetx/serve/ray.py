@@ -25,10 +25,10 @@ from bytetx.serve.balance import estimate_tokens
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
+from bytetx.serve.http_server import make_site
 from bytetx.serve.loading import load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.ray_policies import QUEUED_TOKENS, QueuedTokensPolicy, TokenAwareRouter
-from bytetx.serve.server import make_site
 from bytetx.serve.settings import ServeSettings, model_sources
 
 _MAX_TRIES = 4  # of a call; a second one that finds a dying replica is rare, a third more so
@@ -168,7 +168,7 @@ class RayBackend:
                 raise answer.error()
         raise _all_failed()
 
-    async def generate(self, call: Call) -> AsyncIterator[Piece]:
+    async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         for attempt in range(_MAX_TRIES):
             await _pause(attempt)
             has_begun = False

@@ -6,43 +6,50 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
 from bytetx.errors import BytetxError, OptionError
 from bytetx.serve.engine import LocalBackend, ServedModel
+from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.replica_records import ReplicaRecorder
-from bytetx.serve.replicas import READY, ReplicaPlan
-from bytetx.serve.server import bind, make_site, run_site
+from bytetx.serve.replicas import READY
+from bytetx.serve.settings import ServeSettings, read_settings
 
 logger = logging.getLogger("bytetx.serve")
 
 
 def main() -> None:
-    """Exits 0 after it has drained, 1 or 2 where it cannot serve."""
-    plan = ReplicaPlan.from_json(sys.stdin.readline())
-    set_up_logs(json_output=plan.settings.json_output)
+    """`INDEX FOLDER`; the settings are a line of standard input, which stays open.
+
+    Exits 0 after it has drained, 1 or 2 where it cannot serve.
+    """
+    index, folder = int(sys.argv[1]), Path(sys.argv[2])
+    settings = read_settings(sys.stdin.buffer.readline())
+    if index:  # one of them listens there, and shows all
+        settings = replace(settings, prometheus_port=None)
+    set_up_logs(json_output=settings.json_output)
     threading.Thread(target=_end_with_the_supervisor, daemon=True).start()
     try:
-        uvloop.run(_serve(plan))
+        uvloop.run(_serve(settings, index, folder))
     except BytetxError as error:
-        logger.error("replica %d: %s", plan.index, error)
+        logger.error("replica %d: %s", index, error)
         sys.exit(2 if isinstance(error, OptionError) else 1)
 
 
-async def _serve(plan: ReplicaPlan) -> None:
+async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
     """Loads first and listens then: the kernel gives connections to whoever listens."""
-    settings = plan.settings
     served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
     try:
         backend = LocalBackend(served)
         await warm_up(backend)
         metrics = Metrics(settings)
-        recorder = ReplicaRecorder(metrics, index=plan.index, folder=Path(plan.folder))
+        recorder = ReplicaRecorder(metrics, index=index, folder=folder)
         site = make_site(settings, recorder)
         metrics.count_running(lambda: site.num_running)
         metrics.attach(served)
@@ -53,14 +60,14 @@ async def _serve(plan: ReplicaPlan) -> None:
             sys.stdout.buffer.write(READY)
             sys.stdout.buffer.flush()
 
-        await run_site(site, start(), [bind(settings, shares_port=True)])
+        await run_site(site, start, [bind(settings, shares_port=True)])
     finally:
         await close_models(served)
 
 
 def _end_with_the_supervisor() -> None:
     """Standard input ends when the supervisor does, however it ended: nobody else would."""
-    while sys.stdin.readline():
+    while os.read(sys.stdin.fileno(), 4096):  # of no buffer, whose lock would outlive this thread
         continue
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -5,7 +5,6 @@ connections among the sockets that listen on the port (SO_REUSEPORT).
 """
 
 import asyncio
-import json
 import logging
 import signal
 import socket
@@ -14,40 +13,17 @@ import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from bytetx.errors import BytetxError, OptionError
 from bytetx.serve.logs import set_up_logs
-from bytetx.serve.settings import ModelSource, ServeSettings
+from bytetx.serve.settings import ServeSettings, settings_line
 
 logger = logging.getLogger("bytetx.serve")
 
 READY = b"ready\n"  # what a replica writes to its standard output, and nothing else
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that died is started again
 _KILL_AFTER_S = 10.0  # beyond the time that a replica may drain
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPlan:
-    """What one replica is told, as JSON on its standard input.
-
-    folder: where each replica has a socket for the numbers of the others' metrics pages.
-    """
-
-    index: int
-    folder: str
-    settings: ServeSettings
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str)
-
-    @staticmethod
-    def from_json(text: str) -> "ReplicaPlan":
-        content: dict[str, Any] = json.loads(text)
-        settings = content.pop("settings")
-        settings["models"] = [ModelSource(**model) for model in settings["models"]]
-        return ReplicaPlan(settings=ServeSettings(**settings), **content)
 
 
 def serve_replicas(
@@ -185,19 +161,19 @@ class _Supervisor:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     async def _start(self, index: int, folder: str) -> Process:
-        plan = ReplicaPlan(index, folder, self._settings)
-        command = [sys.executable, "-m", "bytetx.serve.replica_process"]
+        settings = self._settings
+        command = [sys.executable, "-m", "bytetx.serve.replica_process", str(index), folder]
         if (gpus := self._devices[index]) is not None:
             command = ["env", f"CUDA_VISIBLE_DEVICES={gpus}", *command]
         elif self._settings.device == "auto":
-            plan = replace(plan, settings=replace(self._settings, device="cpu"))
+            settings = replace(settings, device="cpu")
         # A process group of its own: an interrupt from the keyboard is passed on from here alone.
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=None, start_new_session=True
         )
         assert process.stdin is not None
         with suppress(ConnectionError):  # it has died; its end says so
-            process.stdin.write(plan.to_json().encode() + b"\n")
+            process.stdin.write(settings_line(settings))
             await process.stdin.drain()
         self._processes[index] = process
         if self._stopping.is_set():

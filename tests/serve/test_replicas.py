@@ -20,10 +20,10 @@ from checkpoints import SENTENCES, save_sentence_model
 
 import bytetx
 from bytetx.errors import OptionError
+from bytetx.serve.http_server import bind_tcp
 from bytetx.serve.records import Finished
 from bytetx.serve.replica_records import ReplicaRecorder, merge_pages, merge_stats
-from bytetx.serve.replicas import ReplicaPlan, reserve_port, serve_replicas, share_gpus
-from bytetx.serve.server import bind_tcp
+from bytetx.serve.replicas import reserve_port, serve_replicas, share_gpus
 from bytetx.serve.settings import ServeSettings, model_sources
 
 TEXTS = [text for text in SENTENCES if text][:5]
@@ -146,14 +146,6 @@ def test_each_replica_has_gpus_of_its_own() -> None:
 def test_options_that_replicas_cannot_share(changes: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         serve_replicas(replace(SETTINGS, **changes), 2)
-
-
-def test_a_plan_crosses_to_its_process() -> None:
-    plan = ReplicaPlan(1, "/tmp/x", SETTINGS)
-    again = ReplicaPlan.from_json(plan.to_json())
-    assert (again.index, again.folder) == (1, "/tmp/x")
-    assert again.settings.models == SETTINGS.models and list(again.settings.api_keys) == ["a", "b"]
-    assert again.to_json() == plan.to_json()
 
 
 def test_a_port_on_which_others_listen_is_refused() -> None:
