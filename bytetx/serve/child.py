@@ -10,7 +10,7 @@ import sys
 
 import uvloop
 
-from bytetx.errors import BytetxError
+from bytetx.errors import BytetxError, DeviceLostError
 from bytetx.serve.http_server import make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
             uvloop.run(_engine(settings, arguments[1]))
         else:
             uvloop.run(_frontend(settings, arguments[1], int(arguments[2])))
-    except BytetxError as error:
+    except (BytetxError, DeviceLostError) as error:
         print(f"error: {error}".replace("\n", " "), file=sys.stderr)
         return 1
     return 0

@@ -1,6 +1,7 @@
 """Runs calls on AsyncModels: every task from JSON's values to rows and arrays."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -21,6 +22,8 @@ from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.tasks.rerank import YES_NO_FAMILIES
 from bytetx.tasks.search import similarity as similarity_of
+
+logger = logging.getLogger("bytetx.serve")
 
 
 def model_facts(source: ModelSource, model: Model) -> ModelFacts:
@@ -72,12 +75,16 @@ class ServedModel:
 
 
 class LocalBackend:
-    """A Backend of this process."""
+    """A Backend of this process.
 
-    def __init__(self, served: Sequence[ServedModel]):
+    on_lost: called once where a device or a queue is lost for good; only a new process helps.
+    """
+
+    def __init__(self, served: Sequence[ServedModel], *, on_lost: Callable[[], None]):
         self._served = {one.facts.name: one for one in served}
         self.models = tuple(one.facts for one in served)
         self.is_healthy = True
+        self._on_lost = on_lost
 
     @property
     def served(self) -> Sequence[ServedModel]:
@@ -107,8 +114,10 @@ class LocalBackend:
         found = as_serve_error(error)
         if found is None:
             raise error
-        if found.kind == "unhealthy":
+        if found.kind == "unhealthy" and self.is_healthy:
             self.is_healthy = False
+            logger.error("the engine is lost: %s", found.message)
+            self._on_lost()
         return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bytetx.errors import DeviceLostError
 from bytetx.serve.calls import Call, Timings
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
@@ -22,11 +23,14 @@ from bytetx.serve.wire import FrameProtocol
 
 
 async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) -> None:
-    """Loads the models, then answers on the socket until `ends`; says so on stdout when ready."""
+    """Loads the models, then answers on the socket until `ends`; says so on stdout when ready.
+
+    Raises DeviceLostError where the device is lost: the supervisor starts another process.
+    """
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ends.set)
     served = await asyncio.to_thread(load_models, settings)
     try:
-        backend = LocalBackend(served)
+        backend = LocalBackend(served, on_lost=ends.set)
         await warm_up(backend)
         metrics = Metrics(settings)
         metrics.attach(served)
@@ -40,6 +44,8 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
             calls.close()
     finally:
         await close_models(served)
+    if not backend.is_healthy:
+        raise DeviceLostError("the device was lost")
 
 
 class EngineCalls:

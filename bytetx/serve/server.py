@@ -4,6 +4,7 @@ import asyncio
 
 import uvloop
 
+from bytetx.errors import DeviceLostError
 from bytetx.serve.http_server import bind, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.settings import ServeSettings
@@ -13,7 +14,7 @@ def serve(settings: ServeSettings) -> None:
     """Serves until SIGTERM or SIGINT, and returns once what runs is answered.
 
     Raises CheckpointError and OptionError for what cannot be served, SystemExit with the code of
-    an engine process that could not start.
+    an engine process that could not start, DeviceLostError where the device was lost meanwhile.
     """
     set_up_logs(json_output=settings.json_output)
     if settings.frontends > 1:
@@ -33,15 +34,18 @@ async def _serve_here(settings: ServeSettings) -> None:
     site = make_site(settings, metrics)
     metrics.count_running(lambda: site.num_running)
     served: list[ServedModel] = []
+    ends = asyncio.Event()
 
     async def start() -> None:
         served.extend(await asyncio.to_thread(load_models, settings))
-        backend = LocalBackend(served)
+        backend = LocalBackend(served, on_lost=ends.set)
         await warm_up(backend)
         metrics.attach(served)
         site.backend = backend
 
     try:
-        await run_site(site, start, [bind(settings)])
+        await run_site(site, start, [bind(settings)], ends=ends)
     finally:
         await close_models(served)
+    if site.backend is not None and not site.backend.is_healthy:
+        raise DeviceLostError("the engine was lost, and only a new process helps; start it again")

@@ -96,8 +96,13 @@ class InProcess:
         self.metrics = Metrics(settings)
         self.metrics.attach(served)
         self.site = Site(settings, self.metrics)
-        self.site.backend, self.site.phase = LocalBackend(served), "ready"
+        self.num_lost = 0
+        self.site.backend = LocalBackend(served, on_lost=self._count_lost)
+        self.site.phase = "ready"
         self.app = build_app(self.site)
+
+    def _count_lost(self) -> None:
+        self.num_lost += 1
 
     def with_settings(self, *, only: str | None = None, **changes: Any) -> "InProcess":
         """only: the name of the one model that is served."""

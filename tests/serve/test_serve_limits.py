@@ -1,6 +1,7 @@
 """Keys, limits, errors and headers of the application, in process."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,8 @@ from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
 from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import TASKS
 from bytetx.serve.errors import ServeError, as_serve_error
+from bytetx.serve.loading import close_models, load_models
+from bytetx.serve.settings import ServeSettings, model_sources
 
 OK = {"inputs": "a"}
 
@@ -210,7 +213,9 @@ def test_errors_of_the_engine(
     answer = one.post("/embed", {"inputs": "bad"})
     text = tei_error(answer, status, kind)
     assert "texts[" not in text
-    assert one.get("/health").status_code == (503 if status == 503 else 200)
+    is_lost = status == 503
+    assert one.get("/health").status_code == (503 if is_lost else 200)
+    assert one.num_lost == is_lost
     if status == 429:
         assert answer.headers["retry-after"] == "3"
         limited = openai_error(one.post("/v1/embeddings", {"input": "bad"}), 429)
@@ -289,6 +294,36 @@ def test_concurrent_requests(in_process: InProcess, monkeypatch: pytest.MonkeyPa
     assert second.headers["retry-after"] == "1"
     assert one.site.num_running == 0
     assert one.post("/embed", OK).status_code == 200
+
+
+@pytest.mark.parametrize("limit", ["max_queued_requests", "max_queued_tokens"])
+def test_a_full_queue(checkpoints: dict[str, Path], limit: str) -> None:
+    """More than the engine's queue takes: 429 and when to retry; the others are answered."""
+    settings = ServeSettings(
+        model_sources([f"embedder={checkpoints['embedder']}"]), device="cpu", **{limit: 8}
+    )
+    one = InProcess(settings, load_models(settings))
+    texts = [f"the quick brown fox {i}" for i in range(3)]
+    expected = one.model("embedder").embed(texts)
+
+    async def run() -> list[httpx.Response]:
+        async with one.client() as client:
+            posts = (client.post("/embed", json={"inputs": texts}) for _ in range(24))
+            answers = await asyncio.gather(*posts)
+        await close_models(one.served)
+        return answers
+
+    answers = asyncio.run(run())
+    full = [answer for answer in answers if answer.status_code == 429]
+    assert 0 < len(full) < len(answers)
+    for answer in answers:
+        if answer.status_code == 200:
+            np.testing.assert_allclose(answer.json(), expected.vectors, atol=1e-6)
+        else:
+            tei_error(answer, 429, "overloaded", f"--{limit.replace('_', '-')}")
+            assert int(answer.headers["retry-after"]) >= 1
+    refused = f'bytetx_refused_calls_total{{model="embedder"}} {len(full)}.0'
+    assert refused in one.get("/metrics").text
 
 
 def test_work_is_cancelled_when_the_client_leaves(

@@ -277,9 +277,16 @@ def test_info_models_and_page(in_process: InProcess) -> None:
 def test_stats(in_process: InProcess) -> None:
     one = in_process.with_settings()
     assert one.get("/stats.json").json()["latency_ms"] == {"p50": None, "p95": None, "p99": None}
+    before = one.get("/stats.json").json()["totals"]["padding_saved_tokens"]  # of the models' life
     one.post("/embed", {"inputs": ["a", "the fox"]})
     one.post("/embed", {"inputs": 7})
     stats = one.get("/stats.json").json()
+    lengths = [len(x) for x in one.model("embedder").tokenizer.encode(["a", "the fox"])]
+    step = stats["steps"][-1]
+    assert step["sequences"] == 2 and step["tokens"] == sum(lengths)
+    assert step["padded_tokens"] == 2 * max(lengths) and step["seconds"] > 0
+    saved = stats["totals"]["padding_saved_tokens"] - before
+    assert saved == 2 * max(lengths) - sum(lengths) > 0
     keys = {"models", "uptime_s", "queue", "rates", "latency_ms", "totals", "steps"}
     assert stats.keys() == keys
     assert stats["models"][0].keys() == {
