@@ -268,6 +268,7 @@ def test_arguments_of_the_command_line_are_read_and_checked(tmp_path: Path) -> N
     assert (scaling.min_replicas, scaling.max_replicas) == (2, 5)
     assert scaling.policy.policy_kwargs == {"target_tokens": 9000}
     assert engine.ray_actor_options["num_gpus"] == 2
+    assert engine._deployment_config.graceful_shutdown_timeout_s == settings.shutdown_timeout_s
     for wrong, message in {
         "replicas": "replicas is no argument; they are: model.*max_replicas",
         "min_replicas": "min_replicas cannot be 'x'",
