@@ -97,7 +97,9 @@ class Engine:
 
     # Ray awaits it; types know no such constructor.
     async def __init__(self, settings: ServeSettings) -> None:  # type: ignore[misc]
-        self._backend = LocalBackend(await asyncio.to_thread(load_models, settings))
+        served = await asyncio.to_thread(load_models, settings)
+        # Ray asks check_health, and replaces an engine that is lost.
+        self._backend = LocalBackend(served, on_lost=lambda: None)
         self._tokens = 0  # about, of the calls that are not answered
         await warm_up(self._backend)
 

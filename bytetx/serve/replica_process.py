@@ -44,9 +44,10 @@ def main() -> None:
 
 async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
     """Loads first and listens then: the kernel gives connections to whoever listens."""
+    ends = asyncio.Event()
     served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
     try:
-        backend = LocalBackend(served)
+        backend = LocalBackend(served, on_lost=ends.set)  # the supervisor starts it again
         await warm_up(backend)
         metrics = Metrics(settings)
         recorder = ReplicaRecorder(metrics, index=index, folder=folder)
@@ -60,7 +61,7 @@ async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
             sys.stdout.buffer.write(READY)
             sys.stdout.buffer.flush()
 
-        await run_site(site, start, [bind(settings, shares_port=True)])
+        await run_site(site, start, [bind(settings, shares_port=True)], ends=ends)
     finally:
         await close_models(served)
 
