@@ -26,13 +26,14 @@ from ray import serve
 from ray.util import list_named_actors
 
 from bytetx.serve.balance import TokenLedger, estimate_tokens
-from bytetx.serve.calls import Call
+from bytetx.serve.calls import Call, Outcome, Timings
 from bytetx.serve.errors import ServeError
-from bytetx.serve.ray import RayBackend, Scale, app, application
+from bytetx.serve.ray import RayBackend, Refusal, Scale, app, application
 from bytetx.serve.ray_policies import QueuedTokensPolicy, TokenAwareRouter
 from bytetx.serve.settings import ModelSource, ServeSettings
 
 TEXTS = [text for text in SENTENCES if text][:5]
+UNHEALTHY = Refusal.of(ServeError("unhealthy", "the device is lost"))
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,28 @@ def test_a_call_whose_replicas_all_fail_is_refused_with_a_time_to_retry() -> Non
     with pytest.raises(ServeError, match="4 replicas failed") as found:
         asyncio.run(backend.run(Call("m", "embed", ["a"])))
     assert found.value.kind == "unhealthy" and found.value.retry_after_s and len(tries) == 4
+
+
+def test_a_call_whose_replica_dies_is_answered_by_another() -> None:
+    """Under load a replica may die between two calls; here it certainly dies within one."""
+    outcome = Outcome(Timings(num_texts=1), arrays=(np.ones((1, 2), np.float32),))
+    answers: list[object] = [ray.exceptions.ActorDiedError(), UNHEALTHY, outcome]
+
+    class Answer:
+        def __await__(self) -> Iterator[None]:
+            yield from ()
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    backend = RayBackend(SimpleNamespace(run=remote_of(lambda call: Answer())), ())
+    assert asyncio.run(backend.run(Call("m", "embed", ["a"]))) is outcome and not answers
+    answers = [Refusal.of(ServeError("validation", "too long", param="inputs")), outcome]
+    with pytest.raises(ServeError, match="too long") as found:
+        asyncio.run(backend.run(Call("m", "embed", ["a"])))
+    assert (found.value.kind, found.value.param) == ("validation", "inputs")
+    assert answers == [outcome]  # what the caller did wrong is not tried again
 
 
 @pytest.mark.parametrize("num_before", [0, 2])
