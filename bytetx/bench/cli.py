@@ -210,6 +210,57 @@ def generate(
     _run_gpu("generate", generate_suite, record=record, case=case, plot=plot)
 
 
+@app.command()
+def serve(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    model: ModelOption = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16, for every server.")] = "fp32",
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Of load that is measured, a case and server.")
+    ] = 10.0,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            "--rate", help="Add cases of so many requests a second, at random moments; repeatable."
+        ),
+    ] = None,
+    generators: Annotated[
+        int, typer.Option(min=1, help="Processes that send requests; one sends some thousand.")
+    ] = 1,
+    infinity_python: Annotated[
+        Path | None,
+        typer.Option(help="The python of an environment with infinity-emb[server,torch]."),
+    ] = None,
+    vllm_python: Annotated[
+        Path | None, typer.Option(help="The python of an environment with vllm; on a GPU.")
+    ] = None,
+) -> None:
+    """Embeddings over HTTP under load: bytetx serve, infinity-emb, vLLM, and Model.embed."""
+    from bytetx.bench.serve import Settings, serve_suite
+
+    settings = Settings(
+        device,
+        dtype,
+        seconds,
+        rates=rate or (),
+        num_generators=generators,
+        checkpoint=model,
+        infinity_python=infinity_python,
+        vllm_python=vllm_python,
+    )
+    options = {"--device": device, "--dtype": dtype, "--seconds": f"{seconds:g}"}
+    words = [word for pair in options.items() for word in pair]
+    words += [word for value in rate or () for word in ("--rate", f"{value:g}")]
+    command = _command(shlex.join(["serve", *words]), case or [], model)
+    try:
+        suite = serve_suite(settings, patterns=case or [])
+        _run_suite(Console(), suite, command=command, record=record)
+    except BytetxError as error:
+        _fail(error)
+
+
 CommTuneOption = Annotated[
     Path | None,
     typer.Option(

@@ -134,6 +134,14 @@ def serve(
     tokenization_workers: Annotated[
         int | None, _option(_LIMITS, "TOKENIZATION_WORKERS", "Threads that tokenise.")
     ] = None,
+    replicas: Annotated[
+        int,
+        _option(
+            _NETWORK,
+            "REPLICAS",
+            "Whole servers that share the port, each on GPUs of its own; dead ones start again.",
+        ),
+    ] = 1,
     frontends: Annotated[
         int,
         _option(
@@ -232,6 +240,13 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         frontends=frontends,
     )
+    if replicas > 1:
+        import os
+
+        from bytetx.serve.replicas import serve_replicas
+
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return serve_replicas(settings, replicas, visible_devices=visible)
     from bytetx.serve.server import serve as run_server
 
     run_server(settings)

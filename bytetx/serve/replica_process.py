@@ -1,0 +1,77 @@
+"""One replica of `bytetx serve --replicas`: a server of its own, started by replicas.py."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import uvloop
+
+from bytetx.errors import BytetxError, OptionError
+from bytetx.serve.engine import LocalBackend, ServedModel
+from bytetx.serve.http_server import bind, make_site, run_site
+from bytetx.serve.loading import close_models, load_models, warm_up
+from bytetx.serve.logs import set_up_logs
+from bytetx.serve.metrics import Metrics
+from bytetx.serve.replica_records import ReplicaRecorder
+from bytetx.serve.replicas import READY
+from bytetx.serve.settings import ServeSettings, read_settings
+
+logger = logging.getLogger("bytetx.serve")
+
+
+def main() -> None:
+    """`INDEX FOLDER`; the settings are a line of standard input, which stays open.
+
+    Exits 0 after it has drained, 1 or 2 where it cannot serve.
+    """
+    index, folder = int(sys.argv[1]), Path(sys.argv[2])
+    settings = read_settings(sys.stdin.buffer.readline())
+    if index:  # one of them listens there, and shows all
+        settings = replace(settings, prometheus_port=None)
+    set_up_logs(json_output=settings.json_output)
+    threading.Thread(target=_end_with_the_supervisor, daemon=True).start()
+    try:
+        uvloop.run(_serve(settings, index, folder))
+    except BytetxError as error:
+        logger.error("replica %d: %s", index, error)
+        sys.exit(2 if isinstance(error, OptionError) else 1)
+
+
+async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
+    """Loads first and listens then: the kernel gives connections to whoever listens."""
+    ends = asyncio.Event()
+    served: list[ServedModel] = await asyncio.to_thread(load_models, settings)
+    try:
+        backend = LocalBackend(served, on_lost=ends.set)  # the supervisor starts it again
+        await warm_up(backend)
+        metrics = Metrics(settings)
+        recorder = ReplicaRecorder(metrics, index=index, folder=folder)
+        site = make_site(settings, recorder)
+        metrics.count_running(lambda: site.num_running)
+        metrics.attach(served)
+        site.backend = backend
+
+        async def start() -> None:
+            await recorder.listen()
+            sys.stdout.buffer.write(READY)
+            sys.stdout.buffer.flush()
+
+        await run_site(site, start, [bind(settings, shares_port=True)], ends=ends)
+    finally:
+        await close_models(served)
+
+
+def _end_with_the_supervisor() -> None:
+    """Standard input ends when the supervisor does, however it ended: nobody else would."""
+    while os.read(sys.stdin.fileno(), 4096):  # of no buffer, whose lock would outlive this thread
+        continue
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
