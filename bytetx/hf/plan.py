@@ -18,6 +18,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
+from bytetx.nn.layer_weights import copied_tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
-_MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
+_MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Conv1d)
 _PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout, nn.Identity)
 _CONV1D_FILE = "transformers.pytorch_utils"
 # Keys of a family's layer whose weights run as one.
@@ -79,11 +80,11 @@ class Snapshot:
         self.parameters = [owner[name] for owner, name in owners]
         self.tensors = [p for p in self.parameters if p is not None]
         self.addresses: list[int] = []
-        self.table = _relative_bias_table(base)
-        if self.table is not None and self.table.is_inference():
-            # Moved in inference mode, it would not count its changes.
-            self.table.data = self.table.data.clone()
-        self.table_version = _version(self.table)
+        self.copied = _copied_parameters(base)
+        for parameter in self.copied:
+            if parameter.is_inference():  # Moved in inference mode, it would not count its changes.
+                parameter.data = parameter.data.clone()
+        self.copied_versions = list(map(_version, self.copied))
         self.read_values = ReadValues(base, self.modules)
 
     def seal(self) -> None:
@@ -101,7 +102,7 @@ class Snapshot:
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
             and addresses(self.tensors) == self.addresses
-            and _version(self.table) == self.table_version
+            and list(map(_version, self.copied)) == self.copied_versions
             and self.read_values.are_current()
         )
 
@@ -352,14 +353,15 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield from _below(module)
 
 
-def _relative_bias_table(base: "PreTrainedModel") -> torch.Tensor | None:
-    """The table of MPNet's or T5's buckets: the one parameter that a plan copies from."""
+def _copied_parameters(base: "PreTrainedModel") -> list[nn.Parameter]:
+    """The parameters that a plan copies from, or computes tables of: their changes are counted."""
     try:
-        name = _spec_of(base).embeddings.get("relative_bias")
-        return None if name is None else base.get_parameter(name)
+        spec = _spec_of(base)
+        found = dict(base.named_parameters(remove_duplicate=False))
+        return [found[name] for name in copied_tensor_names(spec) if name in found]
     except (AttributeError, CheckpointError):  # a model that will be refused
-        return None
+        return []
 
 
-def _version(table: torch.Tensor | None) -> int:
-    return 0 if table is None or table.is_inference() else table._version
+def _version(parameter: torch.Tensor) -> int:
+    return 0 if parameter.is_inference() else parameter._version

@@ -31,8 +31,8 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     """Replaces the model's forward by one on packed tokens and returns the same object.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT,
-    RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, EuroBERT, NomicBERT, GTE,
-    Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT,
+    RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT,
+    EuroBERT, NomicBERT, GTE, Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT,
     Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2,
     Granite, GPT-BigCode or Falcon, bare or with any of its heads; a SentenceTransformer,
     CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds one of these.
