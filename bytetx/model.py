@@ -14,7 +14,6 @@ import torch
 
 from bytetx.arguments import (
     check_names,
-    check_text,
     check_token_budget,
     check_top_k,
     chosen_layers,
@@ -218,6 +217,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -234,7 +234,10 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
     ) -> Embeddings | Stream[Any]:
         """One vector a text, as sentence-transformers' encode gives it.
 
-        prompt, prompt_name: text put before every str; None is the checkpoint's default.
+        task: of a checkpoint with adapters (Jina embeddings v3) the name of one; else "query" or
+        "document". It also takes the prompt of that name, where the checkpoint has one.
+        prompt, prompt_name: text put before every str; None is the task's, else the checkpoint's
+        default.
         dimensions: keep the first ones, and normalise again where the model normalises.
         pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
         checkpoint says.  A failed text's vector is NaN (0 in integers), its error in `errors`.
@@ -244,16 +247,14 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         None takes those of the vectors of this call, which a stream cannot know.
         overflow="chunk": the mean of the vectors of a long text's chunks; see embed_chunks.
         """
-        if prompt is not None:
-            check_text("prompt", prompt)
-        task = self._embed_task(
+        vectors = self._embed_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
             precision=precision,
             ranges=ranges,
         )
-        if stream and needs_ranges(task.quantizer):
+        if stream and needs_ranges(vectors.quantizer):
             raise OptionError(
                 f"a stream with precision {precision} needs ranges (f32 [2, dimensions], minima "
                 "and maxima), because its first vector comes before the last one is known"
@@ -261,32 +262,34 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         reader = self._overflow_reader(
             overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
         )
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
         counter = RunCounter()
         # The rows of one array; numpy's types do not say that it is a sequence of them.
-        rows = cast("Task[np.ndarray]", replace(task, quantizer=None) if reader.cuts else task)
+        rows = cast(
+            "Task[np.ndarray]", replace(vectors, quantizer=None) if reader.cuts else vectors
+        )
         steps = self._run(
             texts,
-            rows,
+            self._with_adapter(task, rows),
             reader,
             counter,
             title="embed",
             show_progress=show_progress,
-            merge=task.mean if reader.cuts else None,
+            merge=vectors.mean if reader.cuts else None,
         )
         if stream:
             return Stream(in_order(steps), counter.stats)
-        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        size = dimensions or output_size(self.spec.output_size, vectors.pooling, vectors.modules)
         dtype = None
-        if task.quantizer is not None and not needs_ranges(task.quantizer):
-            size, dtype = task.quantizer.size(size), task.quantizer.dtype
+        if vectors.quantizer is not None and not needs_ranges(vectors.quantizer):
+            size, dtype = vectors.quantizer.size(size), vectors.quantizer.dtype
         buffer = VectorBuffer(size, num_texts=num_texts(texts), dtype=dtype)
         for step in steps:
             buffer.put(step)
-        vectors = buffer.vectors()
-        if needs_ranges(task.quantizer):
-            vectors = quantize_all(vectors, precision, failed=sorted(buffer.errors))
-        return Embeddings(vectors, counter.stats(), buffer.errors)
+        matrix = buffer.vectors()
+        if needs_ranges(vectors.quantizer):
+            matrix = quantize_all(matrix, precision, failed=sorted(buffer.errors))
+        return Embeddings(matrix, counter.stats(), buffer.errors)
 
     @overload
     def classify(

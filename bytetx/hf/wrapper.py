@@ -36,10 +36,11 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT,
     RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT,
-    EuroBERT, NomicBERT, GTE, Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT,
-    Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2,
-    Granite, GPT-BigCode or Falcon, bare or with any of its heads; a SentenceTransformer,
-    CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds one of these.
+    EuroBERT, NomicBERT, GTE, Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo,
+    GPT-J, GPT-NeoX, OPT, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2,
+    StableLM, SmolLM3, OLMo 2, Granite, GPT-BigCode or Falcon, bare or with any of its heads; a
+    SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds
+    one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every

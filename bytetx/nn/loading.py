@@ -16,6 +16,7 @@ from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.task_adapters import read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
@@ -43,6 +44,7 @@ from bytetx.nn.sentence_modules import (
     load_modules,
     load_sentence_spec,
 )
+from bytetx.nn.task_transformers import TaskTransformers
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
@@ -75,6 +77,7 @@ class LoadedCheckpoint:
     token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
+    tasks: the model with the adapter of each task, where the checkpoint has some.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.
     """
@@ -97,6 +100,7 @@ class LoadedCheckpoint:
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
     pair_template: ChatTemplate | None = None
+    tasks: TaskTransformers | None = None
     executor: Executor = field(default_factory=Executor)
 
 
@@ -142,6 +146,10 @@ def load_checkpoint(
     projection = token_head("colbert_linear", out_features=None)
     if sentence.multi_vector is None and projection is not None:
         token_modules = (Projection(projection), Normalize())
+    adapters = read_task_adapters(sentence.folder, config, weights, spec)
+    tasks = None
+    if adapters is not None:
+        tasks = TaskTransformers(adapters, weights.cast(dtype), transformer, fp8=is_fp8)
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     return LoadedCheckpoint(
@@ -163,6 +171,7 @@ def load_checkpoint(
         num_parameters=weights.num_parameters,
         token_weight=token_head("sparse_linear", out_features=1),
         token_modules=token_modules,
+        tasks=tasks,
     )
 
 

@@ -96,6 +96,9 @@ _TRANSFORMER_CONFIGS = (
 )
 
 
+# The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
+_JINA_TRANSFORMER = "custom_st.Transformer"
+
 VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 # By the names in config files; others, as of functions of the user's own, count as none.
 _SIMILARITIES: dict[str, VectorSimilarity] = {
@@ -282,7 +285,7 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     spec = SentenceSpec(base, adapter, **_model_config(folder), **_transformer_config(own))
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     for place, entry in enumerate(entries):
-        kind = _module_kind(entry, path)
+        kind = _module_kind(entry, path, own)
         if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
@@ -335,9 +338,12 @@ def _model_config(folder: Path) -> dict[str, Any]:
     }
 
 
-def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
+def _module_kind(entry: Mapping[str, Any], path: Path, own: Path) -> str:
+    """own: the transformer's folder."""
     name = str(entry.get("type"))
     kind = name.rpartition(".")[2]
+    if name == _JINA_TRANSFORMER and "lora_adaptations" in read_json(own / "config.json", {}):
+        return "Transformer"
     known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
@@ -32,6 +33,23 @@ class EmbeddingWeights:
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
     norm: NormWeight | None
     project: LinearWeight | None  # embedding_size -> hidden_size
+    word_adapter: "WordAdapter | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class WordAdapter:
+    """A low-rank change of the word table, which is not held a second time.
+
+    rows: f32 [vocab_size, rank].  out: rank -> embedding_size, f32.
+    """
+
+    rows: torch.Tensor
+    out: LinearWeight
+
+    def embed(self, input_ids: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        """(word + change)[input_ids], [total_tokens, embedding_size] in word's dtype."""
+        change = linear(F.embedding(input_ids, self.rows), self.out)
+        return change.add_(F.embedding(input_ids, word)).to(word.dtype)
 
 
 class Transformer:
@@ -130,6 +148,9 @@ class Transformer:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""
         table, norm = self.embeddings, self.embeddings.norm
         projects_words = table.project is not None and self.spec.is_causal
+        embeds = batch.inputs_embeds
+        if embeds is None and table.word_adapter is not None:
+            embeds = table.word_adapter.embed(batch.input_ids, table.word)
         x = rows.embed(
             batch.input_ids,
             batch.position_ids,
@@ -140,7 +161,7 @@ class Transformer:
             norm_weight=None if norm is None else norm.weight,
             norm_bias=None if norm is None else norm.bias,
             eps=self.spec.norm_eps,
-            inputs_embeds=batch.inputs_embeds,
+            inputs_embeds=embeds,
             bad_ids=batch.bad_ids,
         )
         # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.

@@ -15,7 +15,7 @@ from bytetx.errors import InputError, OptionError
 from bytetx.nn.sentence_modules import Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, pool
-from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.adapted import NamedTaskMixin
 from bytetx.tasks.precision import Quantizer, make_quantizer
 
 logger = logging.getLogger("bytetx")
@@ -121,7 +121,7 @@ class EmbedTask:
         return outputs[0]
 
 
-class DenseMixin(OnePass):
+class DenseMixin(NamedTaskMixin):
     """What Model's methods for dense vectors share."""
 
     def _embed_task(

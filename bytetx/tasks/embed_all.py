@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bytetx.arguments import check_text
 from bytetx.encode.request import RunStats
-from bytetx.encode.step import Step
+from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
@@ -78,6 +77,7 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
@@ -87,6 +87,7 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
 
         Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
+        task, prompt, prompt_name: as in embed.
         Raises InputError where the checkpoint does not give all three.
         """
         if self.checkpoint.sentence.multi_vector is not None:
@@ -94,13 +95,12 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         dense = self._embed_task()
         sparse = self._sparse_task(None)
         token_size, tokens = self._token_task("document", None)
-        if prompt is not None:
-            check_text("prompt", prompt)
+        job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
         reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
         results = self._results(
             texts,
-            EmbedAllTask(dense, sparse, tokens),
+            self._with_adapter(task, job),
             reader,
             stream=False,
             title="embed_all",

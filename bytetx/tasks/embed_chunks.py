@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_text
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError
@@ -86,6 +85,7 @@ class ChunkMixin(DenseMixin):
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         stride: int = 0,
         prompt: str | None = None,
         prompt_name: str | None = None,
@@ -103,7 +103,7 @@ class ChunkMixin(DenseMixin):
         Other options are those of embed; int8 and uint8 need ranges.
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
-        task = self._rows_task(
+        vectors = self._rows_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
@@ -113,11 +113,11 @@ class ChunkMixin(DenseMixin):
         reader = self._overflow_reader(
             overflow="chunk", stride=stride, truncate=False, on_error=on_error
         )
-        reader.prompt = self._prompt(prompt, prompt_name)
-        rows = cast("Task[np.ndarray]", task)  # the rows of one array
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
         results = self._results(
             texts,
-            rows,
+            self._with_adapter(task, rows),
             reader,
             stream=False,
             title="embed_chunks",
@@ -125,7 +125,7 @@ class ChunkMixin(DenseMixin):
             merge=np.stack,
         )
         assert isinstance(results, Results)  # no stream was asked for
-        empty = self._no_vectors(task, dimensions)
+        empty = self._no_vectors(vectors, dimensions)
         return join_tokens(results, empty=empty, stats=results.stats)
 
     def embed_spans(
@@ -133,6 +133,7 @@ class ChunkMixin(DenseMixin):
         texts: Sequence[str],
         spans: Sequence[Sequence[Span]],
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -154,7 +155,7 @@ class ChunkMixin(DenseMixin):
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
         _check_spans(texts, spans)
-        task = self._rows_task(
+        vectors = self._rows_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
@@ -164,13 +165,14 @@ class ChunkMixin(DenseMixin):
         reader = self._reader(truncate=truncate, on_error=on_error)
         self._need_tokenizer()
         reader.with_alignment = True
-        reader.prompt = self._prompt(prompt, prompt_name)
-        job = EmbedSpansTask(task, spans, len(reader.prompt))
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        rows = EmbedSpansTask(vectors, spans, len(reader.prompt))
+        job = self._with_adapter(task, rows)
         results = self._results(
             texts, job, reader, stream=False, title="embed_spans", show_progress=show_progress
         )
         assert isinstance(results, Results)  # no stream was asked for
-        empty = self._no_vectors(task, dimensions)
+        empty = self._no_vectors(vectors, dimensions)
         return join_tokens(results, empty=empty, stats=results.stats)
 
     def _rows_task(
@@ -195,11 +197,6 @@ class ChunkMixin(DenseMixin):
                 "dimensions], minima and maxima)"
             )
         return task
-
-    def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
-        if prompt is not None:
-            check_text("prompt", prompt)
-        return self.checkpoint.sentence.prompt_text(prompt, prompt_name)
 
     def _no_vectors(self, task: EmbedTask, dimensions: int | None) -> np.ndarray:
         """No rows, of the task's size and dtype."""

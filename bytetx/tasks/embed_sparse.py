@@ -7,14 +7,14 @@ from typing import Any, Unpack, overload
 import numpy as np
 import torch
 
-from bytetx.arguments import check_positive, check_text
+from bytetx.arguments import check_positive
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.adapted import NamedTaskMixin
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
 from bytetx.tasks.results import Results, Stream
 from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, join_sparse
@@ -95,7 +95,7 @@ class TokenWeightTask:
         return SparseVector(indices.astype(np.int32), values)
 
 
-class SparseMixin(OnePass):
+class SparseMixin(NamedTaskMixin):
     """Model.embed_sparse."""
 
     @overload
@@ -117,6 +117,7 @@ class SparseMixin(OnePass):
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         max_active_dims: int | None = None,
@@ -131,17 +132,16 @@ class SparseMixin(OnePass):
         (max over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for
         each token of the text.
         max_active_dims: keep so many of the largest weights; None is the checkpoint's own number,
-        or all.  prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
+        or all.  task, prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
         `errors`.
         Raises InputError where the checkpoint gives no sparse vectors.
         """
-        task: Task[SparseVector] = self._sparse_task(max_active_dims)
+        vectors: Task[SparseVector] = self._sparse_task(max_active_dims)
+        job = self._with_adapter(task, vectors)
         reader = self._reader(truncate=truncate, on_error=on_error)
-        if prompt is not None:
-            check_text("prompt", prompt)
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
         results = self._results(
-            texts, task, reader, stream=stream, title="embed_sparse", show_progress=show_progress
+            texts, job, reader, stream=stream, title="embed_sparse", show_progress=show_progress
         )
         if isinstance(results, Stream):
             return results

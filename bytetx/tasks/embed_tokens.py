@@ -17,6 +17,7 @@ from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
+from bytetx.tasks.adapted import PROMPT_NAMES
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import No, OnError, Raise, Return, Texts, TokenOptions, Yes
@@ -25,8 +26,6 @@ from bytetx.tasks.results import Results, Stream
 from bytetx.tasks.vectors import TokenEmbeddings, join_tokens
 
 _NORMALIZE = Normalize()
-# The prompts of documents, the first that a checkpoint has.
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +233,6 @@ class TokenVectorMixin(OnePass):
         if prompt is not None:
             check_text("prompt", prompt)
         if prompt is None and prompt_name is None:
-            names = ("query",) if task == "query" else _DOCUMENT_PROMPTS
+            names = PROMPT_NAMES[task]
             prompt_name = next((name for name in names if name in sentence.prompts), None)
         return sentence.prompt_text(prompt, prompt_name)
