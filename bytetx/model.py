@@ -558,7 +558,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             return "meanmaxsim" if sentence.multi_vector.mean else "maxsim"
         if sentence.similarity is not None:
             return sentence.similarity
-        return "cosine" if sentence.splade is None else "dot"
+        return "dot" if sentence.is_sparse else "cosine"
 
     def info(self) -> dict[str, Any]:
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""

@@ -85,6 +85,10 @@ class SavedTensor:
     num_bytes: int
 
     @property
+    def is_floating(self) -> bool:
+        return self.dtype in _DTYPES
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
 

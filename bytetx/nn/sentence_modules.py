@@ -130,6 +130,12 @@ _DENSE = {
     "activation_function": TEXT,
     "module_input_name": TEXT,
 }
+_AUTO_ENCODER = {
+    "input_dim": integer(1),
+    "hidden_dim": integer(1),
+    "k": integer(1),
+    "normalize": FLAG,
+}
 _NORM = {"dimension": integer(1)}
 _SPLADE = {
     "pooling_strategy": one_of(*POOLING_STRATEGIES),
@@ -199,7 +205,37 @@ class Normalize:
         return F.normalize(x, dim=-1)
 
 
-Module = Dense | Projection | LayerNorm | Normalize
+@dataclass(frozen=True, slots=True)
+class AutoEncoder:
+    """The largest k latents of a vector, those above 0, as a sparse vector (CSR).
+
+    encoder: in_features -> out_features, with the latents' bias.  pre_bias: subtracted before,
+    [in_features].  normalizes: whether a vector is centred and divided by its deviation first.
+    Source: Beyond Matryoshka (arXiv 2503.01776), section 3.
+    """
+
+    encoder: LinearWeight
+    pre_bias: torch.Tensor
+    k: int
+    normalizes: bool
+
+    @property
+    def in_features(self) -> int:
+        return self.encoder.k
+
+    @property
+    def out_features(self) -> int:
+        return self.encoder.n
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """All latents, f32 [num_vectors, out_features], before the choice of the largest."""
+        if self.normalizes:
+            x = x - x.mean(dim=-1, keepdim=True)
+            x = x / (x.std(dim=-1, keepdim=True) + 1e-5)
+        return linear(x - self.pre_bias, self.encoder)
+
+
+Module = Dense | Projection | LayerNorm | Normalize | AutoEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +269,11 @@ class SentenceSpec:
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
     logit_score: LogitScoreSpec | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it is a sparse encoder."""
+        return self.splade is not None or any(k == "SparseAutoEncoder" for k, _ in self.modules)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -305,6 +346,9 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
             if kind == "Dense":
                 _check_dense_input(module)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
+    kinds = [kind for kind, _ in spec.modules]
+    if "SparseAutoEncoder" in kinds[:-1]:
+        raise CheckpointError(f"{path}: SparseAutoEncoder must be the last module")
     return spec
 
 
@@ -412,6 +456,23 @@ def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     )
 
 
+def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
+    path = folder / "config.json"
+    config = read_fields(path, _AUTO_ENCODER)
+    shape = (config.get("hidden_dim", 512), config.get("input_dim"))
+    tensors = _tensors(folder, device)
+    # safetensors saves a tensor once, and the decoder's is the encoder's.
+    name = "encoder.weight" if "encoder.weight" in tensors else "decoder.linear.weight"
+    weight = _tensor(tensors, name, shape, path)
+    bias = _tensor(tensors, "latent_bias", shape[:1], path)
+    return AutoEncoder(
+        prepare_linear(weight, bias, prepack=False),
+        _tensor(tensors, "pre_bias", shape[1:], path),
+        min(config.get("k", 8), shape[0]),
+        config.get("normalize", False),
+    )
+
+
 def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -419,7 +480,8 @@ def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
             f"{folder} has no model.safetensors; pickle weights are refused: load the model with "
             "sentence-transformers once and save it again"
         )
-    tensors = {saved.name: saved.read(torch.float32) for saved in read_header(path)}
+    saved = [tensor for tensor in read_header(path) if tensor.is_floating]
+    tensors = {tensor.name: tensor.read(torch.float32) for tensor in saved}
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -439,5 +501,6 @@ def _tensor(
 _AFTER_POOLING: dict[str, Callable[[Path, torch.device], Module]] = {
     "Dense": _load_dense,
     "LayerNorm": _load_norm,
+    "SparseAutoEncoder": _load_auto_encoder,
     "Normalize": lambda folder, device: Normalize(),
 }

@@ -12,7 +12,7 @@ from bytetx.arguments import check_dimensions, chosen_modes
 from bytetx.encode.pipeline import Finished
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
-from bytetx.nn.sentence_modules import Module, Normalize
+from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, pool
 from bytetx.tasks.adapted import NamedTaskMixin
@@ -132,9 +132,16 @@ class DenseMixin(NamedTaskMixin):
         normalize: bool | None = None,
         precision: str = "float32",
         ranges: npt.ArrayLike | None = None,
+        with_latents: bool = False,
     ) -> EmbedTask:
+        """with_latents: the caller reads the latents of a SparseAutoEncoder."""
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
         modes = sentence.pooling
+        if not with_latents and modules and isinstance(modules[-1], AutoEncoder):
+            raise InputError(
+                "this checkpoint is a sparse encoder (its last module is SparseAutoEncoder) and "
+                "gives no dense vectors; use embed_sparse"
+            )
         if pooling is None and not sentence.is_declared:
             if sentence.splade is not None:
                 raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))

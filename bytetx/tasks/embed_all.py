@@ -10,8 +10,8 @@ from bytetx.encode.request import RunStats
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
-from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
-from bytetx.tasks.embed_sparse import SparseMixin, SpladeTask, TokenWeightTask
+from bytetx.tasks.embed import EmbedTask, output_size
+from bytetx.tasks.embed_sparse import SparseMixin, SparseTask
 from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.results import Embeddings, Results
@@ -45,7 +45,7 @@ class EmbedAllTask:
     """Three tasks on the hidden states of one pass."""
 
     dense: EmbedTask
-    sparse: SpladeTask | TokenWeightTask
+    sparse: SparseTask
     tokens: TokenVectorTask
 
     @property
@@ -70,7 +70,7 @@ class EmbedAllTask:
         return [(row.copy(), weights, matrix) for row, weights, matrix in parts]
 
 
-class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
+class EmbedAllMixin(SparseMixin, TokenVectorMixin):
     """Model.embed_all."""
 
     def embed_all(

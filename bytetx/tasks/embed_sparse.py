@@ -11,10 +11,11 @@ from bytetx.arguments import check_positive
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
+from bytetx.nn.sentence_modules import AutoEncoder
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.tasks.adapted import NamedTaskMixin
+from bytetx.tasks.embed import DenseMixin, EmbedTask
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
 from bytetx.tasks.results import Results, Stream
 from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, join_sparse
@@ -95,7 +96,45 @@ class TokenWeightTask:
         return SparseVector(indices.astype(np.int32), values)
 
 
-class SparseMixin(NamedTaskMixin):
+@dataclass(frozen=True, slots=True)
+class LatentTask:
+    """The largest latents of a SparseAutoEncoder over a dense vector.
+
+    dense: its last module gives the latents.  k: how many of them are kept, where above 0.
+    size: of all latents.
+    """
+
+    dense: EmbedTask
+    k: int
+    size: int
+
+    @property
+    def capture(self) -> Capture:
+        return Capture(("latents", self.dense.capture.key, self.k), rows="sequences")
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """(indices int32, values f32), [batch_size, k] each, from the last hidden states."""
+        (latents,) = self.dense.reduce(hidden_states, step)
+        values, indices = latents.topk(self.k, dim=1)
+        return indices.int(), values
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        vectors = []
+        for indices, values in zip(*outputs, strict=True):
+            order = np.argsort(indices)
+            order = order[values[order] > 0]
+            vectors.append(SparseVector(indices[order], values[order]))
+        return vectors
+
+
+SparseTask = SpladeTask | TokenWeightTask | LatentTask
+
+
+class SparseMixin(DenseMixin):
     """Model.embed_sparse."""
 
     @overload
@@ -130,14 +169,15 @@ class SparseMixin(NamedTaskMixin):
 
         A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says
         (max over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for
-        each token of the text.
+        each token of the text; a SparseAutoEncoder gives its largest latents.
         max_active_dims: keep so many of the largest weights; None is the checkpoint's own number,
         or all.  task, prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
         `errors`.
         Raises InputError where the checkpoint gives no sparse vectors.
         """
-        vectors: Task[SparseVector] = self._sparse_task(max_active_dims)
-        job = self._with_adapter(task, vectors)
+        vectors = self._sparse_task(max_active_dims)
+        rows: Task[SparseVector] = vectors
+        job = self._with_adapter(task, rows)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self._prompt_of(task, prompt, prompt_name)
         results = self._results(
@@ -146,13 +186,20 @@ class SparseMixin(NamedTaskMixin):
         if isinstance(results, Stream):
             return results
         assert isinstance(results, Results)
-        return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
+        size = self.spec.vocab_size
+        if isinstance(vectors, LatentTask):
+            size = vectors.size
+        return join_sparse(results, size=size, stats=results.stats)
 
-    def _sparse_task(self, max_active_dims: int | None) -> SpladeTask | TokenWeightTask:
+    def _sparse_task(self, max_active_dims: int | None) -> SparseTask:
         if max_active_dims is not None:
             check_positive("max_active_dims", max_active_dims)
         sentence = self.checkpoint.sentence
         most = max_active_dims or sentence.max_active_dims
+        modules = self.checkpoint.modules
+        if modules and isinstance(modules[-1], AutoEncoder):
+            k = min(most or modules[-1].k, modules[-1].out_features)
+            return LatentTask(self._embed_task(with_latents=True), k, modules[-1].out_features)
         weight = self.checkpoint.token_weight
         if weight is not None and sentence.splade is None:
             tokenizer = self._need_tokenizer()
