@@ -29,6 +29,7 @@ from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
 from bytetx.runtime.forking import computing
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.classify import ChunkScoresTask, ClassifyTask, raw, score_function
@@ -147,6 +148,14 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self._is_closed = False
+        self._routes = {
+            name: Model(
+                replace(route, router=checkpoint.router),
+                token_budget=token_budget,
+                cuda_graphs=cuda_graphs,
+            )
+            for name, route in checkpoint.routes.items()
+        }
         self._runner = Runner(
             checkpoint.transformer,
             executor=checkpoint.executor,
@@ -213,6 +222,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[EmbedOptions]
     ) -> Stream[np.ndarray | InputError]: ...
 
+    @routed
     def embed(
         self,
         texts: Texts,
@@ -234,8 +244,9 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
     ) -> Embeddings | Stream[Any]:
         """One vector a text, as sentence-transformers' encode gives it.
 
-        task: of a checkpoint with adapters (Jina embeddings v3) the name of one; else "query" or
-        "document". It also takes the prompt of that name, where the checkpoint has one.
+        task: of a checkpoint with adapters (Jina embeddings v3) the name of one; of one with a
+        Router a task that has a route; else "query" or "document". It also takes the prompt of
+        that name, where the checkpoint has one.
         prompt, prompt_name: text put before every str; None is the task's, else the checkpoint's
         default.
         dimensions: keep the first ones, and normalise again where the model normalises.

@@ -1,11 +1,12 @@
 """sentence-transformers' modules.json: how token rows become one vector a text."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ from bytetx.checkpoint.files import (
 )
 from bytetx.checkpoint.logit_score import LogitScoreSpec, read_logit_score
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
+from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
@@ -96,6 +98,7 @@ _TRANSFORMER_CONFIGS = (
 )
 
 
+_STATIC = "SparseStaticEmbedding"
 # The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
 _JINA_TRANSFORMER = "custom_st.Transformer"
 
@@ -250,7 +253,8 @@ class SentenceSpec:
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
     vector keeps.  multi_vector: of a model that gives a vector for each token.
     similarity: the function that compares vectors, where the checkpoint names one.
-    logit_score: of a causal model that scores pairs.
+    logit_score: of a causal model that scores pairs.  static: the folder of a
+    SparseStaticEmbedding, whose weights of tokens need no transformer.
     """
 
     folder: Path
@@ -269,11 +273,14 @@ class SentenceSpec:
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
     logit_score: LogitScoreSpec | None = None
+    static: Path | None = None
 
     @property
     def is_sparse(self) -> bool:
         """Whether it is a sparse encoder."""
-        return self.splade is not None or any(k == "SparseAutoEncoder" for k, _ in self.modules)
+        if self.splade is not None or self.static is not None:
+            return True
+        return any(k == "SparseAutoEncoder" for k, _ in self.modules)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -307,8 +314,12 @@ class SentenceSpec:
 def load_sentence_spec(folder: Path) -> SentenceSpec:
     """Reads modules.json and what it names; a folder without it is a plain transformer.
 
+    Of a model with a Router, the route that calls without a task take.
     Raises CheckpointError for a module that is not known here: its embeddings would be wrong.
     """
+    router = read_router(folder)
+    if router is not None:
+        return load_route_spec(folder, router, router.default or next(iter(router.routes)))
     path, own = folder / "modules.json", transformer_folder(folder)
     base, adapter = adapter_base(own), None
     if base is not None:
@@ -324,31 +335,78 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     if not path.is_file():
         return SentenceSpec(folder)
     spec = SentenceSpec(base, adapter, **_model_config(folder), **_transformer_config(own))
+    return _with_modules(spec, _entries(path), own=own)
+
+
+def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpec:
+    """One route of a model that begins with a Router, and what follows the Router.
+
+    Raises CheckpointError for a module that is not known here.
+    """
+    entries = [_Entry(name, router.path, place) for name, place in router.routes[route]]
+    entries += _entries(folder / "modules.json")[1:]
+    own = entries[0].folder
+    if entries[0].kind == _STATIC:
+        if others := [entry.kind for entry in entries[1:] if entry.kind != "Dropout"]:
+            raise CheckpointError(
+                f"{router.path}: route {route!r:.120} has {others[0]} after {_STATIC}, which is "
+                "not supported"
+            )
+        return SentenceSpec(own, static=own, **_model_config(folder))
+    base, adapter = adapter_base(own), None
+    if base is not None:
+        base, adapter = transformer_folder(base), own
+    spec = SentenceSpec(base or own, adapter, **_model_config(folder), **_transformer_config(own))
+    return _with_modules(spec, entries, own=own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A module: its class, and the subfolder that the file at `path` names for it."""
+
+    name: str
+    path: Path
+    place: object
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def folder(self) -> Path:
+        return module_folder(self.path, self.place)
+
+
+def _entries(path: Path) -> list[_Entry]:
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    return [_Entry(str(entry.get("type")), path, entry.get("path")) for entry in entries]
+
+
+def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -> SentenceSpec:
+    """The spec with what its modules say.  own: the transformer's folder."""
     for place, entry in enumerate(entries):
-        kind = _module_kind(entry, path, own)
+        kind, path = _module_kind(entry, own), entry.path
         if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
-            pooling = _pooling_config(module_folder(path, entry.get("path")))
+            pooling = _pooling_config(entry.folder)
             spec = replace(spec, is_declared=True, **pooling)
         elif kind == "SpladePooling":
-            config = read_fields(module_folder(path, entry.get("path")) / "config.json", _SPLADE)
+            config = read_fields(entry.folder / "config.json", _SPLADE)
             given = {_SPLADE_NAMES[key]: value for key, value in config.items()}
             spec = replace(spec, splade=SpladeSpec(**given))
         elif kind == "LogitScore":
-            score = read_logit_score(module_folder(path, entry.get("path")), own)
+            score = read_logit_score(entry.folder, own)
             spec = replace(spec, logit_score=score)
         elif kind in _AFTER_POOLING:
             # Normalize has no files, and hubs drop empty folders.
-            has_files = kind != "Normalize"
-            module = module_folder(path, entry.get("path")) if has_files else folder
+            module = entry.folder if kind != "Normalize" else path.parent
             if kind == "Dense":
                 _check_dense_input(module)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
     kinds = [kind for kind, _ in spec.modules]
     if "SparseAutoEncoder" in kinds[:-1]:
-        raise CheckpointError(f"{path}: SparseAutoEncoder must be the last module")
+        raise CheckpointError(f"{entries[0].path}: SparseAutoEncoder must be the last module")
     return spec
 
 
@@ -382,10 +440,9 @@ def _model_config(folder: Path) -> dict[str, Any]:
     }
 
 
-def _module_kind(entry: Mapping[str, Any], path: Path, own: Path) -> str:
+def _module_kind(entry: _Entry, own: Path) -> str:
     """own: the transformer's folder."""
-    name = str(entry.get("type"))
-    kind = name.rpartition(".")[2]
+    name, kind, path = entry.name, entry.kind, entry.path
     if name == _JINA_TRANSFORMER and "lora_adaptations" in read_json(own / "config.json", {}):
         return "Transformer"
     known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
@@ -471,6 +528,17 @@ def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
         min(config.get("k", 8), shape[0]),
         config.get("normalize", False),
     )
+
+
+def load_static_weights(folder: Path) -> np.ndarray:
+    """f32 [vocab_size], a weight for each token, of a SparseStaticEmbedding."""
+    tensors = _tensors(folder, torch.device("cpu"))
+    weight = tensors.get("weight")
+    if weight is None or weight.dim() != 1 or not torch.isfinite(weight).all():
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'} must hold weight, finite [vocab_size]"
+        )
+    return weight.numpy()
 
 
 def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from bytetx.errors import CheckpointError, OptionError
 from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.layer_weights import load_layers
+from bytetx.nn.quantization import FP8, Quantization
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.transformer import Transformer, WordAdapter
 from bytetx.ops.linear import prepare_linear
@@ -28,10 +29,16 @@ class TaskTransformers:
     """
 
     def __init__(
-        self, adapters: TaskAdapters, weights: Weights, base: Transformer, *, fp8: bool = False
+        self,
+        adapters: TaskAdapters,
+        weights: Weights,
+        base: Transformer,
+        *,
+        quantization: Quantization | None = None,
     ):
         """weights: of the base model, in its dtype; their files must stay as they are."""
-        self._adapters, self._weights, self._base, self._fp8 = adapters, weights, base, fp8
+        self._adapters, self._weights, self._base = adapters, weights, base
+        self._quantization = quantization
         self._made: dict[str, Transformer] = {}
         self._lock = threading.Lock()
 
@@ -73,9 +80,9 @@ class TaskTransformers:
             self._weights.changed(added),
             dtype=word.dtype,
             device=device,
-            prepack=device.type == "cpu",
+            prepack=device.type == "cpu" and self._quantization is None,
         )
-        blocks = Fp8Blocks(spec) if self._fp8 else LocalBlocks(spec)
+        blocks = Fp8Blocks(spec) if self._quantization == FP8 else LocalBlocks(spec)
         token_type = base.embeddings.token_type
         try:
             if token_type is not None:
@@ -85,7 +92,7 @@ class TaskTransformers:
                 token_type=token_type,
                 word_adapter=_word_adapter(added, spec.embeddings["word"], device),
             )
-            layers = load_layers(spec, load, blocks=blocks, fp8=self._fp8)
+            layers = load_layers(spec, load, blocks=blocks, quantization=self._quantization)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,8 +1,9 @@
 """The task of a call, by its name: the adapter of a checkpoint's task, and the prompt of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,6 +20,19 @@ R = TypeVar("R")
 QUERY, DOCUMENT = "query", "document"
 # The prompts of each task, the first that a checkpoint has.
 PROMPT_NAMES = {QUERY: (QUERY,), DOCUMENT: (DOCUMENT, "passage", "corpus")}
+
+
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+def routed(method: MethodT) -> MethodT:
+    """A method of Model that runs on the model of its task's route, where there are routes."""
+
+    @wraps(method)
+    def run(model: "NamedTaskMixin", *args: Any, **options: Any) -> Any:
+        return method(model._route(options.get("task")), *args, **options)
+
+    return cast(MethodT, run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +61,25 @@ class AdaptedTask:
 class NamedTaskMixin(OnePass):
     """What Model's methods with the option `task` share."""
 
+    _routes: Mapping[str, Any]
+
+    def _route(self, task: str | None) -> Any:
+        """The Model of a task's route: this one, where the checkpoint has no Router.
+
+        Raises OptionError for a task without a route.
+        """
+        router = self.checkpoint.router
+        if router is None or not self._routes:
+            return self
+        return self._routes[router.resolve(task)]
+
     def _with_adapter(self, name: str | None, job: Task[R]) -> Task[R]:
         """The job on the model with the adapter of this task, where the checkpoint has adapters.
 
         Raises OptionError for a name that is not known.
         """
         tasks = self.checkpoint.tasks
-        if name is None:
+        if name is None or self.checkpoint.router is not None:  # the route was chosen
             return job
         if tasks is None:
             if not isinstance(name, str) or name not in PROMPT_NAMES:

@@ -136,6 +136,8 @@ class DenseMixin(NamedTaskMixin):
     ) -> EmbedTask:
         """with_latents: the caller reads the latents of a SparseAutoEncoder."""
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
+        if sentence.static is not None:
+            raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
         modes = sentence.pooling
         if not with_latents and modules and isinstance(modules[-1], AutoEncoder):
             raise InputError(

@@ -12,6 +12,7 @@ from bytetx.encode.request import Alignment
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import Precision, needs_ranges
@@ -81,6 +82,7 @@ class EmbedSpansTask:
 class ChunkMixin(DenseMixin):
     """Model.embed_chunks and Model.embed_spans."""
 
+    @routed
     def embed_chunks(
         self,
         texts: Texts,
@@ -128,6 +130,7 @@ class ChunkMixin(DenseMixin):
         empty = self._no_vectors(vectors, dimensions)
         return join_tokens(results, empty=empty, stats=results.stats)
 
+    @routed
     def embed_spans(
         self,
         texts: Sequence[str],

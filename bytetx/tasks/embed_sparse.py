@@ -1,7 +1,7 @@
 """Sparse vectors: SPLADE's weights of the vocabulary, or a weight for each token of the text."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack, overload
 
 import numpy as np
@@ -11,10 +11,12 @@ from bytetx.arguments import check_positive
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
+from bytetx.nn.loading import NO_LIMIT
 from bytetx.nn.sentence_modules import AutoEncoder
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.embed import DenseMixin, EmbedTask
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
 from bytetx.tasks.results import Results, Stream
@@ -131,7 +133,41 @@ class LatentTask:
         return vectors
 
 
-SparseTask = SpladeTask | TokenWeightTask | LatentTask
+@dataclass(frozen=True, slots=True)
+class StaticWeightTask:
+    """The weight of each token of the vocabulary that a text has; runs no transformer.
+
+    weights: f32 [vocab_size].
+    """
+
+    weights: np.ndarray
+    max_active_dims: int | None
+
+    @property
+    def capture(self) -> None:
+        """None: there is nothing to run on the device."""
+        return None
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(step.batch.cu_seqlens, step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        return (hidden_states.new_empty(0),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        return [self._vector(token_ids) for token_ids in step.requests.split()]
+
+    def _vector(self, token_ids: np.ndarray) -> SparseVector:
+        indices = np.unique(token_ids)
+        indices = indices[self.weights[indices] != 0]
+        most = self.max_active_dims
+        if most is not None and len(indices) > most:
+            sizes = np.abs(self.weights[indices])
+            indices = indices[np.sort(np.argsort(-sizes, kind="stable")[:most])]
+        return SparseVector(indices.astype(np.int32), self.weights[indices])
+
+
+SparseTask = SpladeTask | TokenWeightTask | LatentTask | StaticWeightTask
 
 
 class SparseMixin(DenseMixin):
@@ -152,6 +188,7 @@ class SparseMixin(DenseMixin):
         self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[SparseOptions]
     ) -> Stream[SparseVector | InputError]: ...
 
+    @routed
     def embed_sparse(
         self,
         texts: Texts,
@@ -180,6 +217,10 @@ class SparseMixin(DenseMixin):
         job = self._with_adapter(task, rows)
         reader = self._reader(truncate=truncate, on_error=on_error)
         reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        if isinstance(vectors, StaticWeightTask):  # no model limits a text
+            vocab_size = len(vectors.weights)
+            reader.spec = replace(self.spec, vocab_size=vocab_size, max_positions=NO_LIMIT)
+            reader.allows_no_tokens = True
         results = self._results(
             texts, job, reader, stream=stream, title="embed_sparse", show_progress=show_progress
         )
@@ -189,6 +230,8 @@ class SparseMixin(DenseMixin):
         size = self.spec.vocab_size
         if isinstance(vectors, LatentTask):
             size = vectors.size
+        elif isinstance(vectors, StaticWeightTask):
+            size = len(vectors.weights)
         return join_sparse(results, size=size, stats=results.stats)
 
     def _sparse_task(self, max_active_dims: int | None) -> SparseTask:
@@ -196,7 +239,9 @@ class SparseMixin(DenseMixin):
             check_positive("max_active_dims", max_active_dims)
         sentence = self.checkpoint.sentence
         most = max_active_dims or sentence.max_active_dims
-        modules = self.checkpoint.modules
+        modules, static = self.checkpoint.modules, self.checkpoint.static_weights
+        if static is not None:
+            return StaticWeightTask(static, most)
         if modules and isinstance(modules[-1], AutoEncoder):
             k = min(most or modules[-1].k, modules[-1].out_features)
             return LatentTask(self._embed_task(with_latents=True), k, modules[-1].out_features)
