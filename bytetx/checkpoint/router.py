@@ -77,6 +77,10 @@ def read_router(folder: Path) -> RouterSpec | None:
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
     if not entries or not is_router(str(entries[0].get("type"))):
         return None
+    settings = folder / "config_sentence_transformers.json"
+    kind = read_json(settings, {"model_type": TEXT}).get("model_type") if settings.is_file() else ""
+    if kind == "MultiVectorEncoder":
+        raise CheckpointError(f"{path}: a Router of a multi-vector model is not supported")
     where = module_folder(path, entries[0].get("path")) / _FILE
     if not where.is_file():
         raise CheckpointError(

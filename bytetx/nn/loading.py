@@ -134,8 +134,6 @@ def load_checkpoint(
         return _load(
             folder, sentence, device=device, dtype=dtype, blocks=blocks, on_tensor=on_tensor
         )
-    if blocks is not None:
-        raise OptionError("a model with a Router does not run with tp; load it with tp=1")
     loaded: dict[Path, LoadedCheckpoint] = {}
     routes: dict[str, LoadedCheckpoint] = {}
     specs = {name: load_route_spec(folder, router, name) for name in router.routes}

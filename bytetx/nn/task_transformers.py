@@ -93,6 +93,8 @@ class TaskTransformers:
                 word_adapter=_word_adapter(added, spec.embeddings["word"], device),
             )
             layers = load_layers(spec, load, blocks=blocks, quantization=self._quantization)
+            if device.type == "cuda":  # steps run on a stream of their own
+                torch.cuda.current_stream(device).synchronize()
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise

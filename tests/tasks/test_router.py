@@ -168,6 +168,13 @@ def test_tp_is_refused(tmp_path: Path) -> None:
         bytetx.load(save_static_queries(tmp_path), tp=2, device="cpu")
 
 
+def test_a_router_of_a_multi_vector_model_is_refused(tmp_path: Path) -> None:
+    folder = save_asymmetric(tmp_path)
+    edit_json(folder / "config_sentence_transformers.json", model_type="MultiVectorEncoder")
+    with pytest.raises(CheckpointError, match=r"Router.* of a multi-vector model is not supported"):
+        bytetx.load(folder)
+
+
 def test_wrap_of_both_kinds(tmp_path: Path) -> None:
     sparse = SparseEncoder(str(save_static_queries(tmp_path / "sparse")), device="cpu")
     dense = SentenceTransformer(str(save_asymmetric(tmp_path / "dense")), device="cpu")
