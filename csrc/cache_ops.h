@@ -75,7 +75,8 @@ void rotary_write_kv(const RotaryWriteKvParams& p, const Launch& launch);
 
 // cpu only. Causal attention of each sequence's last rows over keys and values in pages. Row
 // r of sequence i stands at position kv_seqlens[i] - seqlen + r and sees the keys up to its own; no
-// other is read, up to one before a window.
+// other is read, up to one before a window. With a softcap, scaled scores s become softcap * tanh(s
+// / softcap); then that of a row at i and a key at j gets slope * (j - i), of the row's head.
 struct PagedAttentionParams {
     const void* q;              // [total_tokens, num_heads, head_dim], dtype
     const void* k_cache;        // [num_pages, page_size, num_kv_heads, head_dim], contiguous
@@ -84,6 +85,7 @@ struct PagedAttentionParams {
     const int32_t* cu_seqlens;  // [batch_size + 1], starts at 0, ends at total_tokens
     const int32_t* page_table;  // [batch_size, max_pages]
     const int32_t* kv_seqlens;  // [batch_size], this step's rows included
+    const float* alibi_slopes;  // [num_heads], or null for none
     void* workspace;            // paged_attention_workspace_bytes(), any content
     int64_t workspace_bytes;
     int64_t batch_size;
@@ -97,7 +99,8 @@ struct PagedAttentionParams {
     int32_t window;    // as above
     int64_t q_stride;  // elements from row to row
     float softmax_scale;
-    DType dtype;  // f32 or bf16 on a CPU
+    float softcap;  // 0: none
+    DType dtype;    // f32 or bf16 on a CPU
 };
 
 // cuda only. What each CTA of planned_paged_attention does, from lengths on the device: made once a
@@ -119,11 +122,12 @@ struct PagedPlanParams {
 };
 
 // Tokens of a prefill tile; 0 where the heads are too many, and decode items serve all pieces.
-int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads);
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim);
 int64_t paged_plan_bytes(const PagedPlanParams& p);
 void paged_plan(const PagedPlanParams& p, const Launch& launch);
 
-// cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 128.
+// cuda only. As PagedAttentionParams, f16 or bf16; head_dim a multiple of 8 up to 256, above 128 at
+// most 8 query heads a key head.
 // early_read: 0 nothing; 1 plan, lengths and page table; 2 also the keys before each sequence's
 // rows.
 struct PlannedPagedAttentionParams {
@@ -132,6 +136,7 @@ struct PlannedPagedAttentionParams {
     const void* v_cache;
     void* out;
     const int32_t* page_table;  // [batch_size, max_pages]
+    const float* alibi_slopes;  // [num_heads], or null for none
     PagedPlanParams plan;       // as it was made
     void* workspace;            // planned_paged_attention_workspace_bytes(), any content
     int64_t workspace_bytes;
@@ -140,6 +145,7 @@ struct PlannedPagedAttentionParams {
     int32_t head_dim;
     int64_t q_stride;
     float softmax_scale;
+    float softcap;  // 0: none
     DType dtype;
     int32_t early_read;  // what may be read before the preceding kernel has ended (PDL)
 };

@@ -199,7 +199,8 @@ int64_t pool_workspace_bytes(int64_t total_tokens, int64_t max_seqlen, int64_t h
 void pool(const PoolParams& p, const Launch& launch);
 
 // out = softmax(q k^T * softmax_scale + bias) v within each sequence and head, accumulated in f32.
-// score(i, j) gets relative_bias[head][position(j) - position(i) + span - 1] where there is one.
+// With a softcap, scaled scores s become softcap * tanh(s / softcap). Then score(i, j) gets
+// relative_bias[head][position(j) - position(i) + span - 1] where there is one.
 // causal hides j > i, a window |i - j| >= window. Query heads h * num_heads / num_kv_heads and on
 // share head h of k and v.
 struct VarlenAttentionParams {
@@ -226,7 +227,8 @@ struct VarlenAttentionParams {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;
-    DType dtype;  // f32 or bf16 on a CPU
+    float softcap;  // 0: none
+    DType dtype;    // f32 or bf16 on a CPU
 };
 
 // cuda only. Which tile owns which rows of a batch, made once on the device and read by every
@@ -262,7 +264,7 @@ struct PlannedAttentionParams {
     int32_t tile_rows;
     int32_t num_heads;
     int32_t num_kv_heads;  // divides num_heads
-    int32_t head_dim;      // a multiple of 8 up to 128
+    int32_t head_dim;      // a multiple of 8 up to 256
     int32_t relative_bias_span;
     int32_t window;    // keys a row sees, its own the last of them; 0: from the sequence's first
     bool causal;       // no key after the row
@@ -271,6 +273,7 @@ struct PlannedAttentionParams {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;  // > 0
+    float softcap;        // 0: none
     DType dtype;
 };
 

@@ -91,6 +91,36 @@ def make_tokenizer(
     )
 
 
+def make_gemma_tokenizer(
+    *, adds_end: bool = False, max_tokens: int = MAX_POSITIONS
+) -> transformers.GemmaTokenizer:
+    """Gemma's own kind, trained on SENTENCES alone: spaces are tokens' marks, what is unknown falls
+    back to bytes, texts begin by <bos>.
+
+    adds_end: they also end by <eos>, as those of EmbeddingGemma.
+    """
+    turns = ["<start_of_turn>", "<end_of_turn>"]
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *turns]
+    backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    backend.normalizer = normalizers.Replace(" ", "\u2581")
+    backend.pre_tokenizer = pre_tokenizers.Split("\u2581", "merged_with_next")  # words, to train
+    num_bytes = 256
+    words = trainers.BpeTrainer(
+        vocab_size=len(special) + num_bytes + 200,
+        special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(num_bytes))],
+    )
+    backend.train_from_iterator(SENTENCES[:3] * 3, words)
+    model = json.loads(backend.to_str())["model"]
+    return transformers.GemmaTokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
+        additional_special_tokens=turns,
+        add_bos_token=True,
+        add_eos_token=adds_end,
+        model_max_length=max_tokens,
+    )
+
+
 def _untrained(kind: str, unk: str) -> tokenizers.Tokenizer:
     if kind == "wordpiece":
         backend = tokenizers.Tokenizer(models.WordPiece(unk_token=unk))
@@ -177,6 +207,22 @@ def edit_json(path: Path, **changes: object) -> None:
 def write_config(folder: Path, config: dict[str, object]) -> None:
     """Writes config.json in place of the one that is there, if any."""
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def save_gemma(
+    folder: Path,
+    name: str,
+    head: str = "ForCausalLM",
+    *,
+    adds_end: bool = False,
+    **config: object,
+) -> Path:
+    """A random Gemma with a tokenizer of its kind."""
+    tokenizer = make_gemma_tokenizer(adds_end=adds_end, max_tokens=96)
+    model = tiny_decoder(name, head, vocab_size=len(tokenizer), **config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def save_causal(

@@ -89,6 +89,8 @@ def attend_exactly(
     device: torch.device | str = "cpu",
     window: int = 0,
     scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Plain torch on the keys in order, in `dtype` throughout."""
     parts = []
@@ -98,8 +100,12 @@ def attend_exactly(
         q, k, v = (t.to(device, dtype) for t in (q, k, v))
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(len(k), device=device)
         distance = at[None, :] - at[len(k) - len(q) :, None]
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes.to(device, dtype)[:, None, None] * distance
         is_hidden = distance > 0
         if window:
             is_hidden |= distance <= -window

@@ -81,6 +81,25 @@ _FALCON = {
     "max_position_embeddings": 96,
 }
 
+_GEMMA = _LLAMA | {"head_dim": 16, "pad_token_id": 0}
+_GEMMA2 = _GEMMA | {
+    "sliding_window": WINDOW,
+    "query_pre_attn_scalar": 20,
+    "attn_logit_softcapping": 3.0,
+    "final_logit_softcapping": 4.0,
+}
+_GEMMA3 = _GEMMA | {
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 20,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 2000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
+_BLOOM = {"hidden_size": 48, "n_layer": 3, "n_head": 4}
+_RW = {"multi_query": False, "parallel_attn": False, "bias": True, "alibi": True}  # Falcon RW
+
 # name: (stem of its class names, config)
 DECODERS = {
     "llama": ("Llama", _LLAMA),
@@ -138,6 +157,13 @@ DECODERS = {
         _FALCON
         | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
     ),
+    "falcon-alibi": ("Falcon", _FALCON | _RW),
+    "falcon-alibi-groups": (
+        "Falcon",
+        _FALCON | {"alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "bloom": ("Bloom", _BLOOM),
+    "bloom-heads": ("Bloom", _BLOOM | {"n_head": 6}),
     "mixtral": ("Mixtral", _LLAMA | {"num_local_experts": 4}),
     "mixtral-window": ("Mixtral", _LLAMA | {"num_local_experts": 3, "sliding_window": WINDOW}),
     "qwen3_moe": ("Qwen3Moe", _LLAMA | _EXPERTS | {"mlp_only_layers": [1]}),
@@ -146,12 +172,30 @@ DECODERS = {
         _LLAMA | _EXPERTS | {"decoder_sparse_step": 2, "norm_topk_prob": True},
     ),
     "smollm3": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layer_interval": 2}),
+    "gemma": ("Gemma", _GEMMA),
+    "gemma2": ("Gemma2", _GEMMA2),
+    "gemma2-full": (
+        "Gemma2",
+        _GEMMA2
+        | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": False, "head_dim": 256},
+    ),
+    "gemma2-uncapped": (
+        "Gemma2",
+        _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3Text", _GEMMA3),
+    "gemma3-capped": (
+        "Gemma3Text",
+        _GEMMA3 | {"final_logit_softcapping": 4.0, "attention_bias": True},
+    ),
     "smollm3-layers": ("SmolLM3", _LLAMA | {"pad_token_id": 0, "no_rope_layers": [0, 1, 1]}),
 }
 
 
 def causal_class(name: str, head: str = "ForCausalLM") -> type:
     stem = DECODERS[name][0]
+    if (stem, head) == ("Gemma3Text", "ForCausalLM"):
+        stem = "Gemma3"
     ending = "LMHeadModel" if (stem, head) == ("GPT2", "ForCausalLM") else head
     return getattr(transformers, stem + ending)
 
@@ -166,6 +210,8 @@ def tiny_decoder(name: str, head: str = "ForCausalLM", **config: object) -> nn.M
         for parameter_name, parameter in model.named_parameters():
             if "ln_" in parameter_name and parameter_name.endswith("weight"):
                 parameter += 1.0  # a norm's scale, which randomize knows by "norm" alone
+            if stem.startswith("Gemma") and "norm" in parameter_name:
+                parameter -= 1.0  # its norms add one to their weights
     return model.eval()
 
 

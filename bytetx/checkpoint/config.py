@@ -73,8 +73,10 @@ class Values:
         return self.flag(self.names[name])
 
     def flag(self, key: str) -> bool:
-        """A truth value by its key in config.json."""
-        value = self.read(key)
+        """A truth value by its key in config.json; where that is null, its default."""
+        value = self.config.get(key)
+        if value is None:
+            value = self.defaults.get(key)
         if not isinstance(value, bool):
             raise CheckpointError(f"config.json: {key} must be true or false, got {value!r}")
         return value
@@ -84,6 +86,13 @@ class Values:
         key = self.names[name]
         value = self.read(key) if isinstance(key, str) else key
         return positive_number(key, value)
+
+    def number_or_zero(self, name: str) -> float:
+        """A positive number by bytetx's name for it; 0 where the family has no such number, or
+        config.json leaves it out or sets it to null."""
+        if name not in self.names or self.read(self.names[name]) is None:
+            return 0.0
+        return self.number(name)
 
     def multiplier(self, name: str) -> float:
         """A positive number by bytetx's name for it; 1 where the family has no such number."""

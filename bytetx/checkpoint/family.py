@@ -61,9 +61,12 @@ _SECTIONS = {
             "is_causal",
             "is_bidirectional",
             "softmax_scale",
+            "query_pre_attn_scalar",
+            "attention_softcap",
             "embedding_multiplier",
             "residual_multiplier",
             "logits_divisor",
+            "logits_softcap",
             "num_experts",
             "experts_per_token",
             "expert_size",
@@ -94,6 +97,8 @@ _SECTIONS = {
             "qk_norm",
             "weight_layout",
             "window_sides",
+            "unmasked_window",
+            "global_layer",
             "has_first_norm",
             "first_position_row",
             "biases",
@@ -101,6 +106,12 @@ _SECTIONS = {
             "softmax_scale",
             "always_projects",
             "half_dtype",
+            "norm_offset",
+            "scales_words",
+            "scaled_positions",
+            "scaled_layers",
+            "alibi_dtype",
+            "scales_alibi",
         },
     ),
     "embeddings": (
@@ -137,7 +148,7 @@ _OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
 _OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"marker", "own_code", "keyed_code", "bidirectional"}
-_OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "task_adapters"}
+_OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "nested", "task_adapters"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}
@@ -162,9 +173,23 @@ _CLOSED_VALUES = {
     "causal": (False, True),
     # The window of config.json counts a token and those before it, or both sides of a token.
     "window_sides": ("one", "both"),
+    # The window of a causal family's checkpoint without the mask: as wide on either side as the
+    # causal one, or the window of both sides together.
+    "unmasked_window": ("each_side", "both_sides"),
+    # Which layer of each global_attention_period has no window.
+    "global_layer": ("first", "last"),
+    # What is added to the weights of RMS norms.
+    "norm_offset": (0, 1),
+    "scales_words": (False, True),
+    # Whether max_position_embeddings counts the positions after rotary scaling.
+    "scaled_positions": (False, True),
+    # The layers that a rope_scaling without layer types is for.
+    "scaled_layers": ("all", "global"),
     "has_first_norm": (True, False),
     "always_projects": (False, True),
     "half_dtype": ("saved", "bfloat16"),
+    "alibi_dtype": ("float32", "bfloat16"),
+    "scales_alibi": (False, True),
 }
 # Keys of config.json without which something else is taken, or nothing.
 _NULLABLE = {
@@ -178,6 +203,8 @@ _NULLABLE = {
     "rotary_layers",
     "relative_terms",
     "dense_layers",
+    "attention_softcap",
+    "logits_softcap",
 }
 
 # Keys that need each other: a size in config.json, and the tensor or facts that use it.
@@ -261,6 +288,7 @@ def read_family(path: Path) -> dict[str, Any]:
     for section in ("heads", "otherwise"):
         for head, content in table.get(section, {}).items():
             _check_keys(f"{where} [{section}.{head}]", content, *_HEADS[head])
+    _check_names(where, table)
     _check_values(where, table)
     _check_modules(where, table)
     for variant in table.get("variants", ()):
@@ -303,6 +331,18 @@ def _check_keys(where: str, content: Any, required: set[str], optional: set[str]
         )
     if missing := required - content.keys():
         raise CheckpointError(f"{where} missing key {', '.join(sorted(missing))}")
+
+
+def _check_names(where: str, table: dict[str, Any]) -> None:
+    """Checks what stands outside of the sections."""
+    prefix, nested = table["prefix"], table.get("nested", {})
+    prefixes = [prefix] if isinstance(prefix, str) else prefix
+    if not isinstance(prefixes, list) or not all(isinstance(name, str) for name in prefixes):
+        raise CheckpointError(f"{where} prefix must be a text or a list of them, got {prefix!r}")
+    if strange := nested.keys() - set(table["model_types"]):
+        raise CheckpointError(
+            f"{where} nested names {', '.join(sorted(strange))}, which model_types has not"
+        )
 
 
 def _check_variant(where: str, table: dict[str, Any], variant: Any) -> None:
@@ -394,13 +434,17 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
     is_disentangled = architecture["positions"] == "disentangled"
     is_learned = architecture["positions"] == "learned" or "absolute_positions" in table["config"]
     is_rotary = architecture["positions"] == "rotary"
+    is_alibi = architecture["positions"] == "alibi"
     has_bias = "relative_bias_rows" in table["config"]
+    is_plain = architecture["norm"] == "layer_norm" and "project_in" not in embeddings
     separate = architecture.get("qkv", "separate") == "separate"
     placement = architecture["norm_placement"]
     needed = [
         ("embeddings", "position", is_learned, not is_learned),
-        ("embeddings", "norm", not is_causal and placement == "post", is_causal),
-        ("config", "rotary_theta", is_rotary, not is_rotary),
+        # Of causal families, one of embedded words, by layer_norm.
+        ("embeddings", "norm", not is_causal and placement == "post", is_causal and not is_plain),
+        # Of a family with rotary positions or ALiBi, as config.json says.
+        ("config", "rotary_theta", is_rotary, not is_rotary and not is_alibi),
         ("config", "relative_attention", is_disentangled, not is_disentangled),
         ("layer", "q_bias", False, separate),
         *(("layer", key, separate, not separate) for key in ("q", "k", "v")),
@@ -416,11 +460,12 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
         ("config", "embedding_multiplier", False, not is_causal),
         *(
             ("config", key, False, not is_causal)
-            for key in ("logits_divisor", "is_causal", "is_bidirectional")
+            for key in ("logits_divisor", "logits_softcap", "is_causal", "is_bidirectional")
         ),
         ("config", "windowed_rotary_theta", False, not is_rotary),
     ]
     _check_needed(where, table, needed)
+    _check_choices(where, table)
     _check_feed_forward(where, table)
     for key in ("relative_bias_buckets", "relative_bias_max_distance"):
         if (key in table["config"]) + (key in architecture) != has_bias:
@@ -451,6 +496,22 @@ def _check_tensors(where: str, table: dict[str, Any]) -> None:
             raise CheckpointError(
                 f"{where} [{section}] {', '.join(sorted(found))}: only a causal family may have it"
             )
+
+
+def _check_choices(where: str, table: dict[str, Any]) -> None:
+    """Checks that choices are there only where something reads them."""
+    architecture, config = table["architecture"], table["config"]
+    is_causal = architecture.get("causal", False)
+    needed = [
+        ("config", "attention_softcap", False, architecture["positions"] == "disentangled"),
+        ("config", "query_pre_attn_scalar", False, "softmax_scale" in config),
+        ("architecture", "scales_words", False, not is_causal),
+        ("architecture", "unmasked_window", False, not is_causal),
+        ("architecture", "norm_offset", False, architecture["norm"] != "rms_norm"),
+        ("architecture", "global_layer", False, "global_attention_period" not in config),
+        ("architecture", "scaled_layers", False, "windowed_rotary_theta" not in config),
+    ]
+    _check_needed(where, table, needed)
 
 
 def _check_feed_forward(where: str, table: dict[str, Any]) -> None:

@@ -66,6 +66,17 @@ class ConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AlibiSpec:
+    """By how much scores fall with the distance of two tokens, by a slope of each head.
+
+    dtype: that the slopes are rounded to.  scale: that they are multiplied by then.
+    """
+
+    dtype: str = "float32"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """Choices of a model's layers, beyond the sizes of ModelSpec.
 
@@ -82,7 +93,9 @@ class LayerSpec:
     softmax_scale: of the first layer; scales_by_layer: that of layer i is 1 / (i + 1) of it.
     final: stems of the last norm and projection.
     disentangled: None where scores compare contents alone.
-    alibi: whether scores fall with the distance of two tokens, by a slope of each head.
+    softcap: of attention scores, as of ops.attention; 0: none.
+    norm_offset: what is added to the weights of RMS norms.
+    alibi: None where scores do not fall with the distance of two tokens.
     """
 
     causal: bool
@@ -105,7 +118,9 @@ class LayerSpec:
     qk_norm: str = "head"
     disentangled: DisentangledSpec | None = None
     convolution: ConvolutionSpec | None = None
-    alibi: bool = False
+    softcap: float = 0.0
+    norm_offset: float = 0.0
+    alibi: AlibiSpec | None = None
 
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
@@ -197,6 +212,8 @@ def read_layers(
     scale = head_dim**-0.5 if values.switch("scales_attention", True) else 1.0
     if "softmax_scale" in values.names:
         scale = values.number("softmax_scale")
+    elif "query_pre_attn_scalar" in values.names:
+        scale = values.number("query_pre_attn_scalar") ** -0.5
     causal = architecture.get("causal", False)
     return LayerSpec(
         causal=causal and not is_bidirectional(values, table),
@@ -219,7 +236,9 @@ def read_layers(
         final=table.get("final", {}),
         disentangled=_disentangled(values),
         convolution=_convolution(values, table),
-        alibi=_alibi(values),
+        softcap=values.number_or_zero("attention_softcap"),
+        norm_offset=float(architecture.get("norm_offset", 0)),
+        alibi=_alibi(values, scale=scale),
     )
 
 
@@ -266,14 +285,18 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
 
 
 def _window(values: Values, *, is_unmasked: bool) -> int:
-    """is_unmasked: a causal family's, whose window then has as many tokens on both sides."""
-    if not values.switch("uses_window", True):
+    """is_unmasked: a causal family's, whose window then has tokens on both sides."""
+    window = values.size_or_none("window")
+    if window is None or not values.switch("uses_window", True):
         return 0
-    window = values.size_or_none("window") or 0
-    if is_unmasked and window:
-        return window + 1
-    is_two_sided = values.architecture.get("window_sides") == "both"
-    return window // 2 + 1 if window and is_two_sided else window
+    if not is_unmasked:
+        is_two_sided = values.architecture.get("window_sides") == "both"
+        return window // 2 + 1 if is_two_sided else window
+    is_shared = values.architecture.get("unmasked_window") == "both_sides"
+    if is_shared and values.switch("is_bidirectional", False):
+        window = window // 2 + 1
+        return window if values.switch("is_causal", True) else window + 1
+    return window + 1
 
 
 def _first_windowed_layer(values: Values) -> int:
@@ -293,7 +316,8 @@ def _window_pattern(values: Values, num_layers: int) -> tuple[bool, ...]:
     given = None if key is None else values.read(key)
     if given is None and "global_attention_period" in values.names:
         period = values.size("global_attention_period")
-        return tuple(i % period > 0 for i in range(num_layers))
+        first = 1 if values.architecture.get("global_layer") == "last" else 0
+        return tuple((i + first) % period > 0 for i in range(num_layers))
     if given is None:
         return ()
     if "layer_types" in values.names:
@@ -371,16 +395,20 @@ def _disentangled(values: Values) -> DisentangledSpec | None:
     )
 
 
-def _alibi(values: Values) -> bool:
-    if values.architecture["positions"] != "alibi":
-        return False
+def _alibi(values: Values, *, scale: float) -> AlibiSpec | None:
+    architecture = values.architecture
+    if architecture["positions"] != "alibi":
+        return None
     positions = values.max_positions(0)
     if positions > _MAX_ALIBI_POSITIONS:
         raise CheckpointError(
             f"config.json: {values.names['max_position_embeddings']} must be at most "
             f"{_MAX_ALIBI_POSITIONS} with ALiBi, got {positions}"
         )
-    return True
+    return AlibiSpec(
+        dtype=architecture.get("alibi_dtype", "float32"),
+        scale=scale if architecture.get("scales_alibi", False) else 1.0,
+    )
 
 
 def _convolution(values: Values, table: Mapping[str, Any]) -> ConvolutionSpec | None:

@@ -182,14 +182,14 @@ def _read_lora(folder: Path, spec: ModelSpec) -> tuple[dict[str, LowRank], dict[
             raise _unknown_tensor(path, tensor)
         elif name.endswith(_BASE_LAYER):
             name = f"{name.removesuffix(_BASE_LAYER)}.weight"
-            bases[canonical_name(name, spec.prefix)] = tensor
+            bases[canonical_name(name, spec.prefixes)] = tensor
         else:
-            replaced[canonical_name(name, spec.prefix)] = tensor
+            replaced[canonical_name(name, spec.prefixes)] = tensor
     if not factors and not replaced:
         raise CheckpointError(f"{path} holds no tensors; save the adapter again")
     added = {}
     for (module, kind), pair in factors.items():
-        name = canonical_name(f"{module}.weight", spec.prefix)
+        name = canonical_name(f"{module}.weight", spec.prefixes)
         if name in added or name in replaced:
             raise CheckpointError(f"{path} changes {name!r} twice; save the adapter again")
         is_transposed = bool(kind) or _is_conv1d(name, spec)

@@ -74,12 +74,15 @@ def read_rotary(values: Values, head_dim: int, *, windowed: bool = False) -> Rot
     )
 
 
-def rotary_positions(rotary: RotarySpec, max_positions: int) -> int:
-    """Tokens that a text may have: what the scaling stretches config.json's number to."""
+def rotary_positions(rotary: RotarySpec, max_positions: int, *, is_scaled: bool) -> int:
+    """Tokens that a text may have: what the scaling stretches config.json's number to.
+
+    is_scaled: config.json's number counts what the scaling stretched.
+    """
     longest = max_positions
-    if rotary.scaling in ("linear", "dynamic"):
+    if rotary.scaling in ("linear", "dynamic") and not is_scaled:
         longest = int(max_positions * rotary.factor)
-    elif rotary.scaling == "yarn":
+    elif rotary.scaling == "yarn" and not is_scaled:
         longest = max(max_positions, int(rotary.original_positions * rotary.factor))
     if longest > _MAX_POSITIONS:
         raise CheckpointError(
@@ -102,8 +105,10 @@ class _Given:
             of_kind = given.get(kind)
             if isinstance(of_kind, Mapping):
                 given = of_kind
-            elif any(isinstance(entry, Mapping) for entry in given.values()):
-                given = {}
+            else:
+                is_by_kind = any(isinstance(entry, Mapping) for entry in given.values())
+                is_of_global = values.architecture.get("scaled_layers") == "global"
+                given = {} if is_by_kind or (windowed and is_of_global) else given
         if any(isinstance(entry, Mapping) for entry in given.values()):
             raise CheckpointError(
                 "config.json: rope_parameters differ by layer type, which is not supported"

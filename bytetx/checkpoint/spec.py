@@ -31,6 +31,10 @@ _MODULES_OF = {
 # quant_method of quantization_config, as its tools are called.
 _METHODS = {"gptq": "GPTQ", "awq": "AWQ", "bitsandbytes": "bitsandbytes", None: "no method named"}
 
+# Keys of a config.json that holds the text model's in a table; the other ones are the table's.
+_OUTER_KEYS = {"architectures", "auto_map", "model_type", "quantization_config"}
+_OUTER_KEYS |= {"id2label", "num_labels", "problem_type", "tie_word_embeddings"}
+
 # More classes than any head has; a number of labels beyond it is a damaged config, not a model.
 _MAX_LABELS = 1 << 20
 
@@ -75,14 +79,16 @@ class ModelSpec:
     always_projects: whether the embedding is projected even to a hidden_size of its own width.
     half_dtype: the half type that "auto" takes on CUDA; "saved": the saved one, else float16.
     embedding_multiplier: of embedded tokens.  residual_multiplier: of what each half of a layer
-        adds.  logits_divisor: of next-token logits.
+        adds.  logits_divisor: of next-token logits, and logits_softcap, as of attention scores.
+    scales_words: whether rows of the word table are multiplied by the root of hidden_size, rounded
+        to their dtype, when they are looked up.
     experts: of layers whose feed-forward is a mixture of experts; None where no layer's is.
     is_bidirectional: a causal family's checkpoint whose tokens see their whole sequence.
     """
 
     family: str
     model_type: str
-    prefix: str
+    prefixes: tuple[str, ...]
     hidden_size: int
     embedding_size: int
     num_layers: int
@@ -116,6 +122,8 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    logits_softcap: float = 0.0
+    scales_words: bool = False
     experts: ExpertSpec | None = None
     is_bidirectional: bool = False
 
@@ -229,6 +237,7 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
     missing, of the wrong type, or that contradict each other.
     """
     family, table = _family_of(config)
+    config = _unnested(config, table)
     table = select_variants(table, config)
     _refuse_variants(config, table)
     values = Values(config, table)
@@ -258,11 +267,13 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         intermediate_size=sizes["intermediate_size"],
     )
     if layers.rotary is not None:
-        sizes["max_positions"] = rotary_positions(layers.rotary, sizes["max_positions"])
+        is_scaled = table["architecture"].get("scaled_positions", False)
+        positions = rotary_positions(layers.rotary, sizes["max_positions"], is_scaled=is_scaled)
+        sizes["max_positions"] = positions
     return ModelSpec(
         family=family,
         model_type=config["model_type"],
-        prefix=table["prefix"],
+        prefixes=(prefix,) if isinstance(prefix := table["prefix"], str) else tuple(prefix),
         **sizes,
         activation=activation,
         norm_eps=norm_eps,
@@ -280,6 +291,8 @@ def build_spec(config: Mapping[str, Any]) -> ModelSpec:
         embedding_multiplier=values.multiplier("embedding_multiplier"),
         residual_multiplier=values.multiplier("residual_multiplier"),
         logits_divisor=values.multiplier("logits_divisor"),
+        logits_softcap=values.number_or_zero("logits_softcap"),
+        scales_words=table["architecture"].get("scales_words", False),
         experts=experts,
         is_bidirectional=table["architecture"].get("causal", False) and not layers.causal,
     )
@@ -354,6 +367,19 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
             return family, table
     given = "lacks model_type" if model_type is None else f"has model_type {model_type!r}"
     raise CheckpointError(f"config.json {given}; bytetx knows: {', '.join(known_model_types())}")
+
+
+def _unnested(config: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of the text model alone, where config.json has it in a table beside another's."""
+    key = table.get("nested", {}).get(config["model_type"])
+    if key is None:
+        return config
+    inner = config.get(key)
+    if not isinstance(inner, Mapping | None):
+        raise CheckpointError(
+            f"config.json: {key} must be a table, the config of the text model, got {inner!r:.120}"
+        )
+    return {**(inner or {}), **{key: config[key] for key in _OUTER_KEYS & config.keys()}}
 
 
 def _refuse_variants(config: Mapping[str, Any], table: Mapping[str, Any]) -> None:

@@ -236,7 +236,7 @@ class Weights(Mapping[str, torch.Tensor]):
         self._saved: dict[str, SavedTensor] = {}
         for path in weight_files(folder, spec):
             for tensor in read_header(path):
-                name = canonical_name(tensor.name, spec.prefix)
+                name = canonical_name(tensor.name, spec.prefixes)
                 if other := self._saved.get(name):
                     raise CheckpointError(
                         f"tensor {name!r} is saved twice: as {other.name!r} in {other.path} and "
@@ -413,9 +413,13 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     )
 
 
-def canonical_name(saved: str, prefix: str) -> str:
-    """A tensor's name in `Weights` from the one that it has in a model or its file."""
-    name = saved.removeprefix(prefix)
+def canonical_name(saved: str, prefixes: Iterable[str]) -> str:
+    """A tensor's name in `Weights` from the one that it has in a model or its file.
+
+    prefixes: of the base model's tensors; the longest that fits is left out.
+    """
+    longest = max((prefix for prefix in prefixes if saved.startswith(prefix)), key=len, default="")
+    name = saved.removeprefix(longest)
     for old, new in _OLD_NAMES:
         if name.endswith(old):
             return name.removesuffix(old) + new

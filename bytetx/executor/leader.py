@@ -367,7 +367,7 @@ class _GroupMaskedLMHead(MaskedLMHead):
 def _group_lm(head: LmHead | None, executor: GroupExecutor) -> LmHead | None:
     if head is None:
         return None
-    fields = (head.decoder, head.vocab_size, head.blocks, head.divisor)
+    fields = (head.decoder, head.vocab_size, head.blocks, head.divisor, head.softcap)
     return _GroupLmHead(*fields, executor=executor)
 
 

@@ -23,7 +23,7 @@ from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.paged_plan import takes_paged_plan
+from bytetx.ops.paged_plan import fits_kernel, takes_paged_plan
 from bytetx.runtime.cuda_graphs import GraphCache
 from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.paged_layout import (
@@ -160,7 +160,9 @@ class CudaSteps:
         layers, layer = self._transformer.layers, self._cache.layers[0]
         rows = layer.k_cache.flatten(0, 1)
         has_kernel = takes_paged_plan(rows, layer.k_cache, layer.v_cache, 1.0)
-        return layers.is_capturable and has_kernel
+        blocks = self._transformer.blocks
+        fits = fits_kernel(blocks.num_heads, blocks.num_kv_heads, rows.shape[2])
+        return layers.is_capturable and has_kernel and fits
 
     def __del__(self) -> None:
         # A graph must not be destroyed while it runs; clear() waits for it.

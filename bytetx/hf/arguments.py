@@ -10,6 +10,8 @@ from bytetx.errors import InputError
 
 # transformers names the prefix sums and the longest length for queries and for keys.
 PACKED_NAMES = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# transformers 5.24 calls the earlier keys and values a cache.
+PAST_NAMES = ("past_key_values", "cache")
 _READ = {
     "input_ids",
     "attention_mask",
@@ -118,7 +120,7 @@ def read_inputs(
         cu_seqlens=cu_seqlens,
         output_hidden_states=choice("output_hidden_states", False),
         return_dict=choice("return_dict", True),
-        past=given.get("past_key_values"),
+        past=next((given[name] for name in PAST_NAMES if given.get(name) is not None), None),
         use_cache=choice("use_cache", False),
     )
 
@@ -148,6 +150,8 @@ def reason_against(
         ):
             return f"the argument {name} is not one that bytetx runs"
     mask = inputs.attention_mask
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        return "attention_mask holds a mask for each kind of layer"
     if mask is not None and mask.shape != inputs.main.shape[:2]:
         return f"attention_mask has {mask.dim()} dimensions or another shape than the input"
     return None

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CAUSAL_OUTPUTS = {
     **{
         f"{family}Model": "BaseModelOutputWithPastAndCrossAttentions"
-        for family in ("GPT2", "GPTBigCode", "Falcon")
+        for family in ("GPT2", "GPTBigCode", "Falcon", "Bloom")
     },
     **{f"{family}Model": "MoeModelOutputWithPast" for family in ("Mixtral", "Qwen3Moe")},
     **{
@@ -40,6 +40,7 @@ CAUSAL_OUTPUTS = {
         for family in (
             *("GPTNeo", "GPTJ", "GPTNeoX", "OPT", "Llama", "Mistral", "Qwen2", "Qwen3"),
             *("Phi3", "Starcoder2", "StableLm", "SmolLM3", "Olmo2", "Granite"),
+            *("Gemma", "Gemma2", "Gemma3Text"),
         )
     },
 }
@@ -47,13 +48,13 @@ CAUSAL_OUTPUTS = {
 # and for the scores of experts are never filled here.
 _LM_OUTPUTS = {
     **dict.fromkeys(
-        ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM"),
+        ("GPT2LMHeadModel", "GPTBigCodeForCausalLM", "FalconForCausalLM", "BloomForCausalLM"),
         "CausalLMOutputWithCrossAttentions",
     ),
     **dict.fromkeys(("MixtralForCausalLM", "Qwen3MoeForCausalLM"), "MoeCausalLMOutputWithPast"),
 }
 # cache_position says again, of older transformers, which columns the input is.
-_OWN_NAMES = ("past_key_values", "cache_position")
+_OWN_NAMES = (*arguments.PAST_NAMES, "cache_position")
 
 
 class CausalForward(PackedForward):
@@ -220,13 +221,18 @@ class LmHeadForward(StandIn):
         return logits
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
-        logits = self._undivided(rows)
+        logits = self._uncapped(rows)
         plan = base_forward(self.module).plan
         assert plan is not None and plan.transformer is not None  # the rows are its result
-        divisor = plan.transformer.spec.logits_divisor
-        return logits if divisor == 1.0 else logits / divisor
+        divisor, softcap = (
+            plan.transformer.spec.logits_divisor,
+            plan.transformer.spec.logits_softcap,
+        )
+        if divisor != 1.0:
+            logits = logits / divisor
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
 
-    def _undivided(self, rows: torch.Tensor) -> torch.Tensor:
+    def _uncapped(self, rows: torch.Tensor) -> torch.Tensor:
         head: nn.Module = self.module.get_output_embeddings()
         if not is_plain_head(head) or (torch.is_grad_enabled() and head.weight.requires_grad):
             logits: torch.Tensor = head(as_callers_tensor(rows))

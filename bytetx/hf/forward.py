@@ -408,9 +408,20 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
     if layout.has_holes and transformer.layers.buckets is not None:
         return "a mask has holes, and attention compares the distances of tokens (DeBERTa)"
     bias = transformer.layers.relative_bias
-    if bias is not None and layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
-        return "a mask with holes is wider than the model has positions"
+    if bias is None:
+        return None
+    if _counts_holes(transformer):
+        if layout.has_holes and 2 * layout.num_columns - 1 > bias.shape[1]:
+            return "a mask with holes is wider than the model has positions"
+    elif 2 * layout.max_seqlen - 1 > bias.shape[1]:
+        longest = transformer.spec.max_positions
+        return f"{layout.max_seqlen} tokens are more than bytetx's {longest} with ALiBi"
     return None
+
+
+def _counts_holes(transformer: Transformer) -> bool:
+    """Whether a relative bias is of columns; causal models count the tokens before a token."""
+    return transformer.layers.relative_bias is not None and not transformer.spec.is_causal
 
 
 def _has_windows(spec: ModelSpec) -> bool:
@@ -436,7 +447,7 @@ def batch_of(inputs: Inputs, layout: Layout, transformer: Transformer) -> Packed
             token_type_ids = as_int32("token_type_ids", layout.gather(inputs.token_type_ids))
     if inputs.inputs_embeds is not None:
         embeds = layout.gather(inputs.inputs_embeds).detach()
-    has_bias_positions = transformer.layers.relative_bias is not None and layout.has_holes
+    has_bias_positions = layout.has_holes and _counts_holes(transformer)
     return PackedBatch(
         input_ids=_packed_ids(inputs, layout),
         position_ids=position_ids_of(

@@ -236,10 +236,11 @@ def _checkpoint_of(forward: CausalForward, lm_head: nn.Linear) -> LoadedCheckpoi
     word, no_folder = transformer.embeddings.word, Path()
     bias = None if lm_head.bias is None else lm_head.bias.detach()
     decoder = prepare_linear(lm_head.weight.detach(), bias, prepack=False)
-    head = LmHead(decoder, decoder.n, divisor=transformer.spec.logits_divisor)
+    spec = transformer.spec
+    head = LmHead(decoder, decoder.n, divisor=spec.logits_divisor, softcap=spec.logits_softcap)
     return LoadedCheckpoint(
         folder=no_folder,
-        spec=transformer.spec,
+        spec=spec,
         sentence=SentenceSpec(no_folder),
         modules=(),
         transformer=transformer,

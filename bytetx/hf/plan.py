@@ -35,6 +35,8 @@ _CONV1D_FILE = "transformers.pytorch_utils"
 # Keys of a family's layer whose weights run as one.
 _FUSED = (("q", "k", "v"), ("ffn_gate", "ffn_in"))
 _ATTENTIONS = {None, "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"}
+# Classes that leave their causal mask out where use_bidirectional_attention says so.
+_READ_BIDIRECTIONAL = ("Gemma3TextModel",)
 _BUILD_LOCK = threading.Lock()  # fusing re-points parameters: one thread at a time
 
 
@@ -82,7 +84,8 @@ class Snapshot:
         self.addresses: list[int] = []
         self.copied = _copied_parameters(base)
         for parameter in self.copied:
-            if parameter.is_inference():  # Moved in inference mode, it would not count its changes.
+            if parameter.is_inference():
+                # Moved in inference mode, it would not count its changes.
                 parameter.data = parameter.data.clone()
         self.copied_versions = list(map(_version, self.copied))
         self.read_values = ReadValues(base, self.modules)
@@ -277,9 +280,10 @@ def _reason_against(base: "PreTrainedModel", tensors: Sequence[torch.Tensor]) ->
     is_causal = getattr(base.config, "is_causal", None)
     attention = getattr(base.config, "_attn_implementation", None)
     spec = _spec_of(base)
-    if spec.is_bidirectional and is_causal is None:
+    reads_key = type(base).__name__ in _READ_BIDIRECTIONAL
+    if spec.is_bidirectional and is_causal is None and not reads_key:
         return "transformers' own class reads is_causal alone, and keeps its causal mask here"
-    if is_causal is not None and is_causal != spec.is_causal:
+    if is_causal is not None and is_causal != spec.is_causal and not reads_key:
         return f"the config says is_causal={is_causal}, which bytetx does not run in this family"
     if attention not in _ATTENTIONS:
         return f"the config asks for the attention {attention!r}; set 'sdpa' to run on bytetx"

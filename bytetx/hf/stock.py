@@ -50,7 +50,7 @@ _UNREAD_CONFIG = {
 }
 # Instance attributes of a wrapped or compiled module that no stock forward reads.
 _OWN = {"forward", "_apply", "_compiled_call_impl"}
-_FACTORIES = {torch.arange, torch.full, torch.linspace, torch.ones, torch.zeros}
+_FACTORIES = {torch.arange, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros}
 _PACKAGES = ("torch.", "transformers.")
 
 

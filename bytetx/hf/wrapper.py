@@ -38,9 +38,9 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT,
     EuroBERT, NomicBERT, GTE, Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo,
     GPT-J, GPT-NeoX, OPT, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2,
-    StableLM, SmolLM3, OLMo 2, Granite, GPT-BigCode or Falcon, bare or with any of its heads; a
-    SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds
-    one of these.
+    StableLM, SmolLM3, OLMo 2, Granite, GPT-BigCode, Falcon or Gemma 1 to 3, bare or with any of its
+    heads; a SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module
+    that holds one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
@@ -65,12 +65,13 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     rows that depend on them, and the thread's next packed call raises.
 
     The parameters are shared, not copied: query, key and value of a layer become views of one
-    storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  state_dict
-    gives contiguous tensors with separate storages over the same memory, which safetensors and
-    torch save as the stock model's.  It lays GPT-2's weights out by rows until the next packed
-    call; only until then does writing to its entries write to the model.  Where bytetx cannot give
-    the model's output (training, gradients, attention weights, changed modules), the original
-    forward runs, and a FallbackWarning names each reason once.
+    storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's
+    norm weights are copied, with one added, and again once they change.  state_dict gives
+    contiguous tensors with separate storages over the same memory, which safetensors and torch save
+    as the stock model's.  It lays GPT-2's weights out by rows until the next packed call; only
+    until then does writing to its entries write to the model.  Where bytetx cannot give the model's
+    output (training, gradients, attention weights, changed modules), the original forward runs, and
+    a FallbackWarning names each reason once.
     Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
     transformers is too old, accelerate has spread the model over devices, or transformers' class
     lacks what the config says (NomicBERT v2's experts).

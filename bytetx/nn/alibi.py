@@ -2,6 +2,8 @@
 
 import torch
 
+from bytetx.checkpoint.spec import ModelSpec
+
 
 def alibi_slopes(num_heads: int, device: torch.device | str) -> torch.Tensor:
     """The slope of each head, f32 [num_heads].
@@ -14,6 +16,15 @@ def alibi_slopes(num_heads: int, device: torch.device | str) -> torch.Tensor:
     exponents = [-8 * (i + 1) / below for i in range(below)]
     exponents += [-8 * (2 * i + 1) / (2 * below) for i in range(num_heads - below)]
     return torch.tensor([2.0**exponent for exponent in exponents], device=device)
+
+
+def model_slopes(spec: ModelSpec, device: torch.device | str) -> torch.Tensor | None:
+    """What scores of each head fall by a token, f32 [num_heads]; None of a model without ALiBi."""
+    alibi = spec.layer_spec.alibi
+    if alibi is None:
+        return None
+    rounded = alibi_slopes(spec.num_heads, device).to(getattr(torch, alibi.dtype))
+    return rounded.float() * alibi.scale
 
 
 def alibi_bias(slopes: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:

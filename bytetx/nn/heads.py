@@ -84,13 +84,14 @@ class LmHead:
     """Logits of the next token, on the rows given.
 
     blocks: where the vocabulary is sharded over a group, every rank calls forward.
-    divisor: of the logits.
+    divisor: of the logits.  softcap: logits x become softcap * tanh(x / softcap); 0: they stay.
     """
 
     decoder: LinearWeight
     vocab_size: int
     blocks: Blocks | None = None
     divisor: float = 1.0
+    softcap: float = 0.0
 
     @torch.inference_mode()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -98,6 +99,8 @@ class LmHead:
         logits = linear(rows, self.decoder)
         if self.divisor != 1.0:
             logits /= self.divisor
+        if self.softcap:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits if self.blocks is None else self.blocks.gather_vocab(logits)
 
     @torch.inference_mode()
@@ -244,7 +247,7 @@ def load_lm(
     assert head.decoder  # families say so
     part, shape = _local_vocab(blocks), (spec.vocab_size, spec.embedding_size)
     bias = None if head.bias is None else load.tensor(head.bias, shape[:1], part=part)
-    more = (spec.vocab_size, blocks, spec.logits_divisor)
+    more = (spec.vocab_size, blocks, spec.logits_divisor, spec.logits_softcap)
     if not spec.tie_word_embeddings:
         return LmHead(load.linear_from(load.tensor(head.decoder, shape, part=part), bias), *more)
     if part is not None:

@@ -12,13 +12,14 @@ from bytetx.checkpoint.layer_spec import (
 )
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
+from bytetx.nn.alibi import model_slopes
 from bytetx.nn.blocks import Blocks, NormWeight, OutWeight
 from bytetx.nn.convolution import load_convolution
 from bytetx.nn.layers import Layers, LayerWeights
 from bytetx.nn.quantization import Quantization, quantize_layers
 from bytetx.nn.relative_positions import load_buckets, load_positions, project_positions
 from bytetx.nn.rotary import rotary_tables
-from bytetx.nn.tensors import TensorLoader
+from bytetx.nn.tensors import TensorLoader, add_offset
 from bytetx.ops.experts import ExpertsWeight, stack_experts
 from bytetx.ops.gated import GatedWeight
 from bytetx.ops.linear import LinearWeight
@@ -62,10 +63,19 @@ def load_layers(
         final_norm=final_norm,
         tables=tables,
         relative_bias=relative_bias,
+        alibi_slopes=_alibi_slopes(spec, load, blocks),
         buckets=load_buckets(spec, load.device),
         convolution=load_convolution(spec, load),
         is_interleaved=load.shares and layer_spec.qkv == "interleaved",
     )
+
+
+def _alibi_slopes(spec: ModelSpec, load: TensorLoader, blocks: Blocks) -> torch.Tensor | None:
+    """Of the local heads."""
+    slopes, shard = model_slopes(spec, load.device), blocks.shard
+    if slopes is None or shard is None:
+        return slopes
+    return slopes[shard.heads.start : shard.heads.stop].contiguous()
 
 
 def tensor_names(spec: ModelSpec) -> Iterator[str]:
@@ -108,6 +118,8 @@ def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
         yield spec.embeddings["relative_bias"]
     if layers.convolution is not None:
         yield f"{layers.convolution.linear}.weight"
+    if layers.norm_offset:
+        yield f"{layers.final['norm']}.weight"
     projections: set[str] = set()
     if relative is not None:
         yield spec.embeddings["relative"]
@@ -119,6 +131,8 @@ def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
         for key, name in spec.layer_names(i).items():
             if key in ("q_bias", "v_bias"):
                 yield name
+            elif layers.norm_offset and "norm" in key:
+                yield f"{name}.weight"
             elif key in projections:
                 yield from (f"{name}.{part}" for part in ("weight", "bias"))
 
@@ -204,7 +218,8 @@ class _LayerReader:
 
     def norm(self, stem: str, size: int) -> NormWeight:
         has_bias = self.layer_spec.norm == "layer_norm" and self.layer_spec.norm_bias
-        return self.load.norm(stem, size, has_bias=has_bias)
+        offset = self.layer_spec.norm_offset
+        return self.load.norm(stem, size, has_bias=has_bias, offset=offset)
 
     def _head_norm(
         self, names: dict[str, str], key: str, num_heads: int, local: range | None
@@ -219,7 +234,9 @@ class _LayerReader:
         if self.layer_spec.qk_norm == "projection":
             size *= num_heads
             part = None if local is None else Part(0, (local,))
-        return NormWeight(self.load.tensor(f"{names[key]}.weight", (size,), part=part), None)
+        weight = self.load.tensor(f"{names[key]}.weight", (size,), part=part)
+        offset = self.layer_spec.norm_offset
+        return NormWeight(add_offset(weight, offset) if offset else weight, None)
 
     def _qkv_parts(self, names: dict[str, str]) -> list[_Tensors]:
         """(weight, bias) of q, k and v; empty where one weight holds all three."""

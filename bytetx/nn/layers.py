@@ -75,19 +75,22 @@ class Layers:
         final_norm: NormWeight | None = None,
         tables: dict[RotarySpec, RotaryTables] | None = None,
         relative_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         buckets: torch.Tensor | None = None,
         convolution: Convolution | None = None,
         is_interleaved: bool = False,
     ):
         """final_norm: None where the layers are post-norm.  tables: of each rotation that
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
-        varlen_attention.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
+        varlen_attention.  alibi_slopes: f32 [num_heads], the same bias of causal layers over keys
+        in pages.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
         is_interleaved: qkv has rows of one key head's q, k and v after another.
         """
         self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
         self.weights, self.final_norm = list(weights), final_norm
         self.tables = {} if tables is None else tables
-        self.relative_bias, self.is_interleaved = relative_bias, is_interleaved
+        self.relative_bias, self.alibi_slopes = relative_bias, alibi_slopes
+        self.is_interleaved = is_interleaved
         self.buckets, self.convolution = buckets, convolution
 
     @property
@@ -176,6 +179,7 @@ class Layers:
                 causal=self.layer_spec.causal,
                 window=window,
                 has_bias=self.relative_bias is not None,
+                softcap=self.layer_spec.softcap,
             )
         return plan_paged_attention(
             batch.cu_seqlens,
@@ -307,7 +311,16 @@ class Layers:
             cache = step.cache.layers[i]
             q = self._write_kv(q, k, v, layer, i, step, cache)
             assert not isinstance(plan, AttentionPlan)  # _plan made it
-            return _attend_paged(q, batch, cache, scale=scale, window=window, plan=plan).flatten(1)
+            return _attend_paged(
+                q,
+                batch,
+                cache,
+                scale=scale,
+                window=window,
+                softcap=self.layer_spec.softcap,
+                alibi_slopes=self.alibi_slopes,
+                plan=plan,
+            ).flatten(1)
         if layer.q_norm is None:  # q's heads and k's lie side by side
             self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
         else:
@@ -324,6 +337,7 @@ class Layers:
             softmax_scale=scale,
             causal=self.layer_spec.causal,
             window=window,
+            softcap=self.layer_spec.softcap,
             relative_bias=self.relative_bias,
             bias_positions=batch.bias_positions,
             plan=plan,
@@ -406,6 +420,8 @@ def _attend_paged(
     *,
     scale: float,
     window: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
     plan: PagedPlan | None,
 ) -> torch.Tensor:
     """Attention over all keys in the pages, those of this step among them."""
@@ -422,6 +438,8 @@ def _attend_paged(
         max_kv_seqlen=past.max_kv_seqlen,
         softmax_scale=scale,
         window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
         plan=plan,
         # The kernel right before this one is _write_kv's, which waits for those before it.
         early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,

@@ -505,6 +505,8 @@ def _load_heads(
         "ForCausalLM": ("lm", lambda: Heads(lm=lm())),
         "LMHeadModel": ("lm", lambda: Heads(lm=lm())),
     }
+    if "lm" in spec.heads:  # of a text model beside another one
+        load_heads["ForConditionalGeneration"] = load_heads["ForCausalLM"]
     for ending, (kind, load_head) in load_heads.items():
         if architecture.endswith(ending):
             heads = load_head()

@@ -79,8 +79,13 @@ class TensorLoader:
             return shape, tensor
         return shape, take_part(tensor, part) if _has_part(shape, part) else torch.empty(0)
 
-    def norm(self, stem: str, size: int, *, has_bias: bool = True) -> NormWeight:
+    def norm(
+        self, stem: str, size: int, *, has_bias: bool = True, offset: float = 0.0
+    ) -> NormWeight:
+        """offset: what is added to the weight in f32, before it is rounded."""
         weight = self.tensor(f"{stem}.weight", (size,))
+        if offset:
+            weight = add_offset(weight, offset)
         return NormWeight(weight, self.tensor(f"{stem}.bias", (size,)) if has_bias else None)
 
     def linear(self, stem: str, n: int, k: int, *, has_bias: bool = True) -> LinearWeight:
@@ -121,6 +126,11 @@ class TensorLoader:
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
         return prepare_gated(gate, up, **biases, prepack=self.prepack)
+
+
+def add_offset(weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """weight + offset, a new tensor: the sum is in f32, and rounded to weight's dtype."""
+    return (weight.float() + offset).to(weight.dtype)
 
 
 def _has_part(shape: tuple[int, ...], part: Part) -> bool:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
 from bytetx.errors import CheckpointError
-from bytetx.nn.alibi import alibi_bias, alibi_slopes
+from bytetx.nn.alibi import alibi_bias, model_slopes
 from bytetx.nn.blocks import Blocks, LocalBlocks, NormWeight, Rows
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.kv_cache import KvCache
@@ -22,6 +22,7 @@ from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.ops.paged_plan import fits_kernel
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import ModelShard
 
@@ -70,6 +71,9 @@ class Transformer:
         self.spec, self.embeddings = spec, embeddings
         self.layers, self.blocks = layers, layers.blocks
         self.project_out = project_out
+        # transformers multiplies by a tensor of the table's dtype.
+        scale = torch.tensor(spec.hidden_size**0.5, dtype=embeddings.word.dtype)
+        self.word_scale: float = scale.item()
 
     @classmethod
     def from_tensors(
@@ -114,8 +118,10 @@ class Transformer:
     @property
     def is_capturable(self) -> bool:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
-        word = self.embeddings.word
-        fits = is_planned(word.dtype, self.spec.head_dim, word.device)
+        word, head_dim = self.embeddings.word, self.spec.head_dim
+        fits = is_planned(word.dtype, head_dim, word.device)
+        if self.spec.is_causal:
+            fits = fits and fits_kernel(self.blocks.num_heads, self.blocks.num_kv_heads, head_dim)
         return fits and self.layers.is_capturable
 
     @torch.inference_mode()
@@ -164,6 +170,8 @@ class Transformer:
             inputs_embeds=embeds,
             bad_ids=batch.bad_ids,
         )
+        if self.spec.scales_words and batch.inputs_embeds is None:
+            x *= self.word_scale
         # The layers' sums are divided by residual_multiplier; see ModelSpec.layer_norm_eps.
         multiplier = self.spec.embedding_multiplier / self.spec.residual_multiplier
         if multiplier != 1.0:
@@ -267,12 +275,13 @@ def _relative_bias(
     learned table's bucket, or of ALiBi.
     Source: T5 (arXiv 1910.10683), section 2.1, the bidirectional buckets.
     """
-    if not (spec.relative_bias_rows or spec.layer_spec.alibi):
+    slopes = model_slopes(spec, load.device)
+    if not spec.relative_bias_rows and slopes is None:
         return None
     span = spec.max_positions + spec.position_offset  # a wrapped model may use every position
     distance = torch.arange(-(span - 1), span, device=load.device)
-    if spec.layer_spec.alibi:
-        bias = alibi_bias(alibi_slopes(spec.num_heads, load.device), distance)
+    if slopes is not None:
+        bias = alibi_bias(slopes, distance)
     else:
         shape = (spec.relative_bias_rows, spec.num_heads)
         table = load.tensor(spec.embeddings["relative_bias"], shape).float()

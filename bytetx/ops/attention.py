@@ -14,6 +14,7 @@ from bytetx.ops.check import (
     require_contiguous,
     require_heads,
     require_out,
+    require_softcap,
     require_tensor,
 )
 from bytetx.ops.rows import empty_rows
@@ -31,6 +32,7 @@ def varlen_attention(
     softmax_scale: float | None = None,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
     plan: AttentionPlan | None = None,
@@ -45,6 +47,8 @@ def varlen_attention(
     softmax_scale: 1 / sqrt(head_dim) where None.  causal: no token sees a later one.
     window: a token sees itself, the window - 1 tokens before it and, unless causal, the window - 1
         tokens after it; 0: no limit.
+    softcap: scaled scores s become softcap * tanh(s / softcap), before the bias and the mask; 0:
+        they stay.
     relative_bias: f32 [num_heads, 2 * span - 1], span >= max_seqlen; score(i, j) of a head gets
     relative_bias[head, position(j) - position(i) + span - 1], where position is the index in the
     sequence, or bias_positions: int32 [total_tokens], values in [0, span).
@@ -61,6 +65,7 @@ def varlen_attention(
     _check_bias(q, max_seqlen, relative_bias, bias_positions)
     if window < 0:
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
+    require_softcap(softcap)
     if softmax_scale is None:
         softmax_scale = 1.0 / math.sqrt(q.shape[2])
     if torch.compiler.is_compiling():
@@ -73,24 +78,29 @@ def varlen_attention(
             softmax_scale=softmax_scale,
             causal=causal,
             window=window,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
         )
         return attended if out is None else out.copy_(attended)
-    if takes_plan(q, k, v, softmax_scale) and q.shape[0] > 0 and cu_seqlens.shape[0] > 1:
-        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=relative_bias is not None)
+    has_work = q.shape[0] > 0 and cu_seqlens.shape[0] > 1
+    if has_work and takes_plan(q, k, v, softmax_scale):
+        has_bias = relative_bias is not None
+        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=has_bias, softcap=softcap)
         return run_planned(
             q,
             k,
             v,
             plan,
             softmax_scale=softmax_scale,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
         )
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
-    run = _choose(q, has_bias=relative_bias is not None, has_mask=has_mask)
+    changes_scores = softcap > 0 or relative_bias is not None
+    run = _choose(q, changes_scores=changes_scores, has_mask=has_mask)
     if run is run_kernel:
         return run_kernel(
             q,
@@ -101,6 +111,7 @@ def varlen_attention(
             softmax_scale=softmax_scale,
             causal=causal,
             window=window,
+            softcap=softcap,
             relative_bias=relative_bias,
             bias_positions=bias_positions,
             out=out,
@@ -114,6 +125,7 @@ def varlen_attention(
         softmax_scale=softmax_scale,
         causal=causal,
         window=window,
+        softcap=softcap,
         relative_bias=relative_bias,
         bias_positions=bias_positions,
     )
@@ -128,6 +140,7 @@ def _plan_for(
     window: int,
     *,
     has_bias: bool,
+    softcap: float,
 ) -> AttentionPlan:
     if plan is None:
         plan = plan_attention(
@@ -137,6 +150,7 @@ def _plan_for(
             causal=causal,
             window=window,
             has_bias=has_bias,
+            softcap=softcap,
         )
         assert plan is not None  # takes_plan said that there is a kernel
         return plan
@@ -160,6 +174,7 @@ def run_kernel(
     softmax_scale: float,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
     out: Tensor | None = None,
@@ -187,6 +202,7 @@ def run_kernel(
         causal,
         *strides,
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )
@@ -199,13 +215,13 @@ def _kernel(device: torch.device) -> tuple[native.Kernel, native.Kernel]:
     return native.require_kernel("varlen_attention", device), workspace_bytes
 
 
-def _choose(q: Tensor, *, has_bias: bool, has_mask: bool) -> Callable[..., Tensor]:
+def _choose(q: Tensor, *, changes_scores: bool, has_mask: bool) -> Callable[..., Tensor]:
     """The fastest path that takes q's device and dtype."""
     if q.device.type == "cpu":
         is_native = q.dtype in (torch.float32, torch.bfloat16) and q.shape[2] > 0
         if is_native and native.kernel("varlen_attention", q.device) is not None:
             return run_kernel
-    elif q.is_cuda and not has_bias and q.shape[0] > 0:
+    elif q.is_cuda and not changes_scores and q.shape[0] > 0:
         if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             if _has_flash(q.device):
                 return _flash
@@ -231,10 +247,11 @@ def _flash(
     softmax_scale: float,
     causal: bool,
     window: int,
+    softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
 ) -> Tensor:
-    """FlashAttention as torch ships it: f16 and bf16, head_dim a multiple of 8 up to 256.
+    """FlashAttention as torch ships it: f16, bf16, head_dim a multiple of 8 up to 256, no cap.
 
     Called below torch.nn.attention.varlen, whose custom op costs microseconds a call and whose
     signature moved between torch 2.10 and 2.13.
@@ -257,6 +274,7 @@ def _memory_efficient(
     softmax_scale: float,
     causal: bool,
     window: int,
+    softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
 ) -> Tensor:

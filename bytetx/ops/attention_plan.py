@@ -11,7 +11,7 @@ from torch import Tensor
 from bytetx.ops import native
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 128
+_MAX_HEAD_DIM = 256
 _ALIGNMENT_BYTES = 16
 
 
@@ -40,20 +40,22 @@ def plan_attention(
     causal: bool = False,
     window: int = 0,
     has_bias: bool = False,
+    softcap: float = 0.0,
 ) -> AttentionPlan | None:
     """Plans one batch for varlen_attention; None where no kernel takes a plan, or nothing to do.
 
     cu_seqlens: int32 [batch_size + 1].  total_tokens: rows of q; where it is more than
     cu_seqlens[-1], the rows past that are padding, which no sequence reads and nobody writes.
-    causal, window, head_dim, has_bias: as the calls that will use the plan.
+    causal, window, head_dim, has_bias, softcap: as the calls that will use the plan.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     batch_size = cu_seqlens.shape[0] - 1
     if not has_planned_kernel(cu_seqlens.device) or batch_size == 0 or total_tokens == 0:
         return None
     kernels = _kernels(cu_seqlens.device)
-    # Wide tiles have no kernel with a bias: a head_dim of 0 asks for narrow ones.
-    tile_rows = kernels.tile_rows(batch_size, total_tokens, 0 if has_bias else head_dim)
+    # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
+    is_plain = not has_bias and softcap == 0
+    tile_rows = kernels.tile_rows(batch_size, total_tokens, head_dim if is_plain else 0)
     num_bytes = kernels.plan_bytes(batch_size, total_tokens, tile_rows)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cu_seqlens.device)
     kernels.plan(
@@ -90,6 +92,7 @@ def run_planned(
     plan: AttentionPlan,
     *,
     softmax_scale: float,
+    softcap: float,
     relative_bias: Tensor | None,
     bias_positions: Tensor | None,
     out: Tensor | None,
@@ -120,6 +123,7 @@ def run_planned(
         v.stride(0),
         num_heads * head_dim,
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *native.launch_args(q.device),
     )

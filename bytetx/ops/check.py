@@ -1,5 +1,6 @@
 """Argument checks shared by the ops: each names the argument, what it needs and what it got."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -120,3 +121,9 @@ def is_aligned(t: Tensor) -> bool:
 def addresses(tensors: Iterable[Tensor]) -> list[int]:
     """Where each tensor's data lies: compared to tell that one was moved, never read through."""
     return list(map(Tensor.data_ptr, tensors))
+
+
+def require_softcap(softcap: float) -> None:
+    """Of attention scores: 0 for none, or a positive number."""
+    if not 0.0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0 (none) or a positive finite number, got {softcap}")

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import require_contiguous, require_heads, require_out, require_tensor
+from bytetx.ops.check import (
+    require_contiguous,
+    require_heads,
+    require_out,
+    require_softcap,
+    require_tensor,
+)
 from bytetx.ops.paged_plan import (
     EarlyRead,
     PagedPlan,
@@ -33,6 +39,8 @@ def paged_attention(
     max_kv_seqlen: int,
     softmax_scale: float | None = None,
     window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     plan: PagedPlan | None = None,
     early_read: EarlyRead = EarlyRead.NOTHING,
     out: Tensor | None = None,
@@ -47,6 +55,9 @@ def paged_attention(
     row sees the keys up to its own.  max_seqlen, max_kv_seqlen: the longest, tokens, host ints.
     softmax_scale: 1 / sqrt(head_dim) where None.  window: a row sees itself and the window - 1
     keys before it; 0: all before it.  Keys that no row sees are not read.
+    softcap: scaled scores s become softcap * tanh(s / softcap), before slopes and mask; 0: they
+    stay.  alibi_slopes: f32 [num_heads]; a head's score of a row and a key gets -slope times the
+    tokens that the key lies before the row.
     plan: plan_paged_attention's for this step, made once for all layers; where None and a kernel
     wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
     rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
@@ -60,6 +71,9 @@ def paged_attention(
     _check_cache(k_cache, v_cache, q.shape[2], like=q)
     _check(q, k_cache, cu_seqlens, page_table, kv_seqlens)
     _check_sizes(page_table, max_kv_seqlen, page_size=k_cache.shape[1], window=window)
+    require_softcap(softcap)
+    if alibi_slopes is not None:
+        _check_slopes(alibi_slopes, q)
     if out is not None:
         require_out("out", out, like=q, shape=q.shape)
     if softmax_scale is None:
@@ -76,6 +90,8 @@ def paged_attention(
             max_kv_seqlen=max_kv_seqlen,
             softmax_scale=softmax_scale,
             window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
         )
         return attended if out is None else out.copy_(attended)
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
@@ -97,7 +113,13 @@ def paged_attention(
         assert plan is not None  # takes_paged_plan said that there is a kernel
         operands = (q, k_cache, v_cache, page_table)
         return run_planned(
-            *operands, plan, softmax_scale=softmax_scale, early_read=early_read, out=out
+            *operands,
+            plan,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            early_read=early_read,
+            out=out,
         )
     if _has_kernel(q, k_cache):
         return run_kernel(
@@ -109,6 +131,8 @@ def paged_attention(
             kv_seqlens=kv_seqlens,
             softmax_scale=softmax_scale,
             window=window,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
             out=out,
         )
     attended = reference.paged_attention(
@@ -120,6 +144,8 @@ def paged_attention(
         kv_seqlens=kv_seqlens,
         softmax_scale=softmax_scale,
         window=window,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )
     return attended if out is None else out.copy_(attended)
 
@@ -195,6 +221,8 @@ def run_kernel(
     kv_seqlens: Tensor,
     softmax_scale: float,
     window: int,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
@@ -210,9 +238,12 @@ def run_kernel(
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
-    operands = (q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens, workspace)
+    operands = (
+        *(q, k_cache, v_cache, out, cu_seqlens, page_table, kv_seqlens),
+        *(alibi_slopes, workspace),
+    )
     kernel(
-        *(t.data_ptr() for t in operands),
+        *(0 if t is None else t.data_ptr() for t in operands),
         num_bytes,
         batch_size,
         total_tokens,
@@ -222,6 +253,7 @@ def run_kernel(
         *heads,
         q.stride(0),
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         *launch,
     )
@@ -264,6 +296,13 @@ def _check_sizes(page_table: Tensor, max_kv_seqlen: int, *, page_size: int, wind
         )
     if window < 0:
         raise ValueError(f"window must be 0 (none) or more tokens, got {window}")
+
+
+def _check_slopes(alibi_slopes: Tensor, q: Tensor) -> None:
+    f32 = (torch.float32,)
+    shape = (q.shape[1],)
+    require_tensor("alibi_slopes", alibi_slopes, shape=shape, dtypes=f32, device=q.device)
+    require_contiguous("alibi_slopes", alibi_slopes)
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tensor) -> None:

@@ -13,7 +13,8 @@ from bytetx.ops import native
 from bytetx.ops.native_params import PagedPlanParams
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 128
+_MAX_HEAD_DIM = 256
+_MAX_WIDE_GROUP = 8  # query heads a key head of more than 128 features
 _ALIGNMENT_BYTES = 16
 
 
@@ -66,7 +67,8 @@ def plan_paged_attention(
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     device, batch_size = cu_seqlens.device, kv_seqlens.shape[0]
-    if not has_paged_kernel(device) or batch_size == 0 or total_tokens == 0:
+    fits = has_paged_kernel(device) and fits_kernel(num_heads, num_kv_heads, head_dim)
+    if not fits or batch_size == 0 or total_tokens == 0:
         return None
     kernels = _kernels(device)
     params = PagedPlanParams(
@@ -81,7 +83,7 @@ def plan_paged_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         window=min(window, native.MAX_WINDOW),
-        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads),
+        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
     )
     plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
@@ -96,12 +98,18 @@ def takes_paged_plan(q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale:
     return (
         q.dtype in _HALF_DTYPES
         and has_paged_kernel(q.device)
-        and 0 < q.shape[2] <= _MAX_HEAD_DIM
-        and q.shape[2] * element_bytes % _ALIGNMENT_BYTES == 0
+        and fits_kernel(q.shape[1], k_cache.shape[2], q.shape[2])
         and q.stride(0) * element_bytes % _ALIGNMENT_BYTES == 0
         and softmax_scale > 0
         and all(t.data_ptr() % _ALIGNMENT_BYTES == 0 for t in (q, k_cache, v_cache))
     )
+
+
+def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether the planned kernels have these heads."""
+    if not 0 < head_dim <= _MAX_HEAD_DIM or head_dim % 8 != 0:
+        return False
+    return head_dim <= 128 or num_heads // num_kv_heads <= _MAX_WIDE_GROUP
 
 
 def run_planned(
@@ -112,6 +120,8 @@ def run_planned(
     plan: PagedPlan,
     *,
     softmax_scale: float,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
     out: Tensor | None,
     early_read: EarlyRead = EarlyRead.NOTHING,
 ) -> Tensor:
@@ -121,6 +131,7 @@ def run_planned(
     operands = (q, k_cache, v_cache, out, page_table)
     _kernels(q.device).attention(
         *map(Tensor.data_ptr, operands),
+        0 if alibi_slopes is None else alibi_slopes.data_ptr(),
         plan.params,
         plan.params.plan + plan.params.plan_bytes,
         plan.buffer.shape[0] - plan.params.plan_bytes,
@@ -129,6 +140,7 @@ def run_planned(
         plan.head_dim,
         q.stride(0),
         softmax_scale,
+        softcap,
         native.DTYPE_CODES[q.dtype],
         early_read,
         *native.launch_args(q.device),
@@ -142,7 +154,7 @@ def has_paged_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    tile_tokens: Callable[[int, int], int]
+    tile_tokens: Callable[[int, int, int], int]
     bytes: Callable[[PagedPlanParams, int], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]

@@ -23,13 +23,15 @@ def varlen_attention(
     softmax_scale: float,
     causal: bool = False,
     window: int = 0,
+    softcap: float = 0.0,
     relative_bias: Tensor | None = None,
     bias_positions: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * softmax_scale + bias) v within each sequence, one run of sequences at a time.
 
     q: [total_tokens, num_heads, head_dim].  k, v: [total_tokens, num_kv_heads, head_dim].
-    cu_seqlens: int32 [batch_size + 1].  causal, window: see ops.attention.varlen_attention.
+    cu_seqlens: int32 [batch_size + 1].  causal, window, softcap: see
+    ops.attention.varlen_attention.
     relative_bias: f32 [num_heads, 2 * span - 1]; bias_positions: int32 [total_tokens] or None.
     Returns contiguous [total_tokens, num_heads, head_dim] in q's dtype.  Reads cu_seqlens on the
     host (one synchronisation on CUDA).  Nothing of size [batch_size, max_seqlen] is allocated.
@@ -52,7 +54,7 @@ def varlen_attention(
             else bias_positions[rows]
         )
         mask = _Mask(causal, window, relative_bias, positions)
-        attended = _attend(qs, ks, vs, softmax_scale, mask)
+        attended = _attend(qs, ks, vs, softmax_scale, mask, softcap)
         out[rows] = attended.transpose(1, 2).flatten(0, 1)
     return out
 
@@ -139,23 +141,38 @@ class _Mask:
         return mask
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: _Mask) -> Tensor:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, mask: _Mask, softcap: float
+) -> Tensor:
     """Attention of [count, num_heads, seqlen, head_dim] operands."""
-    if mask.relative_bias is None and not mask.window:
+    if mask.relative_bias is None and not mask.window and not softcap:
         return F.scaled_dot_product_attention(q, k, v, scale=softmax_scale, is_causal=mask.causal)
-    num_heads, seqlen = q.shape[1], q.shape[2]
-    block_rows = max(1, _MAX_BIAS_ELEMENTS // (num_heads * seqlen))
+    count, num_heads, seqlen = q.shape[:3]
+    num_blocks = num_heads * seqlen * (count if softcap else 1)
+    block_rows = max(1, _MAX_BIAS_ELEMENTS // num_blocks)
     pieces = [
-        F.scaled_dot_product_attention(
+        _attend_masked(
             q[:, :, first : first + block_rows],
             k,
             v,
-            attn_mask=mask.rows(first, min(first + block_rows, seqlen))[None],
-            scale=softmax_scale,
+            mask.rows(first, min(first + block_rows, seqlen)),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
         )
         for first in range(0, seqlen, block_rows)
     ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, softmax_scale: float, softcap: float
+) -> Tensor:
+    """q, k, v: f32 [..., rows, head_dim].  mask: added to the scores, f32 [num_heads or 1, ...]."""
+    if not softcap:
+        mask = mask[None] if q.dim() == 4 else mask
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
+    scores = (q @ k.transpose(-1, -2)).mul_(softmax_scale / softcap).tanh_().mul_(softcap)
+    return torch.softmax(scores.add_(mask), dim=-1) @ v
 
 
 def paged_attention(
@@ -168,6 +185,8 @@ def paged_attention(
     kv_seqlens: Tensor,
     softmax_scale: float,
     window: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention against keys in pages, one sequence at a time; see ops.paged.
 
@@ -196,9 +215,13 @@ def paged_attention(
             for cache in (k_cache, v_cache)
         )  # [num_heads, keys, head_dim]
         distance = at[None, :] - torch.arange(first_query, num_keys[i], device=q.device)[:, None]
-        mask = (distance <= 0) & (distance > -window) if window else distance <= 0
+        is_hidden = (distance > 0) | (distance <= -window) if window else distance > 0
+        mask = torch.zeros((1, *distance.shape), device=q.device)
+        if alibi_slopes is not None:
+            mask = alibi_slopes[:, None, None] * distance
+        mask = mask.masked_fill(is_hidden, -torch.inf)
         rows = q[start:end].float().transpose(0, 1)
-        attended = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=softmax_scale)
+        attended = _attend_masked(rows, k, v, mask, softmax_scale=softmax_scale, softcap=softcap)
         out[start:end] = attended.transpose(0, 1)
     return out
 

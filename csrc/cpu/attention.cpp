@@ -53,6 +53,7 @@ void check(const VarlenAttentionParams& p, int num_threads) {
         require(seqlen >= 0, "cu_seqlens must not decrease, a length", seqlen);
         longest = seqlen > longest ? seqlen : longest;
     }
+    require(p.softcap >= 0, "softcap must not be negative", static_cast<int64_t>(p.softcap));
     require(p.window >= 0, "window must not be negative", p.window);
     require(p.relative_bias == nullptr || p.relative_bias_span >= longest,
             "relative_bias must span the longest sequence, its span", p.relative_bias_span);
@@ -78,6 +79,7 @@ AttentionInput input_of(const VarlenAttentionParams& p) {
     in.v_stride = p.v_stride;
     in.out_stride = p.out_stride;
     in.softmax_scale = p.softmax_scale;
+    in.softcap = p.softcap;
     return in;
 }
 

@@ -32,9 +32,11 @@ struct AttentionInput {
     int64_t v_stride;
     int64_t out_stride;
     float softmax_scale;
-    const void* pos_k;       // of disentangled attention, as are pos_q and buckets; null: none
-    const void* pos_q;       // [num_buckets, num_heads, head_dim], as pos_k
-    const int32_t* buckets;  // [2 * relative_bias_span - 1], or null: no disentangled attention
+    float softcap;              // of scaled scores, 0: none
+    const float* alibi_slopes;  // [num_heads], or null for none
+    const void* pos_k;          // of disentangled attention, as are pos_q and buckets; null: none
+    const void* pos_q;          // [num_buckets, num_heads, head_dim], as pos_k
+    const int32_t* buckets;     // [2 * relative_bias_span - 1], or null: no disentangled attention
 
     int32_t num_queries(int64_t sequence) const {
         return cu_seqlens[sequence + 1] - cu_seqlens[sequence];

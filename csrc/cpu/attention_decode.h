@@ -1,6 +1,8 @@
 // Attention of one query row over many keys, for the query heads that share one head of k and v.
 //
-//   out_h = sum_j softmax_j(scale * q_h . k_j) v_j     over a run of up to kDecodeKeys keys j
+//   out_h = sum_j softmax_j(cap(scale * q_h . k_j) + slope_h * (j - i)) v_j
+//
+// over a run of up to kDecodeKeys keys j of the row i
 //
 // With one row, lanes along queries (attention_kernel.h) would idle.  Here they run along d for
 // both products, so that k and v are read where they lie, once for all heads of the group:
@@ -122,11 +124,35 @@ inline float reduce(typename Isa::Vec x) {
     return lanes[0];
 }
 
+// What becomes of the products of q and k: scores, in units of log2.
+struct DecodeScores {
+    float unit;
+    float softcap;        // in units of log2; 0: none
+    const float* slopes;  // of the block's heads, or null for none
+    int distance;         // of the block's first key: its position minus the row's
+
+    bool is_plain() const { return softcap == 0 && slopes == nullptr; }
+};
+
+// cap(score) + slope * distance of kWidth keys from `key` on.
+template <class Isa>
+inline typename Isa::Vec change_decoded(const DecodeScores& how, typename Isa::Vec score, int head,
+                                        int key) {
+    if (how.softcap > 0) {
+        const typename Isa::Vec to_unit = Isa::set1(1.0f / how.softcap);
+        score = Isa::mul(Isa::set1(how.softcap), tanh<Isa>(Isa::mul(score, to_unit)));
+    }
+    if (how.slopes == nullptr) return score;
+    const typename Isa::Vec distance =
+        Isa::sub(Isa::set1(static_cast<float>(how.distance + key)), minus_lanes<Isa>());
+    return Isa::fma(Isa::set1(how.slopes[head] * kLog2E), distance, score);
+}
+
 // Scores of a block in units of log2, for each head; kHidden behind the last key.
-template <class Isa, typename T>
+template <class Isa, bool kPlain, typename T>
 void score_decoded(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int num_heads,
-                   float unit, int head_dim) {
-    const typename Isa::Vec units = Isa::set1(unit);
+                   const DecodeScores& how, int head_dim) {
+    const typename Isa::Vec units = Isa::set1(how.unit);
     for (int key = 0; key < num_keys; key += Isa::kWidth) {
         for (int i = key; i < min_int(key + Isa::kWidth, num_keys); ++i) {
             prefetch_row(rows.values[i] + rows.offset, head_dim);
@@ -134,8 +160,10 @@ void score_decoded(const DecodeState& s, const DecodeRows<T>& rows, int num_keys
         for (int head = 0; head < num_heads; ++head) {
             const float* q = s.queries + head * s.stride;
             float* scores = s.scores + head * kBlockKeys + key;
-            Isa::store(scores,
-                       Isa::mul(units, dot_rows<Isa>(rows.keys + key, rows.offset, q, head_dim)));
+            typename Isa::Vec score =
+                Isa::mul(units, dot_rows<Isa>(rows.keys + key, rows.offset, q, head_dim));
+            if constexpr (!kPlain) score = change_decoded<Isa>(how, score, head, key);
+            Isa::store(scores, score);
             for (int i = num_keys - key; i < Isa::kWidth; ++i) scores[i] = kHidden;
         }
     }
@@ -241,8 +269,12 @@ void add_heads(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, in
 
 template <class Isa, typename T>
 void decode_block(const DecodeState& s, const DecodeRows<T>& rows, int num_keys, int num_heads,
-                  float unit, int head_dim, bool is_first) {
-    score_decoded<Isa>(s, rows, num_keys, num_heads, unit, head_dim);
+                  const DecodeScores& how, int head_dim, bool is_first) {
+    if (how.is_plain()) {
+        score_decoded<Isa, true>(s, rows, num_keys, num_heads, how, head_dim);
+    } else {
+        score_decoded<Isa, false>(s, rows, num_keys, num_heads, how, head_dim);
+    }
     for (int head = 0; head < num_heads; ++head) {
         const float decay = soften_decoded<Isa>(s, head, num_keys, is_first);
         if (decay == 1.0f) continue;  // the largest score so far still is
@@ -298,18 +330,23 @@ void load_queries(const AttentionInput& in, int sequence, int first_head, int nu
 
 // All heads of the item over one block of keys.
 template <class Isa, typename T>
-void decode_heads(const AttentionInput& in, const DecodeItem& item, int num_keys, bool is_first,
+void decode_heads(const AttentionInput& in, const DecodeItem& item, int first_key, int num_keys,
                   DecodeRows<T>& rows, const DecodeState& s) {
     const int group = in.num_heads / in.num_kv_heads;
-    const float unit = in.softmax_scale * kLog2E;
+    DecodeScores how{in.softmax_scale * kLog2E, in.softcap * kLog2E, nullptr,
+                     first_key - (in.num_keys(item.sequence) - 1)};
     for (int kv_head = 0; kv_head < item.num_kv_heads; ++kv_head) {
         const bool is_last = kv_head + 1 == item.num_kv_heads;
         rows.offset = kv_head * int64_t{in.head_dim};
         rows.ahead = is_last ? rows.next_keys : rows.keys;
         rows.ahead_offset = is_last ? 0 : rows.offset + in.head_dim;
         for (int first = 0; first < group; first += kDecodeHeads) {
+            if (in.alibi_slopes != nullptr) {
+                how.slopes = in.alibi_slopes + (item.first_kv_head + kv_head) * group + first;
+            }
             decode_block<Isa>(s.from(kv_head * group + first), rows, num_keys,
-                              min_int(kDecodeHeads, group - first), unit, in.head_dim, is_first);
+                              min_int(kDecodeHeads, group - first), how, in.head_dim,
+                              first_key == item.first_key);
         }
     }
 }
@@ -332,7 +369,7 @@ void decode(const AttentionInput& in, const DecodeItem& item, float* scratch) {
         for (int i = 0; i < kBlockKeys; ++i) rows.keys[i] = rows.next_keys[i];
         find_rows(v, first_key, num_keys, rows.values);
         if (num_next > 0) find_rows(k, first_key + num_keys, num_next, rows.next_keys);
-        decode_heads<Isa>(in, item, num_keys, first_key == item.first_key, rows, s);
+        decode_heads<Isa>(in, item, first_key, num_keys, rows, s);
     }
     const int64_t words = bytetx::cpu::decode_partial_words(in.head_dim);
     for (int head = 0; head < num_heads; ++head) {

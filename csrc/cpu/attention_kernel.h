@@ -1,6 +1,7 @@
 // Varlen attention of one query group, as a template over the instruction set.
 //
-//   out_i = sum_j softmax_j(scale * q_i . k_j + bias(i, j)) v_j     over the keys j of i's sequence
+//   out_i = sum_j softmax_j(cap(scale * q_i . k_j) + bias(i, j)) v_j    over the keys j of i's
+//                                                                       sequence
 //
 // Scores are computed transposed: vector lanes are queries, so that maximum, exp2 and sum run down
 // the keys without one horizontal reduction, a key is one broadcast, and no key is masked for a
@@ -87,25 +88,57 @@ typename Isa::Vec load_bias(const AttentionInput& p, const float* bias, const Pl
     return Isa::load(lanes);
 }
 
-// s = scale * s + bias, and the maximum of that.  Without a bias the scale waits for the exponent;
-// only a negative one, which would turn the maximum into a minimum, comes here as well.
-template <class Isa, int kVectors>
-void scale_scores(const Workspace<Isa>& w, const AttentionInput& p, const float* bias,
-                  const Place& at, typename Isa::Vec (&maximum)[kVectors]) {
-    const typename Isa::Vec scale = Isa::set1(p.softmax_scale);
+// s = change(s, key, its first query), and the maximum of that.
+template <class Isa, int kVectors, typename Change>
+void change_scores(const Workspace<Isa>& w, const Place& at, typename Isa::Vec (&maximum)[kVectors],
+                   Change&& change) {
     for (int v = 0; v < kVectors; ++v) {
         maximum[v] = Isa::set1(-__builtin_inff());
         for (int key = 0; key < at.num_keys; ++key) {
             float* s = w.scores + key * w.kTile + v * Isa::kWidth;
-            const int query = at.first_query + v * Isa::kWidth;
-            const typename Isa::Vec offset =
-                bias == nullptr ? Isa::zero()
-                                : load_bias<Isa>(p, bias, at, at.first_key + key, query);
-            const typename Isa::Vec x = Isa::fma(Isa::load(s), scale, offset);
+            const typename Isa::Vec x =
+                change(Isa::load(s), at.first_key + key, at.first_query + v * Isa::kWidth);
             maximum[v] = Isa::max(maximum[v], x);
             Isa::store(s, x);
         }
     }
+}
+
+// s = cap(scale * s) + bias + slope * (key - query), and the maximum of that.  Without these the
+// scale waits for the exponent; only a negative one, which would turn the maximum into a minimum,
+// comes here as well.
+template <class Isa, int kVectors>
+void scale_scores(const Workspace<Isa>& w, const AttentionInput& p, int head, const float* bias,
+                  const Place& at, typename Isa::Vec (&maximum)[kVectors]) {
+    using Vec = typename Isa::Vec;
+    if (p.softcap > 0) {
+        const Vec to_unit = Isa::set1(p.softmax_scale / p.softcap), cap = Isa::set1(p.softcap);
+        change_scores<Isa, kVectors>(w, at, maximum, [=](Vec x, int, int) {
+            return Isa::mul(cap, tanh<Isa>(Isa::mul(x, to_unit)));
+        });
+    }
+    const Vec scale = Isa::set1(p.softcap > 0 ? 1.0f : p.softmax_scale);
+    if (bias != nullptr) {
+        change_scores<Isa, kVectors>(w, at, maximum, [&](Vec x, int key, int query) {
+            return Isa::fma(x, scale, load_bias<Isa>(p, bias, at, key, query));
+        });
+    } else if (p.alibi_slopes != nullptr) {
+        const Vec slope = Isa::set1(p.alibi_slopes[head]), lanes = minus_lanes<Isa>();
+        change_scores<Isa, kVectors>(w, at, maximum, [=](Vec x, int key, int query) {
+            const Vec distance = Isa::add(Isa::set1(static_cast<float>(key - query)), lanes);
+            return Isa::fma(x, scale, Isa::mul(slope, distance));
+        });
+    } else if (!(p.softcap > 0)) {
+        change_scores<Isa, kVectors>(w, at, maximum,
+                                     [=](Vec x, int, int) { return Isa::mul(x, scale); });
+    }
+}
+
+// Whether scores are not what the exponent's factor alone makes of them.
+inline bool changes_scores(const AttentionInput& in) {
+    return in.relative_bias != nullptr || in.alibi_slopes != nullptr || in.softcap > 0 ||
+           in.softmax_scale < 0 ||
+           (in.softmax_scale == 0 && (in.causal || in.window > 0));  // 0 would show hidden keys
 }
 
 // `count` lanes of kHidden and zeros after them, or the other way round; count is clamped.
@@ -169,9 +202,8 @@ void attend_tile(const Workspace<Isa>& w, const AttentionInput& in, int head, co
         add_position_scores<Isa, kVectors, T>(w, in, head, position_scratch, q, keys, at, maximum);
     }
     float unit = in.softmax_scale * kLog2E;
-    if (bias != nullptr || in.softmax_scale < 0 ||
-        (in.softmax_scale == 0 && (in.causal || in.window > 0))) {  // 0 would show hidden keys
-        scale_scores<Isa, kVectors>(w, in, bias, at, maximum);
+    if (changes_scores(in)) {
+        scale_scores<Isa, kVectors>(w, in, head, bias, at, maximum);
         unit = kLog2E;
     }
     if (has_hidden_keys(in, at)) hide_keys<Isa, kVectors>(w, in, at, maximum);

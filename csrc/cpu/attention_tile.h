@@ -26,15 +26,12 @@ constexpr float kHidden = -1e30f;
 inline int min_int(int a, int b) { return a < b ? a : b; }
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// 2^x for x <= 0: x = n + r with |r| <= 1/2, a polynomial for 2^r, times 2^n.  Largest relative
-// error, evaluated in f32: degree 6 7.9e-8 (0.94 ulp), degree 4 2.9e-6.  Coefficients minimise the
-// relative error with the constant term fixed to 1, so that 2^0 is exactly 1.
+// The y of 2^r = 1 + r y for |r| <= 1/2, a polynomial.  Largest relative error of 2^r, evaluated in
+// f32: degree 6 7.9e-8 (0.94 ulp), degree 4 2.9e-6.  Coefficients minimise it with the constant
+// term of 2^r fixed to 1, so that 2^0 is exactly 1.
 template <class Isa>
-inline typename Isa::Vec exp2(typename Isa::Vec x) {
+inline typename Isa::Vec exp2_slope(typename Isa::Vec r) {
     using Vec = typename Isa::Vec;
-    if constexpr (Isa::kMinExponent < 0) x = Isa::max(Isa::set1(Isa::kMinExponent), x);
-    const Vec n = Isa::round(x);
-    const Vec r = Isa::sub(x, n);
     Vec y;
     if constexpr (Isa::kExp2Degree == 6) {
         y = Isa::fma(Isa::set1(1.5357772645e-4f), r, Isa::set1(1.3398959999e-3f));
@@ -48,7 +45,46 @@ inline typename Isa::Vec exp2(typename Isa::Vec x) {
         y = Isa::fma(y, r, Isa::set1(2.4024099112e-1f));
         y = Isa::fma(y, r, Isa::set1(6.9312417507e-1f));
     }
-    return Isa::scale_by_power(Isa::fma(y, r, Isa::set1(1.0f)), n);
+    return y;
+}
+
+// 2^x for x <= 0: x = n + r with |r| <= 1/2, 2^r times 2^n.
+template <class Isa>
+inline typename Isa::Vec exp2(typename Isa::Vec x) {
+    using Vec = typename Isa::Vec;
+    if constexpr (Isa::kMinExponent < 0) x = Isa::max(Isa::set1(Isa::kMinExponent), x);
+    const Vec n = Isa::round(x);
+    const Vec r = Isa::sub(x, n);
+    return Isa::scale_by_power(Isa::fma(exp2_slope<Isa>(r), r, Isa::set1(1.0f)), n);
+}
+
+// tanh(x) = e / (e + 2) with e = e^2x - 1 = 2^n (2^r - 1) + (2^n - 1), which keeps the digits of
+// small x: at most 2 ulp where degree 6 is in use, and nowhere above 1.
+template <class Isa>
+inline typename Isa::Vec tanh(typename Isa::Vec x) {
+    using Vec = typename Isa::Vec;
+    const Vec zero = Isa::zero(), lowest = Isa::set1(-9.5f);  // where tanh rounds to -1
+    x = Isa::max(lowest, x);
+    x = Isa::sub(zero, Isa::max(lowest, Isa::sub(zero, x)));
+    x = Isa::mul(x, Isa::set1(2 * kLog2E));
+    const Vec n = Isa::round(x);
+    const Vec r = Isa::sub(x, n);
+    const Vec power = Isa::scale_by_power(Isa::set1(1.0f), n);
+    const Vec e = Isa::fma(Isa::mul(exp2_slope<Isa>(r), r), power, Isa::sub(power, Isa::set1(1)));
+    return Isa::div(e, Isa::add(e, Isa::set1(2.0f)));
+}
+
+// Lane i: -i.
+template <class Isa>
+typename Isa::Vec minus_lanes() {
+    static constexpr auto lanes = [] {
+        struct {
+            float x[Isa::kWidth];
+        } table{};
+        for (int i = 0; i < Isa::kWidth; ++i) table.x[i] = static_cast<float>(-i);
+        return table;
+    }();
+    return Isa::load(lanes.x);
 }
 
 // A word where it lies in k or v: any type, aligned to its elements only.

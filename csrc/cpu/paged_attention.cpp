@@ -54,6 +54,8 @@ AttentionInput input_of(const PagedAttentionParams& p) {
     in.k_stride = in.v_stride = int64_t{p.num_kv_heads} * p.head_dim;
     in.out_stride = int64_t{p.num_heads} * p.head_dim;
     in.softmax_scale = p.softmax_scale;
+    in.softcap = p.softcap;
+    in.alibi_slopes = p.alibi_slopes;
     return in;
 }
 
@@ -144,6 +146,7 @@ void check_sizes(const PagedAttentionParams& p) {
             "num_heads / num_kv_heads must be at most 256", p.num_heads / p.num_kv_heads);
     require(p.page_size >= 2 && std::has_single_bit(static_cast<uint32_t>(p.page_size)),
             "page_size must be a power of two, 2 or more", p.page_size);
+    require(p.softcap >= 0, "softcap must not be negative", static_cast<int64_t>(p.softcap));
     require(p.window >= 0, "window must not be negative", p.window);
     require(p.dtype == DType::f32 || p.dtype == DType::bf16, "dtype must be f32 or bf16",
             static_cast<int64_t>(p.dtype));

@@ -1,8 +1,10 @@
 // Attention over packed sequences on Hopper: wgmma, TMA, a plan made once a batch.
 //
-//   out[i] = sum_j softmax_j(q[i] . k[j] * softmax_scale + bias[position(j) - position(i)]) v[j]
+//   out[i] = sum_j softmax_j(cap(q[i] . k[j] * softmax_scale) + bias[position(j) - position(i)])
+//   v[j]
 //
-// over the keys j of i's sequence; causal: j <= i; window: |i - j| < window. q [total,
+// over the keys j of i's sequence; causal: j <= i; window: |i - j| < window; cap(s) is s or softcap
+// * tanh(s / softcap). q [total,
 // num_heads, head_dim], k and v [total, num_kv_heads, head_dim], f16 or bf16, rows any stride
 // apart; scores, softmax and sums in f32; weights rounded to the element type for the second
 // product.
@@ -11,8 +13,9 @@
 // keys are computed and masked (attention_tile.cuh, attention_rows.cuh). Three kernels: a CTA of
 // one warpgroup a tile and head (attention_kernels.cuh); for long sequences persistent CTAs of two
 // or three warpgroups that share keys (attention_pipeline.cuh); for few tiles four warpgroups that
-// split a tile's keys (attention_split.cuh). Head sizes between 32, 64, 96 and 128 are filled up
-// with zeros by TMA.
+// split a tile's keys (attention_split.cuh). Head sizes between 32, 64, 96, 128 and 256 are filled
+// up with zeros by TMA. Above 128 features, and where scores are capped or biased, the first kernel
+// serves all lengths.
 //
 // Bytes: q, k, v, out once each from DRAM, which bounds short sequences; keys and values from L2
 // once a tile that sees them. Longer ones are bound by the latency of a step, by issue slots, MUFU
@@ -55,8 +58,8 @@ void check(const PlannedAttentionParams& p) {
         throw std::invalid_argument("planned_attention needs " + what);
     };
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) fail("f16 or bf16");
-    if (p.head_dim <= 0 || p.head_dim > 128 || p.head_dim % kVecElements != 0) {
-        fail("head_dim a multiple of 8 up to 128, got " + std::to_string(p.head_dim));
+    if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % kVecElements != 0) {
+        fail("head_dim a multiple of 8 up to 256, got " + std::to_string(p.head_dim));
     }
     if (p.num_kv_heads <= 0 || p.num_heads % p.num_kv_heads != 0) {
         fail("num_kv_heads to divide num_heads, got " + std::to_string(p.num_kv_heads) + " and " +
@@ -74,6 +77,7 @@ void check(const PlannedAttentionParams& p) {
     if (!(p.softmax_scale > 0.0f)) {
         fail("softmax_scale > 0, got " + std::to_string(p.softmax_scale));
     }
+    if (!(p.softcap >= 0.0f)) fail("softcap >= 0, got " + std::to_string(p.softcap));
 }
 
 }  // namespace
@@ -81,10 +85,12 @@ void check(const PlannedAttentionParams& p) {
 // Warpgroups that share keys need a half or a third of the traffic from L2, and sequences long
 // enough to occupy them all (H200, tiles of 64 rows against these: 2048 tokens a sequence, causal,
 // 128 features 589 against 472 us, mean 124 112 against 123; 64 features, 1024 tokens 427 against
-// 460, 4096 tokens 1537 against 1489). head_dim 0: there is a bias, which only tiles of 64 take.
+// 460, 4096 tokens 1537 against 1489). head_dim 0: scores are biased or capped, which only tiles of
+// 64 do.
 int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t head_dim) {
     const int64_t long_mean = head_dim > 64 ? 512 : 2048;
-    const bool is_long = head_dim > 0 && total_tokens >= long_mean * batch_size;
+    const bool is_shared = head_dim > 0 && head_dim <= attention::kMaxSharedDim;
+    const bool is_long = is_shared && total_tokens >= long_mean * batch_size;
     return is_long ? attention::pipeline_rows(head_dim) : 64;
 }
 
@@ -93,7 +99,7 @@ void planned_attention(const PlannedAttentionParams& p, const Launch& launch) {
     if (p.total_tokens == 0 || p.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    dispatch_at_least<32, 64, 96, 128>(
+    dispatch_at_least<32, 64, 96, 128, 256>(
         p.head_dim, [&]<int kHeadDim>() { attention::launch_attention<kHeadDim>(p, stream); });
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

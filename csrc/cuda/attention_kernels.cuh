@@ -1,6 +1,6 @@
 // tile_kernel: a CTA of one warpgroup a tile of 64 rows and a head; its own first thread fetches.
 // Several CTAs of an SM hide each other's waits. For short and middle-sized sequences, and for
-// relative biases.
+// relative biases and soft caps.
 #pragma once
 
 #include "cuda/attention_store.cuh"

@@ -1,4 +1,4 @@
-// From the params of ops.h to a launch: TMA maps, tilings, the choice between the two kernels.
+// From the params of ops.h to a launch: TMA maps, tilings, the choice between the kernels.
 // attention_d*.cu instantiate launch_attention, one head size a file, so that they compile at once.
 #pragma once
 
@@ -13,17 +13,20 @@
 namespace bytetx::attention {
 
 // tile_kernel: two stages of keys where 4 or 5 CTAs still fit the registers of an SM, else one:
-// more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us).
-template <int kHeadDim, bool kBias>
+// more CTAs hide more than deeper rings do (H200, 128 features, mean 20: 155 against 176 us). Tiles
+// of 256 features leave room for two.
+template <int kHeadDim, bool kChanges>
 struct TileTiling {
     static constexpr int kBlockN = 64;
     static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
     static constexpr int kNumWarpgroups = 1;
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = 0;
-    static constexpr bool kHasBias = kBias;
+    static constexpr bool kChangesScores = kChanges;
     static constexpr bool kQInRegisters = false;
-    static constexpr int kMinCtas = (kHeadDim <= 64 ? 5 : 3) - (kBias && kHeadDim <= 64);
+    static constexpr int kMinCtas = kHeadDim > 128
+                                        ? 2
+                                        : (kHeadDim <= 64 ? 5 : 3) - (kChanges && kHeadDim <= 64);
 };
 
 // pipeline_kernel: as many registers of consumers as a CTA of a whole SM has, and as many stages as
@@ -39,7 +42,7 @@ struct PipelineTiling {
     static constexpr int kNumWarpgroups = pipeline_rows(kHeadDim) / kTileRows;
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
-    static constexpr bool kHasBias = false;
+    static constexpr bool kChangesScores = false;
     static constexpr bool kQInRegisters = !kIsWide;
 };
 
@@ -49,7 +52,7 @@ struct SplitTiling {
     static constexpr int kNumWarpgroups = 4;
     static constexpr int kQStages = 1;
     static constexpr int kConsumerRegisters = 0;
-    static constexpr bool kHasBias = false;
+    static constexpr bool kChangesScores = false;
     static constexpr bool kQInRegisters = false;
 };
 
@@ -108,12 +111,16 @@ Params make_params(const PlannedAttentionParams& p, int num_tiles) {
     params.causal = p.causal;
     params.softmax_scale = p.softmax_scale;
     params.power_scale = p.softmax_scale * kLog2e;
+    params.softcap = p.softcap;
+    if (p.softcap > 0.0f) {
+        params.capped = {2.0f * kLog2e * p.softmax_scale / p.softcap, p.softcap * kLog2e};
+    }
     return params;
 }
 
-template <typename T, int kHeadDim, bool kBias>
+template <typename T, int kHeadDim, bool kChanges>
 void launch_tiles(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
-    using Tiling = TileTiling<kHeadDim, kBias>;
+    using Tiling = TileTiling<kHeadDim, kChanges>;
     using C = TileTypes<T, kHeadDim, Tiling>;
     constexpr auto kKernel = tile_kernel<C, Tiling::kMinCtas>;
     constexpr int kSmemBytes = sizeof(TileSmem<C>);
@@ -157,14 +164,17 @@ void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
     const auto num_tiles = static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows));
-    if (p.tile_rows == pipeline_rows(kHeadDim) && p.relative_bias == nullptr) {
-        return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
+    const bool changes_scores = p.relative_bias != nullptr || p.softcap > 0.0f;
+    if constexpr (kHeadDim <= kMaxSharedDim) {
+        if (p.tile_rows == pipeline_rows(kHeadDim) && !changes_scores) {
+            return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
+        }
     }
     if (p.tile_rows != kTileRows) {
         throw std::invalid_argument("planned_attention: a plan of " + std::to_string(p.tile_rows) +
-                                    " rows a tile is not for this head_dim or bias");
+                                    " rows a tile is not for this head_dim, bias or softcap");
     }
-    if (p.relative_bias != nullptr) return launch_tiles<T, kHeadDim, true>(p, num_tiles, stream);
+    if (changes_scores) return launch_tiles<T, kHeadDim, true>(p, num_tiles, stream);
     if constexpr (kHeadDim <= 64) {
         // A GPU with room for all tiles at once, and steps to share: two a sequence or more.
         const bool is_few = num_tiles * p.num_heads <= 2 * num_sms();

@@ -25,12 +25,23 @@ __device__ __forceinline__ float exp2_approx(float x) {
     return y;
 }
 
-// 1 / x to 1 ulp; x is a sum of weights, far from the ends of f32.
+// 1 / x to 1 ulp; x is no subnormal. 0 of infinity.
 __device__ __forceinline__ float reciprocal_approx(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// softcap * tanh(score * scale / softcap) by one exponential: from products to capped scores.
+struct Softcap {
+    float exponent;  // 2 log2(e) scale / softcap
+    float cap;       // in the units of the result
+
+    // 1 - 2 / (1 + e^2x): within cap * 2^-22, which is far below the rounding of weights.
+    __device__ __forceinline__ float operator()(float product) const {
+        return fmaf(-2.0f * cap, reciprocal_approx(1.0f + exp2_approx(product * exponent)), cap);
+    }
+};
 
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(kFullMask, x, 1));

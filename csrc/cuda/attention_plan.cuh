@@ -14,6 +14,9 @@
 
 namespace bytetx::attention {
 
+// Features above which no warpgroups share a tile: their sums would fill all registers.
+constexpr int kMaxSharedDim = 128;
+
 // Rows of a tile that several warpgroups share.
 constexpr int pipeline_rows(int head_dim) { return head_dim > 64 ? 128 : 192; }
 

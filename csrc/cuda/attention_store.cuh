@@ -45,7 +45,10 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
                 score += static_cast<float>(q[d]) * static_cast<float>(k[key * p.k_stride + d]);
             }
             score *= p.softmax_scale;
-            if constexpr (C::kHasBias) {
+            if (C::kChangesScores && p.softcap > 0.0f) {
+                score = p.softcap * tanhf(score / p.softcap);
+            }
+            if (C::kChangesScores && p.relative_bias != nullptr) {
                 const int distance = bias_position(p, key) - bias_position(p, row);
                 score += p.relative_bias[int64_t{head} * (2 * p.bias_span - 1) + p.bias_span - 1 +
                                          distance];

@@ -76,7 +76,7 @@ struct RowTile : SoftmaxRows<C> {
         auto scores = Rows::template multiply_qk<kN>(q, k);
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores);
-        if constexpr (C::kHasBias) add_bias<kN>(scores, first);
+        if constexpr (C::kChangesScores) change<kN>(scores, first);
         float factor[2];
         if (weigh<kN>(scores, first, factor, find)) Rows::rescale(factor);
         uint32_t weights[kN / 4];
@@ -91,12 +91,25 @@ struct RowTile : SoftmaxRows<C> {
     __device__ __forceinline__ bool weigh(Scores& scores, int first, float (&factor)[2],
                                           Find&& find) {
         // From a score to a power of two; a constant costs no register.
-        const float scale = C::kHasBias ? 1.0f : p.power_scale;
+        const float scale = C::kChangesScores ? 1.0f : p.power_scale;
         return Rows::template weigh<kN>(scores, first, scale, factor, find);
     }
 
-    // Scores become scaled scores plus bias, in powers of two. Keys outside the row's sequence have
-    // no distance: their index is clamped and their score is masked right after.
+    // Scores become scaled and capped scores plus bias, in powers of two.
+    template <int kN, typename Scores>
+    __device__ __forceinline__ void change(Scores& scores, int first) {
+        if (p.softcap > 0.0f) {
+#pragma unroll
+            for (int i = 0; i < kN / 2; ++i) scores(i) = p.capped(scores(i));
+        } else {
+#pragma unroll
+            for (int i = 0; i < kN / 2; ++i) scores(i) *= p.power_scale;
+        }
+        if (p.relative_bias != nullptr) add_bias<kN>(scores, first);
+    }
+
+    // Keys outside the row's sequence have no distance: their index is clamped and their score is
+    // masked right after.
     template <int kN, typename Scores>
     __device__ __forceinline__ void add_bias(Scores& scores, int first) {
         const float* table = p.relative_bias + int64_t{head} * (2 * p.bias_span - 1);
@@ -107,7 +120,7 @@ struct RowTile : SoftmaxRows<C> {
             const int key = first + 8 * (i / 4) + 2 * (lane % 4) + i % 2;
             const int distance = bias_position(p, key) + zero[(i / 2) % 2];
             const int index = min(max(distance, 0), 2 * p.bias_span - 2);
-            scores(i) = (scores(i) * p.softmax_scale + table[index]) * kLog2e;
+            scores(i) = fmaf(table[index], kLog2e, scores(i));
         }
     }
 };

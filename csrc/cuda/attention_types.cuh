@@ -38,6 +38,8 @@ struct Params {
     bool causal;
     float softmax_scale;
     float power_scale;  // the same for powers of two
+    float softcap;      // 0: none
+    Softcap capped;     // to powers of two
 };
 
 template <typename T, int kHeadDim, typename Tiling>
@@ -55,7 +57,7 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN> {
     // Between two steps of a warpgroup, where the warpgroups take steps round-robin (split_kernel).
     static constexpr int kSkippedKeys =
         kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;
-    static constexpr bool kHasBias = Tiling::kHasBias;
+    static constexpr bool kChangesScores = Tiling::kChangesScores;  // by a softcap, a bias
     static constexpr bool kQInRegisters = Tiling::kQInRegisters;
     static constexpr int kKvBytes = kBlockN * kHeadDim * kElementBytes;
 };

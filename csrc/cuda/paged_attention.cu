@@ -1,8 +1,9 @@
 // Attention over paged keys on Hopper, by a plan made once a step (paged_plan.cu).
 //
-//   out[i] = sum_j softmax_j(q[i] . k[j] * softmax_scale) v[j],  j <= i, j > i - window
+//   out[i] = sum_j softmax_j(cap(q[i] . k[j] * softmax_scale) + slope * (j - i)) v[j]
 //
-// q [total, num_heads, head_dim] f16 or bf16; k and v in pages [num_pages, page_size, num_kv_heads,
+// over keys j <= i, j > i - window; cap(s) is s or softcap * tanh(s / softcap). q [total,
+// num_heads, head_dim] f16 or bf16; k and v in pages [num_pages, page_size, num_kv_heads,
 // head_dim]; scores, softmax and sums in f32, weights rounded to the element type for the second
 // product. Sequences of one row go to the decode kernel (paged_decode.cuh), or where they are few
 // to clusters (paged_cluster.cuh), longer pieces to the prefill kernel. A sequence's result depends
@@ -31,7 +32,9 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-int padded_dim(int head_dim) { return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : 128; }
+int padded_dim(int head_dim) {
+    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
 
 int64_t stats_bytes(const PagedPlanParams& p) {
     const int64_t bytes =
@@ -44,12 +47,18 @@ void check(const PlannedPagedAttentionParams& p) {
         throw std::invalid_argument("planned_paged_attention needs " + what);
     };
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) fail("f16 or bf16");
-    if (p.head_dim <= 0 || p.head_dim > 128 || p.head_dim % 8 != 0) {
-        fail("head_dim a multiple of 8 up to 128, got " + std::to_string(p.head_dim));
+    if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0) {
+        fail("head_dim a multiple of 8 up to 256, got " + std::to_string(p.head_dim));
     }
     if (p.plan.num_kv_heads <= 0 || p.plan.num_heads % p.plan.num_kv_heads != 0) {
         fail("num_kv_heads to divide num_heads, got " + std::to_string(p.plan.num_kv_heads) +
              " and " + std::to_string(p.plan.num_heads));
+    }
+    const int most_heads = p.head_dim > 128 ? paged::most_unit_rows(p.head_dim) : p.plan.num_heads;
+    if (p.plan.num_heads / p.plan.num_kv_heads > most_heads) {
+        fail("at most " + std::to_string(most_heads) + " query heads a key head of " +
+             std::to_string(p.head_dim) + " features, got " +
+             std::to_string(p.plan.num_heads / p.plan.num_kv_heads));
     }
     if (p.page_size <= 0 || (p.page_size & (p.page_size - 1)) != 0) {
         fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
@@ -57,6 +66,7 @@ void check(const PlannedPagedAttentionParams& p) {
     if (p.q_stride % 8 != 0) fail("rows of q a multiple of 8 apart");
     if (!(p.softmax_scale > 0.0f))
         fail("softmax_scale > 0, got " + std::to_string(p.softmax_scale));
+    if (!(p.softcap >= 0.0f)) fail("softcap >= 0, got " + std::to_string(p.softcap));
     const int64_t needed = planned_paged_attention_workspace_bytes(p.plan, p.head_dim);
     if (p.workspace_bytes < needed) {
         fail(std::to_string(needed) + " bytes of workspace, got " +
@@ -92,6 +102,7 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
     params.scale = p.softmax_scale * kLog2e;
+    params.change = paged::score_change(p);
     params.early_read = p.early_read;
     return params;
 }
@@ -118,7 +129,9 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
         }
         return launch_decode<paged::DecodeTypes<T, kHeadDim, 1>>(p, stream);
     }
-    launch_decode<paged::DecodeTypes<T, kHeadDim, 2>>(p, stream);
+    if constexpr (kHeadDim <= 128) {
+        launch_decode<paged::DecodeTypes<T, kHeadDim, 2>>(p, stream);
+    }
 }
 
 }  // namespace
@@ -136,7 +149,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     if (paged::uses_clusters(p.plan)) {
         paged::launch_cluster(p, decode_params(p), stream);
     } else {
-        dispatch_at_least<32, 64, 128>(p.head_dim, [&]<int kHeadDim>() {
+        dispatch_at_least<32, 64, 128, 256>(p.head_dim, [&]<int kHeadDim>() {
             if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
             launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
         });

@@ -141,13 +141,14 @@ __device__ __forceinline__ void attend_chunk(const DecodeParams& p, ClusterSmem<
     __syncthreads();
     ColumnUnit<C> unit;
     unit.start(p, item, shared_address(s.q), lane);
+    const UnitRows rows{p, item, kv_head};
     int stage = 0;
     for (int key = item.first_key + warp * kStepKeys; key < item.end_key; key += C::kAllKeys) {
         wait_for_copies<kClusterStages - 1>();
         __syncwarp();  // every lane's copies are there
         const uint32_t tiles = ring + stage * kStageBytes;
         const auto take = [&](int half) { return tiles + half * C::kTileBytes; };
-        unit.attend(take, [](int) {}, key, p.scale, lane);
+        unit.attend(take, [](int) {}, rows, key, lane);
         __syncwarp();  // every lane has read what the next copies overwrite
         fetch(stage);
         stage = stage + 1 == kClusterStages ? 0 : stage + 1;

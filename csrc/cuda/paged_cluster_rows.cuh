@@ -18,7 +18,7 @@ struct ClusterTypes {
     static constexpr int kAllKeys = kWarps * kStepKeys;  // that the warps take at a time
     // Without a bound ptxas loads one fragment at a time, each product after its own: 28 us for
     // 16384 keys instead of 24.
-    static constexpr int kMinCtas = 16 / kWarps / kTiles;
+    static constexpr int kMinCtas = kDim > 128 ? 1 : 16 / kWarps / kTiles;
     static constexpr int kPieces = kDim / 8;         // of 16 bytes, a row
     static constexpr int kRowBytes = kDim * 2 + 16;  // eight neighbouring rows: different banks
     static constexpr int kTileBytes = kStepKeys * kRowBytes;

@@ -18,6 +18,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
         Barrier::wait(&s.item_full[at.index], at.phase);
         const PagedItem& item = s.staged[at.index].item;
         const int num_rows = item.num_rows, num_steps = item.num_steps();
+        const UnitRows rows{p, item, s.staged[at.index].kv_head};
         unit.start(p, item, shared_address(s.q[at.index]), lane);
         for (; ahead < num_steps; ahead += kComputeWarps) {
             const int key = item.first_key + ahead * kStepKeys;
@@ -26,7 +27,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
                 return shared_address(s.ring[stage.index][half]);
             };
             const auto give_back = [&](int half) { Barrier::arrive(&s.empty[stage.index][half]); };
-            unit.attend(take, give_back, key, p.scale, lane);
+            unit.attend(take, give_back, rows, key, lane);
             stage.advance(kComputeWarps);
         }
         ahead -= num_steps;

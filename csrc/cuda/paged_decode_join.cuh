@@ -88,13 +88,16 @@ template <typename C>
 __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedItem& staged,
                                             int lane) {
     using T = typename C::T;
-    static_assert(kMaxChunks <= 32 && C::kDim <= 128);
+    static_assert(kMaxChunks <= 32);
     constexpr int kBatch = 16;
+    constexpr int kColumns = 128;  // of all lanes at once
+    constexpr int kSweeps = (C::kDim + kColumns - 1) / kColumns;
     const PagedItem& item = staged.item;
     const int64_t chunk_rows = int64_t{item.num_rows} * p.num_kv_heads;
     const int64_t first = int64_t{item.partial_row} * p.num_kv_heads + staged.kv_head;
-    const int column = lane * 4, num_chunks = item.num_chunks;
-    for (int row = 0; row < item.num_rows; ++row) {
+    const int num_chunks = item.num_chunks;
+    for (int i = 0; i < item.num_rows * kSweeps; ++i) {
+        const int row = i / kSweeps, column = i % kSweeps * kColumns + lane * 4;
         const int64_t at = first + int64_t{row} * p.num_kv_heads;
         const float* from = p.partial_out + at * C::kDim + column % C::kDim;
         float2 stat{kNoMax, 0.0f};

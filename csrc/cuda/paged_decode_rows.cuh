@@ -82,11 +82,29 @@ struct ColumnUnit {
         }
     }
 
+    // Products of a tile of rows and the keys from `key` on become scores in powers of two. Biases
+    // count from the piece's first token: what all scores of a row have in common has no weight.
+    __device__ __forceinline__ static void change(const UnitRows& rows, float (&s)[4], int tile,
+                                                  int key, int lane) {
+        const ScoreChange& change = rows.p.change;
+        const int distance = key + lane / 4 - rows.item.position;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float slope = change.slope(rows.head(tile * 8 + lane % 4 * 2 + i));
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const auto from_first = static_cast<float>(distance + 8 * j);
+                float& score = s[i + 2 * j];
+                score = fmaf(slope, from_first, change.cap(score, rows.p.scale));
+            }
+        }
+    }
+
     // take(0) and take(1): shared addresses of 16 keys and of their values, when they are there;
     // give_back(0) and give_back(1): when they have been read.
     template <typename Take, typename GiveBack>
-    __device__ void attend(const Take& take, const GiveBack& give_back, int key, float scale,
-                           int lane) {
+    __device__ void attend(const Take& take, const GiveBack& give_back, const UnitRows& rows,
+                           int key, int lane) {
         const uint32_t k_tile = take(0);
         float scores[C::kTiles][2][4] = {};  // two chains of sums: each waits for its own half
 #pragma unroll
@@ -100,7 +118,7 @@ struct ColumnUnit {
         }
         give_back(0);
         uint32_t weights[C::kTiles][2];
-        soften(scores, weights, key, scale, lane);
+        soften(scores, weights, rows, key, lane);
         const uint32_t v_tile = take(1);
         const int v_row = lane % 8 + lane / 16 * 8;
 #pragma unroll
@@ -117,7 +135,9 @@ struct ColumnUnit {
 
     // Scores to weights, as the next product wants them; row_max, sum and out follow.
     __device__ void soften(float (&scores)[C::kTiles][2][4], uint32_t (&weights)[C::kTiles][2],
-                           int key, float scale, int lane) {
+                           const UnitRows& rows, int key, int lane) {
+        const bool is_changed = rows.p.change.is_any();
+        const float scale = is_changed ? 1.0f : rows.p.scale;
         const bool is_full = key >= full_begin && key + kStepKeys <= full_end;
         float largest[C::kTiles][2];
         bool is_larger = false;
@@ -125,9 +145,11 @@ struct ColumnUnit {
         for (int tile = 0; tile < C::kTiles; ++tile) {
             float(&s)[4] = scores[tile][0];
 #pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] += scores[tile][1][i];
+            if (is_changed) change(rows, s, tile, key, lane);
+#pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = key + lane / 4 + i / 2 * 8;
-                s[i] += scores[tile][1][i];
                 if (!is_full && (at < begin[tile][i % 2] || at >= end[tile][i % 2])) {
                     s[i] = -INFINITY;
                 }

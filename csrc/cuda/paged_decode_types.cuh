@@ -33,6 +33,7 @@ struct DecodeParams {
     int head_dim;
     int window;
     float scale;  // of scores, to powers of two
+    ScoreChange change;
     int early_read;
 };
 
@@ -100,6 +101,18 @@ __device__ __forceinline__ int64_t row_address(const DecodeParams& p, const Page
     return (item.first_token + row / p.group) * stride +
            int64_t{kv_head * p.group + row % p.group} * p.head_dim;
 }
+
+// Where a unit's rows stand, for the change of their scores.
+struct UnitRows {
+    const DecodeParams& p;
+    const PagedItem& item;
+    int kv_head;
+
+    __device__ __forceinline__ int head(int local) const {
+        const int row = item.row + min(local, item.num_rows - 1);
+        return kv_head * p.group + row % p.group;
+    }
+};
 
 __device__ __forceinline__ int num_items(const DecodeParams& p) {
     return __ldcg(&p.header->num_items) * p.num_kv_heads;

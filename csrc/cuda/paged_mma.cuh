@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cache_ops.h"
 #include "cuda/attention_math.cuh"
 
 namespace bytetx::paged {
@@ -43,6 +44,33 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address
                      : "r"(address)
                      : "memory");
     }
+}
+
+// Scores beyond what a factor makes of products: soft cap, ALiBi.
+struct ScoreChange {
+    const float* alibi_slopes;  // [num_heads], or null
+    float softcap;              // 0: none
+    Softcap capped;             // to powers of two
+
+    __device__ __forceinline__ bool is_any() const {
+        return softcap > 0.0f || alibi_slopes != nullptr;
+    }
+    // scale: to powers of two.
+    __device__ __forceinline__ float cap(float product, float scale) const {
+        return softcap > 0.0f ? capped(product) : product * scale;
+    }
+    // Of a head, for powers of two.
+    __device__ __forceinline__ float slope(int head) const {
+        return alibi_slopes == nullptr ? 0.0f : __ldg(alibi_slopes + head) * kLog2e;
+    }
+};
+
+inline ScoreChange score_change(const PlannedPagedAttentionParams& p) {
+    ScoreChange change{p.alibi_slopes, p.softcap, {}};
+    if (p.softcap > 0.0f) {
+        change.capped = {2.0f * kLog2e * p.softmax_scale / p.softcap, p.softcap * kLog2e};
+    }
+    return change;
 }
 
 // 16 bytes to shared memory, of which the first `bytes` (0 or 16) are read and the rest are zeros.

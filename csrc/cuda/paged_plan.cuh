@@ -16,7 +16,10 @@
 
 namespace bytetx::paged {
 
-constexpr int kUnitRows = 16;        // rows of one mma
+constexpr int kUnitRows = 16;  // rows of one mma
+// Rows of a unit of so many features: above 128 the sums of eight fill the registers.
+constexpr int most_unit_rows(int head_dim) { return head_dim > 128 ? 8 : kUnitRows; }
+
 constexpr int kStepKeys = 16;        // keys that a warp of the decode kernel takes at a time
 constexpr int kRoundKeys = 64;       // four warps take one step each
 constexpr int64_t kAlignment = 128;  // bytes, of what lies behind a plan

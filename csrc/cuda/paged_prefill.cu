@@ -15,6 +15,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     const PlanView view = view_plan(p.plan.plan, sizes);
     PrefillParams params{};
     params.scale = p.softmax_scale * kLog2e;
+    params.change = score_change(p);
     params.q = p.q;
     params.k_cache = p.k_cache;
     params.v_cache = p.v_cache;
@@ -36,14 +37,14 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     allow_smem(kernel, kSmemBytes);
     const int64_t most = sizes.tiles * p.plan.num_kv_heads;
     const LaunchShape shape{static_cast<unsigned>(std::min<int64_t>(most, num_sms())),
-                            128 * (kPrefillWarpgroups + 1), kSmemBytes, stream};
+                            128 * (C::kNumWarpgroups + 1), kSmemBytes, stream};
     launch_kernel(kernel, shape, params);
 }
 
 }  // namespace
 
 void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    dispatch_at_least<64, 96, 128>(p.head_dim, [&]<int kHeadDim>() {
+    dispatch_at_least<64, 96, 128, 256>(p.head_dim, [&]<int kHeadDim>() {
         if (p.dtype == DType::f16) return launch_typed<cutlass::half_t, kHeadDim>(p, stream);
         launch_typed<cutlass::bfloat16_t, kHeadDim>(p, stream);
     });
@@ -53,8 +54,8 @@ void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
 
 namespace bytetx {
 
-int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads) {
-    return paged::kPrefillRows / (num_heads / num_kv_heads);
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+    return paged::prefill_warpgroups(head_dim) * kTileRows / (num_heads / num_kv_heads);
 }
 
 }  // namespace bytetx

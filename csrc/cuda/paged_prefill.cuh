@@ -19,18 +19,21 @@ namespace bytetx::paged {
 
 using PrefillBarrier = cutlass::arch::ClusterBarrier;
 
-constexpr int kPrefillWarpgroups = 3;
-constexpr int kPrefillRows = kPrefillWarpgroups * kTileRows;
+// Three warpgroups, or of heads above 128 features two: their sums take twice the registers.
+constexpr int prefill_warpgroups(int head_dim) { return head_dim > 128 ? 2 : 3; }
 constexpr int kGatherBarrier = 1;  // named; 0 is __syncthreads()
 
 template <int kHeadDim>
 struct PrefillTiling {
+    static constexpr bool kIsWide = kHeadDim > 128;
     static constexpr int kBlockN = 64;
-    static constexpr int kStages = kHeadDim <= 64 ? 4 : 3;
-    static constexpr int kNumWarpgroups = kPrefillWarpgroups;
-    static constexpr int kQStages = 2;
-    static constexpr int kConsumerRegisters = 152;
-    static constexpr int kGatherRegisters = 56;  // 3 * 152 + 56 registers of 128 threads: 64k
+    static constexpr int kStages = kHeadDim <= 64 ? 4 : kIsWide ? 2 : 3;
+    static constexpr int kNumWarpgroups = prefill_warpgroups(kHeadDim);
+    static constexpr int kQStages = kIsWide ? 1 : 2;
+    // 3 * 152 + 56 registers of 128 threads are 64k; two have 2 * 224 + 56 of the 3 * 168 that
+    // they were launched with.
+    static constexpr int kConsumerRegisters = kIsWide ? 224 : 152;
+    static constexpr int kGatherRegisters = 56;
 };
 
 struct PrefillParams {
@@ -51,6 +54,7 @@ struct PrefillParams {
     int head_dim;
     int window;
     float scale;  // of scores, to powers of two
+    ScoreChange change;
 
     __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
     __device__ int head_of(int row) const { return row - token_of(row) * group; }
@@ -213,11 +217,30 @@ __device__ __forceinline__ int2 start_rows(const PrefillParams& p, const TileWor
     rows.full_end = __shfl_sync(kFullMask, rows.bounds[0].y, 0);
     rows.full_begin = __shfl_sync(kFullMask, rows.bounds[1].x, 31);
     rows.warp_end = __shfl_sync(kFullMask, rows.bounds[1].y, 31);
-    rows.scale = p.scale;
+    rows.scale = p.change.is_any() ? 1.0f : p.scale;
     rows.is_fresh = true;
     if (rows.num_rows <= 0) return {0, 0};
     const int last = first_row + min(rows.num_rows, kTileRows) - 1;
     return {uniform(row_keys(p, work, first_row).x), uniform(row_keys(p, work, last).y)};
+}
+
+// Products with the keys from `first` on become scores in powers of two. Biases count from the
+// tile's first token: what all scores of a row have in common has no weight.
+template <typename C, typename Scores>
+__device__ __forceinline__ void change_scores(const PrefillParams& p, const TileWork& work,
+                                              const RowTile<C>& rows, Scores& scores, int first) {
+    float slope[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int row = min(rows.row(half), work.tile.num_rows - 1);
+        slope[half] = p.change.slope(work.kv_head * p.group + p.head_of(row));
+    }
+    const int distance = first + 2 * (rows.lane % 4) - work.tile.position;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(decltype(cute::size(scores))::value); ++i) {
+        const auto from_first = static_cast<float>(distance + 8 * (i / 4) + i % 2);
+        scores(i) = fmaf(slope[(i / 2) % 2], from_first, p.change.cap(scores(i), p.scale));
+    }
 }
 
 // Divides by the sums, stages in the warp's own rows of q, and writes whole 16-byte pieces.
@@ -302,7 +325,10 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
                 release(&s.v_empty[stage]);
                 continue;
             }
-            const auto on_scores = [&] { release(&s.k_empty[stage]); };
+            const auto on_scores = [&](auto& scores) {
+                release(&s.k_empty[stage]);
+                if (p.change.is_any()) change_scores(p, work, rows, scores, first);
+            };
             if (own.y - first <= kN / 2) {
                 rows.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
                                              wait_v);

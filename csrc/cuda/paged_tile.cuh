@@ -57,14 +57,14 @@ struct RowTile {
     }
 
     // out += softmax weights of keys first .. first + kN - 1, times their values. on_scores is
-    // called when k is free, wait_v when the values are needed; v is free on return.
+    // called with them when k is free, wait_v when the values are needed; v is free on return.
     template <int kN, typename OnScores, typename WaitV>
     __device__ __forceinline__ void attend(const T* q, const T* k, const T* v, int first,
                                            OnScores&& on_scores, WaitV&& wait_v) {
         auto scores = multiply_qk<kN>(q, k);
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores);
-        on_scores();
+        on_scores(scores);
         if (first >= full_begin && first + kN <= full_end) {
             softmax<kN, false>(scores, first);
         } else {

@@ -68,7 +68,7 @@ def test_shards_equal_the_single_file(bert: Path, sharded: Path) -> None:
 def test_with_and_without_the_prefix(family: str, tmp_path: Path) -> None:
     save(tiny_model(family, "ForTokenClassification"), tmp_path)
     loaded = load(tmp_path)
-    prefix = loaded.spec.prefix
+    (prefix,) = loaded.spec.prefixes
     assert any(name.startswith(prefix) for name in load_file(tmp_path / "model.safetensors"))
     edit(tmp_path, lambda tensors: {k.removeprefix(prefix): v for k, v in tensors.items()})
     assert same_rows(loaded, load(tmp_path))

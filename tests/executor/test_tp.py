@@ -54,6 +54,8 @@ DECODERS = {
         "falcon-groups",
         "mixtral",
         "qwen3_moe",
+        "gemma2",
+        "gemma3",
     ],
     4: ["llama", "gpt2", "gpt_neox", "opt-post", "gptj", "olmo2", "falcon-groups", "mixtral"],
 }

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.gpu
 FAMILIES = [
     *("gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "qwen3-window"),
     *("olmo2", "granite", "falcon-groups", "gpt_bigcode", "mixtral", "qwen3_moe"),
+    *("gemma2", "gemma3"),
 ]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

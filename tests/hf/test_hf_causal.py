@@ -106,7 +106,7 @@ def test_masks_with_holes_and_an_empty_row(name):
     assert have.logits[2].isfinite().all()
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma3"])
 def test_positions_and_embeddings(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS, side="left")
@@ -124,7 +124,7 @@ def test_positions_and_embeddings(name):
             assert_equal_at_tokens(wrapped(**call).logits, stock(**call).logits, mask)
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma2", "gemma3"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_past_is_what_the_original_goes_on_from(name, side):
     stock, wrapped = stock_and_wrapped(name)
@@ -165,7 +165,7 @@ def test_packed_rows(name):
     assert torch.equal(have[0], want)
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma2", "gemma3"])
 def test_bf16_is_as_close_to_fp32_as_stock(name):
     """Error against the fp32 model is at most twice that of the stock model, and its own rounding:
     one unit in the last place of logits up to 16."""
@@ -183,7 +183,7 @@ def test_bf16_is_as_close_to_fp32_as_stock(name):
     )
 
 
-@pytest.mark.parametrize("name", NINE)
+@pytest.mark.parametrize("name", [*NINE, "gemma3"])
 def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
     model = tiny_decoder(name)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
@@ -210,7 +210,7 @@ def test_weights_are_held_once_saved_alike_and_given_back(name, tmp_path):
     assert all(tensor.is_contiguous() for tensor in after.values())
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "llama", "gemma3"])
 def test_weights_changed_in_place_are_seen(name):
     stock, wrapped = stock_and_wrapped(name)
     inputs = padded_inputs(SEQLENS)
@@ -224,7 +224,7 @@ def test_weights_changed_in_place_are_seen(name):
     assert_equal_at_tokens(have, want, inputs["attention_mask"])
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "opt"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "gemma3"])
 def test_other_heads(name):
     inputs = padded_inputs(SEQLENS)
     for head in ("ForSequenceClassification", "ForTokenClassification"):
@@ -257,10 +257,17 @@ def test_on_a_gpu(name, dtype):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        *((name, {"is_causal": False}) for name in ("llama", "mistral", "qwen2-window", "qwen3")),
+        ("gemma3", {"use_bidirectional_attention": True}),
+        ("gemma3-capped", {"use_bidirectional_attention": True, "is_causal": False}),
+    ],
+)
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_a_decoder_without_its_causal_mask(name, side):
-    stock, wrapped = stock_and_wrapped(name, is_causal=False)
+def test_a_decoder_without_its_causal_mask(name, key, side):
+    stock, wrapped = stock_and_wrapped(name, **key)
     inputs = padded_inputs(SEQLENS, side=side)
     mask = inputs["attention_mask"]
     with torch.inference_mode():

@@ -60,6 +60,14 @@ def call_both(stock, wrapped, inputs, text):
         ("llama-dynamic", {"input_ids": torch.ones(1, 97).long()}, "97 positions are more than"),
         ("llama", LEFT | {"position_ids": torch.arange(80, 103)[None]}, "103 positions are more"),
         ("qwen2", LEFT | {"output_hidden_states": [0, 2]}, "selects layers"),
+        (
+            "gemma3",
+            {
+                "input_ids": LABELS,
+                "attention_mask": {"full_attention": None, "sliding_attention": None},
+            },
+            "a mask for each kind of layer",
+        ),
     ],
 )
 def test_calls_that_the_original_answers(name, inputs, text):

@@ -1,6 +1,7 @@
 """Whole checkpoints of sentence-transformers, as models of each name are saved, against encode."""
 
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from checkpoints import SENTENCES, edit_json, make_tokenizer, save_causal, texts
+from checkpoints import SENTENCES, edit_json, make_tokenizer, save_causal, save_gemma, texts
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -17,6 +18,7 @@ from torch import nn
 
 import bytetx
 from bytetx.errors import TooLongError
+from bytetx.hf import FallbackWarning
 
 HIDDEN = 48
 INPUTS = SENTENCES + texts(12, max_words=9)
@@ -115,3 +117,30 @@ def test_e5_mistral(tmp_path: Path) -> None:
     assert model.max_tokens == 40
     with pytest.raises(TooLongError):
         model.embed(["fox " * 60])
+
+
+def test_embedding_gemma(tmp_path: Path) -> None:
+    """A window without the causal mask, two layers behind the mean, and prompts by their names."""
+    base = save_gemma(
+        tmp_path / "base", "gemma3", "Model", adds_end=True, use_bidirectional_attention=True
+    )
+    prompts = {"query": "task: search result | query: ", "document": "title: none | text: "}
+    wide = Dense(HIDDEN, 4 * HIDDEN, bias=False, activation_function=nn.Identity())
+    back = Dense(4 * HIDDEN, HIDDEN, bias=False, activation_function=nn.Identity())
+    modules = [Pooling(HIDDEN, "mean"), wide, back, Normalize()]
+    folder = save(tmp_path / "model", base, modules, prompts=prompts, similarity_fn_name="cosine")
+    assert_same(folder)
+    theirs, model = SentenceTransformer(str(folder), device="cpu"), bytetx.load(folder)
+    assert model.spec.is_bidirectional
+    inputs = [text for text in INPUTS if text]
+    for name, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        found = model.embed(inputs, prompt_name=name, truncate=True).vectors
+        np.testing.assert_allclose(found, encode(inputs), atol=1e-4, rtol=1e-4)
+    found = model.embed(inputs, dimensions=16, truncate=True).vectors
+    wanted = theirs.encode(inputs, truncate_dim=16, normalize_embeddings=True)
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+    wanted = theirs.encode_query(inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FallbackWarning)
+        found = bytetx.wrap(theirs).encode_query(inputs)
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)

@@ -37,6 +37,7 @@ def run(
     seqlens: tuple[int, ...],
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
     isa: str = "auto",
@@ -47,6 +48,7 @@ def run(
         cu_seqlens_of(seqlens),
         max_seqlen=max(seqlens, default=0),
         softmax_scale=qkv.shape[3] ** -0.5 if scale is None else scale,
+        softcap=softcap,
         relative_bias=bias,
         bias_positions=positions,
         isa=isa,
@@ -59,10 +61,12 @@ def plain_torch(
     dtype: torch.dtype,
     *,
     scale: float | None = None,
+    softcap: float = 0.0,
     bias: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention, a sequence at a time, in `dtype` throughout."""
+    """torch's scaled_dot_product_attention, or where scores are capped its definition, a sequence
+    at a time, in `dtype` throughout."""
     parts = []
     start = 0
     for n in seqlens:
@@ -71,7 +75,13 @@ def plain_torch(
         if bias is not None:
             at = torch.arange(n) if positions is None else positions[start : start + n].long()
             mask = bias[:, at[None, :] - at[:, None] + (bias.shape[1] + 1) // 2 - 1].to(dtype)
-        parts.append(F.scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(0, 1))
+        if softcap:
+            scores = q @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
+            scores = softcap * torch.tanh(scores / softcap)
+            attended = (scores if mask is None else scores + mask).softmax(-1) @ v
+        else:
+            attended = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        parts.append(attended.transpose(0, 1))
         start += n
     return torch.cat(parts)
 
@@ -141,6 +151,19 @@ def test_any_softmax_scale(scale: float, dtype: torch.dtype, isa: str) -> None:
     seqlens = (5, 70, 300)
     qkv = make_qkv(seqlens, 2, 32, dtype)
     assert_as_exact_as_torch(run(qkv, seqlens, scale=scale, isa=isa), qkv, seqlens, scale=scale)
+
+
+@pytest.mark.parametrize("softcap", [0.3, 5.0, 50.0])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_softcap(
+    softcap: float, has_bias: bool, head_dim: int, dtype: torch.dtype, isa: str
+) -> None:
+    bias = torch.randn(2, 2 * 300 - 1) if has_bias else None
+    for seqlens, scale in (((1, 0, 5, 17, 33, 300), None), ((70, 300), 3.0)):
+        qkv = make_qkv(seqlens, 2, head_dim, dtype)  # scores below the cap, and far above it
+        kw = {"softcap": softcap, "bias": bias, "scale": scale}
+        assert_as_exact_as_torch(run(qkv, seqlens, isa=isa, **kw), qkv, seqlens, **kw)
 
 
 @pytest.mark.parametrize("has_positions", [False, True])

@@ -13,13 +13,17 @@ LENGTHS = [3, 0, 17, 30, 1]
 @pytest.mark.parametrize("window", [0, 1, 4, 100])
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_masks_and_groups(causal: bool, window: int, num_kv_heads: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 50.0])
+def test_masks_and_groups(
+    causal: bool, window: int, num_kv_heads: int, has_bias: bool, softcap: float
+) -> None:
     total, num_heads, head_dim = sum(LENGTHS), 8, 16
     q = torch.randn(total, num_heads, head_dim)
     k, v = torch.randn(2, total, num_kv_heads, head_dim)
     bias = torch.randn(num_heads, 2 * 30 - 1) if has_bias else None
     cu_seqlens = torch.tensor([0, *LENGTHS]).cumsum(0).int()
     options = {"causal": causal, "window": window, "relative_bias": bias}
+    options["softcap"] = softcap
     ours = varlen_attention(q, k, v, cu_seqlens, max_seqlen=30, **options)
 
     group = num_heads // num_kv_heads
@@ -27,6 +31,8 @@ def test_masks_and_groups(causal: bool, window: int, num_kv_heads: int, has_bias
     expected = []
     for rows in torch.arange(total).split(LENGTHS):
         scores = torch.einsum("ihd,jhd->hij", q[rows].double(), k[rows].double()) / head_dim**0.5
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         distance = rows[None, :] - rows[:, None]
         if bias is not None:
             scores += bias[:, distance + 29]
@@ -48,6 +54,14 @@ def test_a_negative_window_is_refused() -> None:
     q = torch.randn(4, 8, 16)
     with pytest.raises(ValueError, match="window must be 0"):
         varlen_attention(q, q, q, torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4, window=-1)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan")])
+def test_a_softcap_that_caps_nothing_is_refused(softcap: float) -> None:
+    q = torch.randn(4, 8, 16)
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        varlen_attention(q, q, q, cu_seqlens, max_seqlen=4, softcap=softcap)
 
 
 def test_no_plan_where_no_kernel_takes_one() -> None:

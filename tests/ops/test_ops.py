@@ -147,7 +147,9 @@ def pool_one(x: Tensor, mode: str, skip: int) -> Tensor:
     }[mode]()
 
 
-def attention_case(dtype: torch.dtype, device: str, head_dim: int, bias: str) -> Case:
+def attention_case(
+    dtype: torch.dtype, device: str, head_dim: int, bias: str, softcap: float = 0.0
+) -> Case:
     num_heads, longest = 3, max(SEQLENS)
     qkv = torch.randn(sum(SEQLENS), 3 * num_heads * head_dim).to(device, dtype)
     q, k, v = (t.unflatten(1, (num_heads, head_dim)) for t in qkv.chunk(3, dim=1))
@@ -158,6 +160,7 @@ def attention_case(dtype: torch.dtype, device: str, head_dim: int, bias: str) ->
     positions = holes if bias == "holes" else None
     scale = head_dim**-0.5
     kw = {"max_seqlen": longest, "relative_bias": table, "bias_positions": positions}
+    kw["softcap"] = softcap
     out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
 
     def in_torch(to: torch.dtype) -> Tensor:
@@ -166,8 +169,10 @@ def attention_case(dtype: torch.dtype, device: str, head_dim: int, bias: str) ->
             mask, at = None, holes[rows].long()
             if table is not None:
                 mask = table[:, at[None, :] - at[:, None] + span - 1].to(to)
-            heads = (t[rows].to(to).transpose(0, 1) for t in (q, k, v))
-            done[rows] = F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(0, 1)
+            heads = [t[rows].to(to).transpose(0, 1) for t in (q, k, v)]
+            attend = partial(capped_attention, softcap=softcap)
+            attend = attend if softcap else F.scaled_dot_product_attention
+            done[rows] = attend(*heads, attn_mask=mask).transpose(0, 1)
         return done
 
     run = partial(attention.run_kernel, q, k, v, cu_seqlens, softmax_scale=scale, **kw)
@@ -177,6 +182,14 @@ def attention_case(dtype: torch.dtype, device: str, head_dim: int, bias: str) ->
         partial(attention.varlen_attention, q, k, v, cu_seqlens, **kw, out=out),
         in_torch,
     )
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None, softcap: float
+) -> Tensor:
+    """Gemma 2's attention of [num_heads, seqlen, head_dim], in the operands' dtype throughout."""
+    scores = softcap * torch.tanh(q @ k.transpose(1, 2) * q.shape[2] ** -0.5 / softcap)
+    return (scores if attn_mask is None else scores + attn_mask).softmax(-1) @ v
 
 
 def linear_case(
@@ -245,6 +258,12 @@ CASES: dict[str, Callable[[torch.dtype, str], Case]] = {
         f"attention-{head_dim}-{bias}": partial(attention_case, head_dim=head_dim, bias=bias)
         for head_dim in (32, 64, 20, 128)
         for bias in ("none", "index", "holes")
+    },
+    **{
+        f"attention-{head_dim}-{bias}-softcap": partial(
+            attention_case, head_dim=head_dim, bias=bias, softcap=1.5
+        )
+        for head_dim, bias in [(64, "none"), (80, "index"), (256, "none")]
     },
     **{
         f"linear-{rows}-{activation}-{prepack}-{residual}": partial(

@@ -68,6 +68,18 @@ def test_any_scale(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 37])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("has_slopes", [False, True])
+def test_capped_scores_and_slopes(
+    window: int, softcap: float, has_slopes: bool, dtype: torch.dtype
+) -> None:
+    step = make_step([*MIXED, (300, 650)], dtype=dtype, window=window)
+    slopes = torch.tensor([0.5, 0.1, 0.01, 0.0]) if has_slopes else None
+    options = {"window": window, "softcap": softcap, "alibi_slopes": slopes}
+    assert_exact(step.attend(**options), step, **options)
+
+
+@pytest.mark.parametrize("window", [0, 37])
 def test_batch_mates_change_no_bit(window: int, dtype: torch.dtype) -> None:
     step = make_step([*MIXED, (300, 650)], dtype=dtype)
     together = step.attend(window=window).split(step.seqlens)
@@ -136,6 +148,10 @@ def test_wrong_shapes_are_refused() -> None:
         paged_attention(step.q, *caches, **broken(step, max_kv_seqlen=100))
     with pytest.raises(ValueError, match="window must be 0"):
         paged_attention(step.q, *caches, **step.lengths(), window=-1)
+    with pytest.raises(ValueError, match="softcap must be 0"):
+        paged_attention(step.q, *caches, **step.lengths(), softcap=-1.0)
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \[4\]"):
+        paged_attention(step.q, *caches, **step.lengths(), alibi_slopes=torch.zeros(3))
     with pytest.raises(ValueError, match="divides q's 3, got 2"):
         paged_attention(step.q[:, :3].contiguous(), *caches, **step.lengths())
     with pytest.raises(ValueError, match="power of two tokens, got 12"):
@@ -245,10 +261,13 @@ def test_compiled_graphs_hold_each_op_once() -> None:
     positions = torch.arange(len(step.q)).int() % 50
     slots = step.past.slot_mapping
 
+    slopes = torch.rand(4)
+
     def layer(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         q = rotary(q * 1, table, table, positions)
         write_kv(q[:, :2], q[:, 2:], k_cache, v_cache, slots)
-        return paged_attention(q, k_cache, v_cache, **step.lengths())
+        options = {"softcap": 2.0, "alibi_slopes": slopes}
+        return paged_attention(q, k_cache, v_cache, **step.lengths(), **options)
 
     copies = [(step.q, step.k_cache.clone(), step.v_cache.clone()) for _ in range(2)]
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

@@ -29,9 +29,9 @@ LENGTHS = [
 ]
 
 
-def run(step: Step, isa: str, *, window: int = 0) -> Tensor:
+def run(step: Step, isa: str, **changes: object) -> Tensor:
     lengths = {k: v for k, v in step.lengths().items() if not k.startswith("max_")}
-    options = {"softmax_scale": step.q.shape[2] ** -0.5, "window": window}
+    options = {"softmax_scale": step.q.shape[2] ** -0.5, "window": 0} | changes
     return paged.run_kernel(step.q, step.k_cache, step.v_cache, **lengths, **options, isa=isa)
 
 
@@ -60,6 +60,28 @@ def test_windows(window: int, page_size: int, dtype: torch.dtype, isa: str) -> N
     assert_exact(run(step, isa, window=window), step, window=window)
 
 
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("softcap", [0.0, 1.5, 50.0])
+@pytest.mark.parametrize("has_slopes", [False, True])
+def test_capped_scores_and_slopes(
+    window: int, softcap: float, has_slopes: bool, dtype: torch.dtype, isa: str
+) -> None:
+    heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 40}
+    step = make_step([*LENGTHS, (1, 5000)], dtype=dtype, window=window, given_back=True, **heads)
+    slopes = torch.tensor([0.5, 0.25, 0.03, 0.004, 0.0005, 0.0]) if has_slopes else None
+    options = {"window": window, "softcap": softcap, "alibi_slopes": slopes}
+    assert_exact(run(step, isa, **options), step, **options)
+
+
+@pytest.mark.parametrize("softcap", [0.01, 30.0])
+def test_capped_scores_of_any_size(softcap: float, dtype: torch.dtype, isa: str) -> None:
+    """Scores far above the cap, where tanh is flat, and far below, where it is straight."""
+    step = make_step([(1, 600), (40, 300)], dtype=dtype, head_dim=64)
+    for scale in (0.0, 1e-3, 1.0, -3.0):
+        got = run(step, isa, softcap=softcap, softmax_scale=scale)
+        assert_exact(got, step, softcap=softcap, scale=scale)
+
+
 def test_more_heads_on_one_key_than_are_decoded_at_once(dtype: torch.dtype, isa: str) -> None:
     step = make_step([(1, 70), (1, 1100), (9, 20)], dtype=dtype, num_heads=71, num_kv_heads=1)
     assert_exact(run(step, isa), step)
@@ -80,14 +102,15 @@ def test_threads_change_no_bit(num_threads: int, window: int, dtype: torch.dtype
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("window", [0, 1, 50, 256, 301])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0), (1, 0), (50, 0), (256, 3), (301, 0)])
 def test_a_prompt_in_pieces_has_the_bits_of_the_prompt(
-    window: int, dtype: torch.dtype, isa: str
+    window: int, softcap: float, dtype: torch.dtype, isa: str
 ) -> None:
     """And those of attention without a cache."""
+    options = {"window": window, "softcap": softcap}
     sizes = [2, 17, 33, 200, 5, 256, 99, 88]
     whole = make_step([(sum(sizes), sum(sizes))], dtype=dtype, head_dim=40)
-    expected = run(whole, isa, window=window)
+    expected = run(whole, isa, **options)
     end, pages = 0, [whole.past.page_table[0].tolist()]
     for size in sizes:
         rows = slice(end, end + size)
@@ -96,7 +119,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_prompt(
         past = pack_past(pages, kv_seqlens, seqlens, page_size=16)
         caches = (whole.k_cache, whole.v_cache)
         piece = Step(whole.q[rows], whole.keys, whole.values, (size,), *caches, past)
-        assert torch.equal(run(piece, isa, window=window), expected[rows])
+        assert torch.equal(run(piece, isa, **options), expected[rows])
     packed = attention.run_kernel(
         whole.q,
         whole.keys[0],
@@ -105,7 +128,7 @@ def test_a_prompt_in_pieces_has_the_bits_of_the_prompt(
         max_seqlen=end,
         softmax_scale=40**-0.5,
         causal=True,
-        window=window,
+        **options,
         relative_bias=None,
         bias_positions=None,
         isa=isa,
