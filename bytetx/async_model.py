@@ -12,7 +12,7 @@ import torch
 
 from bytetx.arguments import check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
-from bytetx.errors import DeadlineError
+from bytetx.errors import DeadlineError, OptionError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt
 from bytetx.sampling_params import SamplingParams
@@ -84,7 +84,13 @@ class AsyncModel:
         age_limit_s: a text that has waited so long goes before shorter ones and other priorities.
         kv_cache_tokens, max_num_seqs: as of Model.engine, for generate.
         Threads start with the first call.
+        Raises OptionError for a checkpoint with a Router, whose tasks run on different models.
         """
+        if model.checkpoint.router is not None:
+            raise OptionError(
+                "AsyncModel runs one model, and this checkpoint has a Router, whose tasks run on "
+                "different ones; use Model, or load the folder of one route"
+            )
         check_positive("max_queued_requests", max_queued_requests)
         check_positive("max_queued_tokens", max_queued_tokens)
         if tokenizer_threads is not None:
@@ -154,6 +160,7 @@ class AsyncModel:
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -169,8 +176,10 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Embeddings:
         """As Model.embed."""
-        call = self._model._embed_call(
+        start = partial(
+            self._model._embed_call,
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             dimensions=dimensions,
@@ -183,12 +192,14 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
+        call = await _started(start, task)
         return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_all(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
@@ -197,19 +208,23 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> AllEmbeddings:
         """As Model.embed_all."""
-        call = self._model._all_call(
+        start = partial(
+            self._model._all_call,
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             truncate=truncate,
             on_error=on_error,
         )
+        call = await _started(start, task)
         return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_sparse(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         max_active_dims: int | None = None,
@@ -219,14 +234,17 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> SparseEmbeddings:
         """As Model.embed_sparse."""
-        call = self._model._sparse_call(
+        start = partial(
+            self._model._sparse_call,
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             max_active_dims=max_active_dims,
             truncate=truncate,
             on_error=on_error,
         )
+        call = await _started(start, task)
         return await self._run(call, priority=priority, timeout_s=timeout_s)
 
     async def embed_tokens(
@@ -470,3 +488,8 @@ class AsyncModel:
     async def _in_thread(self, function: Callable[[], T]) -> T:
         self._engine.check_open()
         return await asyncio.to_thread(function)
+
+
+async def _started(start: Callable[[], Call[T]], task: str | None) -> Call[T]:
+    """The call. That of a named task may read the weights of its adapter, in a thread then."""
+    return start() if task is None else await asyncio.to_thread(start)

@@ -3,6 +3,7 @@
 import logging
 import pickle
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, overload
@@ -27,6 +28,7 @@ from bytetx.info import checkpoint_info, checkpoint_line
 from bytetx.nn.loading import LoadedCheckpoint, default_token_budget
 from bytetx.parallel.grid import Grid
 from bytetx.runtime.forking import computing
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.answer import AnswerMixin
 from bytetx.tasks.call import Call
 from bytetx.tasks.chunks import Overflow
@@ -150,6 +152,14 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self.spec, self.transformer = checkpoint.spec, checkpoint.transformer
         self.tokenizer, self.heads = checkpoint.tokenizer, checkpoint.heads
         self._is_closed = False
+        self._routes = {
+            name: Model(
+                replace(route, router=checkpoint.router),
+                token_budget=token_budget,
+                cuda_graphs=cuda_graphs,
+            )
+            for name, route in checkpoint.routes.items()
+        }
         self._runner = Runner(
             checkpoint.transformer,
             executor=checkpoint.executor,
@@ -216,10 +226,12 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[EmbedOptions]
     ) -> Stream[np.ndarray | InputError]: ...
 
+    @routed
     def embed(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -236,7 +248,11 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
     ) -> Embeddings | Stream[Any]:
         """One vector a text, as sentence-transformers' encode gives it.
 
-        prompt, prompt_name: text put before every str; None is the checkpoint's default.
+        task: of a checkpoint with adapters (Jina embeddings v3) the name of one; of one with a
+        Router a task that has a route; else "query" or "document". It also takes the prompt of
+        that name, where the checkpoint has one.
+        prompt, prompt_name: text put before every str; None is the task's, else the checkpoint's
+        default.
         dimensions: keep the first ones, and normalise again where the model normalises.
         pooling: mode (or modes, joined) instead of the checkpoint's.  normalize: None as the
         checkpoint says.  A failed text's vector is NaN (0 in integers), its error in `errors`.
@@ -253,6 +269,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             )
         call = self._embed_call(
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             dimensions=dimensions,
@@ -611,7 +628,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             return "meanmaxsim" if sentence.multi_vector.mean else "maxsim"
         if sentence.similarity is not None:
             return sentence.similarity
-        return "cosine" if sentence.splade is None else "dot"
+        return "dot" if sentence.is_sparse else "cosine"
 
     def info(self) -> dict[str, Any]:
         """What was loaded: family, sizes, dtype, device, heads, limits, tensors left unused."""

@@ -43,6 +43,20 @@ _T5_SIZES = {
 }
 _BOS = {"classifier_pooling": "bos"}
 
+_DEBERTA_SIZES = _SIZES | {
+    "relative_attention": True,
+    "pos_att_type": ["c2p", "p2c"],
+    "type_vocab_size": 2,
+    "pad_token_id": 1,
+}
+_DEBERTA_V3 = {
+    "position_buckets": 8,
+    "max_relative_positions": 20,
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}
+
 # family: (stem of its class names, sizes)
 FAMILIES = {
     "bert": ("Bert", _SIZES),
@@ -60,6 +74,9 @@ FAMILIES = {
     "nomic_bert": ("NomicBert", _SIZES | {"pad_token_id": 1}),
     "gte": ("Gte", _SIZES | {"pad_token_id": 1, "type_vocab_size": 2}),
     "jina_embeddings_v3": ("JinaEmbeddingsV3", _SIZES),
+    "deberta": ("Deberta", _DEBERTA_SIZES),
+    "deberta-v2": ("DebertaV2", _DEBERTA_SIZES | _DEBERTA_V3 | {"conv_kernel_size": 3}),
+    "deberta-v3": ("DebertaV2", _DEBERTA_SIZES | _DEBERTA_V3),
     "t5": ("T5", _T5_SIZES),
     "mt5": ("MT5", _T5_SIZES | {"feed_forward_proj": "gated-gelu"}),
 }

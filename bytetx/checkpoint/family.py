@@ -148,7 +148,7 @@ _OPTIONAL_SECTIONS = {"heads", "otherwise", "final", "fixed", "aliases"}
 _OPTIONAL_SECTIONS |= {"ungated_layer", "sparse_layer", "convolution"}
 # Keys outside of the sections that a family may leave out.
 _OPTIONAL_KEYS = {"marker", "own_code", "keyed_code", "bidirectional"}
-_OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "nested"}
+_OPTIONAL_KEYS |= {"unsupported", "variants", "modules", "nested", "task_adapters"}
 # Sections that a variant may change.
 _VARIED = ("config", "architecture", "layer")
 _CLASSIFIER_KEYS = {"dense", "dense_bias", "activation", "norm", "norm_eps"}

@@ -221,6 +221,7 @@ def _checked_path(path_or_id: str | Path) -> Path:
 def transformer_folder(folder: Path) -> Path:
     """Where config.json and the weights are: `folder`, or the subfolder of it that a
     sentence-transformers modules.json names for its Transformer module (such as 0_Transformer).
+    `folder` as well where it begins with a Router, each of whose routes has one of its own.
 
     Raises CheckpointError where modules.json is damaged, lacks such a module, or leaves the folder.
     """
@@ -233,10 +234,18 @@ def transformer_folder(folder: Path) -> Path:
         for module in modules
         if str(module.get("type", "")).rpartition(".")[2] in TRANSFORMERS
     ]
+    if not names and any(is_router(str(module.get("type"))) for module in modules):
+        return folder
     if not names:
         kinds = ", ".join(str(module.get("type")) for module in modules)
         raise CheckpointError(f"{path} names no Transformer module, only: {kinds or 'nothing'}")
     return module_folder(path, names[0])
+
+
+def is_router(name: str) -> bool:
+    """Whether a module's class is sentence-transformers' Router, or Asym, its name of before."""
+    kind = name.rpartition(".")[2]
+    return name.startswith("sentence_transformers.") and kind in ("Router", "Asym")
 
 
 def module_folder(path: Path, name: object) -> Path:

@@ -3,10 +3,11 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.family import families
 from bytetx.checkpoint.files import ADAPTER_CONFIG
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -74,11 +75,11 @@ _MERGE = "merge the two (peft's merge_and_unload, then save_pretrained), and loa
 class Lora:
     """An adapter, by the names that the base model's tensors have in a checkpoint.
 
-    added: what is added to weights.  replaced: tensors that take the place of the base model's,
-    before something is added to them.
+    added: what is added to weights, to a stack of several by each of its parts.
+    replaced: tensors that take the place of the base model's, before something is added to them.
     """
 
-    added: Mapping[str, LowRank]
+    added: Mapping[str, tuple[LowRank, ...]]
     replaced: Mapping[str, SavedTensor]
 
 
@@ -87,33 +88,78 @@ def merge_lora(folder: Path, weights: Weights, spec: ModelSpec) -> None:
 
     Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
     """
-    lora = _read_lora(folder, spec)
-    path = folder / _FILE
-    changes: dict[str, tuple[int, ...]] = {name: low.shape for name, low in lora.added.items()}
-    changes |= {name: tensor.shape for name, tensor in lora.replaced.items()}
-    if missing := sorted(name for name in changes if name not in weights):
+    lora = read_lora(folder, weights, spec)
+    weights.change(lora.added, lora.replaced)
+
+
+def read_lora(folder: Path, weights: Weights, spec: ModelSpec) -> Lora:
+    """The adapter in a folder, by the names of `weights`, of the base model; reads headers only.
+
+    Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
+    """
+    added, replaced = _read_lora(folder, spec)
+    path, places = folder / _FILE, _places(spec)
+    placed: dict[str, tuple[LowRank, ...]] = {}
+    changes: list[tuple[str, tuple[int, ...], range | None]] = []
+    for module, low_rank in added.items():
+        name, rows = places.get(module, (module, None))
+        changes.append((name, low_rank.shape, rows))
+        part = low_rank if rows is None else replace(low_rank, first_row=rows.start)
+        placed[name] = (*placed.get(name, ()), part)
+    changes += [(name, tensor.shape, None) for name, tensor in replaced.items()]
+    names = {name for name, _, _ in changes}
+    if missing := sorted(name for name in names if name not in weights):
         raise CheckpointError(
             f"{path} changes {len(missing)} tensors that the base model lacks: "
             f"{', '.join(missing[:6])}; bytetx changes tensors of the same names only: {_MERGE}"
         )
     decoders = {head.decoder for head in spec.heads.values() if head.decoder is not None}
-    if spec.tie_word_embeddings and (tied := sorted(decoders & changes.keys())):
+    if spec.tie_word_embeddings and (tied := sorted(decoders & names)):
         raise CheckpointError(
             f"{path} changes {tied[0]!r}, which is the embedding as well (tie_word_embeddings): "
             f"{_MERGE}"
         )
-    for name, shape in changes.items():
-        if weights.shape(name) != shape:
+    for name, shape, rows in changes:
+        wanted = weights.shape(name)
+        if rows is not None:
+            wanted = (len(rows), *wanted[1:])
+        if wanted != shape:
             raise CheckpointError(
                 f"{path} changes {name!r} by a tensor of shape {shape}, and the base model's has "
-                f"shape {weights.shape(name)}; the adapter is of another model, or its vocabulary "
+                f"shape {wanted}; the adapter is of another model, or its vocabulary "
                 f"or labels were extended: {_MERGE}"
             )
-    weights.change(lora.added, lora.replaced)
+    return Lora(placed, replaced)
 
 
-def _read_lora(folder: Path, spec: ModelSpec) -> Lora:
-    """The adapter in a folder, of which only the headers are read.
+def _places(spec: ModelSpec) -> dict[str, tuple[str, range | None]]:
+    """Where the files have a weight of transformers' class, by its name there: the tensor, and its
+    rows in one that stacks several.  Only of families whose files name them otherwise."""
+    modules = families()[spec.family].get("modules")
+    if modules is None or spec.layer_spec.qkv not in ("separate", "stacked"):
+        return {}
+    places: dict[str, tuple[str, range | None]] = {}
+    q_rows, kv_rows = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    rows = {
+        "q": range(q_rows),
+        "k": range(q_rows, q_rows + kv_rows),
+        "v": range(q_rows + kv_rows, q_rows + 2 * kv_rows),
+    }
+    for i in range(spec.num_layers):
+        names = spec.layer_names(i)
+        for key, module in modules["layer"].items():
+            stacked = key in rows and "qkv" in names
+            if stacked or key in names:
+                name = f"{names['qkv' if stacked else key]}.weight"
+                places[f"{module.replace('{i}', str(i))}.weight"] = (
+                    name,
+                    rows[key] if stacked else None,
+                )
+    return places
+
+
+def _read_lora(folder: Path, spec: ModelSpec) -> tuple[dict[str, LowRank], dict[str, SavedTensor]]:
+    """(what is added, what is replaced) by the adapter in a folder, by the names that it gives.
 
     Raises CheckpointError for an adapter that is damaged or cannot be merged into the weights.
     """
@@ -148,7 +194,7 @@ def _read_lora(folder: Path, spec: ModelSpec) -> Lora:
             raise CheckpointError(f"{path} changes {name!r} twice; save the adapter again")
         is_transposed = bool(kind) or _is_conv1d(name, spec)
         added[name] = _low_rank(path, module, pair, config, is_transposed=is_transposed)
-    return Lora(added, bases | replaced)
+    return added, bases | replaced
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from bytetx.checkpoint.side_files import (
     either,
     integer,
     list_of,
+    number,
     one_of,
     read_json,
     read_json_objects,
@@ -54,7 +55,14 @@ _METADATA = {
     "attend_to_mask_tokens": FLAG,
     "mask_punctuation": FLAG,
 }
+_TOKEN_POOLING = {
+    "pool_factor": number(1),
+    "num_protected_tokens": integer(0),
+    "normalize_embeddings": FLAG,
+    "tasks": either(TEXT, list_of(TEXT)),
+}
 _TOKEN_MODULE = {"module_input_name": TEXT}
+_POOLING = "HierarchicalTokenPooling"
 _PUNCTUATION = tuple(string.punctuation)
 # PyLate's length of a query, where it says none.
 _QUERY_LENGTH = 32
@@ -76,6 +84,20 @@ class QueryExpansion:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenPoolingSpec:
+    """HierarchicalTokenPooling: a text's vectors become len // factor means of clusters.
+
+    num_protected: vectors at the start that stay as they are.  normalizes: all vectors, at the
+    end.  tasks: those of texts whose vectors are pooled.
+    """
+
+    factor: float = 1.0
+    num_protected: int = 1
+    normalizes: bool = False
+    tasks: tuple[str, ...] = ("document",)
+
+
+@dataclass(frozen=True, slots=True)
 class MultiVectorSpec:
     """One vector for each token of a text (ColBERT).
 
@@ -85,6 +107,7 @@ class MultiVectorSpec:
     skiplist_words: tokens without a vector, in texts of skiplist_tasks (query, document).
     prefixes: tokens that are put before texts, each one token of the vocabulary.
     prompts: put before the texts of each task.  mean: scores are divided by the query's tokens.
+    token_pooling: of a text's vectors, after all else.
     """
 
     modules: tuple[tuple[str, Path], ...] = ()
@@ -97,6 +120,7 @@ class MultiVectorSpec:
     prefixes: tuple[str, ...] = ()
     prompts: Mapping[str, str] = field(default_factory=dict)
     mean: bool = False
+    token_pooling: TokenPoolingSpec | None = None
 
 
 def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVectorSpec | None:
@@ -124,7 +148,7 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
     if not (is_pylate or has_mask or config.get("model_type") == "MultiVectorEncoder"):
         return None
     limits = _config(_transformer_config(own), _LENGTHS)
-    modules, mask = _modules(path, entries)
+    modules, mask, pooling = _modules(path, entries)
     words = mask.get("skiplist_words", config.get("skiplist_words"))
     if words is None:
         words = _PUNCTUATION if is_pylate else ()
@@ -147,6 +171,7 @@ def load_multi_vector_spec(folder: Path, own: Path, *, base: Path) -> MultiVecto
         prefixes,
         prompts,
         config.get("similarity_fn_name") == "meanmaxsim",
+        pooling,
     )
 
 
@@ -161,11 +186,13 @@ def _transformer_config(base: Path) -> Path:
 
 def _modules(
     path: Path, entries: Sequence[Mapping[str, Any]]
-) -> tuple[tuple[tuple[str, Path], ...], dict[str, Any]]:
-    """What follows the transformer, and the config of MultiVectorMask ({} without one)."""
+) -> tuple[tuple[tuple[str, Path], ...], dict[str, Any], TokenPoolingSpec | None]:
+    """What follows the transformer, the config of MultiVectorMask ({} without one), and how the
+    vectors of a text are pooled, if they are."""
+    pooling: TokenPoolingSpec | None = None
     modules: list[tuple[str, Path]] = []
     mask: dict[str, Any] = {}
-    known = (*TRANSFORMERS, "Dense", "Normalize", "MultiVectorMask", "Dropout")
+    known = (*TRANSFORMERS, "Dense", "Normalize", "MultiVectorMask", "Dropout", _POOLING)
     for place, entry in enumerate(entries):
         name = str(entry.get("type"))
         kind = name.rpartition(".")[2]
@@ -177,7 +204,13 @@ def _modules(
             )
         if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
-        if kind in ("Dense", "Normalize"):
+        if pooling is not None and kind != "Dropout":
+            raise CheckpointError(
+                f"{path}: {_POOLING} must be the last module, got {kind} after it"
+            )
+        if kind == _POOLING:
+            pooling = _token_pooling(module_folder(path, entry.get("path")) / "config.json")
+        elif kind in ("Dense", "Normalize"):
             module = module_folder(path, entry.get("path"))
             config = _config(module / "config.json", _TOKEN_MODULE)
             source = config.get("module_input_name") or "token_embeddings"
@@ -194,7 +227,20 @@ def _modules(
                     f"{path}: MultiVectorMask keeps the tokens of images only, which bytetx does "
                     "not read"
                 )
-    return tuple(modules), mask
+    return tuple(modules), mask, pooling
+
+
+def _token_pooling(path: Path) -> TokenPoolingSpec:
+    """A config that is silent of normalize_embeddings is of before that option."""
+    config = _config(path, _TOKEN_POOLING)
+    tasks = config.get("tasks") or ["document"]
+    protected = config.get("num_protected_tokens")
+    return TokenPoolingSpec(
+        config.get("pool_factor") or 1.0,
+        1 if protected is None else protected,
+        bool(config.get("normalize_embeddings")),
+        (tasks,) if isinstance(tasks, str) else tuple(tasks),
+    )
 
 
 def _prefixes(config: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -200,11 +200,13 @@ def load_tokenizer(
     max_positions: int,
     max_seq_length: int | None = None,
     do_lower_case: bool = False,
+    adds_special_tokens: bool = True,
 ) -> Tokenizer | None:
     """The tokenizer of a checkpoint's folder, or None where it has none (token ids still run).
 
     max_positions: tokens that the model has positions for.  max_seq_length: the limit that
     sentence-transformers saved; it replaces the tokenizer's own model_max_length.
+    adds_special_tokens: False leaves out those that frame a text.
     Raises CheckpointError where its files are damaged, or need transformers and it is missing.
     """
     path, config = folder / "tokenizer.json", read_tokenizer_config(folder)
@@ -216,7 +218,9 @@ def load_tokenizer(
         backend = convert_vocabulary(folder)
     else:
         return None
-    if _is_of_gte_qwen2(config):
+    if not adds_special_tokens:
+        backend.post_processor = tokenizers.processors.Sequence([])
+    elif _is_of_gte_qwen2(config):
         _add_ends(backend, config)
     limit = max_seq_length or config.get("model_max_length") or max_positions
     max_tokens = min(int(limit), max_positions)

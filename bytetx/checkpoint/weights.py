@@ -5,8 +5,8 @@ import json
 import math
 import mmap
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,12 @@ _QUANTIZED = {
 _INDEX = "model.safetensors.index.json"
 
 # Layer norms of checkpoints converted from TensorFlow carry their old parameter names.
-_OLD_NAMES = ((".gamma", ".weight"), (".beta", ".bias"))
+# A weight beside the adapters of Jina embeddings v3's tasks carries that of torch's parametrize.
+_OLD_NAMES = (
+    (".gamma", ".weight"),
+    (".beta", ".bias"),
+    (".parametrizations.weight.original", ".weight"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,18 @@ class SavedTensor:
     num_bytes: int
 
     @property
+    def is_floating(self) -> bool:
+        return self.dtype in _DTYPES
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
+
+    def at(self, index: int) -> "SavedTensor":
+        """One of the tensors that this one stacks along its first dim."""
+        num_bytes = self.num_bytes // self.shape[0]
+        offset = self.offset + index * num_bytes
+        return replace(self, shape=self.shape[1:], offset=offset, num_bytes=num_bytes)
 
     def read(self, dtype: torch.dtype | None = None, *, part: Part | None = None) -> torch.Tensor:
         """A copy of the tensor in memory, cast to dtype (None: as saved) in pieces.
@@ -167,12 +182,14 @@ class LowRank:
     """What is added to a weight [n, k]: scaling * left @ right, in f32.
 
     left [n, r], right [r, k]; where is_transposed, they are saved as [r, n] and [k, r].
+    first_row: of a weight that stacks several, the row where the n rows begin.
     """
 
     left: SavedTensor
     right: SavedTensor
     scaling: float
     is_transposed: bool = False
+    first_row: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -181,16 +198,25 @@ class LowRank:
             return self.left.shape[1], self.right.shape[0]
         return self.left.shape[0], self.right.shape[1]
 
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(left [n, r], right [r, k]), f32."""
+        left, right = self.left.read(torch.float32), self.right.read(torch.float32)
+        return (left.t(), right.t()) if self.is_transposed else (left, right)
+
     def add_to(self, weight: torch.Tensor, part: Part | None) -> None:
         """weight: f32, the complete one or a part of it; changed in place."""
-        left, right = self.left.read(torch.float32), self.right.read(torch.float32)
-        if self.is_transposed:
-            left, right = left.t(), right.t()
-        if part is not None and part.dim == 0:
-            left = take_part(left, part)
-        elif part is not None:
-            right = take_part(right, part)
-        weight.addmm_(left, right, alpha=self.scaling)
+        left, right = self.factors()
+        rows = range(self.first_row, self.first_row + len(left))
+        if part is not None and part.dim == 1:
+            right, part = take_part(right, part), None
+        place = 0  # in `weight`, of the first row of the next range
+        for wanted in (range(rows.stop),) if part is None else part.ranges:
+            start, stop = max(wanted.start, rows.start), min(wanted.stop, rows.stop)
+            if start < stop:
+                begin = place + start - wanted.start
+                some = left[start - rows.start : stop - rows.start]
+                weight[begin : begin + stop - start].addmm_(some, right, alpha=self.scaling)
+            place += len(wanted)
 
 
 class Weights(Mapping[str, torch.Tensor]):
@@ -220,7 +246,7 @@ class Weights(Mapping[str, torch.Tensor]):
         _refuse_quantized(folder, self._saved)
         _check_index(folder, {tensor.name for tensor in self._saved.values()})
         self.used: set[str] = set()
-        self._added: Mapping[str, LowRank] = {}
+        self._added: Mapping[str, Sequence[LowRank]] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
 
@@ -230,12 +256,26 @@ class Weights(Mapping[str, torch.Tensor]):
         other._dtype = dtype
         return other
 
-    def change(self, added: Mapping[str, LowRank], replaced: Mapping[str, SavedTensor]) -> None:
+    def change(
+        self, added: Mapping[str, Sequence[LowRank]], replaced: Mapping[str, SavedTensor]
+    ) -> None:
         """Adds to tensors, or replaces them, when they are read; shapes and names must be theirs.
 
         A tensor that is added to is read in f32, and cast with what is added to it.
         """
         self._added, self._saved = added, {**self._saved, **replaced}
+
+    def changed(self, added: Mapping[str, Sequence[LowRank]]) -> "Weights":
+        """These tensors with more added to some of them; `used` is shared."""
+        other = copy.copy(self)
+        more = {name: (*self._added.get(name, ()), *low_ranks) for name, low_ranks in added.items()}
+        other._added = {**self._added, **more}
+        return other
+
+    def saved(self, name: str) -> SavedTensor:
+        """Where a tensor is saved; it then counts as used."""
+        self.used.add(name)
+        return self._saved[name]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._saved:
@@ -258,7 +298,8 @@ class Weights(Mapping[str, torch.Tensor]):
         if added is None:
             return saved.read(self._dtype, part=part)
         tensor = saved.read(torch.float32, part=part)
-        added.add_to(tensor, part)
+        for low_rank in added:
+            low_rank.add_to(tensor, part)
         return tensor.to(self._dtype or saved.torch_dtype)
 
     def __contains__(self, name: object) -> bool:

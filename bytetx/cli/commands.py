@@ -36,6 +36,14 @@ app.command()(plan)
 app.command()(serve)
 
 TopK = Annotated[int | None, typer.Option(min=1, help="Best answers to keep.", show_default=False)]
+NamedTask = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        help="query, document, or a task of the checkpoint's own: its adapter and its prompt.",
+        show_default=False,
+    ),
+]
 Prompt = Annotated[str | None, typer.Option(help="Text to put before every text.")]
 PromptName = Annotated[str | None, typer.Option(help="A prompt of the checkpoint.")]
 PrecisionOption = Annotated[
@@ -124,6 +132,11 @@ def _overflow(options: JobOptions, overflow: str | None, stride: int) -> dict[st
     return given | ({"stride": stride} if stride else {})
 
 
+def _of_task(task: str | None) -> dict[str, Any]:
+    """Of a job; only what is given, so that jobs of before can be resumed."""
+    return {} if task is None else {"task": task}
+
+
 def _check_prompt(prompt: str | None, prompt_name: str | None) -> None:
     if prompt is not None and prompt_name is not None:
         raise typer.BadParameter("--prompt and --prompt-name exclude each other")
@@ -152,6 +165,7 @@ def embed(
         str | None,
         typer.Option(help="cls, mean, max, ...; the checkpoint's own if not given."),
     ] = None,
+    task: NamedTask = None,
     prompt: Prompt = None,
     prompt_name: PromptName = None,
     dimensions: Annotated[
@@ -175,6 +189,7 @@ def embed(
         "prompt_name": prompt_name,
         "dimensions": dimensions,
         "precision": precision,
+        **_of_task(task),
         **_overflow(options, overflow, stride),
     }
     calibration = None if ranges is None else read_ranges(ranges)
@@ -185,6 +200,7 @@ def embed(
 @with_job_options
 def embed_sparse(
     options: JobOptions,
+    task: NamedTask = None,
     prompt: Prompt = None,
     prompt_name: PromptName = None,
     max_active_dims: Annotated[
@@ -201,6 +217,7 @@ def embed_sparse(
         "prompt_name": prompt_name,
         "max_active_dims": max_active_dims,
         "truncate": options.truncate,
+        **_of_task(task),
     }
     _check_prompt(prompt, prompt_name)
     run_text_job(options, embed_sparse_task(given))

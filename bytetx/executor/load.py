@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from bytetx.arguments import check_group_timeout, check_positive
+from bytetx.checkpoint.router import read_router
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import OptionError
 from bytetx.nn.loading import (
@@ -46,6 +47,8 @@ def load_ranks(
         tp = axes.size
     if tp == 1:
         return load_checkpoint(folder, device=device, dtype=dtype)
+    if read_router(folder) is not None:
+        raise OptionError("a model with a Router does not run with tp; load it with tp=1")
     # Imported here: torch.distributed imports slowly, and few models are sharded.
     from bytetx.executor.leader import load_sharded
 

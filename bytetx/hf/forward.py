@@ -52,6 +52,8 @@ OUTPUTS = {
     "NomicBertModel": "BaseModelOutputWithPooling",
     "GteModel": "BaseModelOutputWithPooling",
     "JinaEmbeddingsV3Model": "BaseModelOutputWithPooling",
+    "DebertaModel": "BaseModelOutput",
+    "DebertaV2Model": "BaseModelOutput",
     "T5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
     "MT5EncoderModel": "BaseModelOutputWithPastAndCrossAttentions",
 }
@@ -403,6 +405,8 @@ def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transforme
         )
     if layout.has_holes and not transformer.spec.is_causal and _has_windows(transformer.spec):
         return "a mask has holes, and the model has layers with a window"
+    if layout.has_holes and transformer.layers.buckets is not None:
+        return "a mask has holes, and attention compares the distances of tokens (DeBERTa)"
     bias = transformer.layers.relative_bias
     if bias is None:
         return None

@@ -18,6 +18,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
+from bytetx.nn.layer_weights import copied_tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
 from bytetx.nn.transformer import Transformer
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Modules that a family's own layers are made of, beside the classes of its modeling file.
-_MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList)
+_MODELESS_MODULES = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.ModuleList, nn.Conv1d)
 _PLAIN_MODULES = (*_MODELESS_MODULES, nn.Dropout, nn.Identity)
 _CONV1D_FILE = "transformers.pytorch_utils"
 # Keys of a family's layer whose weights run as one.
@@ -356,17 +357,12 @@ def _below(parent: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield from _below(module)
 
 
-def _copied_parameters(base: "PreTrainedModel") -> list[torch.Tensor]:
-    """The parameters whose values a plan copies: the table of MPNet's or T5's buckets, and weights
-    of norms that something is added to."""
+def _copied_parameters(base: "PreTrainedModel") -> list[nn.Parameter]:
+    """The parameters that a plan copies from, or computes tables of: their changes are counted."""
     try:
         spec = _spec_of(base)
-        names = [spec.embeddings[key] for key in ("relative_bias",) if key in spec.embeddings]
-        if spec.layer_spec.norm_offset:
-            layers = map(spec.layer_names, range(spec.num_layers))
-            stems = [stem for layer in layers for key, stem in layer.items() if "norm" in key]
-            names += [f"{stem}.weight" for stem in (*stems, spec.layer_spec.final["norm"])]
-        return [base.get_parameter(name) for name in names]
+        found = dict(base.named_parameters(remove_duplicate=False))
+        return [found[name] for name in copied_tensor_names(spec) if name in found]
     except (AttributeError, CheckpointError):  # a model that will be refused
         return []
 

@@ -48,7 +48,9 @@ def _give_entries(
         if not entry.is_contiguous():  # by another thread, or in shared memory
             entries[f"{prefix}{name}"] = entry.contiguous()
         elif entry.untyped_storage().nbytes() > entry.nbytes and not _is_in_shared_memory(entry):
-            entries[f"{prefix}{name}"] = _with_own_storage(entry)
+            # It stays the same tensor: what is written to it counts as the parameter's change.
+            with torch.inference_mode(entry.is_inference()):
+                entry.data = _with_own_storage(entry)
 
 
 def _with_own_storage(t: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import nn
 
-from bytetx.errors import BytetxError, InputError
+from bytetx.checkpoint.family import families
+from bytetx.checkpoint.spec import build_spec
+from bytetx.errors import BytetxError, CheckpointError, InputError
 from bytetx.hf.causal import (
     CAUSAL_OUTPUTS,
     CausalForward,
@@ -25,18 +27,20 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 OLDEST_TRANSFORMERS = (5, 0)
 PADS = ("zeros", "stock")
+# Of the modules that transformers makes of a checkpoint's Python files.
+_CODE_OF_FILES = "transformers_modules."
 
 
 def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     """Replaces the model's forward by one on packed tokens and returns the same object.
 
     model: a transformers model of BERT, RoBERTa, XLM-RoBERTa, XLM-RoBERTa-XL, CamemBERT,
-    RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, ModernBERT, EuroBERT, NomicBERT, GTE,
-    Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo, GPT-J, GPT-NeoX, OPT,
-    Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2, StableLM, SmolLM3, OLMo 2,
-    Granite, GPT-BigCode, Falcon or Gemma 1 to 3, bare or with any of its heads; a
-    SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module that holds
-    one of these.
+    RoBERTa-PreLayerNorm, DistilBERT, MPNet, ELECTRA, ALBERT, DeBERTa (v1, v2, v3), ModernBERT,
+    EuroBERT, NomicBERT, GTE, Jina embeddings v3, of the encoders of T5 and mT5, of GPT-2, GPT-Neo,
+    GPT-J, GPT-NeoX, OPT, Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, StarCoder2,
+    StableLM, SmolLM3, OLMo 2, Granite, GPT-BigCode, Falcon or Gemma 1 to 3, bare or with any of its
+    heads; a SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder; or any module
+    that holds one of these.
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
@@ -69,7 +73,8 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     output (training, gradients, attention weights, changed modules), the original forward runs, and
     a FallbackWarning names each reason once.
     Raises TypeError for anything else, InputError for other `pads`, and BytetxError where
-    transformers is too old or accelerate has spread the model over devices.
+    transformers is too old, accelerate has spread the model over devices, or transformers' class
+    lacks what the config says (NomicBERT v2's experts).
     """
     if pads not in PADS:
         raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {pads!r}")
@@ -77,6 +82,7 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     _check_transformers()
     for base in bases:
         _check_not_dispatched(base)
+        _check_has_experts(base)
     for base in bases:
         forward = base.__dict__.get("forward")
         if not isinstance(forward, PackedForward):
@@ -126,12 +132,44 @@ def _base_models(model: object) -> list["PreTrainedModel"]:
     bases = [module for module in model.modules() if _is_transformers_class(module, known)]
     if not bases:
         raise TypeError(
-            f"wrap found no model that it supports in {type(model).__name__}; supported are "
+            _of_own_code(model)
+            or f"wrap found no model that it supports in {type(model).__name__}; supported are "
             f"{', '.join(known)} of transformers, any of their heads, and "
             "SentenceTransformer, CrossEncoder, SparseEncoder or MultiVectorEncoder objects that "
             "hold one"
         )
     return bases
+
+
+def _of_own_code(model: nn.Module) -> str | None:
+    """The error for a model whose class came with its checkpoint; None where none did."""
+    from transformers import PreTrainedModel
+
+    for module in model.modules():
+        kind = type(module)
+        if isinstance(module, PreTrainedModel) and kind.__module__.startswith(_CODE_OF_FILES):
+            try:
+                spec = build_spec(module.config.to_dict())
+                names = families()[spec.family]["names"]
+                advice = f"bytetx.load(path) runs {names} from the checkpoint's folder"
+            except CheckpointError:
+                advice = "load it without trust_remote_code, if transformers has a class for it"
+            return (
+                f"wrap takes transformers' own classes, and {kind.__name__} is code of its "
+                f"checkpoint ({kind.__module__}); {advice}"
+            )
+    return None
+
+
+def _check_has_experts(base: "PreTrainedModel") -> None:
+    """transformers reads the config of NomicBERT v2, but its class has no experts."""
+    num_experts = getattr(base.config, "num_experts", None)
+    if type(base).__name__ == "NomicBertModel" and num_experts:
+        raise BytetxError(
+            f"transformers' NomicBertModel has no experts, the config says num_experts="
+            f"{num_experts}: it did not load the checkpoint's weights; bytetx.load(path) runs "
+            "NomicBERT v2 (mixture of experts) from the checkpoint's folder"
+        )
 
 
 def _is_transformers_class(

@@ -111,6 +111,33 @@ def tensor_names(spec: ModelSpec) -> Iterator[str]:
                 yield f"{name}.bias"
 
 
+def copied_tensor_names(spec: ModelSpec) -> Iterator[str]:
+    """The names whose tensors a Transformer copies, or computes tables of, where it shares the
+    memory of all others."""
+    layers, relative = spec.layer_spec, spec.layer_spec.disentangled
+    if spec.relative_bias_rows:
+        yield spec.embeddings["relative_bias"]
+    if layers.convolution is not None:
+        yield f"{layers.convolution.linear}.weight"
+    if layers.norm_offset:
+        yield f"{layers.final['norm']}.weight"
+    projections: set[str] = set()
+    if relative is not None:
+        yield spec.embeddings["relative"]
+        if relative.has_norm:
+            yield from (f"{spec.embeddings['relative_norm']}.{part}" for part in ("weight", "bias"))
+        shared = {"pos_k": "k", "pos_q": "q"}
+        projections = {shared[t] if relative.shares_projections else t for t in relative.terms}
+    for i in range(spec.num_layers):
+        for key, name in spec.layer_names(i).items():
+            if key in ("q_bias", "v_bias"):
+                yield name
+            elif layers.norm_offset and "norm" in key:
+                yield f"{name}.weight"
+            elif key in projections:
+                yield from (f"{name}.{part}" for part in ("weight", "bias"))
+
+
 def _expert_names(experts: ExpertSpec, key: str, name: str) -> Iterator[str]:
     if key in EXPERT_TENSORS:
         yield name

@@ -3,19 +3,22 @@
 import logging
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from bytetx.arguments import DTYPE_ALIASES
 from bytetx.checkpoint.chat_template import ChatTemplate, load_chat_template
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.lora import merge_lora
+from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.task_adapters import read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
@@ -41,8 +44,11 @@ from bytetx.nn.sentence_modules import (
     Projection,
     SentenceSpec,
     load_modules,
+    load_route_spec,
     load_sentence_spec,
+    load_static_weights,
 )
+from bytetx.nn.task_transformers import TaskTransformers
 from bytetx.nn.tensors import TensorLoader
 from bytetx.nn.token_heads import load_token_head
 from bytetx.nn.transformer import Transformer
@@ -54,6 +60,8 @@ from bytetx.runtime.forking import check_device_after_fork
 logger = logging.getLogger("bytetx")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Of texts that no transformer reads.
+NO_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,9 @@ class LoadedCheckpoint:
     token_weight: BGE-M3's layer [1, hidden_size] of sparse vectors.
     token_modules: what gives each token a vector, behind the transformer.
     pair_template: of the chats that a causal reranker scores.
+    tasks: the model with the adapter of each task, where the checkpoint has some.
+    router, routes: of a model whose task chooses a route; what is loaded is the default one.
+    static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
     the whole model where ranks share it.
     """
@@ -97,6 +108,10 @@ class LoadedCheckpoint:
     token_weight: LinearWeight | None = None
     token_modules: tuple[Module, ...] = ()
     pair_template: ChatTemplate | None = None
+    tasks: TaskTransformers | None = None
+    router: RouterSpec | None = None
+    routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
+    static_weights: np.ndarray | None = None
     executor: Executor = field(default_factory=Executor)
 
 
@@ -113,8 +128,54 @@ def load_checkpoint(
     blocks: of a rank of a group; only its shard is read.  on_tensor: called before each tensor is
     read.
     """
+    router = read_router(folder)
+    if router is None:
+        sentence = load_sentence_spec(folder)
+        return _load(
+            folder, sentence, device=device, dtype=dtype, blocks=blocks, on_tensor=on_tensor
+        )
+    loaded: dict[Path, LoadedCheckpoint] = {}
+    routes: dict[str, LoadedCheckpoint] = {}
+    specs = {name: load_route_spec(folder, router, name) for name in router.routes}
+    for sentence in specs.values():
+        place = sentence.adapter or sentence.folder
+        if sentence.static is None and place not in loaded:
+            loaded[place] = _load(folder, sentence, device=device, dtype=dtype)
+    if not loaded:
+        raise CheckpointError(f"{router.path}: no route has a Transformer module")
+    for name, sentence in specs.items():
+        place = sentence.adapter or sentence.folder
+        routes[name] = _as_route(loaded.get(place, next(iter(loaded.values()))), sentence)
+    first = routes[router.default or next(iter(routes))]
+    return replace(first, router=router, routes=routes)
+
+
+def _as_route(checkpoint: LoadedCheckpoint, sentence: SentenceSpec) -> LoadedCheckpoint:
+    """A checkpoint with the modules of another route; the transformer is shared, and of a static
+    route none."""
+    if sentence.static is None:
+        modules = load_modules(sentence.modules, device=checkpoint.device)
+        tokenizer = _load_tokenizer(sentence, checkpoint.spec)
+        return replace(checkpoint, sentence=sentence, modules=modules, tokenizer=tokenizer)
+    weights = load_static_weights(sentence.static)
+    tokenizer = load_tokenizer(sentence.static, max_positions=NO_LIMIT, adds_special_tokens=False)
+    if tokenizer is None:
+        raise CheckpointError(f"{sentence.static} has no tokenizer.json; save the model again")
+    return replace(
+        checkpoint, sentence=sentence, modules=(), tokenizer=tokenizer, static_weights=weights
+    )
+
+
+def _load(
+    folder: Path,
+    sentence: SentenceSpec,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype,
+    blocks: Blocks | None = None,
+    on_tensor: Callable[[], None] | None = None,
+) -> LoadedCheckpoint:
     device = resolve_device(device)
-    sentence = load_sentence_spec(folder)
     config = load_config(sentence.folder)
     spec = build_spec(config)
     weights = _open_weights(sentence, spec, on_tensor=on_tensor)
@@ -141,6 +202,12 @@ def load_checkpoint(
     projection = token_head("colbert_linear", out_features=None)
     if sentence.multi_vector is None and projection is not None:
         token_modules = (Projection(projection), Normalize())
+    adapters = read_task_adapters(sentence.folder, config, weights, spec)
+    tasks = None
+    if adapters is not None:
+        tasks = TaskTransformers(
+            adapters, weights.cast(dtype), transformer, quantization=quantization
+        )
     unused = tuple(weights.unused())
     _report_unused(folder, unused)
     return LoadedCheckpoint(
@@ -162,6 +229,7 @@ def load_checkpoint(
         num_parameters=weights.num_parameters,
         token_weight=token_head("sparse_linear", out_features=1),
         token_modules=token_modules,
+        tasks=tasks,
     )
 
 

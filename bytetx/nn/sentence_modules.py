@@ -1,11 +1,12 @@
 """sentence-transformers' modules.json: how token rows become one vector a text."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -19,6 +20,7 @@ from bytetx.checkpoint.files import (
 )
 from bytetx.checkpoint.logit_score import LogitScoreSpec, read_logit_score
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, load_multi_vector_spec
+from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import (
     FLAG,
     TEXT,
@@ -96,6 +98,10 @@ _TRANSFORMER_CONFIGS = (
 )
 
 
+_STATIC = "SparseStaticEmbedding"
+# The hub's code of Jina embeddings v3: the Transformer module with the adapters of tasks.
+_JINA_TRANSFORMER = "custom_st.Transformer"
+
 VectorSimilarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 # By the names in config files; others, as of functions of the user's own, count as none.
 _SIMILARITIES: dict[str, VectorSimilarity] = {
@@ -126,6 +132,12 @@ _DENSE = {
     "use_residual": FLAG,
     "activation_function": TEXT,
     "module_input_name": TEXT,
+}
+_AUTO_ENCODER = {
+    "input_dim": integer(1),
+    "hidden_dim": integer(1),
+    "k": integer(1),
+    "normalize": FLAG,
 }
 _NORM = {"dimension": integer(1)}
 _SPLADE = {
@@ -196,7 +208,37 @@ class Normalize:
         return F.normalize(x, dim=-1)
 
 
-Module = Dense | Projection | LayerNorm | Normalize
+@dataclass(frozen=True, slots=True)
+class AutoEncoder:
+    """The largest k latents of a vector, those above 0, as a sparse vector (CSR).
+
+    encoder: in_features -> out_features, with the latents' bias.  pre_bias: subtracted before,
+    [in_features].  normalizes: whether a vector is centred and divided by its deviation first.
+    Source: Beyond Matryoshka (arXiv 2503.01776), section 3.
+    """
+
+    encoder: LinearWeight
+    pre_bias: torch.Tensor
+    k: int
+    normalizes: bool
+
+    @property
+    def in_features(self) -> int:
+        return self.encoder.k
+
+    @property
+    def out_features(self) -> int:
+        return self.encoder.n
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """All latents, f32 [num_vectors, out_features], before the choice of the largest."""
+        if self.normalizes:
+            x = x - x.mean(dim=-1, keepdim=True)
+            x = x / (x.std(dim=-1, keepdim=True) + 1e-5)
+        return linear(x - self.pre_bias, self.encoder)
+
+
+Module = Dense | Projection | LayerNorm | Normalize | AutoEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +253,8 @@ class SentenceSpec:
     splade: of a sparse encoder, how its logits are pooled.  max_active_dims: weights that a sparse
     vector keeps.  multi_vector: of a model that gives a vector for each token.
     similarity: the function that compares vectors, where the checkpoint names one.
-    logit_score: of a causal model that scores pairs.
+    logit_score: of a causal model that scores pairs.  static: the folder of a
+    SparseStaticEmbedding, whose weights of tokens need no transformer.
     """
 
     folder: Path
@@ -230,6 +273,14 @@ class SentenceSpec:
     multi_vector: MultiVectorSpec | None = None
     similarity: VectorSimilarity | None = None
     logit_score: LogitScoreSpec | None = None
+    static: Path | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it is a sparse encoder."""
+        if self.splade is not None or self.static is not None:
+            return True
+        return any(k == "SparseAutoEncoder" for k, _ in self.modules)
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -263,8 +314,12 @@ class SentenceSpec:
 def load_sentence_spec(folder: Path) -> SentenceSpec:
     """Reads modules.json and what it names; a folder without it is a plain transformer.
 
+    Of a model with a Router, the route that calls without a task take.
     Raises CheckpointError for a module that is not known here: its embeddings would be wrong.
     """
+    router = read_router(folder)
+    if router is not None:
+        return load_route_spec(folder, router, router.default or next(iter(router.routes)))
     path, own = folder / "modules.json", transformer_folder(folder)
     base, adapter = adapter_base(own), None
     if base is not None:
@@ -280,28 +335,78 @@ def load_sentence_spec(folder: Path) -> SentenceSpec:
     if not path.is_file():
         return SentenceSpec(folder)
     spec = SentenceSpec(base, adapter, **_model_config(folder), **_transformer_config(own))
+    return _with_modules(spec, _entries(path), own=own)
+
+
+def load_route_spec(folder: Path, router: RouterSpec, route: str) -> SentenceSpec:
+    """One route of a model that begins with a Router, and what follows the Router.
+
+    Raises CheckpointError for a module that is not known here.
+    """
+    entries = [_Entry(name, router.path, place) for name, place in router.routes[route]]
+    entries += _entries(folder / "modules.json")[1:]
+    own = entries[0].folder
+    if entries[0].kind == _STATIC:
+        if others := [entry.kind for entry in entries[1:] if entry.kind != "Dropout"]:
+            raise CheckpointError(
+                f"{router.path}: route {route!r:.120} has {others[0]} after {_STATIC}, which is "
+                "not supported"
+            )
+        return SentenceSpec(own, static=own, **_model_config(folder))
+    base, adapter = adapter_base(own), None
+    if base is not None:
+        base, adapter = transformer_folder(base), own
+    spec = SentenceSpec(base or own, adapter, **_model_config(folder), **_transformer_config(own))
+    return _with_modules(spec, entries, own=own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A module: its class, and the subfolder that the file at `path` names for it."""
+
+    name: str
+    path: Path
+    place: object
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def folder(self) -> Path:
+        return module_folder(self.path, self.place)
+
+
+def _entries(path: Path) -> list[_Entry]:
     entries = sorted(read_json_objects(path, MODULES), key=lambda entry: entry.get("idx") or 0)
+    return [_Entry(str(entry.get("type")), path, entry.get("path")) for entry in entries]
+
+
+def _with_modules(spec: SentenceSpec, entries: Sequence[_Entry], *, own: Path) -> SentenceSpec:
+    """The spec with what its modules say.  own: the transformer's folder."""
     for place, entry in enumerate(entries):
-        kind = _module_kind(entry, path)
+        kind, path = _module_kind(entry, own), entry.path
         if (kind in TRANSFORMERS) != (place == 0):
             raise CheckpointError(f"{path}: Transformer must be the first module, and only there")
         if kind == "Pooling":
-            pooling = _pooling_config(module_folder(path, entry.get("path")))
+            pooling = _pooling_config(entry.folder)
             spec = replace(spec, is_declared=True, **pooling)
         elif kind == "SpladePooling":
-            config = read_fields(module_folder(path, entry.get("path")) / "config.json", _SPLADE)
+            config = read_fields(entry.folder / "config.json", _SPLADE)
             given = {_SPLADE_NAMES[key]: value for key, value in config.items()}
             spec = replace(spec, splade=SpladeSpec(**given))
         elif kind == "LogitScore":
-            score = read_logit_score(module_folder(path, entry.get("path")), own)
+            score = read_logit_score(entry.folder, own)
             spec = replace(spec, logit_score=score)
         elif kind in _AFTER_POOLING:
             # Normalize has no files, and hubs drop empty folders.
-            has_files = kind != "Normalize"
-            module = module_folder(path, entry.get("path")) if has_files else folder
+            module = entry.folder if kind != "Normalize" else path.parent
             if kind == "Dense":
                 _check_dense_input(module)
             spec = replace(spec, modules=(*spec.modules, (kind, module)))
+    kinds = [kind for kind, _ in spec.modules]
+    if "SparseAutoEncoder" in kinds[:-1]:
+        raise CheckpointError(f"{entries[0].path}: SparseAutoEncoder must be the last module")
     return spec
 
 
@@ -335,9 +440,11 @@ def _model_config(folder: Path) -> dict[str, Any]:
     }
 
 
-def _module_kind(entry: Mapping[str, Any], path: Path) -> str:
-    name = str(entry.get("type"))
-    kind = name.rpartition(".")[2]
+def _module_kind(entry: _Entry, own: Path) -> str:
+    """own: the transformer's folder."""
+    name, kind, path = entry.name, entry.kind, entry.path
+    if name == _JINA_TRANSFORMER and "lora_adaptations" in read_json(own / "config.json", {}):
+        return "Transformer"
     known = (*TRANSFORMERS, "Pooling", "SpladePooling", "LogitScore", "Dropout", *_AFTER_POOLING)
     if not name.startswith("sentence_transformers.") or kind not in known:
         raise CheckpointError(
@@ -406,6 +513,34 @@ def _load_norm(folder: Path, device: torch.device) -> LayerNorm:
     )
 
 
+def _load_auto_encoder(folder: Path, device: torch.device) -> AutoEncoder:
+    path = folder / "config.json"
+    config = read_fields(path, _AUTO_ENCODER)
+    shape = (config.get("hidden_dim", 512), config.get("input_dim"))
+    tensors = _tensors(folder, device)
+    # safetensors saves a tensor once, and the decoder's is the encoder's.
+    name = "encoder.weight" if "encoder.weight" in tensors else "decoder.linear.weight"
+    weight = _tensor(tensors, name, shape, path)
+    bias = _tensor(tensors, "latent_bias", shape[:1], path)
+    return AutoEncoder(
+        prepare_linear(weight, bias, prepack=False),
+        _tensor(tensors, "pre_bias", shape[1:], path),
+        min(config.get("k", 8), shape[0]),
+        config.get("normalize", False),
+    )
+
+
+def load_static_weights(folder: Path) -> np.ndarray:
+    """f32 [vocab_size], a weight for each token, of a SparseStaticEmbedding."""
+    tensors = _tensors(folder, torch.device("cpu"))
+    weight = tensors.get("weight")
+    if weight is None or weight.dim() != 1 or not torch.isfinite(weight).all():
+        raise CheckpointError(
+            f"{folder / 'model.safetensors'} must hold weight, finite [vocab_size]"
+        )
+    return weight.numpy()
+
+
 def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
     path = folder / "model.safetensors"
     if not path.is_file():
@@ -413,7 +548,8 @@ def _tensors(folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
             f"{folder} has no model.safetensors; pickle weights are refused: load the model with "
             "sentence-transformers once and save it again"
         )
-    tensors = {saved.name: saved.read(torch.float32) for saved in read_header(path)}
+    saved = [tensor for tensor in read_header(path) if tensor.is_floating]
+    tensors = {tensor.name: tensor.read(torch.float32) for tensor in saved}
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
@@ -433,5 +569,6 @@ def _tensor(
 _AFTER_POOLING: dict[str, Callable[[Path, torch.device], Module]] = {
     "Dense": _load_dense,
     "LayerNorm": _load_norm,
+    "SparseAutoEncoder": _load_auto_encoder,
     "Normalize": lambda folder, device: Normalize(),
 }

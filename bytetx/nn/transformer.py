@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.weights import Part
@@ -34,6 +35,23 @@ class EmbeddingWeights:
     token_type: torch.Tensor | None  # [num_token_types, embedding_size]
     norm: NormWeight | None
     project: LinearWeight | None  # embedding_size -> hidden_size
+    word_adapter: "WordAdapter | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class WordAdapter:
+    """A low-rank change of the word table, which is not held a second time.
+
+    rows: f32 [vocab_size, rank].  out: rank -> embedding_size, f32.
+    """
+
+    rows: torch.Tensor
+    out: LinearWeight
+
+    def embed(self, input_ids: torch.Tensor, word: torch.Tensor) -> torch.Tensor:
+        """(word + change)[input_ids], [total_tokens, embedding_size] in word's dtype."""
+        change = linear(F.embedding(input_ids, self.rows), self.out)
+        return change.add_(F.embedding(input_ids, word)).to(word.dtype)
 
 
 class Transformer:
@@ -107,8 +125,9 @@ class Transformer:
         """Whether no kernel's shape depends on the lengths, as a CUDA graph for any needs."""
         word, head_dim = self.embeddings.word, self.spec.head_dim
         fits = is_planned(word.dtype, head_dim, word.device)
-        if self.spec.is_causal:
-            fits = fits and fits_kernel(self.blocks.num_heads, self.blocks.num_kv_heads, head_dim)
+        if self.spec.is_causal:  # its steps over pages hold prefill pieces of any length
+            heads = self.blocks.num_heads, self.blocks.num_kv_heads
+            fits = fits and fits_kernel(*heads, head_dim, max_seqlen=self.spec.max_positions)
         return fits and self.layers.is_capturable
 
     def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
@@ -152,6 +171,9 @@ class Transformer:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""
         table, norm = self.embeddings, self.embeddings.norm
         projects_words = table.project is not None and self.spec.is_causal
+        embeds = batch.inputs_embeds
+        if embeds is None and table.word_adapter is not None:
+            embeds = table.word_adapter.embed(batch.input_ids, table.word)
         x = rows.embed(
             batch.input_ids,
             batch.position_ids,
@@ -162,7 +184,7 @@ class Transformer:
             norm_weight=None if norm is None else norm.weight,
             norm_bias=None if norm is None else norm.bias,
             eps=self.spec.norm_eps,
-            inputs_embeds=batch.inputs_embeds,
+            inputs_embeds=embeds,
             bad_ids=batch.bad_ids,
         )
         if self.spec.scales_words and batch.inputs_embeds is None:

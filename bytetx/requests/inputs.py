@@ -43,7 +43,8 @@ class InputReader:
     becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
     tokenizer's mask token is a bad input.  max_tokens: of token ids, where that is fewer than the
     model takes.  expansion: tokens that are appended to each input.  cuts: a text beyond the
-    tokenizer's limit becomes several rows, as the tokenizer's stride says.
+    tokenizer's limit becomes several rows, as the tokenizer's stride says.  allows_no_tokens: a
+    text without tokens is no error.
     """
 
     spec: ModelSpec
@@ -56,6 +57,7 @@ class InputReader:
     max_tokens: int | None = None
     expansion: Expansion | None = None
     cuts: bool = False
+    allows_no_tokens: bool = False
     _prompt_tokens: int | None = None
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
 
@@ -220,8 +222,9 @@ class InputReader:
                     f"texts[{index}] has more than the {tokenizer.max_tokens} tokens this "
                     "model takes; shorten it, or pass truncate=True"
                 )
-        for index in requests.indices[requests.seqlens == 0].tolist():
-            errors.setdefault(index, no_tokens(index))
+        if not self.allows_no_tokens:
+            for index in requests.indices[requests.seqlens == 0].tolist():
+                errors.setdefault(index, no_tokens(index))
         self.check_range(requests, errors)  # a tokenizer may have ids that the model has not
 
     def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:

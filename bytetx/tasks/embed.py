@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_dimensions, check_text, chosen_modes
+from bytetx.arguments import check_dimensions, chosen_modes
 from bytetx.encode.request import RunStats
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError, OptionError
-from bytetx.nn.sentence_modules import Module, Normalize
+from bytetx.nn.sentence_modules import AutoEncoder, Module, Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.pooling import POOLING_MODES, pool
+from bytetx.tasks.adapted import NamedTaskMixin
 from bytetx.tasks.call import Call
 from bytetx.tasks.chunks import Overflow
-from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import (
     Precision,
@@ -137,13 +137,14 @@ class EmbedTask:
         return outputs[0]
 
 
-class DenseMixin(OnePass):
+class DenseMixin(NamedTaskMixin):
     """What Model's methods for dense vectors share."""
 
     def _embed_call(
         self,
         texts: Texts,
         *,
+        task: str | None,
         prompt: str | None,
         prompt_name: str | None,
         dimensions: int | None,
@@ -157,9 +158,7 @@ class DenseMixin(OnePass):
         on_error: OnError,
     ) -> Call[Embeddings]:
         """Model.embed, ready to run."""
-        if prompt is not None:
-            check_text("prompt", prompt)
-        task = self._embed_task(
+        vectors = self._embed_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
@@ -169,25 +168,27 @@ class DenseMixin(OnePass):
         reader = self._overflow_reader(
             overflow=overflow, stride=stride, truncate=truncate, on_error=on_error
         )
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
-        size = dimensions or output_size(self.spec.output_size, task.pooling, task.modules)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        size = dimensions or output_size(self.spec.output_size, vectors.pooling, vectors.modules)
         dtype = None
-        if task.quantizer is not None and not needs_ranges(task.quantizer):
-            size, dtype = task.quantizer.size(size), task.quantizer.dtype
+        if vectors.quantizer is not None and not needs_ranges(vectors.quantizer):
+            size, dtype = vectors.quantizer.size(size), vectors.quantizer.dtype
 
         def new_sink(num_texts: int | None) -> VectorSink:
-            by_all = precision if needs_ranges(task.quantizer) else None
+            by_all = precision if needs_ranges(vectors.quantizer) else None
             return VectorSink(size, num_texts=num_texts, dtype=dtype, precision=by_all)
 
         # The rows of one array; numpy's types do not say that it is a sequence of them.
-        rows = cast("Task[np.ndarray]", replace(task, quantizer=None) if reader.cuts else task)
+        rows = cast(
+            "Task[np.ndarray]", replace(vectors, quantizer=None) if reader.cuts else vectors
+        )
         return Call(
             "embed",
             texts,
-            rows,
+            self._with_adapter(task, rows),
             reader,
             new_sink,
-            merge=task.mean if reader.cuts else None,
+            merge=vectors.mean if reader.cuts else None,
         )
 
     def _embed_task(
@@ -198,9 +199,18 @@ class DenseMixin(OnePass):
         normalize: bool | None = None,
         precision: str = "float32",
         ranges: npt.ArrayLike | None = None,
+        with_latents: bool = False,
     ) -> EmbedTask:
+        """with_latents: the caller reads the latents of a SparseAutoEncoder."""
         sentence, modules = self.checkpoint.sentence, self.checkpoint.modules
+        if sentence.static is not None:
+            raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))
         modes = sentence.pooling
+        if not with_latents and modules and isinstance(modules[-1], AutoEncoder):
+            raise InputError(
+                "this checkpoint is a sparse encoder (its last module is SparseAutoEncoder) and "
+                "gives no dense vectors; use embed_sparse"
+            )
         if pooling is None and not sentence.is_declared:
             if sentence.splade is not None:
                 raise InputError(_NO_POOLING.format("a sparse encoder", "embed_sparse"))

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from bytetx.arguments import check_text
 from bytetx.encode.request import RunStats
-from bytetx.encode.step import Step
+from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.transformer import Transformer
 from bytetx.tasks.call import Call, ListSink
-from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
-from bytetx.tasks.embed_sparse import SparseMixin, SpladeTask, TokenWeightTask
+from bytetx.tasks.embed import EmbedTask, output_size
+from bytetx.tasks.embed_sparse import SparseMixin, SparseTask
 from bytetx.tasks.embed_tokens import TokenVectorMixin, TokenVectorTask
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.results import Embeddings, Results
@@ -47,7 +46,7 @@ class EmbedAllTask:
     """Three tasks on the hidden states of one pass."""
 
     dense: EmbedTask
-    sparse: SpladeTask | TokenWeightTask
+    sparse: SparseTask
     tokens: TokenVectorTask
 
     @property
@@ -83,13 +82,14 @@ class EmbedAllTask:
         return [(row.copy(), weights, matrix) for row, weights, matrix in parts]
 
 
-class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
+class EmbedAllMixin(SparseMixin, TokenVectorMixin):
     """Model.embed_all."""
 
     def embed_all(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         truncate: bool = False,
@@ -99,10 +99,12 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         """Dense, sparse and token vectors from one forward pass, of a checkpoint such as BGE-M3.
 
         Each is what embed, embed_sparse and embed_tokens give of the same texts and prompt.
+        task, prompt, prompt_name: as in embed.
         Raises InputError where the checkpoint does not give all three.
         """
         call = self._all_call(
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             truncate=truncate,
@@ -114,6 +116,7 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         self,
         texts: Texts,
         *,
+        task: str | None,
         prompt: str | None,
         prompt_name: str | None,
         truncate: bool,
@@ -125,10 +128,9 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
         dense = self._embed_task()
         sparse = self._sparse_task(None)
         token_size, tokens = self._token_task("document", None)
-        if prompt is not None:
-            check_text("prompt", prompt)
+        job: Task[_Vectors] = EmbedAllTask(dense, sparse, tokens)
         reader = self._reader(truncate=truncate, on_error=on_error)
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
         dense_size = output_size(self.spec.output_size, dense.pooling, dense.modules)
 
         def gather(results: Results[_Vectors | InputError]) -> AllEmbeddings:
@@ -140,8 +142,8 @@ class EmbedAllMixin(DenseMixin, SparseMixin, TokenVectorMixin):
                 stats=results.stats,
             )
 
-        task = EmbedAllTask(dense, sparse, tokens)
-        return Call("embed_all", texts, task, reader, lambda _: ListSink(gather))
+        adapted = self._with_adapter(task, job)
+        return Call("embed_all", texts, adapted, reader, lambda _: ListSink(gather))
 
 
 def join_all(

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_text
 from bytetx.encode.request import Alignment
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.transformer import Transformer
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
 from bytetx.tasks.options import OnError, Texts
@@ -86,10 +86,12 @@ class EmbedSpansTask:
 class ChunkMixin(DenseMixin):
     """Model.embed_chunks and Model.embed_spans."""
 
+    @routed
     def embed_chunks(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         stride: int = 0,
         prompt: str | None = None,
         prompt_name: str | None = None,
@@ -107,7 +109,7 @@ class ChunkMixin(DenseMixin):
         Other options are those of embed; int8 and uint8 need ranges.
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
-        task = self._rows_task(
+        vectors = self._rows_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
@@ -117,17 +119,20 @@ class ChunkMixin(DenseMixin):
         reader = self._overflow_reader(
             overflow="chunk", stride=stride, truncate=False, on_error=on_error
         )
-        reader.prompt = self._prompt(prompt, prompt_name)
-        rows = cast("Task[np.ndarray]", task)  # the rows of one array
-        empty = self._no_vectors(task, dimensions)
-        call = Call("embed_chunks", texts, rows, reader, token_sink(empty), merge=np.stack)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
+        job = self._with_adapter(task, rows)
+        empty = self._no_vectors(vectors, dimensions)
+        call = Call("embed_chunks", texts, job, reader, token_sink(empty), merge=np.stack)
         return self._perform(call, show_progress=show_progress)
 
+    @routed
     def embed_spans(
         self,
         texts: Sequence[str],
         spans: Sequence[Sequence[Span]],
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -149,7 +154,7 @@ class ChunkMixin(DenseMixin):
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
         _check_spans(texts, spans)
-        task = self._rows_task(
+        vectors = self._rows_task(
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
@@ -159,9 +164,10 @@ class ChunkMixin(DenseMixin):
         reader = self._reader(truncate=truncate, on_error=on_error)
         self._need_tokenizer()
         reader.with_alignment = True
-        reader.prompt = self._prompt(prompt, prompt_name)
-        job = EmbedSpansTask(task, spans, len(reader.prompt))
-        empty = self._no_vectors(task, dimensions)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        rows: Task[np.ndarray] = EmbedSpansTask(vectors, spans, len(reader.prompt))
+        job = self._with_adapter(task, rows)
+        empty = self._no_vectors(vectors, dimensions)
         call = Call("embed_spans", texts, job, reader, token_sink(empty))
         return self._perform(call, show_progress=show_progress)
 
@@ -187,11 +193,6 @@ class ChunkMixin(DenseMixin):
                 "dimensions], minima and maxima)"
             )
         return task
-
-    def _prompt(self, prompt: str | None, prompt_name: str | None) -> str:
-        if prompt is not None:
-            check_text("prompt", prompt)
-        return self.checkpoint.sentence.prompt_text(prompt, prompt_name)
 
     def _no_vectors(self, task: EmbedTask, dimensions: int | None) -> np.ndarray:
         """No rows, of the task's size and dtype."""

@@ -1,21 +1,24 @@
 """Sparse vectors: SPLADE's weights of the vocabulary, or a weight for each token of the text."""
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Unpack, overload
 
 import numpy as np
 import torch
 
-from bytetx.arguments import check_positive, check_text
+from bytetx.arguments import check_positive
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
+from bytetx.nn.loading import NO_LIMIT
+from bytetx.nn.sentence_modules import AutoEncoder
 from bytetx.nn.splade import SpladeSpec, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
+from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call, ListSink
-from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.embed import DenseMixin, EmbedTask
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
 from bytetx.tasks.results import Results, Stream
 from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, join_sparse
@@ -106,7 +109,88 @@ class TokenWeightTask:
         return SparseVector(indices.astype(np.int32), values)
 
 
-class SparseMixin(OnePass):
+@dataclass(frozen=True, slots=True)
+class LatentTask:
+    """The largest latents of a SparseAutoEncoder over a dense vector.
+
+    dense: its last module gives the latents.  k: how many of them are kept, where above 0.
+    size: of all latents.
+    """
+
+    dense: EmbedTask
+    k: int
+    size: int
+    shares_pass: ClassVar[bool] = True
+
+    @property
+    def key(self) -> Hashable:
+        return ("latents", self.dense.key, self.k)
+
+    @property
+    def capture(self) -> Capture:
+        return Capture(("latents", self.dense.capture.key, self.k), rows="sequences")
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(transformer.forward(step.batch), step)
+
+    @torch.inference_mode()
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        """(indices int32, values f32), [batch_size, k] each, from the last hidden states."""
+        (latents,) = self.dense.reduce(hidden_states, step)
+        values, indices = latents.topk(self.k, dim=1)
+        return indices.int(), values
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        vectors = []
+        for indices, values in zip(*outputs, strict=True):
+            order = np.argsort(indices)
+            order = order[values[order] > 0]
+            vectors.append(SparseVector(indices[order], values[order]))
+        return vectors
+
+
+@dataclass(frozen=True, slots=True)
+class StaticWeightTask:
+    """The weight of each token of the vocabulary that a text has; runs no transformer.
+
+    weights: f32 [vocab_size].
+    """
+
+    weights: np.ndarray
+    max_active_dims: int | None
+
+    @property
+    def key(self) -> Hashable:
+        return ("static_weights", id(self.weights), self.max_active_dims)
+
+    @property
+    def capture(self) -> None:
+        """None: there is nothing to run on the device."""
+        return None
+
+    def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
+        return self.reduce(step.batch.cu_seqlens, step)
+
+    def reduce(self, hidden_states: torch.Tensor, step: Step) -> tuple[torch.Tensor, ...]:
+        return (hidden_states.new_empty(0),)
+
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+        return [self._vector(token_ids) for token_ids in step.requests.split()]
+
+    def _vector(self, token_ids: np.ndarray) -> SparseVector:
+        indices = np.unique(token_ids)
+        indices = indices[self.weights[indices] != 0]
+        most = self.max_active_dims
+        if most is not None and len(indices) > most:
+            sizes = np.abs(self.weights[indices])
+            indices = indices[np.sort(np.argsort(-sizes, kind="stable")[:most])]
+        return SparseVector(indices.astype(np.int32), self.weights[indices])
+
+
+SparseTask = SpladeTask | TokenWeightTask | LatentTask | StaticWeightTask
+
+
+class SparseMixin(DenseMixin):
     """Model.embed_sparse."""
 
     @overload
@@ -124,10 +208,12 @@ class SparseMixin(OnePass):
         self, texts: Texts, *, stream: Yes, on_error: Return, **o: Unpack[SparseOptions]
     ) -> Stream[SparseVector | InputError]: ...
 
+    @routed
     def embed_sparse(
         self,
         texts: Texts,
         *,
+        task: str | None = None,
         prompt: str | None = None,
         prompt_name: str | None = None,
         max_active_dims: int | None = None,
@@ -140,14 +226,15 @@ class SparseMixin(OnePass):
 
         A checkpoint with a masked language model head gives SPLADE's weights, pooled as it says
         (max over tokens of log1p(relu(logits)) where it says nothing); BGE-M3 gives a weight for
-        each token of the text.
+        each token of the text; a SparseAutoEncoder gives its largest latents.
         max_active_dims: keep so many of the largest weights; None is the checkpoint's own number,
-        or all.  prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
+        or all.  task, prompt, prompt_name: as in embed.  A failed text's row is empty, its error in
         `errors`.
         Raises InputError where the checkpoint gives no sparse vectors.
         """
         call = self._sparse_call(
             texts,
+            task=task,
             prompt=prompt,
             prompt_name=prompt_name,
             max_active_dims=max_active_dims,
@@ -162,6 +249,7 @@ class SparseMixin(OnePass):
         self,
         texts: Texts,
         *,
+        task: str | None,
         prompt: str | None,
         prompt_name: str | None,
         max_active_dims: int | None,
@@ -169,22 +257,35 @@ class SparseMixin(OnePass):
         on_error: OnError,
     ) -> Call[SparseEmbeddings]:
         """Model.embed_sparse, ready to run."""
-        task: Task[SparseVector] = self._sparse_task(max_active_dims)
+        vectors = self._sparse_task(max_active_dims)
+        rows: Task[SparseVector] = vectors
+        job = self._with_adapter(task, rows)
         reader = self._reader(truncate=truncate, on_error=on_error)
-        if prompt is not None:
-            check_text("prompt", prompt)
-        reader.prompt = self.checkpoint.sentence.prompt_text(prompt, prompt_name)
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        size = self.spec.vocab_size
+        if isinstance(vectors, StaticWeightTask):  # no model limits a text
+            size = len(vectors.weights)
+            reader.spec = replace(self.spec, vocab_size=size, max_positions=NO_LIMIT)
+            reader.allows_no_tokens = True
+        elif isinstance(vectors, LatentTask):
+            size = vectors.size
 
         def gather(results: Results[SparseVector | InputError]) -> SparseEmbeddings:
-            return join_sparse(results, size=self.spec.vocab_size, stats=results.stats)
+            return join_sparse(results, size=size, stats=results.stats)
 
-        return Call("embed_sparse", texts, task, reader, lambda _: ListSink(gather))
+        return Call("embed_sparse", texts, job, reader, lambda _: ListSink(gather))
 
-    def _sparse_task(self, max_active_dims: int | None) -> SpladeTask | TokenWeightTask:
+    def _sparse_task(self, max_active_dims: int | None) -> SparseTask:
         if max_active_dims is not None:
             check_positive("max_active_dims", max_active_dims)
         sentence = self.checkpoint.sentence
         most = max_active_dims or sentence.max_active_dims
+        modules, static = self.checkpoint.modules, self.checkpoint.static_weights
+        if static is not None:
+            return StaticWeightTask(static, most)
+        if modules and isinstance(modules[-1], AutoEncoder):
+            k = min(most or modules[-1].k, modules[-1].out_features)
+            return LatentTask(self._embed_task(with_latents=True), k, modules[-1].out_features)
         weight = self.checkpoint.token_weight
         if weight is not None and sentence.splade is None:
             tokenizer = self._need_tokenizer()

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from bytetx.arguments import check_text
-from bytetx.checkpoint.multi_vector import MultiVectorSpec
+from bytetx.checkpoint.multi_vector import MultiVectorSpec, TokenPoolingSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError
@@ -17,17 +17,17 @@ from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
 from bytetx.requests.inputs import Expansion, InputReader
+from bytetx.tasks.adapted import PROMPT_NAMES
 from bytetx.tasks.call import Call
 from bytetx.tasks.embed import output_size
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import No, OnError, Raise, Return, Texts, TokenOptions, Yes
 from bytetx.tasks.precision import Precision, Quantizer, make_quantizer, needs_ranges
 from bytetx.tasks.results import Stream
+from bytetx.tasks.token_pooling import check_token_pooling, pool_tokens
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
 _NORMALIZE = Normalize()
-# The prompts of documents, the first that a checkpoint has.
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class TokenVectorTask:
 
     modules: applied in order.  num_skipped_first: tokens at the start without a vector.
     skipped_ids: int32, tokens without a vector.  hides_expansion: requests have unseen_tokens.
-    quantizer: applied last.
+    quantizer: applied last.  pooling: of a text's vectors, on the host; the quantizer is then, too.
     """
 
     modules: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
@@ -44,13 +44,15 @@ class TokenVectorTask:
     skipped_ids: np.ndarray | None = None
     hides_expansion: bool = False
     quantizer: Quantizer | None = None
+    pooling: TokenPoolingSpec | None = None
 
     @property
     def key(self) -> Hashable:
         precision = None if self.quantizer is None else self.quantizer.key
         skipped = None if self.skipped_ids is None else self.skipped_ids.tobytes()
         modules = tuple(map(id, self.modules))
-        return ("tokens", modules, self.num_skipped_first, skipped, self.hides_expansion, precision)
+        chosen = (self.num_skipped_first, skipped, self.hides_expansion, self.pooling)
+        return ("tokens", modules, *chosen, precision)
 
     @property
     def shares_pass(self) -> bool:
@@ -61,8 +63,13 @@ class TokenVectorTask:
         """None where only the host knows which tokens none sees."""
         if self.hides_expansion:
             return None
-        precision = None if self.quantizer is None else self.quantizer.key
+        quantizer = self._on_device
+        precision = None if quantizer is None else quantizer.key
         return Capture(("tokens", tuple(map(id, self.modules)), precision), rows="tokens")
+
+    @property
+    def _on_device(self) -> Quantizer | None:
+        return None if self.pooling is not None else self.quantizer
 
     def compute(self, transformer: Transformer, step: Step) -> tuple[torch.Tensor, ...]:
         num_unseen = step.requests.unseen_tokens
@@ -76,7 +83,8 @@ class TokenVectorTask:
         x = hidden_states
         for module in self.modules:
             x = module(x)
-        return (x if self.quantizer is None else self.quantizer(x),)
+        quantizer = self._on_device
+        return (x if quantizer is None else quantizer(x),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         vectors, requests = outputs[0], step.requests
@@ -89,7 +97,14 @@ class TokenVectorTask:
         ends = requests.cu_seqlens[1:-1]
         # Copies, by the choice of rows: a caller may hold one text's, and the step's with it.
         pairs = zip(np.split(vectors, ends), np.split(is_kept, ends), strict=True)
-        return [rows[kept] for rows, kept in pairs]
+        return [self._pooled(rows[kept]) for rows, kept in pairs]
+
+    def _pooled(self, rows: np.ndarray) -> np.ndarray:
+        """A text's vectors after pooling, in the task's precision."""
+        if self.pooling is None:
+            return rows
+        pooled = pool_tokens(rows, self.pooling)
+        return pooled if self.quantizer is None else self.quantizer.on_host(pooled)
 
 
 class TokenVectorMixin(OnePass):
@@ -206,11 +221,17 @@ class TokenVectorMixin(OnePass):
         if spec is None:
             return size, TokenVectorTask(modules, num_skipped_first=1, quantizer=quantizer)
         expansion = spec.expansion if task == "query" else None
+        pooling = spec.token_pooling
+        if pooling is not None and task in pooling.tasks:
+            check_token_pooling()
+        else:
+            pooling = None
         return size, TokenVectorTask(
             (torch.Tensor.float, *modules),
             skipped_ids=self._skipped_ids(spec) if task in spec.skiplist_tasks else None,
             hides_expansion=expansion is not None and not expansion.attends,
             quantizer=quantizer,
+            pooling=pooling,
         )
 
     def _skipped_ids(self, spec: MultiVectorSpec) -> np.ndarray:
@@ -269,6 +290,6 @@ class TokenVectorMixin(OnePass):
         if prompt is not None:
             check_text("prompt", prompt)
         if prompt is None and prompt_name is None:
-            names = ("query",) if task == "query" else _DOCUMENT_PROMPTS
+            names = PROMPT_NAMES[task]
             prompt_name = next((name for name in names if name in sentence.prompts), None)
         return sentence.prompt_text(prompt, prompt_name)

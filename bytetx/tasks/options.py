@@ -31,6 +31,7 @@ class OverflowOptions(TextOptions, total=False):
 
 
 class EmbedOptions(OverflowOptions, total=False):
+    task: str | None
     prompt: str | None
     prompt_name: str | None
     dimensions: int | None
@@ -41,6 +42,7 @@ class EmbedOptions(OverflowOptions, total=False):
 
 
 class SparseOptions(TextOptions, total=False):
+    task: str | None
     prompt: str | None
     prompt_name: str | None
     max_active_dims: int | None

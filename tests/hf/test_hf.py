@@ -51,7 +51,7 @@ def test_hidden_states_equal_at_tokens_and_are_zero_at_pads(family, side):
         assert largest_difference(have.pooler_output, want.pooler_output) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "deberta" not in name])
 def test_masks_with_holes(family):
     # A window counts columns, holes included.
     options = {"layer_types": ["full_attention"] * 2} if family == "modernbert" else {}

@@ -321,6 +321,24 @@ def test_wrap_refuses_what_it_cannot_run():
         wrap(replaced)
 
 
+def test_nomic_bert_with_experts_is_refused():
+    """transformers has no class for NomicBERT v2; its checkpoint's own code is not replaced."""
+    config = {"num_experts": 4, "n_embd": 48, "n_head": 3, "n_layer": 2}
+    with pytest.raises(
+        BytetxError, match=r"no experts, the config says num_experts=4.*bytetx.load"
+    ):
+        wrap(tiny_model("nomic_bert", **config))
+    model = tiny_model("nomic_bert")
+    own = type("NomicBertModel", (type(model),), {})
+    own.__module__ = "transformers_modules.nomic.modeling_hf_nomic_bert"
+    model.__class__ = own
+    for key, value in config.items():
+        setattr(model.config, key, value)
+    text = r"code of its checkpoint \(transformers_modules.*bytetx.load.*NomicBERT v2"
+    with pytest.raises(TypeError, match=text):
+        wrap(nn.Sequential(model))
+
+
 def test_an_old_transformers_is_refused(monkeypatch):
     import transformers
 
