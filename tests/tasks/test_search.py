@@ -53,11 +53,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "_QUERY_ROWS": 3,
         "_CORPUS_ROWS": 7,
-        "_QUERY_TOKENS": 10,
-        "_CORPUS_TOKENS": 40,
         "_DENSE_BYTES": 800,
     }.items():
         monkeypatch.setattr(search, name, value)
+    monkeypatch.setitem(search._QUERY_TOKENS, "cpu", 10)
+    monkeypatch.setitem(search._CORPUS_TOKENS, "cpu", 40)
     monkeypatch.setitem(search._PRODUCT_BYTES, "cpu", 1200)
 
 
