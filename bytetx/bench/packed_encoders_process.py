@@ -51,7 +51,8 @@ def _load(folder: Path, device: str, lengths: Any, ids: Any) -> Callable[[], Any
 
     from bytetx.bench.flash_attn import flash_attn_package
 
-    model: Any = ModernBertModel.from_pretrained(folder, dtype=torch.bfloat16)
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "trust_remote_code": False}
+    model: Any = ModernBertModel.from_pretrained(folder, **options)
     model = model.to(device).eval()
     with flash_attn_package():  # torch's kernels where the folder has no flash-attn
         packed_encoders.pack(model)

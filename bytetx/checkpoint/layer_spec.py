@@ -286,8 +286,8 @@ def _biases(values: Values, layer: Mapping[str, str]) -> frozenset[str]:
 
 def _window(values: Values, *, is_unmasked: bool) -> int:
     """is_unmasked: a causal family's, whose window then has tokens on both sides."""
-    window = values.size_or_none("window")
-    if window is None or not values.switch("uses_window", True):
+    window = values.size_or_none("window") if values.switch("uses_window", True) else None
+    if window is None:
         return 0
     if not is_unmasked:
         is_two_sided = values.architecture.get("window_sides") == "both"

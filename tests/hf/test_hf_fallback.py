@@ -303,8 +303,9 @@ def test_decoders_and_damaged_weights_run_the_original():
 def test_wrap_refuses_what_it_cannot_run():
     import transformers
 
-    bloom = transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_layer=1, n_head=1))
-    for model in (bloom, nn.Linear(2, 2)):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    rembert = transformers.RemBertModel(transformers.RemBertConfig(**sizes, intermediate_size=8))
+    for model in (rembert, nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=r"supported are BertModel.*SentenceTransformer"):
             wrap(model)
     with pytest.raises(TypeError, match="got str"):

@@ -117,7 +117,7 @@ REFUSED = [
     (
         "llama",
         {"model_type": "mamba"},
-        "has model_type 'mamba'; bytetx knows: albert, .*bert, camem",
+        "has model_type 'mamba'; bytetx knows: albert, .*bert, .*camem",
     ),
     ("llama", {"quantization_config": {"bits": 4}}, "the weights are quantised"),
     ("llama", {"hidden_act": "relu"}, "means 'relu', this family's gate must be one of gelu"),
