@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ KERNEL_COLUMNS = 32
 KERNEL_FEATURES = 8
 # Features that oneDNN reads of a bf16 row at a time where the CPU has AMX: the last ones come from
 # the row behind it, times zero, which is NaN if they are (oneDNN's issue 5717, mended in 2026).
-# Rows of other widths are copied, with a row of zeros behind the last one.
+# Rows of other widths are copied there, with a row of zeros behind the last one.
 _AMX_FEATURES = 32
 # Rows that oneDNN lays a prepacked weight out for; a hint, every m runs.
 _PREPACK_ROWS = 4096
@@ -193,10 +194,15 @@ def _rows_for_onednn(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         # A compiled graph has one row count, or symbols for it; see rows.py for two.
         return x.expand(2, -1).contiguous() if x.shape[0] == 1 else x
-    if x.dtype == torch.bfloat16 and x.shape[1] % _AMX_FEATURES:
+    if x.dtype == torch.bfloat16 and x.shape[1] % _AMX_FEATURES and _has_amx():
         rows = tile_rows(x.shape[0])
         return padded(x, rows + 1)[:rows]
     return whole_tiles(x)
+
+
+@cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
