@@ -27,6 +27,9 @@ _CPU_RIVALS = {
 _INT8_RIVALS = {"openvino": "openvino-nncf"}  # in the same column
 _NAMES = {
     "flash-attention-2": "FlashAttention-2",
+    "flash-attention-3": "FlashAttention-3",
+    "flash-attention-3-page-16": "FlashAttention-3, pages of 16",
+    "flash-attention-3-page-256": "FlashAttention-3, pages of 256",
     "packed-torch": "packed torch",
     "packed-torch-graph": "packed torch",
     "packed-torch-compiled": "packed torch",
