@@ -12,7 +12,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.nn.blocks import ColumnWeight, OutWeight
 from bytetx.nn.layers import LayerWeights
 from bytetx.ops.gated import GatedWeight
-from bytetx.ops.linear import LinearWeight, quantize_linear
+from bytetx.ops.linear import LinearWeight, has_cpu_bf16, quantize_linear
 
 
 def takes_int8(spec: ModelSpec) -> bool:
@@ -26,10 +26,7 @@ def takes_int8(spec: ModelSpec) -> bool:
 
 def int8_activation_dtype() -> torch.dtype:
     """Of everything outside of GEMMs: bfloat16 where the CPU computes with it."""
-    has_bf16 = torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if has_cpu_bf16() else torch.float32
 
 
 def quantize_layer(w: LayerWeights) -> LayerWeights:

@@ -222,6 +222,10 @@ def _has_onednn(weight: Tensor) -> bool:
     """Whether torch can run this weight through oneDNN's fused linear."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return weight.dtype == torch.float32
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_cpu_bf16())
+
+
+def has_cpu_bf16() -> bool:
+    """Whether this CPU computes with bf16, through oneDNN."""
+    is_available = torch.backends.mkldnn.is_available()
+    return is_available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
