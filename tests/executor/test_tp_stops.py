@@ -22,6 +22,7 @@ from tiny_decoders import tiny_decoder
 import bytetx
 from bytetx.errors import GroupError, InputError
 from bytetx.executor import heartbeat, launch, leader
+from bytetx.executor.heartbeat import is_stopped
 from bytetx.model import Model
 from bytetx.parallel.row_scheme import RowScheme
 
@@ -248,9 +249,22 @@ def test_a_stopped_rank_0_goes_on_with_its_workers(rank_0: subprocess.Popen[str]
     assert rank_0.stdout.readline() == "1\n"
 
 
+def until_stopped(pid: int) -> None:
+    """Until every thread is stopped."""
+    end = time.monotonic() + SECONDS
+    while not all(is_stopped(int(thread.name)) for thread in Path(f"/proc/{pid}/task").iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_stopped_workers_end_with_rank_0(rank_0: subprocess.Popen[str]) -> None:
+    """The kernel continues and ends a stopped process group that loses its last parent.
+
+    The wait matters: SIGSTOP takes effect after the call that sends it has returned.
+    """
     worker = int(rank_0.stdout.readline())
     os.kill(worker, signal.SIGSTOP)
+    until_stopped(worker)
     rank_0.kill()
     rank_0.wait()
     end = time.monotonic() + SECONDS
