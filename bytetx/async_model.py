@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -12,7 +12,8 @@ import torch
 
 from bytetx.arguments import check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
-from bytetx.errors import DeadlineError, OptionError
+from bytetx.encode.request import Span
+from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt
 from bytetx.sampling_params import SamplingParams
@@ -58,12 +59,24 @@ class AsyncStats:
     num_steps: int = 0
     recent: Sequence[StepStats] = ()
 
+    @classmethod
+    def total(cls, every: Sequence["AsyncStats"]) -> "AsyncStats":
+        """Sums over several models, and the last forward passes of all, oldest first."""
+        sums = {
+            name: sum(getattr(one, name) for one in every)
+            for name in cls.__dataclass_fields__
+            if name != "recent"
+        }
+        steps = (step for one in every for step in one.recent)
+        return cls(**sums, recent=sorted(steps, key=lambda step: step.time))
+
 
 class AsyncModel:
     """A Model whose methods are awaited; texts of all callers and tasks are batched together.
 
     Methods may be awaited in any number of event loops and threads at once, and the Model may be
-    used directly meanwhile.  Options and results are those of Model's methods, and
+    used directly meanwhile.  The routes of a checkpoint with a Router are models of their own, and
+    each has a queue.  Options and results are those of Model's methods, and
     priority: lower numbers run first.  timeout_s: seconds until a DeadlineError.
     """
 
@@ -84,13 +97,7 @@ class AsyncModel:
         age_limit_s: a text that has waited so long goes before shorter ones and other priorities.
         kv_cache_tokens, max_num_seqs: as of Model.engine, for generate.
         Threads start with the first call.
-        Raises OptionError for a checkpoint with a Router, whose tasks run on different models.
         """
-        if model.checkpoint.router is not None:
-            raise OptionError(
-                "AsyncModel runs one model, and this checkpoint has a Router, whose tasks run on "
-                "different ones; use Model, or load the folder of one route"
-            )
         check_positive("max_queued_requests", max_queued_requests)
         check_positive("max_queued_tokens", max_queued_tokens)
         if tokenizer_threads is not None:
@@ -99,13 +106,16 @@ class AsyncModel:
         self._model, self._max_queued_requests = model, max_queued_requests
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
-        self._engine = EncodeEngine(
-            model._runner,
-            token_budget=model.token_budget,
-            max_queued_requests=max_queued_requests,
-            max_queued_tokens=max_queued_tokens,
-            age_limit_s=age_limit_s,
-        )
+        self._engines = {
+            one: EncodeEngine(
+                one._runner,
+                token_budget=one.token_budget,
+                max_queued_requests=max_queued_requests,
+                max_queued_tokens=max_queued_tokens,
+                age_limit_s=age_limit_s,
+            )
+            for one in (model, *model._routes.values())
+        }
         self._generation = GenerationThread(
             partial(model.engine, kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs),
             max_open=max_queued_requests,
@@ -130,31 +140,15 @@ class AsyncModel:
         check_seconds("drain_s", drain_s)
         drain = drain_s or 0.0
         await asyncio.gather(
-            asyncio.to_thread(self._engine.close, drain_s=drain),
+            *(asyncio.to_thread(one.close, drain_s=drain) for one in self._engines.values()),
             asyncio.to_thread(self._generation.close, drain_s=drain),
         )
         self._pool.close()  # what it still has to tokenise was dropped
 
     def stats(self) -> AsyncStats:
         """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
-        engine = self._engine
-        counts, recent = engine.counts()
-        return AsyncStats(
-            num_queued=engine.num_queued,
-            queued_tokens=engine.queued_tokens,
-            num_running=engine.num_running,
-            num_calls=engine.num_calls,
-            num_generating=self._generation.num_open,
-            tokens_per_second=engine.tokens_per_second,
-            num_done=counts.num_done,
-            num_failed=counts.num_failed,
-            num_dropped=counts.num_dropped,
-            num_refused=counts.num_refused,
-            total_tokens=counts.total_tokens,
-            padded_tokens=counts.padded_tokens,
-            num_steps=counts.num_steps,
-            recent=recent,
-        )
+        engines = [_engine_stats(engine) for engine in self._engines.values()]
+        return replace(AsyncStats.total(engines), num_generating=self._generation.num_open)
 
     async def embed(
         self,
@@ -176,8 +170,9 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Embeddings:
         """As Model.embed."""
+        model = self._model._route(task)
         start = partial(
-            self._model._embed_call,
+            model._embed_call,
             texts,
             task=task,
             prompt=prompt,
@@ -193,7 +188,7 @@ class AsyncModel:
             on_error=on_error,
         )
         call = await _started(start, task)
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
 
     async def embed_all(
         self,
@@ -208,8 +203,9 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> AllEmbeddings:
         """As Model.embed_all."""
+        model = self._model._route(task)
         start = partial(
-            self._model._all_call,
+            model._all_call,
             texts,
             task=task,
             prompt=prompt,
@@ -218,7 +214,81 @@ class AsyncModel:
             on_error=on_error,
         )
         call = await _started(start, task)
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+    async def embed_chunks(
+        self,
+        texts: Texts,
+        *,
+        stride: int = 0,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] | None = None,
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> TokenEmbeddings:
+        """As Model.embed_chunks."""
+        model = self._model._route(task)
+        start = partial(
+            model._chunks_call,
+            texts,
+            stride=stride,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            on_error=on_error,
+        )
+        call = await _started(start, task)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+    async def embed_spans(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span]],
+        *,
+        task: str | None = None,
+        prompt: str | None = None,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        pooling: str | Sequence[str] = "mean",
+        normalize: bool | None = None,
+        precision: Precision = "float32",
+        ranges: npt.ArrayLike | None = None,
+        truncate: bool = False,
+        on_error: OnError = "raise",
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> TokenEmbeddings:
+        """As Model.embed_spans."""
+        model = self._model._route(task)
+        start = partial(
+            model._spans_call,
+            texts,
+            spans,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        call = await _started(start, task)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
 
     async def embed_sparse(
         self,
@@ -234,8 +304,9 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> SparseEmbeddings:
         """As Model.embed_sparse."""
+        model = self._model._route(task)
         start = partial(
-            self._model._sparse_call,
+            model._sparse_call,
             texts,
             task=task,
             prompt=prompt,
@@ -245,7 +316,7 @@ class AsyncModel:
             on_error=on_error,
         )
         call = await _started(start, task)
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
 
     async def embed_tokens(
         self,
@@ -274,7 +345,7 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def classify(
         self,
@@ -299,7 +370,7 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def tag(
         self,
@@ -324,7 +395,7 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def fill_mask(
         self,
@@ -345,7 +416,7 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def score(
         self,
@@ -358,7 +429,7 @@ class AsyncModel:
     ) -> Results[Any]:
         """As Model.score: a Likelihood a text, or its InputError."""
         call = self._model._score_call(texts, truncate=truncate, on_error=on_error)
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def answer(
         self,
@@ -385,7 +456,7 @@ class AsyncModel:
             stride=stride,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def hidden_states(
         self,
@@ -404,7 +475,7 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def rerank(
         self,
@@ -432,7 +503,7 @@ class AsyncModel:
         )
         # The prompts of a causal reranker are tokenised while the call is made.
         call = await self._in_thread(make) if self._model._reranks_by_logits else make()
-        return await self._run(call, priority=priority, timeout_s=timeout_s)
+        return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:
         """As Model.similarity, in a thread."""
@@ -464,14 +535,16 @@ class AsyncModel:
             timeout_s=timeout_s,
         )
 
-    async def _run(self, call: Call[T], *, priority: int, timeout_s: float | None) -> T:
+    async def _run(
+        self, call: Call[T], model: Model, *, priority: int, timeout_s: float | None
+    ) -> T:
         check_integer("priority", priority)
         check_seconds("timeout_s", timeout_s)
         run = CallRun(
             call,
-            self._engine,
+            self._engines[model],
             self._pool,
-            token_budget=self._model.token_budget,
+            token_budget=model.token_budget,
             max_window_texts=max(self._max_queued_requests // 4, 1),
             priority=priority,
         )
@@ -486,8 +559,27 @@ class AsyncModel:
             ) from error
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
-        self._engine.check_open()
+        self._engines[self._model].check_open()
         return await asyncio.to_thread(function)
+
+
+def _engine_stats(engine: EncodeEngine) -> AsyncStats:
+    counts, recent = engine.counts()
+    return AsyncStats(
+        num_queued=engine.num_queued,
+        queued_tokens=engine.queued_tokens,
+        num_running=engine.num_running,
+        num_calls=engine.num_calls,
+        tokens_per_second=engine.tokens_per_second,
+        num_done=counts.num_done,
+        num_failed=counts.num_failed,
+        num_dropped=counts.num_dropped,
+        num_refused=counts.num_refused,
+        total_tokens=counts.total_tokens,
+        padded_tokens=counts.padded_tokens,
+        num_steps=counts.num_steps,
+        recent=recent,
+    )
 
 
 async def _started(start: Callable[[], Call[T]], task: str | None) -> Call[T]:

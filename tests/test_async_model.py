@@ -29,6 +29,7 @@ from bytetx.async_model import AsyncModel
 from bytetx.errors import (
     ClosedError,
     DeadlineError,
+    GroupError,
     InputError,
     OptionError,
     QueueFullError,
@@ -95,6 +96,7 @@ def same(got: Any, wanted: Any) -> None:
 
 
 INPUTS = [*texts(12, max_words=4), [5, 6, 7], "New York is big"]
+SPANNED = [SENTENCES[0], "a dog", "New York"]
 MASKED = ["a [MASK] dog", "[MASK] is big and [MASK]", "no mask", "New [MASK]"]
 QUESTIONS = [("Who met Zaphod?", SENTENCES[1]), ("is it big", LONG), ("Where?", SENTENCES[4])]
 # name: (model, work on a Model or an AsyncModel)
@@ -106,6 +108,9 @@ TASKS: dict[str, tuple[str, Work]] = {
     "embed errors": ("classes", lambda m: m.embed(["a", 3.5, LONG], on_error="return")),
     "embed chunks": ("classes", lambda m: m.embed(["a", LONG, "b"], overflow="chunk", stride=3)),
     "embed truncated": ("classes", lambda m: m.embed([LONG, "b"], truncate=True)),
+    "embed_chunks": ("classes", lambda m: m.embed_chunks(["a", LONG, "b"], stride=3)),
+    "embed_chunks of none": ("classes", lambda m: m.embed_chunks([])),
+    "embed_spans": ("classes", lambda m: m.embed_spans(SPANNED, [[(0, 3), (2, 9)], [], [(0, 1)]])),
     "embed nothing": ("classes", lambda m: m.embed([])),
     "embed_sparse": ("masks", lambda m: m.embed_sparse(INPUTS, max_active_dims=20)),
     "embed_sparse m3": ("m3", lambda m: m.embed_sparse(INPUTS)),
@@ -220,18 +225,18 @@ def test_many_threads_and_loops_beside_the_model_itself(model: Model) -> None:
 
 
 def test_a_call_of_many_texts_has_few_in_the_queue(model: Model) -> None:
-    """Its input is read as it runs, and single callers are answered meanwhile."""
-    text, num_texts = "a quick dog", 3000
-    num_read, most_queued, read_at_answer = 0, 0, 0
+    """Its input is read as it runs: it goes on until single callers have been answered."""
+    text, most_texts = "a quick dog", 1_000_000
+    num_read, most_queued, is_answered = 0, 0, False
 
     def inputs() -> Iterator[str]:
         nonlocal num_read
-        for _ in range(num_texts):
+        while not is_answered and num_read < most_texts:
             num_read += 1
             yield text
 
     async def main() -> None:
-        nonlocal most_queued, read_at_answer
+        nonlocal most_queued, is_answered
         async with AsyncModel(model, max_queued_requests=200) as batched:
             bulk = asyncio.create_task(batched.embed(inputs()))
             while not batched.stats().num_running:
@@ -239,14 +244,14 @@ def test_a_call_of_many_texts_has_few_in_the_queue(model: Model) -> None:
             for _ in range(5):
                 most_queued = max(most_queued, batched.stats().num_queued)
                 one = await batched.embed(["one"])
-            read_at_answer = num_read
+            is_answered = True
             vectors = await bulk
-            same(vectors.vectors, np.repeat(model.embed([text]).vectors, num_texts, axis=0))
-            assert vectors.stats.num_texts == num_texts
+            same(vectors.vectors, np.repeat(model.embed([text]).vectors, num_read, axis=0))
+            assert vectors.stats.num_texts == num_read
             same(one.vectors, model.embed(["one"]).vectors)
 
     run(main())
-    assert read_at_answer < num_texts
+    assert num_read < most_texts
     assert most_queued <= 200
 
 
@@ -392,6 +397,65 @@ def test_options_are_checked(model: Model) -> None:
             assert len(await batched.embed(["a"], priority=np.int64(3))) == 1
 
     run(main())
+
+
+def test_a_router_s_tasks_run_on_models_of_their_own(tmp_path: Path) -> None:
+    """At once, each in the queue of its route; a task without a route is refused."""
+    model = loaded(save_router(tmp_path))
+    given = [*SENTENCES, "a", "the fox"]
+    wanted = {task: model.embed(given, task=task) for task in ("query", "document", None)}
+    assert not np.allclose(wanted["query"].vectors, wanted["document"].vectors, atol=1e-2)
+    chunks = model.embed_chunks([LONG, "a"], task="query")
+
+    async def main() -> None:
+        async with AsyncModel(model) as batched:
+            tasks = [*wanted] * 8
+            got = await asyncio.gather(*(batched.embed(given, task=task) for task in tasks))
+            for task, ours in zip(tasks, got, strict=True):
+                same(ours, wanted[task])
+            assert batched.stats().num_done == len(tasks) * len(given)
+            same(await batched.embed_chunks([LONG, "a"], task="query"), chunks)
+            with pytest.raises(OptionError, match="one of 'query', 'document'"):
+                await batched.embed(["a"], task="other")
+        with pytest.raises(ClosedError):
+            await batched.embed(["a"], task="query")
+
+    run(main())
+
+
+def save_router(folder: Path) -> Path:
+    """A BERT for queries and an MPNet for documents."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    query = [Transformer(str(save_checkpoint(folder / "bert"))), Pooling(48, "cls")]
+    document = [Transformer(str(save_checkpoint(folder / "mpnet", "mpnet"))), Pooling(48, "mean")]
+    router = Router.for_query_document(query, document)
+    SentenceTransformer(modules=[router], device="cpu").save_pretrained(str(folder / "model"))
+    return folder / "model"
+
+
+def test_ranks_of_a_tensor_parallel_model_serve_many_callers(tmp_path: Path) -> None:
+    """One rank ends: open and later calls get the group's error, and none waits for ever."""
+    folder = save_checkpoint(tmp_path, num_attention_heads=4)
+    with loaded(folder, tp=2) as model:
+        wanted = model.embed(INPUTS)
+
+        async def main() -> None:
+            async with AsyncModel(model) as batched:
+                got = await asyncio.gather(*(batched.embed([text]) for text in INPUTS * 4))
+                for ours, row in zip(got, [*wanted.vectors] * 4, strict=True):
+                    np.testing.assert_allclose(ours.vectors[0], row, atol=1e-6)
+                (worker,) = model.checkpoint.executor.workers._processes
+                worker.kill()
+                worker.wait()
+                results = await asyncio.gather(
+                    *(batched.embed([text]) for text in INPUTS * 4), return_exceptions=True
+                )
+                assert all(isinstance(result, GroupError) for result in results)
+
+        run(main())
 
 
 def test_similarity_is_the_checkpoints(model: Model) -> None:

@@ -12,6 +12,9 @@ from bytetx.errors import InputError
 _PADDED_BATCH_SIZE = 32
 
 
+Span = tuple[int, int]  # start and end
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """Where each token of a text comes from; one entry a token in every list.
@@ -19,6 +22,7 @@ class Alignment:
     offsets: (start, end) characters of the text.  word_ids: the word's index, None for special
     tokens.  special_tokens_mask: 1 where the tokenizer added the token.  sequence_ids: of a pair, 0
     for tokens of its first text, 1 for the second (which text then is), None for special tokens.
+    spans: of characters that the caller named, where the task takes them.
     """
 
     text: str | None
@@ -26,6 +30,7 @@ class Alignment:
     word_ids: list[int | None] | None
     special_tokens_mask: list[int]
     sequence_ids: list[int | None] | None = None
+    spans: Sequence[Span] = ()
 
 
 @dataclass(frozen=True, slots=True)

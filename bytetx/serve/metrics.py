@@ -174,17 +174,7 @@ class _Batches:
 
     def totals(self) -> AsyncStats:
         """Sums over the models."""
-        every = [stats for _, stats in self.stats()]
-        recent = sorted((step for one in every for step in one.recent), key=lambda step: step.time)
-        return AsyncStats(
-            num_queued=sum(one.num_queued for one in every),
-            queued_tokens=sum(one.queued_tokens for one in every),
-            num_running=sum(one.num_running for one in every),
-            num_generating=sum(one.num_generating for one in every),
-            total_tokens=sum(one.total_tokens for one in every),
-            padded_tokens=sum(one.padded_tokens for one in every),
-            recent=recent,
-        )
+        return AsyncStats.total([stats for _, stats in self.stats()])
 
     def read(self) -> None:
         """Counts the forward passes since the last call, as far as the models remember them."""

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bytetx.encode.request import Alignment
+from bytetx.encode.request import Alignment, Requests, Span
 from bytetx.encode.step import Step, Task
 from bytetx.errors import InputError, OptionError
 from bytetx.nn.transformer import Transformer
+from bytetx.requests.spans import SpanReader
 from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
@@ -19,24 +20,21 @@ from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import Precision, needs_ranges
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
 
-Span = tuple[int, int]
-
 
 @dataclass(frozen=True, slots=True)
 class EmbedSpansTask:
     """The vectors of spans of characters of each text, pooled from one pass over the text.
 
-    spans: by the index of a text.  num_prompt_characters: in front of each text.
+    The texts' alignments have the spans.  num_prompt_characters: in front of each text.
     Source: late chunking (arXiv 2409.04701).
     """
 
     task: EmbedTask
-    spans: Sequence[Sequence[Span]]
     num_prompt_characters: int
 
     @property
     def key(self) -> Hashable:
-        return ("spans", self.task.key, id(self.spans), self.num_prompt_characters)
+        return ("spans", self.task.key, self.num_prompt_characters)
 
     @property
     def capture(self) -> None:
@@ -54,24 +52,19 @@ class EmbedSpansTask:
         return (self.task.vectors(picked, bounds, max_seqlen=longest),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
-        counts = [len(self.spans[index]) for index in step.requests.indices.tolist()]
+        counts = [len(alignment.spans) for alignment in _alignments(step.requests)]
         return [rows.copy() for rows in np.split(outputs[0], np.cumsum(counts)[:-1])]
 
     def _layout(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
         """(rows of all spans, int64; bounds of each span in them, int32)"""
-        requests = step.requests
-        alignments = requests.alignments
-        assert alignments is not None  # the reader keeps them
         rows: list[np.ndarray] = []
-        starts = requests.cu_seqlens[:-1].tolist()
-        for start, index, alignment in zip(
-            starts, requests.indices.tolist(), alignments, strict=True
-        ):
-            rows += [start + tokens for tokens in self._tokens(alignment, self.spans[index])]
+        starts = step.requests.cu_seqlens[:-1].tolist()
+        for start, alignment in zip(starts, _alignments(step.requests), strict=True):
+            rows += [start + tokens for tokens in self._tokens(alignment)]
         cu_seqlens = np.cumsum([0, *map(len, rows)], dtype=np.int32)
         return np.concatenate([np.empty(0, dtype=np.int64), *rows]), cu_seqlens
 
-    def _tokens(self, alignment: Alignment, spans: Sequence[Span]) -> list[np.ndarray]:
+    def _tokens(self, alignment: Alignment) -> list[np.ndarray]:
         """The tokens that have a character in each span."""
         offsets = np.array(alignment.offsets, dtype=np.int64).reshape(-1, 2)
         offsets = offsets - self.num_prompt_characters
@@ -79,8 +72,13 @@ class EmbedSpansTask:
         is_own &= offsets[:, 1] > offsets[:, 0]
         return [
             np.flatnonzero(is_own & (offsets[:, 0] < end) & (offsets[:, 1] > start))
-            for start, end in spans
+            for start, end in alignment.spans
         ]
+
+
+def _alignments(requests: Requests) -> Sequence[Alignment]:
+    assert requests.alignments is not None  # SpanReader gives them
+    return requests.alignments
 
 
 class ChunkMixin(DenseMixin):
@@ -109,21 +107,19 @@ class ChunkMixin(DenseMixin):
         Other options are those of embed; int8 and uint8 need ranges.
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
-        vectors = self._rows_task(
+        call = self._chunks_call(
+            texts,
+            stride=stride,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
             dimensions=dimensions,
             pooling=pooling,
             normalize=normalize,
             precision=precision,
             ranges=ranges,
+            on_error=on_error,
         )
-        reader = self._overflow_reader(
-            overflow="chunk", stride=stride, truncate=False, on_error=on_error
-        )
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
-        job = self._with_adapter(task, rows)
-        empty = self._no_vectors(vectors, dimensions)
-        call = Call("embed_chunks", texts, job, reader, token_sink(empty), merge=np.stack)
         return self._perform(call, show_progress=show_progress)
 
     @routed
@@ -153,6 +149,69 @@ class ChunkMixin(DenseMixin):
         ranges.
         Returns packed vectors: those of text i lie from cu_seqlens[i] to cu_seqlens[i + 1].
         """
+        call = self._spans_call(
+            texts,
+            spans,
+            task=task,
+            prompt=prompt,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+            truncate=truncate,
+            on_error=on_error,
+        )
+        return self._perform(call, show_progress=show_progress)
+
+    def _chunks_call(
+        self,
+        texts: Texts,
+        *,
+        stride: int,
+        task: str | None,
+        prompt: str | None,
+        prompt_name: str | None,
+        dimensions: int | None,
+        pooling: str | Sequence[str] | None,
+        normalize: bool | None,
+        precision: Precision,
+        ranges: npt.ArrayLike | None,
+        on_error: OnError,
+    ) -> Call[TokenEmbeddings]:
+        vectors = self._rows_task(
+            dimensions=dimensions,
+            pooling=pooling,
+            normalize=normalize,
+            precision=precision,
+            ranges=ranges,
+        )
+        reader = self._overflow_reader(
+            overflow="chunk", stride=stride, truncate=False, on_error=on_error
+        )
+        reader.prompt = self._prompt_of(task, prompt, prompt_name)
+        rows = cast("Task[np.ndarray]", vectors)  # the rows of one array
+        job = self._with_adapter(task, rows)
+        empty = self._no_vectors(vectors, dimensions)
+        return Call("embed_chunks", texts, job, reader, token_sink(empty), merge=np.stack)
+
+    def _spans_call(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span]],
+        *,
+        task: str | None,
+        prompt: str | None,
+        prompt_name: str | None,
+        dimensions: int | None,
+        pooling: str | Sequence[str] | None,
+        normalize: bool | None,
+        precision: Precision,
+        ranges: npt.ArrayLike | None,
+        truncate: bool,
+        on_error: OnError,
+    ) -> Call[TokenEmbeddings]:
         _check_spans(texts, spans)
         vectors = self._rows_task(
             dimensions=dimensions,
@@ -161,15 +220,19 @@ class ChunkMixin(DenseMixin):
             precision=precision,
             ranges=ranges,
         )
-        reader = self._reader(truncate=truncate, on_error=on_error)
-        self._need_tokenizer()
-        reader.with_alignment = True
-        reader.prompt = self._prompt_of(task, prompt, prompt_name)
-        rows: Task[np.ndarray] = EmbedSpansTask(vectors, spans, len(reader.prompt))
+        reader = SpanReader(
+            self.spec,
+            self._need_tokenizer(),
+            prompt=self._prompt_of(task, prompt, prompt_name),
+            truncate=truncate,
+            with_alignment=True,
+            keeps_errors=self._reader(truncate=truncate, on_error=on_error).keeps_errors,
+            spans=spans,
+        )
+        rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))
         job = self._with_adapter(task, rows)
         empty = self._no_vectors(vectors, dimensions)
-        call = Call("embed_spans", texts, job, reader, token_sink(empty))
-        return self._perform(call, show_progress=show_progress)
+        return Call("embed_spans", texts, job, reader, token_sink(empty))
 
     def _rows_task(
         self,
