@@ -1,0 +1,237 @@
+"""Requests of many callers to a running server: python tests/serve/serve_soak.py --minutes 15.
+
+Starts `bytetx serve` with small random models and sends it a mix of requests, 30 % of which leave
+before they are answered. Fails where an answer differs from Model's, a request that stayed gets no
+answer, one that left stays in the server, or resident memory of the server's processes grows by
+2 % or more over the last half. --requests 10000 is a storm of that many instead.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import numpy as np
+from checkpoints import save_causal, save_checkpoint, texts
+from serving import Server, start_server
+
+import bytetx
+from bytetx import SamplingParams
+
+CALLERS = 64
+LEAVE = 0.3
+MAX_GROWTH = 0.02  # of the last half
+_WAIT_S = 60.0  # for an answer, and for the server to forget those that left
+_NUM_TEXTS = 512
+_NEW_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request and what is wrong with its answer: check raises AssertionError."""
+
+    kind: str
+    path: str
+    body: bytes
+    check: Callable[[httpx.Response], None]
+
+
+class Traffic:
+    """Random requests with the answers of models in this process."""
+
+    def __init__(self, embedder: bytetx.Model, classifier: bytetx.Model, writer: bytetx.Model):
+        self.rng = np.random.default_rng(0)
+        self.inputs = texts(_NUM_TEXTS, max_words=60)
+        self.vectors = embedder.embed(self.inputs, truncate=True, normalize=True).vectors
+        self.labels = classifier.classify(self.inputs, truncate=True)
+        params = SamplingParams(max_tokens=_NEW_TOKENS, temperature=0)
+        self.prompts = [text for text in self.inputs[:64] if 0 < len(text) < 60]
+        self.outputs = [one.text for one in writer.generate(self.prompts, params)]
+
+    def draw(self) -> Ask:
+        kinds = (self._embed, self._batch, self._openai, self._predict, self._bad, self._complete)
+        return kinds[self.rng.choice(len(kinds), p=(0.5, 0.1, 0.15, 0.1, 0.1, 0.05))]()
+
+    def _some(self, count: int) -> list[int]:
+        return self.rng.integers(0, len(self.inputs), count).tolist()
+
+    def _embed(self, count: int = 1) -> Ask:
+        chosen = self._some(count)
+        given = [self.inputs[index] for index in chosen]
+
+        def check(answer: httpx.Response) -> None:
+            assert answer.status_code == 200, answer.text
+            np.testing.assert_allclose(answer.json(), self.vectors[chosen], atol=1e-4)
+
+        return _ask("embed", "/embed", {"model": "embedder", "inputs": given}, check)
+
+    def _batch(self) -> Ask:
+        return self._embed(32)
+
+    def _openai(self) -> Ask:
+        (index,) = self._some(1)
+
+        def check(answer: httpx.Response) -> None:
+            assert answer.status_code == 200, answer.text
+            vector = answer.json()["data"][0]["embedding"]
+            np.testing.assert_allclose(vector, self.vectors[index], atol=1e-4)
+
+        body = {"model": "embedder", "input": self.inputs[index] or "a"}
+        return _ask("openai", "/v1/embeddings", body, check if self.inputs[index] else _is_answer)
+
+    def _predict(self) -> Ask:
+        (index,) = self._some(1)
+
+        def check(answer: httpx.Response) -> None:
+            assert answer.status_code == 200, answer.text
+            found = {one["label"]: one["score"] for one in answer.json()}
+            for label in self.labels[index]:
+                assert abs(found[label.label] - label.score) < 1e-4
+
+        body = {"model": "classifier", "inputs": self.inputs[index]}
+        return _ask("predict", "/predict", body, check)
+
+    def _complete(self) -> Ask:
+        index = int(self.rng.integers(len(self.prompts)))
+
+        def check(answer: httpx.Response) -> None:
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == self.outputs[index]
+
+        options = {"max_tokens": _NEW_TOKENS, "temperature": 0}
+        body = {"model": "writer", "prompt": self.prompts[index], **options}
+        return _ask("complete", "/v1/completions", body, check)
+
+    def _bad(self) -> Ask:
+        body = (b'{"inputs": ', b'{"inputs": 3}', b'{"inputs": []}')[int(self.rng.integers(3))]
+
+        def check(answer: httpx.Response) -> None:
+            assert 400 <= answer.status_code < 500, answer.text
+
+        return Ask("bad", "/embed", body, check)
+
+
+def _is_answer(answer: httpx.Response) -> None:
+    assert answer.status_code == 200, answer.text
+
+
+def _ask(kind: str, path: str, body: Any, check: Callable[[httpx.Response], None]) -> Ask:
+    return Ask(kind, path, json.dumps({**body, "truncate": True}).encode(), check)
+
+
+async def send(url: str, traffic: Traffic, *, until: Callable[[int], bool]) -> Counter[str]:
+    """CALLERS callers send requests until(number sent); how many of each kind were answered."""
+    counts: Counter[str] = Counter()
+    num_sent = 0
+    headers = {"Authorization": "Bearer sesame", "Content-Type": "application/json"}
+    limits = httpx.Limits(max_connections=CALLERS, max_keepalive_connections=CALLERS)
+
+    async def caller(client: httpx.AsyncClient) -> None:
+        nonlocal num_sent
+        while not until(num_sent):
+            num_sent += 1
+            ask, leaves = traffic.draw(), traffic.rng.random() < LEAVE
+            answer = client.post(ask.path, content=ask.body)
+            if not leaves:
+                ask.check(await answer)
+                counts[ask.kind] += 1
+                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(answer, float(traffic.rng.random()) * 0.05)
+            counts["left"] += 1
+
+    async with (
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=_WAIT_S, limits=limits) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(CALLERS):
+            group.create_task(caller(client))
+    return counts
+
+
+def wait_until_idle(server: Server) -> None:
+    """AssertionError where the server still has a request that nobody waits for."""
+    end = time.monotonic() + _WAIT_S
+    with server.client() as client:
+        while "bytetx_concurrent_requests 0.0" not in client.get("/metrics").text:
+            assert time.monotonic() < end, client.get("/stats.json").text
+            time.sleep(0.02)
+
+
+def resident_mib(pid: int) -> float:
+    """Of a process and its descendants; Linux alone says it."""
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    own = int(found[1]) / 1024 if found is not None else 0.0
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return own + sum(map(resident_mib, map(int, children)))
+
+
+async def watched(server: Server, traffic: Traffic, seconds: float) -> tuple[Counter[str], float]:
+    """Sends for that long. (counts, growth of memory in the last half)"""
+    end = time.monotonic() + seconds
+    readings: list[float] = []
+    sending = asyncio.create_task(
+        send(server.url, traffic, until=lambda _: time.monotonic() >= end)
+    )
+    while not sending.done():
+        readings.append(resident_mib(server.process.pid))
+        await asyncio.wait((sending,), timeout=seconds / 200)
+    counts, tenth = await sending, max(len(readings) // 10, 1)
+    middle, last = (
+        median(readings[at : at + tenth]) for at in (len(readings) // 2, len(readings) - tenth)
+    )
+    print(json.dumps({"start_mib": readings[0], "middle_mib": middle, "end_mib": last}))
+    return counts, last / middle - 1
+
+
+def serve_models(folder: Path) -> tuple[list[str], Traffic]:
+    """(arguments of the server, requests to it)"""
+    paths = {
+        "embedder": save_checkpoint(folder / "embedder"),
+        "classifier": save_checkpoint(folder / "classifier", head="ForSequenceClassification"),
+        "writer": save_causal(folder / "writer", "gpt2"),
+    }
+    models = [bytetx.load(path, device="cpu") for path in paths.values()]
+    arguments = [part for name, path in paths.items() for part in ("--model", f"{name}={path}")]
+    return [*arguments, "--api-key", "sesame"], Traffic(*models)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    size = parser.add_mutually_exclusive_group(required=True)
+    size.add_argument("--minutes", type=float)
+    size.add_argument("--requests", type=int)
+    parser.add_argument("--frontends", default="1")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as name:
+        arguments, traffic = serve_models(Path(name))
+        log = Path(name) / "log"
+        with start_server([*arguments, "--frontends", options.frontends], log=log) as server:
+            growth = 0.0
+            if options.requests is not None:
+                most = options.requests
+                counts = asyncio.run(send(server.url, traffic, until=lambda sent: sent >= most))
+            else:
+                counts, growth = asyncio.run(watched(server, traffic, 60 * options.minutes))
+            wait_until_idle(server)
+            assert server.stop() == 0
+            assert "Traceback" not in server.read_log()
+    print(json.dumps({"num_requests": counts.total(), **counts, "growth_of_last_half": growth}))
+    return int(growth >= MAX_GROWTH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
