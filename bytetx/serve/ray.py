@@ -33,7 +33,10 @@ from bytetx.serve.settings import ServeSettings, model_sources
 
 _MAX_TRIES = 4  # of a call; a second one that finds a dying replica is rare, a third more so
 _RETRY_S = 0.05  # doubled with each further try
-_REPORT_S = 1.0  # between what an engine reports to the routers of all ingresses
+_REPORT_S = (
+    1.0  # between what an engine reports to the routers of all ingresses, and to the scaling
+)
+_LOOK_BACK_S = 5.0  # the scaling sees the mean of so long
 _HEALTH_S = 5.0
 
 
@@ -323,6 +326,8 @@ def _autoscaling(scale: Scale) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=scale.min_replicas,
         max_replicas=scale.max_replicas,
+        metrics_interval_s=_REPORT_S,
+        look_back_period_s=_LOOK_BACK_S,
         upscale_delay_s=scale.upscale_delay_s,
         downscale_delay_s=scale.downscale_delay_s,
         policy=AutoscalingPolicy(

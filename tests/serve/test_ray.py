@@ -43,6 +43,7 @@ class Cluster:
     url: str
     embedder: "bytetx.Model"
     writer: "bytetx.Model"
+    settings: ServeSettings
 
     def post(self, path: str, body: object) -> tuple[int, dict[str, str], bytes]:
         request = urllib.request.Request(
@@ -87,7 +88,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         scale = Scale(min_replicas=2, max_replicas=2, cpus=0.5)
         serve.run(application(settings, scale), name="bytetx")
         models = {name: bytetx.load(path, device="cpu") for name, path in paths.items()}
-        yield Cluster(f"http://127.0.0.1:{port}", **models)
+        yield Cluster(f"http://127.0.0.1:{port}", **models, settings=settings)
     finally:
         serve.shutdown()
         ray.shutdown()
@@ -150,6 +151,28 @@ def test_a_replica_is_killed_under_load_and_every_answer_is_right(cluster: Clust
         answers = [call.result(timeout=60) for call in calls]
     assert sum(answers) >= 40 + 8 * 20
     assert before[0] not in engines()
+
+
+def test_engines_come_with_queued_tokens_and_drain_when_they_leave(cluster: Cluster) -> None:
+    """Every call is answered, and rightly, while engines start and while they stop."""
+    scale = Scale(min_replicas=1, max_replicas=2, cpus=0.5, target_tokens=60)
+    quick = replace(scale, upscale_delay_s=0.5, downscale_delay_s=1.0)
+    serve.run(application(cluster.settings, quick), name="bytetx")
+    expected = cluster.embedder.embed(TEXTS).vectors
+
+    def ask_until(num_engines: int, given: list[int]) -> int:
+        num_answers = 0
+        while len(engines()) != num_engines:
+            got = cluster.embed([TEXTS[i] for i in given])
+            np.testing.assert_allclose(got, expected[given], rtol=0, atol=1e-6)
+            num_answers += 1
+        return num_answers
+
+    ask_until(1, [0])  # those of the test before leave
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(ask_until, 2, [0, 1, 2, 3]) for _ in range(8)]
+        assert sum(call.result(timeout=90) for call in calls) > 8
+    assert ask_until(1, [0]) > 1
 
 
 def test_a_call_whose_replicas_all_fail_is_refused_with_a_time_to_retry() -> None:
