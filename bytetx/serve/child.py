@@ -58,10 +58,14 @@ async def _frontend(settings: ServeSettings, path: str, descriptor: int) -> None
         await client.wait_until_connected()
 
     try:
-        await run_site(site, start, [listener], ends=ends)
+        await run_site(site, start, [listener], ends=ends, on_ready=_say_ready)
     finally:
         for task in background:
             task.cancel()
+
+
+def _say_ready() -> None:
+    print("ready", flush=True)  # the supervisor reads it
 
 
 async def _watch_stdin(ends: asyncio.Event) -> None:

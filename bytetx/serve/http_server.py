@@ -43,9 +43,11 @@ async def run_site(
     sockets: list[socket.socket],
     *,
     ends: asyncio.Event | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Answers on the sockets at once, with 503 until `start` is done.
 
+    on_ready: called then; None writes it to the log.
     Until SIGTERM, SIGINT, or `ends`; what `start` raises is raised.
     """
     settings = site.settings
@@ -66,8 +68,9 @@ async def run_site(
         for one in sockets:
             logger.info("listening on %s", address(one))
     try:
-        is_started = await _start(site, start, ends)
-        if is_started:
+        if await _start(site, start, ends):
+            site.phase = "ready"
+            on_ready() if on_ready is not None else logger.info("ready")
             await ends.wait()
             await _drain(site, ends)
     finally:
@@ -92,8 +95,6 @@ async def _start(
         await asyncio.wait((starting,))
         return False
     await starting
-    site.phase = "ready"
-    logger.info("ready")
     return True
 
 

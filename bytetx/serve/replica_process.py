@@ -56,14 +56,15 @@ async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
         metrics.attach(served)
         site.backend = backend
 
-        async def start() -> None:
-            await recorder.listen()
-            sys.stdout.buffer.write(READY)
-            sys.stdout.buffer.flush()
-
-        await run_site(site, start, [bind(settings, shares_port=True)], ends=ends)
+        sockets = [bind(settings, shares_port=True)]
+        await run_site(site, recorder.listen, sockets, ends=ends, on_ready=_say_ready)
     finally:
         await close_models(served)
+
+
+def _say_ready() -> None:
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
 
 
 def _end_with_the_supervisor() -> None:

@@ -33,7 +33,7 @@ async def supervise(settings: ServeSettings) -> None:
         asyncio.get_running_loop().add_signal_handler(number, ends.set)
     with tempfile.TemporaryDirectory(prefix="bytetx-serve-") as folder:
         path = str(Path(folder) / "engine")
-        engine = _Child(settings, ["engine", path], "engine process")
+        engine = _Child(settings, ["engine", path], "engine process", ends_all=True)
         frontends = [
             _Child(
                 settings,
@@ -54,9 +54,15 @@ async def supervise(settings: ServeSettings) -> None:
 
 async def _run(engine: "_Child", frontends: Sequence["_Child"], ends: asyncio.Event) -> int:
     """The exit code: 0 after a signal, else the engine's."""
-    for child in frontends:
-        child.start()
-    engine.start(on_ready=lambda: logger.info("ready"))
+    ready: set[_Child] = set()
+
+    def note_ready(child: _Child) -> None:
+        ready.add(child)
+        if len(ready) == 1 + len(frontends):
+            logger.info("ready")
+
+    for child in (*frontends, engine):
+        child.start(note_ready)
     told = asyncio.create_task(ends.wait())
     failed = asyncio.create_task(engine.wait_for_failure())
     await asyncio.wait((told, failed), return_when=asyncio.FIRST_COMPLETED)
@@ -89,15 +95,18 @@ class _Child:
         title: str,
         *,
         descriptors: Sequence[int] = (),
+        ends_all: bool = False,
     ):
+        """ends_all: where it ends before it was ready once, that is a failure for wait_for_failure;
+        else it is started again then, too."""
         self._settings, self._arguments, self._title = settings, arguments, title
-        self._descriptors = descriptors
+        self._descriptors, self._ends_all = descriptors, ends_all
         self._process: Process | None = None
         self._is_stopping = False
         self._was_ready = False
         self._failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-    def start(self, *, on_ready: Callable[[], None] | None = None) -> None:
+    def start(self, on_ready: Callable[["_Child"], None]) -> None:
         """on_ready: called each time the process says that it is ready."""
         self._task = asyncio.create_task(self._keep_running(on_ready))
 
@@ -114,7 +123,7 @@ class _Child:
             self._task.cancel()
         await asyncio.wait((self._task,))
 
-    async def _keep_running(self, on_ready: Callable[[], None] | None) -> None:
+    async def _keep_running(self, on_ready: Callable[["_Child"], None]) -> None:
         wait_s = _FIRST_WAIT_S
         while not self._is_stopping:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -130,12 +139,11 @@ class _Child:
             while line := await process.stdout.readline():
                 if line.strip() == b"ready":
                     self._was_ready, wait_s = True, _FIRST_WAIT_S
-                    if on_ready is not None:
-                        on_ready()
+                    on_ready(self)
             code = await process.wait()
             if self._is_stopping:
                 return
-            if on_ready is not None and not self._was_ready:
+            if self._ends_all and not self._was_ready:
                 self._failed.set_result(code if code > 0 else 1)
                 return
             logger.error(
