@@ -217,27 +217,36 @@ class Ended:
 def test_torchrun_ranks_take_no_address_from_the_store(
     poisoned_store: dist.TCPStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 connects first and finds the attacker's address only."""
+    """Rank 1 comes first, finds the attacker's address only, and waits for rank 0.
+
+    Rank 2 comes last, so that the rendezvous is open until strangers have connected.
+    """
     monkeypatch.setattr(torchrun, "_Process", Ended)
-    ranks, found = (torchrun_rank(torchrun_variables(r, poisoned_store.port)) for r in (0, 1)), []
-    leader_rank, rank = ranks
-    worker = threading.Thread(target=lambda: found.append(rank.connect()), daemon=True)
-    worker.start()
-    worker.join(0.5)
+    variables = (torchrun_variables(rank, poisoned_store.port, size=3) for rank in range(3))
+    (leader_rank, *ranks), found = map(torchrun_rank, variables), []
+    threads = [
+        threading.Thread(target=lambda rank=rank: found.append(rank.connect()), daemon=True)
+        for rank in ranks
+    ]
+    threads[0].start()
+    threads[0].join(0.5)
     leader = TorchrunLeader(leader_rank)
     with socket.socket(socket.AF_UNIX) as garbage, socket.socket(socket.AF_UNIX) as silent:
         for connection in (garbage, silent):
             connection.connect(leader_rank.address)
         garbage.sendall(pickle.dumps(Bomb(tmp_path / "written")))
+        threads[1].start()
         workers, store = leader.workers()
-    worker.join(SECONDS)
-    (connected,) = found
-    assert connected is not None and not (tmp_path / "written").exists()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(found) == 2 and None not in found and not (tmp_path / "written").exists()
     assert store.timeout <= timedelta(minutes=2)
-    connected[0].reply()
+    for connection, _ in found:
+        connection.reply()
     workers.wait_for_replies()
     workers.close()
-    assert connected[0].receive(lambda: None) is None
+    for connection, _ in found:
+        assert connection.receive(lambda: None) is None
 
 
 def test_a_job_of_torchrun_with_a_poisoned_store(
