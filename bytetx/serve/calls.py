@@ -32,6 +32,17 @@ class Timings:
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
 
+    def row(self) -> tuple[int, int, int, float, float, float]:
+        """Timings(*row) is this one; far faster than dataclasses.astuple."""
+        return (
+            self.num_texts,
+            self.num_tokens,
+            self.num_truncated,
+            self.tokenize_seconds,
+            self.queue_seconds,
+            self.compute_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

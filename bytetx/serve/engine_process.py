@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,7 @@ class EngineCalls:
         for task in self._tasks.values():
             task.cancel()
         for protocol in list(self._protocols.values()):
-            if protocol.transport is not None:
-                protocol.transport.close()
+            protocol.close()
 
     def _on_frame(
         self, protocol: FrameProtocol, header: dict[str, Any], _: tuple[np.ndarray, ...]
@@ -117,7 +116,7 @@ class EngineCalls:
 
     async def _run(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
         outcome = await self._backend.run(Call(*header["call"]))
-        answer = {"id": header["id"], "timings": astuple(outcome.timings), "rows": outcome.rows}
+        answer = {"id": header["id"], "timings": outcome.timings.row(), "rows": outcome.rows}
         protocol.send(answer, outcome.arrays)
 
     async def _generate(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:

@@ -93,7 +93,7 @@ class EngineClient:
     def record(self, finished: Finished) -> None:
         timings = finished.timings
         row: list[Any] = list(finished._replace(timings=None))
-        row[5] = None if timings is None else _timings_row(timings)
+        row[5] = None if timings is None else timings.row()
         self._records.append(row)
 
     async def metrics_page(self) -> bytes:
@@ -169,17 +169,6 @@ class EngineClient:
 
 def _call_row(call: Call) -> list[Any]:
     return [call.model, call.task, call.inputs, call.options]
-
-
-def _timings_row(timings: Timings) -> list[float]:
-    return [
-        timings.num_texts,
-        timings.num_tokens,
-        timings.num_truncated,
-        timings.tokenize_seconds,
-        timings.queue_seconds,
-        timings.compute_seconds,
-    ]
 
 
 def _error(row: list[Any]) -> ServeError:

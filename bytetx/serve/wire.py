@@ -57,6 +57,7 @@ class FrameProtocol(asyncio.Protocol):
     ):
         self._on_frame, self._on_close = on_frame, on_close
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self.transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -67,9 +68,27 @@ class FrameProtocol(asyncio.Protocol):
         self._on_close(self)
 
     def send(self, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-        """Does nothing where the connection is closed: its other end has forgotten the request."""
-        if self.transport is not None:
-            self.transport.write(encode_frame(header, arrays))
+        """Frames of one turn of the event loop are written together.
+
+        Does nothing where the connection is closed: its other end has forgotten the request.
+        """
+        if self.transport is None:
+            return
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._unsent.append(encode_frame(header, arrays))
+
+    def close(self) -> None:
+        """Closes the connection once all frames are written."""
+        self._write()
+        transport, self.transport = self.transport, None
+        if transport is not None:
+            transport.close()
+
+    def _write(self) -> None:
+        frames, self._unsent = self._unsent, []
+        if frames and self.transport is not None:
+            self.transport.write(b"".join(frames))
 
     def data_received(self, data: bytes) -> None:
         buffer = self._buffer

@@ -1,5 +1,6 @@
 """Front-ends that share a port, and the engine process: killed, it comes back."""
 
+import asyncio
 import re
 import signal
 import subprocess
@@ -183,6 +184,34 @@ def test_frames() -> None:
             assert one.dtype == other.dtype and one.shape == other.shape
     with pytest.raises(ValueError, match="object"):
         decode_frame(memoryview(encode_frame({"arrays": [["object", [1]]]})[4:]))
+
+
+def test_frames_of_one_turn_arrive_in_order_and_before_the_end(tmp_path: Path) -> None:
+    """They are written together, later than they are sent; closing writes them first."""
+    got: list[int] = []
+    answered = asyncio.Event()
+
+    def on_frame(protocol: FrameProtocol, header: dict, arrays: tuple) -> None:
+        got.append(header["id"])
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        path = str(tmp_path / "socket")
+        receiver = FrameProtocol(on_frame, lambda _: answered.set())
+        server = await loop.create_unix_server(lambda: receiver, path)
+        sender = FrameProtocol(on_frame, lambda _: None)
+        await loop.create_unix_connection(lambda: sender, path)
+        sender.send({"id": 0})
+        await asyncio.sleep(0)
+        for number in range(1, 100):
+            sender.send({"id": number}, [np.zeros(1000 * (number % 3), dtype=np.float32)])
+        sender.close()
+        sender.send({"id": 100})
+        await answered.wait()
+        server.close()
+
+    asyncio.run(main())
+    assert got == list(range(100))
 
 
 def test_settings_cross_a_process(tmp_path: Path) -> None:
