@@ -134,14 +134,17 @@ def _draw_head(figure: "Figure", theme: Theme, chart: Chart) -> None:
 
 
 def _draw_legend(figure: "Figure", theme: Theme, chart: Chart) -> None:
+    from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     colours = _colours(theme)
-    keys = [Patch(color=colours[i], label=name) for i, name in enumerate(chart.engines)]
+    keys: list[Artist] = [
+        Patch(color=colours[i], label=name) for i, name in enumerate(chart.engines)
+    ]
     if chart.line:
-        style = {"color": theme.muted, "linestyle": (0, (4, 3))}
-        keys.append(Line2D([], [], label=chart.line[1], **style))
+        dashes = (0, (4, 3))
+        keys.append(Line2D([], [], label=chart.line[1], color=theme.muted, linestyle=dashes))
     figure.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 0), ncols=len(keys),
                   frameon=False, fontsize=9, labelcolor=theme.muted, handlelength=1.6,
                   columnspacing=1.4, borderaxespad=0.8)  # fmt: skip
