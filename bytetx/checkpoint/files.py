@@ -3,16 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import list_repo_files, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from bytetx.checkpoint.family import known_code
 from bytetx.checkpoint.side_files import (
     FLAG,
@@ -28,14 +18,6 @@ from bytetx.checkpoint.side_files import (
     read_json_objects,
 )
 from bytetx.errors import CheckpointError
-
-# Everything a load may read, in any subfolder; weights in other formats are never fetched.
-# The last two are BGE-M3's, a few MiB, read by torch's loader of plain tensors.
-_HUB_PATTERNS = (
-    *("*.json", "*.txt", "*.model", "*.jinja", "*.safetensors"),
-    *("sparse_linear.pt", "colbert_linear.pt"),
-)
-_HUB_IGNORED = ("onnx/*", "openvino/*")
 
 # Classes of a checkpoint's own code that would compute something else than the family does.
 _MODEL_CLASSES = ("AutoConfig", "AutoModel")
@@ -90,10 +72,13 @@ def _resolve(path_or_id: str | Path, *, revision: str | None, local_files_only: 
         raise CheckpointError(f"{folder} is a file; give the checkpoint's folder or a hub id")
     if str(path_or_id).startswith((".", "/", "~")):
         raise CheckpointError(f"there is no folder {folder}; give a checkpoint's folder or hub id")
-    folder = _snapshot(str(path_or_id), revision=revision, local_files_only=local_files_only)
+    # Here alone: the hub's client takes a quarter of a second to import, and folders need none.
+    from bytetx.checkpoint import hub
+
+    folder = hub.snapshot(str(path_or_id), revision=revision, local_files_only=local_files_only)
     names = _names(folder)
     if not local_files_only and not any(name.endswith(".safetensors") for name in names):
-        names = _hub_names(str(path_or_id), revision) or names
+        names = hub.hub_names(str(path_or_id), revision) or names
     _check_kind(repr(str(path_or_id)), names)
     _check_hub_weights(str(path_or_id), names)
     return folder
@@ -140,70 +125,6 @@ def _check_hub_weights(repo: str, names: list[str]) -> None:
         "opened and are refused: look for a revision with safetensors (the hub's own converter "
         "opens pull requests: revision='refs/pr/N'), or convert a copy that you trust"
     )
-
-
-def _snapshot(repo: str, *, revision: str | None, local_files_only: bool) -> Path:
-    """A hub repository's files in the local cache. Each cause of failure has its own message."""
-    at = "" if revision is None else f" at revision {revision!r}"
-    try:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                local_files_only=local_files_only,
-                allow_patterns=list(_HUB_PATTERNS),
-                ignore_patterns=list(_HUB_IGNORED),
-            )
-        )
-    except HFValidationError as error:
-        raise CheckpointError(
-            f"{repo!r} is neither a local folder nor a hub id: {error}"
-        ) from error
-    except GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo!r} is gated: accept its terms on huggingface.co, then log in with "
-            "`hf auth login` (or set HF_TOKEN)"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise CheckpointError(f"{repo!r} has no revision {revision!r} on the hub") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo!r} is no local folder, and the hub has no such model: check the name; for a "
-            "private one, log in with `hf auth login` (or set HF_TOKEN)"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo!r} is no local folder, it is not in the local hub cache{at}, and "
-            f"{_offline_reason(error, local_files_only)}; download it once while online, or give a "
-            "folder"
-        ) from error
-    except Exception as error:  # the hub's client also raises what its HTTP library does
-        raise CheckpointError(
-            f"{repo!r} is neither a local folder nor a checkpoint the hub gave: {_line(error)}"
-        ) from error
-
-
-def _offline_reason(error: Exception, local_files_only: bool) -> str:
-    """Why the hub gave nothing."""
-    cause = error.__cause__
-    if local_files_only:
-        return "the hub was not asked (offline was asked for)"
-    if isinstance(cause, OfflineModeIsEnabled):
-        return "the hub was not asked (HF_HUB_OFFLINE is set)"
-    return f"the hub cannot be reached ({'no answer' if cause is None else _line(cause)})"
-
-
-def _line(error: BaseException) -> str:
-    """Kind and text of an error of another library, whose texts have several lines."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _hub_names(repo: str, revision: str | None) -> list[str]:
-    """All files of a hub repository, those that are not fetched, too; [] where it does not say."""
-    try:
-        return list(list_repo_files(repo, revision=revision))
-    except Exception:  # of the hub's client or its HTTP library: offline, most likely
-        return []
 
 
 def _checked_path(path_or_id: str | Path) -> Path:

@@ -14,6 +14,7 @@ from tokenizers import normalizers
 
 from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabulary
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
+from bytetx.checkpoint.text_prefix import PrefixFinder
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
@@ -59,6 +60,7 @@ class Tokenizer:
             _lower_case(backend)
         self.backend = backend
         self.max_tokens = max_tokens
+        self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
         self.unk_token_id = self._special_id(config, "unk_token")
         self.mask_token_id = self._special_id(config, "mask_token")
         self.pad_token_id = self._special_id(config, "pad_token")
@@ -90,6 +92,7 @@ class Tokenizer:
                 direction=truncation["direction"],
             )
             limited.max_tokens = sizes[0]
+            limited._prefixes = PrefixFinder(limited.backend, max_tokens=sizes[0])
             self._limited[sizes] = limited
         return self._limited[sizes]
 
@@ -101,6 +104,7 @@ class Tokenizer:
             unlimited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
             unlimited.backend.no_truncation()
             unlimited.max_tokens = sys.maxsize
+            unlimited._prefixes = PrefixFinder(unlimited.backend, max_tokens=sys.maxsize)
             self._limited[key] = unlimited
         return self._limited[key]
 
@@ -119,6 +123,7 @@ class Tokenizer:
                 if self.encode_plain(token).tokens != [token]:
                     added = tokenizers.AddedToken(token, normalized=False, special=True)
                     self.backend.add_special_tokens([added])
+                    self._prefixes = PrefixFinder(self.backend, max_tokens=self.max_tokens)
                 return
 
     def encode(
@@ -131,6 +136,28 @@ class Tokenizer:
         encode = self.backend.encode_batch if with_offsets else self.backend.encode_batch_fast
         return _checked(self.name, lambda: encode(list(texts)))
 
+    def encode_beginnings(
+        self, texts: Sequence[Text], *, with_offsets: bool = False
+    ) -> list[tokenizers.Encoding]:
+        """As `encode`, but `overflowing` says only whether something was cut, not all of what.
+
+        Of a text far beyond max_tokens no more is tokenised than is needed to know its first
+        max_tokens, where the tokenizer allows that.
+        """
+        found = [self._prefixes.find(text) for text in texts]
+        given = [
+            text if prefix is None else prefix for text, prefix in zip(texts, found, strict=True)
+        ]
+        encodings = self.encode(given, with_offsets=with_offsets)
+        for place, prefix in enumerate(found):
+            text = texts[place]
+            # Without overflow the beginning may be all there is before the next token.
+            while prefix is not None and not encodings[place].overflowing:
+                prefix = self._prefixes.find(text, longer_than=len(prefix))
+                longer = text if prefix is None else prefix
+                encodings[place] = self.encode([longer], with_offsets=with_offsets)[0]
+        return encodings
+
     def encode_plain(self, text: str) -> tokenizers.Encoding:
         """A text that has its special tokens; `overflowing` holds what is beyond max_tokens.
 
@@ -140,7 +167,7 @@ class Tokenizer:
 
     def encode_ids(self, texts: Sequence[Text]) -> Tokens:
         """Token ids alone, cut to max_tokens."""
-        return self.tokens(self.encode(texts))
+        return self.tokens(self.encode_beginnings(texts))
 
     def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
         """The token ids of encodings. What was cut is looked for where a text is at the limit."""

@@ -115,7 +115,8 @@ class InputReader:
         if self.cuts:
             return self._read_chunks(given, is_pair, tokenizer, errors)
         if self.with_alignment or any(is_pair):
-            encodings = tokenizer.encode(list(given.values()), with_offsets=self.with_alignment)
+            items = list(given.values())
+            encodings = tokenizer.encode_beginnings(items, with_offsets=self.with_alignment)
             tokens = tokenizer.tokens(encodings)
             if any(is_pair) and self.spec.num_token_types > 1 and tokenizer.has_token_types:
                 types = _type_ids(encodings, tokens, is_pair)

@@ -4,9 +4,6 @@ from collections.abc import Callable, Generator, Iterable, Sized
 from contextlib import closing
 from typing import TypeVar
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
 T = TypeVar("T")
 
 
@@ -21,6 +18,16 @@ def with_progress(
 
     num_done: texts that are done so far.  total: texts; None where nobody knows.
     """
+    # Here alone: calls without a bar need none of it, and it takes time to import.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
     columns = ("[bold]{task.description}", BarColumn(24), "{task.fields[texts]}")
     times = (TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(compact=True))
     console = Console(stderr=True, highlight=False)

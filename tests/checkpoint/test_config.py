@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from bytetx.checkpoint import files as config_module
+from bytetx.checkpoint import hub as hub_module
 from bytetx.checkpoint.files import load_config, resolve_checkpoint, transformer_folder
 from bytetx.checkpoint.side_files import read_json
 from bytetx.errors import CheckpointError
@@ -55,9 +55,9 @@ def hub_cache(folder: Path, repo: str) -> Path:
 
 def test_a_hub_id_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = hub_cache(tmp_path, "someone/model")
-    actual_download = config_module.snapshot_download
+    actual_download = hub_module.snapshot_download
     monkeypatch.setattr(
-        config_module,
+        hub_module,
         "snapshot_download",
         lambda repo, **options: actual_download(repo, cache_dir=tmp_path, **options),
     )
@@ -154,8 +154,8 @@ def test_what_a_hub_repository_holds_instead(
     for name in held:
         if name.endswith((".json", ".safetensors")):  # what is fetched
             write(tmp_path / name, {"model_type": "bert"})
-    monkeypatch.setattr(config_module, "snapshot_download", lambda repo, **options: str(tmp_path))
-    monkeypatch.setattr(config_module, "list_repo_files", lambda repo, revision: held)
+    monkeypatch.setattr(hub_module, "snapshot_download", lambda repo, **options: str(tmp_path))
+    monkeypatch.setattr(hub_module, "list_repo_files", lambda repo, revision: held)
     with pytest.raises(CheckpointError, match=f"'someone/model' {message}"):
         resolve_checkpoint("someone/model")
 
@@ -167,7 +167,7 @@ def test_an_unexpected_client_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(repo: str, **options: object) -> str:
         raise ProxyError("407")
 
-    monkeypatch.setattr(config_module, "snapshot_download", broken)
+    monkeypatch.setattr(hub_module, "snapshot_download", broken)
     with pytest.raises(CheckpointError, match="'a/b' is neither .*: ProxyError: 407"):
         resolve_checkpoint("a/b")
 

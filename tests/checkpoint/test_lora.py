@@ -16,7 +16,7 @@ from tiny_decoders import tiny_decoder
 from torch import nn
 
 import bytetx
-from bytetx.checkpoint import files as files_module
+from bytetx.checkpoint import hub as hub_module
 from bytetx.errors import CheckpointError
 from bytetx.executor.leader import load_on_ranks, start_ranks
 from bytetx.model import Model
@@ -354,7 +354,7 @@ def test_a_base_model_on_the_hub(
         return str(bert)
 
     wanted = hidden_states(load(adapter), random_ids(SEQLENS))
-    monkeypatch.setattr(files_module, "snapshot_download", download)
+    monkeypatch.setattr(hub_module, "snapshot_download", download)
     config = {"base_model_name_or_path": "someone/model", "revision": "v2"}
     edit_json(adapter / "adapter_config.json", **config)
     found = hidden_states(bytetx.load(adapter, device="cpu"), random_ids(SEQLENS))

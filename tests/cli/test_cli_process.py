@@ -61,6 +61,23 @@ def test_help_is_quick_because_it_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], env=environment(), check=True, cwd=ROOT)
 
 
+def test_an_import_and_a_small_embed_load_no_more_than_they_need(encoder: Path) -> None:
+    """torch itself brings torch.distributed, torch.fx and asyncio; what is named here it does not
+    bring, and each takes a tenth of a second or more."""
+    code = (
+        "import sys, bytetx\n"
+        "assert not {'torch', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        f"model = bytetx.load({str(encoder)!r})\n"
+        "assert model.embed(['one', 'two']).shape[0] == 2\n"
+        "heavy = {'transformers', 'sentence_transformers', 'huggingface_hub', 'rich', 'jinja2',\n"
+        "         'torch._dynamo', 'torch._inductor', 'sympy', 'networkx', 'triton', 'scipy',\n"
+        "         'pandas', 'pyarrow', 'numpy.testing', 'fastapi', 'httpx', 'httpx2'}\n"
+        "found = heavy & set(sys.modules)\n"
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, cwd=ROOT)
+
+
 def test_pipes_in_and_out(encoder: Path) -> None:
     ran = run("embed", "-m", encoder, text="one\ntwo\n")
     assert ran.returncode == 0
