@@ -159,14 +159,14 @@ class GridGpt(torch.nn.Module):
     def _attention(self, qkv: Tensor, seqlens: Sequence[int]) -> Tensor:
         """[tokens, 3 * hidden / y] -> [tokens, hidden / y], causal."""
         head_dim = self.config.hidden_size // self.config.num_heads
-        heads = qkv.view(len(qkv), -1, 3, head_dim).permute(2, 1, 0, 3)
-        if not seqlens:
-            return heads[0].transpose(0, 1).reshape(len(qkv), -1)
-        out = [
-            F.scaled_dot_product_attention(*one[:, None].unbind(0), is_causal=True)[0]
-            for one in heads.split(list(seqlens), dim=2)
-        ]
-        return torch.cat(out, dim=1).transpose(0, 1).reshape(len(qkv), -1)
+        heads = qkv.view(len(qkv), qkv.shape[1] // (3 * head_dim), 3, head_dim)
+        if not seqlens:  # a slot without sequences still calls every collective
+            return heads[:, :, 0].flatten(1)
+        out = []
+        for one in heads.permute(2, 1, 0, 3).split(list(seqlens), dim=2):
+            q, k, v = one[:, None]
+            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0])
+        return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
 
     def loss(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """This slot's share of the mean cross entropy of all next tokens; slots' shares add up.
