@@ -175,7 +175,7 @@ class GridGpt(torch.nn.Module):
         tokens predicts nothing.  Raises InputError where none does, or one is too long.
         """
         used = [ids for ids in sequences if len(ids) > 1]
-        longest = max((len(ids) for ids in used), default=0) - 1
+        longest = max((len(ids) for ids in sequences), default=0) - 1
         if not 1 <= longest <= self.config.max_positions:
             raise InputError(
                 f"a batch needs a sequence of two tokens or more, and none of more than "
