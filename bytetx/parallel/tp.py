@@ -153,18 +153,10 @@ def _join_axes(
     device: torch.device,
     rows: RowScheme | None,
 ) -> AxisGroups:
-    """Every rank joins the groups of its axes in the same order; those of one rank are none."""
+    """Every rank joins the groups of its axes in the same order."""
 
     def join(name: str, members: tuple[int, ...]) -> GroupCollectives:
-        own, size = members.index(rank), len(members)
-        if size == 1:
-            return GroupCollectives(None, rank=0, size=1)
-        shared = dist.PrefixStore(f"bytetx-{name}-{members[0]}", store)
-        is_shared = grid.size > torch.cuda.device_count()
-        backend = _backend(shared, rank=own, size=size, device=device, shares_gpus=is_shared)
-        collectives = GroupCollectives(backend, rank=own, size=size)
-        collectives.all_reduce(torch.zeros(1, device=device))
-        return collectives
+        return join_axis(store, name, members, rank=rank, device=device, num_ranks=grid.size)
 
     y = join("y", grid.group("y", rank))
     scheme = rows or row_scheme(device.type, grid.y)
@@ -179,6 +171,30 @@ def _join_axes(
     for collectives in (y, groups.x, groups.z, groups.slots):
         collectives.counts.clear()
     return groups
+
+
+def join_axis(
+    store: dist.Store,
+    name: str,
+    members: tuple[int, ...],
+    *,
+    rank: int,
+    device: torch.device,
+    num_ranks: int,
+) -> "GroupCollectives":
+    """Joins the group of `members`, which all call it; a group of one needs no communication.
+
+    num_ranks: of the whole grid; where there are fewer GPUs, ranks share them.
+    """
+    own, size = members.index(rank), len(members)
+    if size == 1:
+        return GroupCollectives(None, rank=0, size=1)
+    shared = dist.PrefixStore(f"bytetx-{name}-{members[0]}", store)
+    is_shared = num_ranks > torch.cuda.device_count()
+    backend = _backend(shared, rank=own, size=size, device=device, shares_gpus=is_shared)
+    collectives = GroupCollectives(backend, rank=own, size=size)
+    collectives.all_reduce(torch.zeros(1, device=device))
+    return collectives
 
 
 def prefix_store(name: str, store: Store) -> Store:
@@ -339,6 +355,25 @@ class GroupCollectives:
         """
         self._count("all_gather", received.numel(), received)
         return self._begin()._allgather_base(received, sent)
+
+    def start_all_reduce(self, partial: Tensor) -> dist.Work | None:
+        """Begins to sum `partial` of every rank in its own memory, in its own dtype.
+
+        None where there is nothing to wait for: one rank, or no numbers. As of start_all_gather,
+        the Work's wait() comes before partial is read, and partial is not written before that.
+        """
+        if self._size == 1 or not partial.numel():
+            return None
+        self._count("all_reduce", partial.numel(), partial)
+        return self._begin().allreduce([partial])
+
+    def start_reduce_scatter(self, summed: Tensor, partial: Tensor) -> dist.Work:
+        """Begins to sum partial [size * numbers of summed]; summed receives this rank's part.
+
+        Both stay as they are until the Work's wait(), in their own dtype.
+        """
+        self._count("reduce_scatter", partial.numel(), partial)
+        return self._begin()._reduce_scatter_base(summed, partial)
 
     def all_gather_columns(self, x: Tensor, column_offsets: Sequence[int]) -> Tensor:
         """[m, local columns] of every rank -> [m, all columns], in the order of ranks."""

@@ -1,0 +1,225 @@
+"""A small GPT whose training step runs on any grid of ranks: the use of bytetx.parallel.autograd.
+
+    groups = join_training_groups(store, parse_grid("data2.z2"), rank=rank, device=device)
+    model = GridGpt(config, initial_weights(config, seed=0), groups=groups)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss = train_step(model, optimizer, sequences)  # on every rank, with the same sequences
+
+Pre-norm layers with learned positions, erf GELU and a head of its own. Sequences are packed: each
+slot of the grid gets whole ones, and no pad token is computed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bytetx.errors import InputError
+from bytetx.parallel.autograd import (
+    GridLinear,
+    ShardedWeights,
+    TrainingGroups,
+    cross_entropy_sum,
+    layer_norm,
+    local_part,
+)
+from bytetx.parallel.grid import assign_sequences
+from bytetx.parallel.tp import GroupCollectives
+
+_LINEARS = ("qkv", "attn_out", "ffn_in", "ffn_out")
+
+
+@dataclass(frozen=True, slots=True)
+class GptConfig:
+    """Sizes. Of a grid, y divides num_heads, intermediate_size and vocab_size, x hidden_size."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    intermediate_size: int
+    max_positions: int
+
+
+def initial_weights(
+    config: GptConfig, *, seed: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """All weights on the CPU, by name; the same on every rank.
+
+    "word" [vocab, hidden], "position" [max_positions, hidden]; of each layer i "i.qkv.weight",
+    whose rows are [head, (q, k, v), head_dim], "i.attn_out.weight", "i.ffn_in.weight" and
+    "i.ffn_out.weight" [outputs, inputs]; "i.norm1.weight" and "i.norm2.weight" [hidden]; "norm" and
+    "head" at the end. Each but the first two has a ".bias".
+    """
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * 0.02).to(dtype)
+
+    weights = {
+        "word": normal(config.vocab_size, hidden),
+        "position": normal(config.max_positions, hidden),
+    }
+    shapes = {
+        "qkv": (3 * hidden, hidden),
+        "attn_out": (hidden, hidden),
+        "ffn_in": (inner, hidden),
+        "ffn_out": (hidden, inner),
+    }
+    linears = {f"{i}.{name}": s for i in range(config.num_layers) for name, s in shapes.items()}
+    for name, shape in {**linears, "head": (config.vocab_size, hidden)}.items():
+        weights[f"{name}.weight"] = normal(*shape)
+        weights[f"{name}.bias"] = torch.zeros(shape[0], dtype=dtype)
+    layers = range(config.num_layers)
+    for name in [f"{i}.{norm}" for i in layers for norm in ("norm1", "norm2")] + ["norm"]:
+        weights[f"{name}.weight"] = torch.ones(hidden, dtype=dtype)
+        weights[f"{name}.bias"] = torch.zeros(hidden, dtype=dtype)
+    return weights
+
+
+class _Norm(torch.nn.Module):
+    """A layer norm of hidden features that x divides."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, groups: TrainingGroups):
+        super().__init__()
+        self._group = groups.x
+        self.weight = _parameter(weight, groups, dim=0)
+        self.bias = _parameter(bias, groups, dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.weight, self.bias, group=self._group)
+
+
+class GridGpt(torch.nn.Module):
+    """A rank's part of a GPT. Parameters are its own shards: AdamW and others that update each
+    number by itself need no communication.
+    """
+
+    def __init__(self, config: GptConfig, weights: Mapping[str, Tensor], *, groups: TrainingGroups):
+        """weights: all of them, as of initial_weights, of which the rank keeps its part.
+
+        Raises InputError where the grid does not divide the sizes.
+        """
+        super().__init__()
+        y = groups.grid.y
+        if config.num_heads % y or config.hidden_size % config.num_heads:
+            raise InputError(
+                f"num_heads must be a multiple of y={y} and divide the hidden size "
+                f"{config.hidden_size}, got {config.num_heads}"
+            )
+        self.config, self.groups = config, groups
+        self._sharded = ShardedWeights(groups)
+        self.word = _parameter(weights["word"], groups, dim=1)
+        self.position = _parameter(weights["position"], groups, dim=1)
+
+        def norm(name: str) -> _Norm:
+            return _Norm(weights[f"{name}.weight"], weights[f"{name}.bias"], groups)
+
+        def linear(name: str, inputs: GroupCollectives, outputs: GroupCollectives) -> GridLinear:
+            return GridLinear(
+                weights[f"{name}.weight"],
+                weights[f"{name}.bias"],
+                inputs=inputs,
+                outputs=outputs,
+                weights=self._sharded,
+            )
+
+        def layer(i: int) -> torch.nn.ModuleDict:
+            axes = ((groups.x, groups.y), (groups.y, groups.x)) * 2
+            linears = {
+                name: linear(f"{i}.{name}", *groups_of)
+                for name, groups_of in zip(_LINEARS, axes, strict=True)
+            }
+            return torch.nn.ModuleDict(
+                {**linears, "norm1": norm(f"{i}.norm1"), "norm2": norm(f"{i}.norm2")}
+            )
+
+        self.layers = torch.nn.ModuleList(layer(i) for i in range(config.num_layers))
+        self.norm = norm("norm")
+        self.head = linear("head", groups.x, groups.y)
+
+    def forward(self, input_ids: Tensor, seqlens: Sequence[int]) -> Tensor:
+        """Logits [tokens, vocabulary / y] of packed sequences, of which each sees itself alone.
+
+        input_ids: int64 [tokens], on the model's device.  seqlens: their sum is tokens.
+        """
+        positions = [torch.arange(n, device=input_ids.device) for n in seqlens]
+        position_ids = torch.cat(positions) if positions else input_ids
+        h = F.embedding(input_ids, self.word) + F.embedding(position_ids, self.position)
+        for w in self.layers:
+            assert isinstance(w, torch.nn.ModuleDict)
+            h = h + w["attn_out"](self._attention(w["qkv"](w["norm1"](h)), seqlens))
+            h = h + w["ffn_out"](F.gelu(w["ffn_in"](w["norm2"](h))))
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+    def _attention(self, qkv: Tensor, seqlens: Sequence[int]) -> Tensor:
+        """[tokens, 3 * hidden / y] -> [tokens, hidden / y], causal."""
+        head_dim = self.config.hidden_size // self.config.num_heads
+        heads = qkv.view(len(qkv), qkv.shape[1] // (3 * head_dim), 3, head_dim)
+        if not seqlens:  # a slot without sequences still calls every collective
+            return heads[:, :, 0].flatten(1)
+        out = []
+        for one in heads.permute(2, 1, 0, 3).split(list(seqlens), dim=2):
+            q, k, v = one[:, None]
+            out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0])
+        return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
+
+    def loss(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """This slot's share of the mean cross entropy of all next tokens; slots' shares add up.
+
+        sequences: token ids of the whole batch, the same on every rank. One of fewer than two
+        tokens predicts nothing.  Raises InputError where none does, or one is too long.
+        """
+        used = [ids for ids in sequences if len(ids) > 1]
+        longest = max((len(ids) for ids in sequences), default=0) - 1
+        if not 1 <= longest <= self.config.max_positions:
+            raise InputError(
+                f"a batch needs a sequence of two tokens or more, and none of more than "
+                f"{self.config.max_positions + 1}; the longest has {longest + 1}"
+            )
+        seqlens = [len(ids) - 1 for ids in used]
+        slots = assign_sequences(
+            seqlens, self.groups.grid.num_slots, hidden_size=self.config.hidden_size
+        )
+        own = slots[self.groups.slot]
+        inputs = [token for i in own for token in used[i][:-1]]
+        targets = [token for i in own for token in used[i][1:]]
+        packed = torch.tensor([inputs, targets], dtype=torch.int64, device=self.groups.device)
+        logits = self(packed[0], [seqlens[i] for i in own])
+        return cross_entropy_sum(logits, packed[1], group=self.groups.y) / sum(seqlens)
+
+    def finish_gradients(self) -> None:
+        """After a backward pass on every rank: `.grad` of all parameters, summed over slots."""
+        self._sharded.finish()
+        # Norms, biases and embeddings are whole on every slot, and summed in one collective.
+        shards = {id(layer.shard) for layer in self.modules() if isinstance(layer, GridLinear)}
+        grads = [p.grad for p in self.parameters() if id(p) not in shards and p.grad is not None]
+        if self.groups.slots.size == 1:
+            return
+        flat = self.groups.slots.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
+        for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(summed.view_as(grad))
+
+
+def train_step(
+    model: GridGpt, optimizer: torch.optim.Optimizer, sequences: Sequence[Sequence[int]]
+) -> float:
+    """One step on a batch, which every rank calls with the same sequences: as of GridGpt.loss.
+
+    Returns the batch's mean cross entropy before the step, the same on every rank.
+    """
+    optimizer.zero_grad()
+    loss = model.loss(sequences)
+    loss.backward()
+    model.finish_gradients()
+    optimizer.step()
+    return float(model.groups.slots.all_reduce(loss.detach().reshape(1)))
+
+
+def _parameter(whole: Tensor, groups: TrainingGroups, *, dim: int) -> torch.nn.Parameter:
+    """x divides hidden features; y, z and data have copies."""
+    return torch.nn.Parameter(local_part(whole, groups.x, dim=dim).to(groups.device, copy=True))
