@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -50,9 +51,9 @@ def batches() -> list[list[list[int]]]:
     ]
 
 
-def optimizer_of(parameters: object) -> torch.optim.Optimizer:
+def optimizer_of(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     # A large eps: gradients of keys' biases are 0 but for rounding, which Adam would make steps of.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)  # type: ignore[arg-type]
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4)
 
 
 def check(
