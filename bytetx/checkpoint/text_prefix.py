@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -106,8 +107,7 @@ class PrefixFinder:
     def __init__(self, backend: tokenizers.Tokenizer, *, max_tokens: int):
         self._backend = backend
         self._num_characters = max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * max_tokens)
-        self._boundary: re.Pattern[str] | None = None
-        self._is_looked_up = False
+        self.most_characters = 2 * self._num_characters  # of a text that is always taken whole
 
     def find(self, text: object, *, longer_than: int = 0) -> str | None:
         """A beginning of more characters than longer_than; None for the whole text.
@@ -117,14 +117,16 @@ class PrefixFinder:
         num_characters = max(self._num_characters, 2 * _GROWTH * longer_than)
         if not isinstance(text, str) or len(text) <= 2 * num_characters:
             return None
-        if not self._is_looked_up:
-            truncation = self._backend.truncation
-            if truncation is not None and truncation["direction"] == "right":
-                self._boundary = find_boundary(self._backend)
-            self._is_looked_up = True
         if self._boundary is None:
             return None
         return find_prefix(text, self._boundary, num_characters=num_characters)
+
+    @cached_property
+    def _boundary(self) -> re.Pattern[str] | None:
+        truncation = self._backend.truncation
+        if truncation is None or truncation["direction"] != "right":
+            return None
+        return find_boundary(self._backend)
 
 
 def _state(part: Any) -> Mapping[str, Any] | None:

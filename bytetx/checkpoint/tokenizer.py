@@ -58,9 +58,7 @@ class Tokenizer:
         )
         if do_lower_case:
             _lower_case(backend)
-        self.backend = backend
-        self.max_tokens = max_tokens
-        self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
+        self._use(backend, max_tokens)
         self.unk_token_id = self._special_id(config, "unk_token")
         self.mask_token_id = self._special_id(config, "mask_token")
         self.pad_token_id = self._special_id(config, "pad_token")
@@ -71,6 +69,11 @@ class Tokenizer:
         self._limited: dict[tuple[int, int], Tokenizer] = {}
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
+
+    def _use(self, backend: tokenizers.Tokenizer, max_tokens: int) -> None:
+        """Sets the backend, which is not changed without another call: prefixes depend on it."""
+        self.backend, self.max_tokens = backend, max_tokens
+        self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
 
     def limited(self, max_tokens: int, *, stride: int = 0) -> "Tokenizer":
         """The same tokenizer for texts of at most so many tokens; made once, and kept.
@@ -84,15 +87,14 @@ class Tokenizer:
             limited = copy(self)
             truncation = self.backend.truncation
             assert truncation is not None  # the constructor enabled it
-            limited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-            limited.backend.enable_truncation(
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            backend.enable_truncation(
                 sizes[0],
                 stride=stride,
                 strategy="longest_first",
                 direction=truncation["direction"],
             )
-            limited.max_tokens = sizes[0]
-            limited._prefixes = PrefixFinder(limited.backend, max_tokens=sizes[0])
+            limited._use(backend, sizes[0])
             self._limited[sizes] = limited
         return self._limited[sizes]
 
@@ -101,10 +103,9 @@ class Tokenizer:
         key = (sys.maxsize, 0)
         if key not in self._limited:
             unlimited = copy(self)
-            unlimited.backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-            unlimited.backend.no_truncation()
-            unlimited.max_tokens = sys.maxsize
-            unlimited._prefixes = PrefixFinder(unlimited.backend, max_tokens=sys.maxsize)
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            backend.no_truncation()
+            unlimited._use(backend, sys.maxsize)
             self._limited[key] = unlimited
         return self._limited[key]
 
@@ -123,7 +124,7 @@ class Tokenizer:
                 if self.encode_plain(token).tokens != [token]:
                     added = tokenizers.AddedToken(token, normalized=False, special=True)
                     self.backend.add_special_tokens([added])
-                    self._prefixes = PrefixFinder(self.backend, max_tokens=self.max_tokens)
+                    self._use(self.backend, self.max_tokens)
                 return
 
     def encode(
@@ -144,6 +145,8 @@ class Tokenizer:
         Of a text far beyond max_tokens no more is tokenised than is needed to know its first
         max_tokens, where the tokenizer allows that.
         """
+        if max(map(len, texts), default=0) <= self._prefixes.most_characters:
+            return self.encode(texts, with_offsets=with_offsets)
         found = [self._prefixes.find(text) for text in texts]
         given = [
             text if prefix is None else prefix for text, prefix in zip(texts, found, strict=True)
