@@ -16,7 +16,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.requests.questions import QuestionReader
 from bytetx.tasks.call import Call
 from bytetx.tasks.classify import softmax
-from bytetx.tasks.one_pass import OnePass
+from bytetx.tasks.one_pass import OnePass, keeps_bad_texts
 from bytetx.tasks.options import AnswerOptions, No, OnError, Pairs, Raise, Return, Yes
 from bytetx.tasks.results import Answer, Results, Stream
 
@@ -224,7 +224,7 @@ class AnswerMixin(OnePass):
         reader = QuestionReader(
             self.spec,
             tokenizer,
-            keeps_errors=self._reader(truncate=False, on_error=on_error).keeps_errors,
+            keeps_errors=keeps_bad_texts(on_error),
             chunk_tokens=limit,
             stride=min(stride, limit // 2),
         )

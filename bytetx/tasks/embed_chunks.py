@@ -16,6 +16,7 @@ from bytetx.requests.spans import SpanReader
 from bytetx.tasks.adapted import routed
 from bytetx.tasks.call import Call
 from bytetx.tasks.embed import DenseMixin, EmbedTask, output_size
+from bytetx.tasks.one_pass import keeps_bad_texts
 from bytetx.tasks.options import OnError, Texts
 from bytetx.tasks.precision import Precision, needs_ranges
 from bytetx.tasks.vectors import TokenEmbeddings, token_sink
@@ -226,7 +227,7 @@ class ChunkMixin(DenseMixin):
             prompt=self._prompt_of(task, prompt, prompt_name),
             truncate=truncate,
             with_alignment=True,
-            keeps_errors=self._reader(truncate=truncate, on_error=on_error).keeps_errors,
+            keeps_errors=keeps_bad_texts(on_error),
             spans=spans,
         )
         rows: Task[np.ndarray] = EmbedSpansTask(vectors, len(reader.prompt))

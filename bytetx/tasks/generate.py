@@ -17,6 +17,7 @@ from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import LoadedCheckpoint
 from bytetx.requests.prompts import Prompt, PromptReader
 from bytetx.sampling_params import SamplingParams
+from bytetx.tasks.one_pass import keeps_bad_texts
 from bytetx.tasks.options import GenerateOptions, No, OnError, Raise, Return, Yes
 from bytetx.tasks.progress import num_texts, with_progress
 from bytetx.tasks.results import GeneratedText, Generation, Results, Stream
@@ -115,8 +116,7 @@ class GenerationMixin:
         self._check_params(prompts, params)
         if stream not in (False, True, "pieces"):
             raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
-        if on_error not in ("raise", "return"):
-            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        keeps_errors = keeps_bad_texts(on_error)
         check_iterable("prompts", prompts)
         sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
         engine = self._take_engine(sizes)
@@ -126,7 +126,7 @@ class GenerationMixin:
             params,
             read_ahead=sizes.max_num_seqs,
             streams=stream == "pieces",
-            keeps_errors=on_error == "return",
+            keeps_errors=keeps_errors,
         )
         blocks = self._run_blocks(run, engine, sizes, prompts)
         if show_progress:

@@ -23,6 +23,13 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+def keeps_bad_texts(on_error: str) -> bool:
+    """Whether a bad text's error takes the place of its result. InputError for another value."""
+    if on_error not in ("raise", "return"):
+        raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+    return on_error == "return"
+
+
 class OnePass:
     """The base of Model and of its groups of methods; Model's constructor sets the attributes."""
 
@@ -34,9 +41,7 @@ class OnePass:
     _runner: Runner
 
     def _reader(self, *, truncate: bool, on_error: str) -> InputReader:
-        if on_error not in ("raise", "return"):
-            raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
-        keeps_errors = on_error == "return"
+        keeps_errors = keeps_bad_texts(on_error)
         return InputReader(self.spec, self.tokenizer, truncate=truncate, keeps_errors=keeps_errors)
 
     def _overflow_reader(
