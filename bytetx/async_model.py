@@ -170,25 +170,25 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> Embeddings:
         """As Model.embed."""
-        model = self._model._route(task)
-        start = partial(
-            model._embed_call,
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            overflow=overflow,
-            stride=stride,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        call = await _started(start, task)
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+        def start(model: Model) -> Call[Embeddings]:
+            return model._embed_call(
+                texts,
+                task=task,
+                prompt=prompt,
+                prompt_name=prompt_name,
+                dimensions=dimensions,
+                pooling=pooling,
+                normalize=normalize,
+                precision=precision,
+                ranges=ranges,
+                overflow=overflow,
+                stride=stride,
+                truncate=truncate,
+                on_error=on_error,
+            )
+
+        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
     async def embed_all(
         self,
@@ -203,18 +203,18 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> AllEmbeddings:
         """As Model.embed_all."""
-        model = self._model._route(task)
-        start = partial(
-            model._all_call,
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        call = await _started(start, task)
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+        def start(model: Model) -> Call[AllEmbeddings]:
+            return model._all_call(
+                texts,
+                task=task,
+                prompt=prompt,
+                prompt_name=prompt_name,
+                truncate=truncate,
+                on_error=on_error,
+            )
+
+        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
     async def embed_chunks(
         self,
@@ -234,23 +234,23 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> TokenEmbeddings:
         """As Model.embed_chunks."""
-        model = self._model._route(task)
-        start = partial(
-            model._chunks_call,
-            texts,
-            stride=stride,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            on_error=on_error,
-        )
-        call = await _started(start, task)
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+        def start(model: Model) -> Call[TokenEmbeddings]:
+            return model._chunks_call(
+                texts,
+                stride=stride,
+                task=task,
+                prompt=prompt,
+                prompt_name=prompt_name,
+                dimensions=dimensions,
+                pooling=pooling,
+                normalize=normalize,
+                precision=precision,
+                ranges=ranges,
+                on_error=on_error,
+            )
+
+        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
     async def embed_spans(
         self,
@@ -271,24 +271,24 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> TokenEmbeddings:
         """As Model.embed_spans."""
-        model = self._model._route(task)
-        start = partial(
-            model._spans_call,
-            texts,
-            spans,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            dimensions=dimensions,
-            pooling=pooling,
-            normalize=normalize,
-            precision=precision,
-            ranges=ranges,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        call = await _started(start, task)
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+        def start(model: Model) -> Call[TokenEmbeddings]:
+            return model._spans_call(
+                texts,
+                spans,
+                task=task,
+                prompt=prompt,
+                prompt_name=prompt_name,
+                dimensions=dimensions,
+                pooling=pooling,
+                normalize=normalize,
+                precision=precision,
+                ranges=ranges,
+                truncate=truncate,
+                on_error=on_error,
+            )
+
+        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
     async def embed_sparse(
         self,
@@ -304,19 +304,19 @@ class AsyncModel:
         timeout_s: float | None = None,
     ) -> SparseEmbeddings:
         """As Model.embed_sparse."""
-        model = self._model._route(task)
-        start = partial(
-            model._sparse_call,
-            texts,
-            task=task,
-            prompt=prompt,
-            prompt_name=prompt_name,
-            max_active_dims=max_active_dims,
-            truncate=truncate,
-            on_error=on_error,
-        )
-        call = await _started(start, task)
-        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
+        def start(model: Model) -> Call[SparseEmbeddings]:
+            return model._sparse_call(
+                texts,
+                task=task,
+                prompt=prompt,
+                prompt_name=prompt_name,
+                max_active_dims=max_active_dims,
+                truncate=truncate,
+                on_error=on_error,
+            )
+
+        return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
     async def embed_tokens(
         self,
@@ -535,6 +535,22 @@ class AsyncModel:
             timeout_s=timeout_s,
         )
 
+    async def _run_task(
+        self,
+        start: Callable[[Model], Call[T]],
+        task: str | None,
+        *,
+        priority: int,
+        timeout_s: float | None,
+    ) -> T:
+        """Runs a call on the model of its task's route.
+
+        That of a named task may read the weights of its adapter, and is made in a thread then.
+        """
+        model = self._model._route(task)
+        call = start(model) if task is None else await asyncio.to_thread(start, model)
+        return await self._run(call, model, priority=priority, timeout_s=timeout_s)
+
     async def _run(
         self, call: Call[T], model: Model, *, priority: int, timeout_s: float | None
     ) -> T:
@@ -580,8 +596,3 @@ def _engine_stats(engine: EncodeEngine) -> AsyncStats:
         num_steps=counts.num_steps,
         recent=recent,
     )
-
-
-async def _started(start: Callable[[], Call[T]], task: str | None) -> Call[T]:
-    """The call. That of a named task may read the weights of its adapter, in a thread then."""
-    return start() if task is None else await asyncio.to_thread(start)
