@@ -14,7 +14,7 @@ from bytetx.errors import BytetxError, DeviceLostError
 from bytetx.serve.http_server import make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient
-from bytetx.serve.settings import ServeSettings, read_settings
+from bytetx.serve.settings import ServeSettings, read_settings, say_ready
 
 
 def main(arguments: list[str]) -> int:
@@ -58,14 +58,10 @@ async def _frontend(settings: ServeSettings, path: str, descriptor: int) -> None
         await client.wait_until_connected()
 
     try:
-        await run_site(site, start, [listener], ends=ends, on_ready=_say_ready)
+        await run_site(site, start, [listener], ends=ends, on_ready=say_ready)
     finally:
         for task in background:
             task.cancel()
-
-
-def _say_ready() -> None:
-    print("ready", flush=True)  # the supervisor reads it
 
 
 async def _watch_stdin(ends: asyncio.Event) -> None:

@@ -18,7 +18,7 @@ from bytetx.serve.errors import ServeError
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.records import Finished
-from bytetx.serve.settings import ServeSettings
+from bytetx.serve.settings import ServeSettings, say_ready
 from bytetx.serve.wire import FrameProtocol
 
 
@@ -38,7 +38,7 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
             os.unlink(path)
         calls = EngineCalls(backend, metrics)
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
-        print("ready", flush=True)
+        say_ready()
         async with server:
             await ends.wait()
             calls.close()

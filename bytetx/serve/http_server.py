@@ -37,17 +37,21 @@ def make_site(settings: ServeSettings, recorder: Recorder) -> Site:
     return Site(settings, recorder, tracer=tracer)
 
 
+def _log_ready() -> None:
+    logger.info("ready")
+
+
 async def run_site(
     site: Site,
     start: Callable[[], Coroutine[Any, Any, None]],
     sockets: list[socket.socket],
     *,
     ends: asyncio.Event | None = None,
-    on_ready: Callable[[], None] | None = None,
+    on_ready: Callable[[], None] = _log_ready,
 ) -> None:
     """Answers on the sockets at once, with 503 until `start` is done.
 
-    on_ready: called then; None writes it to the log.
+    on_ready: called then.
     Until SIGTERM, SIGINT, or `ends`; what `start` raises is raised.
     """
     settings = site.settings
@@ -70,7 +74,7 @@ async def run_site(
     try:
         if await _start(site, start, ends):
             site.phase = "ready"
-            on_ready() if on_ready is not None else logger.info("ready")
+            on_ready()
             await ends.wait()
             await _drain(site, ends)
     finally:

@@ -18,8 +18,7 @@ from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.replica_records import ReplicaRecorder
-from bytetx.serve.replicas import READY
-from bytetx.serve.settings import ServeSettings, read_settings
+from bytetx.serve.settings import ServeSettings, read_settings, say_ready
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -57,14 +56,9 @@ async def _serve(settings: ServeSettings, index: int, folder: Path) -> None:
         site.backend = backend
 
         sockets = [bind(settings, shares_port=True)]
-        await run_site(site, recorder.listen, sockets, ends=ends, on_ready=_say_ready)
+        await run_site(site, recorder.listen, sockets, ends=ends, on_ready=say_ready)
     finally:
         await close_models(served)
-
-
-def _say_ready() -> None:
-    sys.stdout.buffer.write(READY)
-    sys.stdout.buffer.flush()
 
 
 def _end_with_the_supervisor() -> None:

@@ -17,11 +17,10 @@ from dataclasses import replace
 
 from bytetx.errors import BytetxError, OptionError
 from bytetx.serve.logs import set_up_logs
-from bytetx.serve.settings import ServeSettings, settings_line
+from bytetx.serve.settings import READY, ServeSettings, settings_line
 
 logger = logging.getLogger("bytetx.serve")
 
-READY = b"ready\n"  # what a replica writes to its standard output, and nothing else
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that died is started again
 _KILL_AFTER_S = 10.0  # beyond the time that a replica may drain
 

@@ -1,5 +1,6 @@
 """Settings of the server: models, limits, addresses; checked once, when they are made."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,6 +114,15 @@ def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> lis
             name = served_names[index]
         sources.append(ModelSource(name, path))
     return sources
+
+
+READY = b"ready\n"  # what a started process writes to its standard output, and nothing else
+
+
+def say_ready() -> None:
+    """Of a started process: it answers now."""
+    sys.stdout.buffer.write(READY)
+    sys.stdout.buffer.flush()
 
 
 def settings_line(settings: ServeSettings) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bytetx.errors import OptionError
 from bytetx.serve.http_server import address, bind
-from bytetx.serve.settings import ServeSettings, settings_line
+from bytetx.serve.settings import READY, ServeSettings, settings_line
 
 logger = logging.getLogger("bytetx.serve")
 
@@ -137,7 +137,7 @@ class _Child:
             assert process.stdin is not None and process.stdout is not None
             process.stdin.write(settings_line(self._settings))
             while line := await process.stdout.readline():
-                if line.strip() == b"ready":
+                if line == READY:
                     self._was_ready, wait_s = True, _FIRST_WAIT_S
                     on_ready(self)
             code = await process.wait()
