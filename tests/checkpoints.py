@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
 MAX_POSITIONS = 40
+ROUTER_PROMPTS = {"query": "query: ", "document": "passage: "}
 HIDDEN_SIZE = 48
 
 SENTENCES = [
@@ -176,6 +177,24 @@ def save_sentence_model(
     for module in modules:
         randomize(module)
     model.save(str(folder / "model"))
+    return folder / "model"
+
+
+def save_asymmetric(folder: Path, *, shared: bool = False, **options: object) -> Path:
+    """Two dense encoders behind a Router, then a Normalize for both; tasks have ROUTER_PROMPTS."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    document = [Transformer(str(save_checkpoint(folder / "bert"))), Pooling(48, "mean")]
+    first = document[0]
+    if not shared:
+        first = Transformer(str(save_checkpoint(folder / "mpnet", "mpnet")))
+    query = [first, Pooling(48, "cls"), Dense(48, 48)]
+    randomize(query[-1])
+    router = Router.for_query_document(query, document, **options)
+    model = SentenceTransformer(modules=[router, Normalize()], device="cpu", prompts=ROUTER_PROMPTS)
+    model.save_pretrained(str(folder / "model"))
     return folder / "model"
 
 

@@ -1,5 +1,6 @@
 """What tests do to other processes and see of them."""
 
+import re
 from pathlib import Path
 
 
@@ -20,3 +21,10 @@ def is_running(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def resident_mib(pid: int | str = "self") -> float:
+    """Of a process; Linux alone says it."""
+    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) / 1024

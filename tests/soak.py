@@ -8,7 +8,6 @@ CPU GEMMs run at, so that a short soak starts where a long one ends up.
 import argparse
 import gc
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from statistics import median
 import numpy as np
 import torch
 from checkpoints import SENTENCES, save_causal, save_checkpoint
+from other_processes import resident_mib
 
 import bytetx
 from bytetx.model import Model
@@ -122,13 +122,6 @@ def soak(call: Callable[[], None], num_calls: int) -> list[float]:
         if number % max(num_calls // 10, 1) == 0:
             print(f"{number:6,} calls: {readings[-1]:,.1f} MiB", file=sys.stderr, flush=True)
     return readings
-
-
-def resident_mib() -> float:
-    """Of this process; Linux alone says it."""
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 if __name__ == "__main__":

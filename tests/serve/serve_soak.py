@@ -9,7 +9,6 @@ answer, one that left stays in the server, or resident memory of the server's pr
 import argparse
 import asyncio
 import json
-import re
 import sys
 import tempfile
 import time
@@ -25,16 +24,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import httpx
 import numpy as np
 from checkpoints import save_causal, save_checkpoint, texts
-from serving import Server, start_server
+from other_processes import resident_mib
+from serving import KEY, Server, raw_request, start_server
 
 import bytetx
 from bytetx import SamplingParams
 
 CALLERS = 64
 LEAVE = 0.3
-KEY = "sesame"
 MAX_GROWTH = 0.02  # of the last half
-_WAIT_S = 60.0  # for an answer, and for the server to forget those that left
+_WAIT_S = 60.0  # for an answer
 _NUM_TEXTS = 512
 _NEW_TOKENS = 8
 _LONGEST_STAY_S = 0.05  # of a client that leaves
@@ -165,31 +164,18 @@ async def leave(url: str, ask: Ask, seconds: float) -> None:
     """Sends a request and closes the connection after some seconds, whatever has come."""
     host, port = url.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
-    head = (
-        f"POST {ask.path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(ask.body)}\r\n\r\n"
+    writer.write(
+        raw_request(ask.body, path=ask.path, more_headers="Content-Type: application/json\r\n")
     )
-    writer.write(head.encode() + ask.body)
     await writer.drain()
     await asyncio.sleep(seconds)
     writer.close()
 
 
-def wait_until_idle(server: Server) -> None:
-    """AssertionError where the server still has a request that nobody waits for."""
-    end = time.monotonic() + _WAIT_S
-    with server.client() as client:
-        while "bytetx_concurrent_requests 0.0" not in client.get("/metrics").text:
-            assert time.monotonic() < end, client.get("/stats.json").text
-            time.sleep(0.02)
-
-
-def resident_mib(pid: int) -> float:
-    """Of a process and its descendants; Linux alone says it."""
-    found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    own = int(found[1]) / 1024 if found is not None else 0.0
+def total_resident_mib(pid: int) -> float:
+    """Of a process and its descendants."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return own + sum(map(resident_mib, map(int, children)))
+    return resident_mib(pid) + sum(map(total_resident_mib, map(int, children)))
 
 
 async def watched(server: Server, traffic: Traffic, seconds: float) -> tuple[Counter[str], float]:
@@ -200,7 +186,7 @@ async def watched(server: Server, traffic: Traffic, seconds: float) -> tuple[Cou
         send(server.url, traffic, until=lambda _: time.monotonic() >= end)
     )
     while not sending.done():
-        readings.append(resident_mib(server.process.pid))
+        readings.append(total_resident_mib(server.process.pid))
         await asyncio.wait((sending,), timeout=seconds / 200)
     counts, tenth = await sending, max(len(readings) // 10, 1)
     middle, last = (
@@ -239,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 counts = asyncio.run(send(server.url, traffic, until=lambda sent: sent >= most))
             else:
                 counts, growth = asyncio.run(watched(server, traffic, 60 * options.minutes))
-            wait_until_idle(server)
+            server.wait_until_idle()
             assert server.stop() == 0
             assert "Traceback" not in server.read_log()
     print(json.dumps({"num_requests": counts.total(), **counts, "growth_of_last_half": growth}))

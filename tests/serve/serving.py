@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,7 +21,9 @@ from bytetx.serve.metrics import Metrics
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.site import Site
 
+KEY = "sesame"  # of the servers that want one
 _START_S = 60.0
+_IDLE_S = 60.0  # for a server to forget requests whose clients left
 
 
 @dataclass
@@ -55,9 +58,29 @@ class Server:
         self.process.send_signal(number)
         return self.process.wait(30)
 
-    def client(self, *, key: str | None = "sesame", **options: Any) -> httpx.Client:
+    def wait_until_idle(self) -> None:
+        """AssertionError where the server still has a request that nobody waits for."""
+        end = time.monotonic() + _IDLE_S
+        with self.client() as client:
+            while "bytetx_concurrent_requests 0.0" not in client.get("/metrics").text:
+                assert time.monotonic() < end, client.get("/stats.json").text
+                time.sleep(0.02)
+
+    def client(self, *, key: str | None = KEY, **options: Any) -> httpx.Client:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=30, **options)
+
+
+def raw_request(
+    body: bytes, *, path: str = "/embed", length: int | None = None, more_headers: str = ""
+) -> bytes:
+    """The bytes of a POST.  length: what it says of the body; None is the truth.  more_headers:
+    each ends with a line break."""
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {KEY}\r\n{more_headers}"
+        f"Content-Length: {len(body) if length is None else length}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 @contextmanager

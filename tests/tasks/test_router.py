@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import edit_json, save_checkpoint, texts
+from checkpoints import ROUTER_PROMPTS as PROMPTS
+from checkpoints import edit_json, save_asymmetric, save_checkpoint, texts
 from sentence_transformers import SentenceTransformer, SparseEncoder
-from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling, StaticEmbedding
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
 from tiny import one_thread, randomize  # noqa: F401  (a fixture)
@@ -20,7 +21,6 @@ from bytetx.hf import FallbackWarning
 from bytetx.tasks.vectors import SparseEmbeddings
 
 INPUTS = ["a", "the the quick fox", *texts(12, max_words=5)]
-PROMPTS = {"query": "query: ", "document": "passage: "}
 
 
 def rows(embeddings: SparseEmbeddings) -> np.ndarray:
@@ -36,20 +36,6 @@ def save_static_queries(folder: Path, **options: object) -> Path:
     static = SparseStaticEmbedding(encoder.tokenizer, weight=weight, frozen=True)
     router = Router.for_query_document([static], [encoder, SpladePooling("max")])
     model = SparseEncoder(modules=[router], device="cpu", **options)
-    model.save_pretrained(str(folder / "model"))
-    return folder / "model"
-
-
-def save_asymmetric(folder: Path, *, shared: bool = False, **options: object) -> Path:
-    """Two dense encoders behind a Router, then a Normalize for both."""
-    document = [Transformer(str(save_checkpoint(folder / "bert"))), Pooling(48, "mean")]
-    first = document[0]
-    if not shared:
-        first = Transformer(str(save_checkpoint(folder / "mpnet", "mpnet")))
-    query = [first, Pooling(48, "cls"), Dense(48, 48)]
-    randomize(query[-1])
-    router = Router.for_query_document(query, document, **options)
-    model = SentenceTransformer(modules=[router, Normalize()], device="cpu", prompts=PROMPTS)
     model.save_pretrained(str(folder / "model"))
     return folder / "model"
 
