@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from torch import nn
 
 MAX_POSITIONS = 40
+_VOCABULARIES = Path(__file__).parent / "vocabularies"
 ROUTER_PROMPTS = {"query": "query: ", "document": "passage: "}
 HIDDEN_SIZE = 48
 
@@ -61,18 +62,14 @@ _ROBERTA_TOKENS = ("<s>", "</s>", "<pad>", "<unk>", "<mask>")
 def make_tokenizer(
     kind: str, *, max_tokens: int = MAX_POSITIONS
 ) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone."""
+    """A tokenizer of a kind (wordpiece, bpe, unigram), trained on SENTENCES alone.
+
+    The trainers of wordpiece and unigram give other vocabularies in every process, with texts of
+    other lengths: what one of them gave once is kept in tests/vocabularies.
+    """
     cls, sep, pad, unk, mask = names = _BERT_TOKENS if kind == "wordpiece" else _ROBERTA_TOKENS
-    special = [pad, unk, cls, sep, mask] if kind == "wordpiece" else [cls, pad, sep, unk, mask]
-    backend = _untrained(kind, unk)
-    trainer = {
-        "wordpiece": lambda: trainers.WordPieceTrainer(vocab_size=150, special_tokens=special),
-        "bpe": lambda: trainers.BpeTrainer(vocab_size=330, special_tokens=special),
-        "unigram": lambda: trainers.UnigramTrainer(
-            vocab_size=150, special_tokens=special, unk_token=unk
-        ),
-    }[kind]()
-    backend.train_from_iterator(SENTENCES[:5] * 3, trainer)
+    backend = _backend(kind, unk, special=[cls, pad, sep, unk, mask])
+    backend.add_special_tokens(list(names))
     ids = {name: backend.token_to_id(name) for name in names}
     between = [sep] if kind == "wordpiece" else [sep, sep]
     second_type = ":1" if kind == "wordpiece" else ""
@@ -123,9 +120,12 @@ def make_gemma_tokenizer(
     )
 
 
-def _untrained(kind: str, unk: str) -> tokenizers.Tokenizer:
+def _backend(kind: str, unk: str, *, special: Sequence[str]) -> tokenizers.Tokenizer:
+    """special: the first tokens of a bpe vocabulary."""
     if kind == "wordpiece":
-        backend = tokenizers.Tokenizer(models.WordPiece(unk_token=unk))
+        pieces = (_VOCABULARIES / "wordpiece.txt").read_text(encoding="utf-8").split()
+        vocabulary = {piece: i for i, piece in enumerate(pieces)}
+        backend = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token=unk))
         backend.normalizer = normalizers.BertNormalizer(lowercase=True)
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         backend.decoder = decoders.WordPiece()
@@ -133,8 +133,13 @@ def _untrained(kind: str, unk: str) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=list(special))
+        backend.train_from_iterator(SENTENCES[:5] * 3, trainer)
     else:
-        backend = tokenizers.Tokenizer(models.Unigram())
+        rows = (_VOCABULARIES / "unigram.tsv").read_text(encoding="utf-8").splitlines()
+        scores = [(piece, float(score)) for piece, score in (row.split("\t") for row in rows)]
+        unk_id = [piece for piece, _ in scores].index(unk)
+        backend = tokenizers.Tokenizer(models.Unigram(scores, unk_id, byte_fallback=False))
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
     return backend

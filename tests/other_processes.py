@@ -23,6 +23,12 @@ def is_running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
+def child_processes(pid: int) -> list[int]:
+    """Process ids of those that a process's first thread started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
 def resident_mib(pid: int | str = "self") -> float:
     """Of a process; Linux alone says it."""
     found = re.search(r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)

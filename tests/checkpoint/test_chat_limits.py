@@ -12,6 +12,7 @@ import pytest
 import transformers
 from chat_templates import CHATS, REAL
 from checkpoints import make_tokenizer, save_checkpoint
+from other_processes import is_running
 from paths import ROOT
 from tiny_decoders import tiny_decoder
 
@@ -203,15 +204,6 @@ def test_the_process_ends_with_a_killed_owner(source: str) -> None:
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not is_running(pid)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process runs; without a wait for it, it stays as a zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def test_a_fork_starts_a_process_of_its_own() -> None:

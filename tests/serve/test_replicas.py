@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import SENTENCES, save_sentence_model
+from other_processes import child_processes
 
 import bytetx
 from bytetx.errors import OptionError
@@ -99,24 +100,19 @@ def test_two_replicas_answer_one_dies_and_both_drain(
     assert set(by_replica) == {"0", "1"} and sum(by_replica.values()) == 24
     stats = json.loads(get(f"{url}/stats.json"))
     assert stats["replicas"] == 2 and stats["totals"]["requests"] >= 24
-    dead = children(supervisor.process.pid)[0]
+    dead = child_processes(supervisor.process.pid)[0]
     os.kill(dead, signal.SIGKILL)
     supervisor.wait_for(r"replica \d ended with -9; it is started again")
     for _ in range(8):  # the one that is left gets every connection
         np.testing.assert_allclose(post(url, TEXTS), expected, rtol=0, atol=1e-6)
     supervisor.wait_for(r"replica \d is ready")
-    assert dead not in children(supervisor.process.pid)
-    assert len(children(supervisor.process.pid)) == 2
+    assert dead not in child_processes(supervisor.process.pid)
+    assert len(child_processes(supervisor.process.pid)) == 2
     supervisor.process.send_signal(signal.SIGTERM)
     supervisor.wait_for("ended$")
     assert supervisor.process.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
         get(f"{url}/health")
-
-
-def children(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in text.split()]
 
 
 def test_a_checkpoint_that_cannot_be_loaded_ends_it(tmp_path: Path) -> None:

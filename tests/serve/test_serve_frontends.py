@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from other_processes import child_processes
 from serving import InProcess, Server, start_server
 
 from bytetx import SamplingParams
@@ -29,15 +30,11 @@ def split_server(
 
 def children(server: Server) -> dict[str, list[int]]:
     """Process ids of the server's processes, by what they do."""
-    listing = subprocess.run(
-        ["ps", "--ppid", str(server.process.pid), "-o", "pid=,args="],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
     found: dict[str, list[int]] = {}
-    for pid, kind in re.findall(r"^\s*(\d+) .*bytetx\.serve\.child (\w+)", listing, re.MULTILINE):
-        found.setdefault(kind, []).append(int(pid))
+    for pid in child_processes(server.process.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "bytetx.serve.child" in command:
+            found.setdefault(command[command.index("bytetx.serve.child") + 1], []).append(pid)
     return found
 
 
