@@ -4,11 +4,14 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # without a GPU its kernels run in Python, on the CPU
 
 pytest_plugins = ["cli_runs"]  # fixtures of the command line
 

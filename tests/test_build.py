@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bytetx.ops import native
+from bytetx.ops.backend_report import OPS, backend_report
 
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
@@ -138,9 +139,9 @@ def test_kernel_index_lists_every_cuda_source() -> None:
 
 
 def test_report_covers_every_op() -> None:
-    report = native.backend_report()
+    report = backend_report()
     assert any(isa in report.cpu for isa in ("avx512_bf16", "avx512", "avx2", "portable"))
-    assert tuple(op.op for op in report.ops) == native.OPS
+    assert tuple(op.op for op in report.ops) == OPS
     assert all(op.cpu and op.cuda for op in report.ops)
 
 

@@ -23,7 +23,7 @@ def machine_report() -> dict[str, Any]:
     """Versions, threads, and the kernels that run each op on this machine."""
     import torch
 
-    from bytetx.ops.native import backend_report
+    from bytetx.ops.backend_report import backend_report
 
     return {
         "versions": {"bytetx": __version__, "python": platform.python_version(), **_versions()},

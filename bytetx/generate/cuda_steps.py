@@ -23,7 +23,7 @@ from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
-from bytetx.ops.paged_plan import takes_paged_plan
+from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.runtime.cuda_graphs import GraphCache
 from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.paged_layout import (
@@ -158,8 +158,15 @@ class CudaSteps:
     def is_capturable(self) -> bool:
         """Whether the paged ops have a kernel; the reference reads lengths on the host."""
         layers, layer = self._transformer.layers, self._cache.layers[0]
-        rows = layer.k_cache.flatten(0, 1)
-        has_kernel = takes_paged_plan(rows, layer.k_cache, layer.v_cache, 1.0, max_seqlen=2)
+        num_kv_heads, head_dim = layer.k_cache.shape[2:]
+        has_kernel = launches_by_sizes(
+            layer.k_cache.dtype,
+            num_heads=num_kv_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_seqlen=2,
+            device=layer.k_cache.device,
+        )
         return layers.is_capturable and has_kernel
 
     def __del__(self) -> None:

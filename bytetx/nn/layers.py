@@ -13,7 +13,7 @@ from bytetx.nn.kv_cache import KvCache, LayerCache
 from bytetx.nn.rotary import RotaryTables
 from bytetx.ops.attention import varlen_attention
 from bytetx.ops.attention_plan import AttentionPlan, plan_attention
-from bytetx.ops.disentangled import disentangled_attention
+from bytetx.ops.disentangled import disentangled_attention, has_disentangled_kernel
 from bytetx.ops.experts import ExpertsWeight, run_experts
 from bytetx.ops.paged import paged_attention, write_kv
 from bytetx.ops.paged_plan import EarlyRead, PagedPlan, plan_paged_attention
@@ -95,8 +95,13 @@ class Layers:
 
     @property
     def is_capturable(self) -> bool:
-        """Dynamic rotary scaling needs the sequence lengths of a step, experts their rows."""
+        """Dynamic rotary scaling needs the sequence lengths of a step, experts their rows.
+
+        So does disentangled attention in plain torch.
+        """
         if self.spec.experts is not None:
+            return False
+        if self.buckets is not None and not has_disentangled_kernel(self.buckets.device):
             return False
         has_fixed_tables = all(spec.scaling != "dynamic" for spec in self.tables)
         return has_fixed_tables and self.blocks.is_capturable

@@ -23,7 +23,7 @@ from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.embedding import embed
 from bytetx.ops.linear import LinearWeight, linear
-from bytetx.ops.paged_plan import fits_kernel
+from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.packed import PackedBatch
 from bytetx.parallel.layout import ModelShard
 
@@ -126,8 +126,14 @@ class Transformer:
         word, head_dim = self.embeddings.word, self.spec.head_dim
         fits = is_planned(word.dtype, head_dim, word.device)
         if self.spec.is_causal:  # its steps over pages hold prefill pieces of any length
-            heads = self.blocks.num_heads, self.blocks.num_kv_heads
-            fits = fits and fits_kernel(*heads, head_dim, max_seqlen=self.spec.max_positions)
+            fits = fits and launches_by_sizes(
+                word.dtype,
+                num_heads=self.blocks.num_heads,
+                num_kv_heads=self.blocks.num_kv_heads,
+                head_dim=head_dim,
+                max_seqlen=self.spec.max_positions,
+                device=word.device,
+            )
         return fits and self.layers.is_capturable
 
     def interrupted_by(self, run: Callable[[], None]) -> "Transformer":

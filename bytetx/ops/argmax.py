@@ -6,6 +6,7 @@ from torch import Tensor
 from bytetx.ops import native
 from bytetx.ops.check import require_contiguous, require_tensor
 from bytetx.ops.sampling import greedy, is_bad_row
+from bytetx.ops.triton_backend import triton_kernels
 
 
 def argmax(
@@ -40,6 +41,10 @@ def argmax(
             *native.launch_args(logits.device),
         )
         return out
+    triton = triton_kernels(logits.device)
+    if triton is not None and logits.shape[1] > 0:
+        tokens: Tensor = triton.argmax(logits, slot_indices=slot_indices, last_tokens=last_tokens)
+        return tokens
     out = torch.where(is_bad_row(logits), -1, greedy(logits))
     if slot_indices is not None and last_tokens is not None:
         last_tokens.index_copy_(0, slot_indices.long(), out.clamp(min=0))

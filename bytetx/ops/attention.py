@@ -3,12 +3,21 @@
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.attention_plan import AttentionPlan, plan_attention, run_planned, takes_plan
+from bytetx.ops.attention_plan import (
+    MAX_HEAD_DIM,
+    AttentionPlan,
+    plan_attention,
+    run_planned,
+    run_triton,
+    takes_plan,
+    takes_triton,
+)
 from bytetx.ops.check import (
     FLOAT_DTYPES,
     require_contiguous,
@@ -83,52 +92,30 @@ def varlen_attention(
             bias_positions=bias_positions,
         )
         return attended if out is None else out.copy_(attended)
-    has_work = q.shape[0] > 0 and cu_seqlens.shape[0] > 1
-    if has_work and takes_plan(q, k, v, softmax_scale):
-        has_bias = relative_bias is not None
-        plan = _plan_for(plan, q, cu_seqlens, causal, window, has_bias=has_bias, softcap=softcap)
-        return run_planned(
-            q,
-            k,
-            v,
-            plan,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            relative_bias=relative_bias,
-            bias_positions=bias_positions,
-            out=out,
-        )
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "relative_bias": relative_bias,
+        "bias_positions": bias_positions,
+    }
+    has_bias = relative_bias is not None
     has_mask = causal or window > 0 or q.shape[1] != k.shape[1]
-    changes_scores = softcap > 0 or relative_bias is not None
+    changes_scores = softcap > 0 or has_bias
+    if q.shape[0] > 0 and cu_seqlens.shape[0] > 1:
+        run_by_plan: Callable[..., Tensor] | None = None
+        if takes_plan(q, k, v, softmax_scale):
+            run_by_plan = run_planned
+        elif takes_triton(q, is_plain=not (changes_scores or has_mask)):
+            run_by_plan = run_triton
+        if run_by_plan is not None:
+            sizes = (causal, window)
+            plan = _plan_for(plan, q, cu_seqlens, *sizes, has_bias=has_bias, softcap=softcap)
+            return run_by_plan(q, k, v, plan, **options, out=out)
     run = _choose(q, changes_scores=changes_scores, has_mask=has_mask)
+    options |= {"max_seqlen": max_seqlen, "causal": causal, "window": window}
     if run is run_kernel:
-        return run_kernel(
-            q,
-            k,
-            v,
-            cu_seqlens,
-            max_seqlen=max_seqlen,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            relative_bias=relative_bias,
-            bias_positions=bias_positions,
-            out=out,
-        )
-    attended = run(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        max_seqlen=max_seqlen,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window=window,
-        softcap=softcap,
-        relative_bias=relative_bias,
-        bias_positions=bias_positions,
-    )
+        return run_kernel(q, k, v, cu_seqlens, **options, out=out)
+    attended = run(q, k, v, cu_seqlens, **options)
     return attended if out is None else out.copy_(attended)
 
 
@@ -222,7 +209,7 @@ def _choose(q: Tensor, *, changes_scores: bool, has_mask: bool) -> Callable[...,
         if is_native and native.kernel("varlen_attention", q.device) is not None:
             return run_kernel
     elif q.is_cuda and not changes_scores and q.shape[0] > 0:
-        if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
+        if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_HEAD_DIM:
             if _has_flash(q.device):
                 return _flash
         elif q.dtype == torch.float32 and q.shape[2] % 4 == 0 and not has_mask:

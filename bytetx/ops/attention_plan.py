@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native
+from bytetx.ops.triton_backend import triton_kernels
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 256
 _ALIGNMENT_BYTES = 16
 
 
@@ -20,8 +21,9 @@ class AttentionPlan:
     """Which rows each tile of the attention kernel owns; made by plan_attention, on the device.
 
     buffer: uint8, in the layout of csrc/cuda/attention_plan.cuh.  tile_rows: token rows a tile
-    holds.  The rest is what the plan was made for and holds for.  A kernel counts in the buffer, so
-    the calls that share a plan run one after the other, as in one stream.
+    holds.  With Triton's kernel, buffer is what sequence_bounds gives and tile_rows is 0.  The rest
+    is what the plan was made for and holds for.  A native kernel counts in the buffer, so the calls
+    that share a plan run one after the other, as in one stream.
     """
 
     buffer: Tensor
@@ -50,8 +52,14 @@ def plan_attention(
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     batch_size = cu_seqlens.shape[0] - 1
-    if not has_planned_kernel(cu_seqlens.device) or batch_size == 0 or total_tokens == 0:
+    if batch_size == 0 or total_tokens == 0:
         return None
+    if not has_planned_kernel(cu_seqlens.device):
+        triton = triton_kernels(cu_seqlens.device)
+        if triton is None:
+            return None
+        bounds = triton.sequence_bounds(cu_seqlens, total_tokens)
+        return AttentionPlan(bounds, 0, batch_size, total_tokens, causal, window)
     kernels = _kernels(cu_seqlens.device)
     # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
     is_plain = not has_bias and softcap == 0
@@ -75,7 +83,7 @@ def plan_attention(
 def takes_plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> bool:
     """Whether the planned kernel computes this call."""
     head_dim = q.shape[2]
-    if not (q.is_cuda and q.dtype in _HALF_DTYPES and 0 < head_dim <= _MAX_HEAD_DIM):
+    if not (q.is_cuda and q.dtype in _HALF_DTYPES and 0 < head_dim <= MAX_HEAD_DIM):
         return False
     # Each of these is 0 where it is a multiple of 16 bytes: one test instead of seven, for this is
     # on the way of every call.
@@ -130,13 +138,59 @@ def run_planned(
     return out
 
 
+def takes_triton(q: Tensor, *, is_plain: bool) -> bool:
+    """Whether Triton's kernel computes this call, in place of the native one, and is the fastest.
+
+    In f32 it multiplies without tensor cores: torch's own is faster where nothing is masked, no
+    score is changed (is_plain) and head_dim is a multiple of 4.
+    """
+    if not 0 < q.shape[2] <= MAX_HEAD_DIM or triton_kernels(q.device) is None:
+        return False
+    return q.dtype in _HALF_DTYPES or not is_plain or q.shape[2] % 4 != 0
+
+
+def run_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: AttentionPlan,
+    *,
+    softmax_scale: float,
+    softcap: float,
+    relative_bias: Tensor | None,
+    bias_positions: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """Triton's kernel on checked arguments that takes_triton accepts."""
+    triton = triton_kernels(q.device)
+    assert triton is not None
+    attended: Tensor = triton.varlen_attention(
+        q,
+        k,
+        v,
+        plan.buffer,
+        batch_size=plan.batch_size,
+        softmax_scale=softmax_scale,
+        causal=plan.causal,
+        window=min(plan.window, native.MAX_WINDOW),
+        softcap=softcap,
+        relative_bias=relative_bias,
+        bias_positions=bias_positions,
+        out=q.new_empty(q.shape) if out is None else out,
+    )
+    return attended
+
+
 def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether a model's attention runs by a plan, so that no launch depends on the lengths."""
-    fits = 0 < head_dim <= _MAX_HEAD_DIM and head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
-    return dtype in _HALF_DTYPES and fits and has_planned_kernel(device)
+    if dtype not in _HALF_DTYPES or not 0 < head_dim <= MAX_HEAD_DIM:
+        return False
+    if has_planned_kernel(device):
+        return head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0
+    return triton_kernels(device) is not None
 
 
-@cache
+@native.cached_lookup
 def has_planned_kernel(device: torch.device) -> bool:
     return native.kernel("planned_attention", device) is not None
 

@@ -59,6 +59,11 @@ def disentangled_attention(
     )
 
 
+def has_disentangled_kernel(device: torch.device) -> bool:
+    """Whether a native kernel is there, which reads the lengths on the device."""
+    return native.kernel("disentangled_attention", device) is not None
+
+
 def has_kernel(q: Tensor, k: Tensor, v: Tensor, pos_k: Tensor | None, pos_q: Tensor | None) -> bool:
     """Whether the native kernel takes these checked arguments."""
     if native.kernel("disentangled_attention", q.device) is None or q.shape[2] == 0:

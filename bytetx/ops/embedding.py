@@ -6,6 +6,7 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
 from bytetx.ops.rows import empty_rows
+from bytetx.ops.triton_backend import MAX_ROW_WIDTH, triton_kernels
 
 
 def embed(
@@ -65,6 +66,18 @@ def embed(
         require_tensor("bad_ids", bad_ids, shape=(3,), dtypes=(torch.int32,), device=word.device)
         if not word.is_cuda:
             raise ValueError("bad_ids must be None on a CPU, where an id outside its table raises")
+    triton = triton_kernels(word.device) if kernel is None else None
+    if triton is not None and 0 < word.shape[1] <= MAX_ROW_WIDTH:
+        rows: Tensor = triton.embed(
+            (input_ids, position_ids, token_type_ids),
+            (word, position, token_type),
+            norm_weight=norm_weight,
+            norm_bias=norm_bias,
+            eps=eps,
+            inputs_embeds=inputs_embeds,
+            bad_ids=bad_ids,
+        )
+        return rows
     if kernel is None or not has_row_kernel(word):
         return reference.embed(
             input_ids,

@@ -16,6 +16,7 @@ from bytetx.ops.linear import (
     run_kernel,
 )
 from bytetx.ops.linear_plan import LinearPlan, plan_gated
+from bytetx.ops.triton_backend import triton_kernels
 
 GATES = ("gelu", "gelu_tanh", "silu")
 # Gates and values take turns in blocks of this many rows, so that a tile of the product holds both.
@@ -89,6 +90,10 @@ def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
         sizes = (len(both), w.n, ACTIVATIONS.index(activation), native.DTYPE_CODES[both.dtype])
         kernel(both.data_ptr(), out.data_ptr(), *sizes, *native.launch_args(both.device))
         return out
+    triton = triton_kernels(both.device)
+    if triton is not None and not torch.compiler.is_compiling():
+        gated: Tensor = triton.gate_rows(both, w.n, block=w.block, activation=activation)
+        return gated
     gates, values = both.view(len(both), w.n // w.block, 2, w.block).unbind(2)
     return (reference.activate(gates, activation) * values).reshape(len(both), w.n)
 

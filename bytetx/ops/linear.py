@@ -18,6 +18,7 @@ from bytetx.ops.linear_plan import (
     plan_linear,
 )
 from bytetx.ops.rows import num_tile_rows, padded, tile_rows, whole_tiles
+from bytetx.ops.triton_backend import triton_kernels
 
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "relu", "silu", "tanh")
 
@@ -146,8 +147,17 @@ def primitives_bytes(weights: Iterable[LinearWeight], *, most_rows: int) -> int:
 
 
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
-    if torch.compiler.is_compiling() or not w.has_kernel or not is_aligned(x):
+    if torch.compiler.is_compiling():
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+    if not w.has_kernel or not is_aligned(x):
+        # A product alone is cuBLAS's; the epilogue saves a pass over what it gives.
+        triton = triton_kernels(x.device) if activation != "none" else None
+        if triton is None or x.dtype not in DTYPE_NAMES or not w.weight.is_contiguous():
+            return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+        activated: Tensor = triton.linear(
+            x, w.weight, w.bias, activation=activation, residual=residual
+        )
+        return activated
     fuses = residual is not None and activation == "none" and is_aligned(residual)
     epilogue = RESIDUAL if fuses else EPILOGUES[activation]
     plan = plan_linear(x.shape[0], w.n, w.k, dtype=DTYPE_NAMES[w.dtype], epilogue=epilogue)

@@ -1,13 +1,13 @@
-"""The native core: hands out the kernels of _cpu and _cuda, and says what backs each op."""
+"""The native core: hands out the kernels of _cpu and _cuda, or says why there is none."""
 
 import inspect
 import logging
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -20,41 +20,10 @@ ISA_CODES = {"auto": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4}
 MAX_WINDOW = 1 << 30  # tokens; kernels add positions to it in int32
 KERNEL_CAPABILITY = (9, 0)  # _cuda holds code for sm_90a, which runs on no other architecture
 
-OPS = (
-    "embed",
-    "layer_norm",
-    "rms_norm",
-    "linear",
-    "int8_linear",
-    "gate_rows",
-    "varlen_attention",
-    "disentangled_attention",
-    "paged_attention",
-    "write_kv",
-    "rotary",
-    "pool",
-    "quantize_rows",
-    "argmax",
-    "sample",
-    "fp8_linear",
-    "all_gather_gemm",
-    "gemm_reduce_scatter",
-    "gemm_all_reduce",
-    "all_reduce_one_shot",
-    "all_reduce_two_shot",
-    "sum_copies",
-    "barrier",
-    "send_copy",
-    "wait_copies",
-)
-# FP8, and GEMMs that carry communication.
-_GPU_OPS = ("quantize_rows", *OPS[OPS.index("fp8_linear") :])
-_CUDA_KERNELS = {  # where the kernel's name is another
-    "varlen_attention": "planned_attention",
-    "paged_attention": "planned_paged_attention",
-}
-
 Kernel = Callable[..., Any]  # takes the fields of a Params struct of csrc/ops.h, then launch_args
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _library = torch.library.Library("bytetx", "FRAGMENT")
 
@@ -68,6 +37,36 @@ def _load_modules() -> dict[str, ModuleType | str]:
 
 
 _modules = _load_modules()
+
+
+_lookups: list[Callable[[], None]] = []  # what forgets each answer that depends on the modules
+
+
+def cached_lookup(fn: Callable[P, T]) -> Callable[P, T]:
+    """functools.cache for what depends on which native kernels there are; see without_kernels."""
+    cached = cache(fn)
+    _lookups.append(cached.cache_clear)
+    return cast(Callable[P, T], cached)
+
+
+@contextmanager
+def without_kernels(device_type: str) -> Iterator[None]:
+    """Meanwhile no native kernel serves such devices, for tests and benches of what does instead.
+
+    Models that were loaded before, or that outlast it, are not to be used with the other backend.
+    """
+    module = _modules[device_type]
+    _set_module(device_type, f"the native kernels for {device_type} are switched off")
+    try:
+        yield
+    finally:
+        _set_module(device_type, module)
+
+
+def _set_module(device_type: str, module: ModuleType | str) -> None:
+    _modules[device_type] = module
+    for forget in _lookups:
+        forget()
 
 
 def kernel(op: str, device: torch.device) -> Kernel | None:
@@ -94,6 +93,14 @@ def why_no_kernel(op: str, device: torch.device) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def describe_core(device_type: str) -> str:
+    """The processor and instruction set of _cpu, the architecture of _cuda, or what is missing."""
+    module = _modules[device_type]
+    if isinstance(module, str):
+        return module
+    return f"{platform.machine()}, {module.isa()}" if device_type == "cpu" else str(module.arch)
+
+
 def linear_tilings() -> list[tuple[str, int, int, bool]]:
     """(name, rows, columns, whether it is for small m) of each tiling of the kernel `linear`."""
     module = _modules["cuda"]
@@ -118,20 +125,20 @@ def gemm_all_reduce_tilings() -> list[tuple[str, int, int, bool]]:
     return [] if isinstance(module, str) else list(module.gemm_all_reduce_tilings())
 
 
-@cache
+@cached_lookup
 def _lookup(op: str, device_type: str, index: int | None) -> Kernel | str:
     module = _modules.get(device_type, f"no native core for device type {device_type}")
     if isinstance(module, str):
         return module
     if device_type == "cuda":
-        refusal = _refuse_gpu(index)
+        refusal = refuse_gpu(index)
         if refusal is not None:
             return refusal
     missing = f"no kernel for {op} in bytetx.{module.__name__.split('.')[-1]}"
     return cast(Kernel | str, getattr(module, op, missing))
 
 
-def _refuse_gpu(index: int | None) -> str | None:
+def refuse_gpu(index: int | None) -> str | None:
     """Why the kernels cannot run on this GPU, or None where they can."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA GPU"
@@ -186,68 +193,3 @@ def register(
     _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, fn, "CompositeExplicitAutograd")
     torch.library.register_fake(f"bytetx::{name}", fake, lib=_library)
-
-
-@dataclass(frozen=True, slots=True)
-class OpBackend:
-    """What runs one op on each kind of device; begins with "none" where nothing does."""
-
-    op: str
-    cpu: str
-    cuda: str
-
-
-@dataclass(frozen=True, slots=True)
-class BackendReport:
-    """What backs bytetx on this machine."""
-
-    cpu: str  # processor and instruction set, or why _cpu does not load
-    cuda: str  # the architecture that _cuda holds code for, or why it does not load
-    gpu: str  # torch's current GPU, and why the kernels do not run on it where they do not
-    ops: tuple[OpBackend, ...]
-
-
-def backend_report() -> BackendReport:
-    """Says what backs each op on this machine's processor and on its current GPU."""
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    ops = (OpBackend(op, cpu=_backing(op, cpu), cuda=_backing(op, cuda)) for op in OPS)
-    return BackendReport(_describe_core("cpu"), _describe_core("cuda"), _describe_gpu(), tuple(ops))
-
-
-def _describe_core(device_type: str) -> str:
-    module = _modules[device_type]
-    if isinstance(module, str):
-        return module
-    return f"{platform.machine()}, {module.isa()}" if device_type == "cpu" else module.arch
-
-
-def _describe_gpu() -> str:
-    refusal = _refuse_gpu(None)
-    return torch.cuda.get_device_name() if refusal is None else refusal
-
-
-def _backing(op: str, device: torch.device) -> str:
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return "none: torch finds no CUDA GPU"
-    if device.type == "cpu" and op in _GPU_OPS:
-        return "none: on GPUs alone"
-    if op == "linear" and device.type == "cpu":
-        return _backing_linear()
-    if op == "int8_linear":
-        return _backing_int8_linear(device)
-    reason = why_no_kernel(_CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device)
-    if reason is None:
-        return f"native, {_describe_core(device.type)}"
-    has_others = why_no_kernel("embed", device) is None
-    return "torch" if has_others else f"torch: {reason}"
-
-
-def _backing_int8_linear(device: torch.device) -> str:
-    if device.type == "cuda":
-        return "none: on CPUs alone"
-    has_kernel = kernel("has_int8_linear", device)
-    return "native, AVX-512 VNNI" if has_kernel is not None and has_kernel() else "none: no VNNI"
-
-
-def _backing_linear() -> str:
-    return "oneDNN through torch" if torch.backends.mkldnn.is_available() else "torch's own GEMM"

@@ -13,6 +13,7 @@ from bytetx.ops.check import (
 )
 from bytetx.ops.quantize import has_fp8_kernel
 from bytetx.ops.rows import empty_rows
+from bytetx.ops.triton_backend import MAX_ROW_WIDTH, triton_kernels
 
 
 def layer_norm(
@@ -80,6 +81,13 @@ def _norm(
         normalized = getattr(torch.ops.bytetx, name)(x, weight, *biases, eps=eps, residual=residual)
         return _store(normalized, x, residual, out, sum_out, fp8_out)
     kernel = native.kernel(name, x.device)
+    triton = triton_kernels(x.device) if kernel is None else None
+    if triton is not None and 0 < x.shape[1] <= MAX_ROW_WIDTH:
+        out = torch.empty_like(x) if out is None else out
+        is_rms = name == "rms_norm"
+        options = {"is_rms": is_rms, "eps": eps, "residual": residual}
+        triton.norm(x, weight, bias, **options, out=out, sum_out=sum_out)
+        return out if fp8_out is None else _store_fp8(out, fp8_out)
     if kernel is None or not has_row_kernel(x):
         normalized = getattr(reference, name)(x, weight, *biases, eps=eps, residual=residual)
         return _store(normalized, x, residual, out, sum_out, fp8_out)

@@ -1,8 +1,8 @@
 """Attention over keys and values that lie in pages, and the way into them: checks, dispatch."""
 
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from bytetx.ops.paged_plan import (
     takes_paged_plan,
 )
 from bytetx.ops.rows import empty_rows
+from bytetx.ops.triton_backend import triton_kernels
 
 _INT32 = (torch.int32,)
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
@@ -95,49 +96,29 @@ def paged_attention(
             alibi_slopes=alibi_slopes,
         )
         return attended if out is None else out.copy_(attended)
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
     if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale, max_seqlen=max_seqlen):
-        if plan is not None:
-            _check_plan(plan, q, k_cache, kv_seqlens, window)
-        else:
-            plan = plan_paged_attention(
-                cu_seqlens,
-                kv_seqlens,
-                total_tokens=q.shape[0],
-                max_seqlen=max_seqlen,
-                max_kv_seqlen=max_kv_seqlen,
-                num_heads=q.shape[1],
-                num_kv_heads=k_cache.shape[2],
-                head_dim=q.shape[2],
-                window=window,
-            )
-        assert plan is not None  # takes_paged_plan said that there is a kernel
+        longest = (max_seqlen, max_kv_seqlen)
+        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, longest, window)
         operands = (q, k_cache, v_cache, page_table)
-        return run_planned(
-            *operands,
-            plan,
-            softmax_scale=softmax_scale,
-            softcap=softcap,
-            alibi_slopes=alibi_slopes,
-            early_read=early_read,
-            out=out,
-        )
-    attend: Callable[..., Tensor] = reference.paged_attention
+        return run_planned(*operands, plan, **options, early_read=early_read, out=out)
+    options |= {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
+    options["window"] = window
+    triton = triton_kernels(q.device)
+    if triton is not None and has_work and q.shape[2] > 0:
+        out = q.new_empty(q.shape) if out is None else out
+        longest = (max_seqlen, max_kv_seqlen)
+        triton.paged_attention(q, k_cache, v_cache, **options, longest=longest, out=out)
+        return out
     if _has_kernel(q, k_cache):
-        attend = partial(run_kernel, out=out)
-    attended = attend(
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens=cu_seqlens,
-        page_table=page_table,
-        kv_seqlens=kv_seqlens,
-        softmax_scale=softmax_scale,
-        window=window,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-    )
-    return attended if out is None or attended is out else out.copy_(attended)
+        return run_kernel(q, k_cache, v_cache, **options, out=out)
+    attended = reference.paged_attention(q, k_cache, v_cache, **options)
+    return attended if out is None else out.copy_(attended)
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -167,6 +148,10 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         launch = native.launch_args(k.device)
         kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[k.dtype], *launch)
         return
+    triton = triton_kernels(k.device)
+    if triton is not None:
+        triton.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return
     if not k.is_cuda and slot_mapping.numel() > 0:
         num_slots = k_cache.shape[0] * k_cache.shape[1]
         low, high = (int(t) for t in slot_mapping.aminmax())
@@ -176,6 +161,34 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
                 f"got {low} to {high}"
             )
     reference.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _plan_for(
+    plan: PagedPlan | None,
+    q: Tensor,
+    k_cache: Tensor,
+    cu_seqlens: Tensor,
+    kv_seqlens: Tensor,
+    longest: tuple[int, int],
+    window: int,
+) -> PagedPlan:
+    """longest: (max_seqlen, max_kv_seqlen)."""
+    if plan is not None:
+        _check_plan(plan, q, k_cache, kv_seqlens, window)
+        return plan
+    plan = plan_paged_attention(
+        cu_seqlens,
+        kv_seqlens,
+        total_tokens=q.shape[0],
+        max_seqlen=longest[0],
+        max_kv_seqlen=longest[1],
+        num_heads=q.shape[1],
+        num_kv_heads=k_cache.shape[2],
+        head_dim=q.shape[2],
+        window=window,
+    )
+    assert plan is not None  # takes_paged_plan said that there is a kernel
+    return plan
 
 
 def _check_plan(

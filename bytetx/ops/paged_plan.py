@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.native_params import PagedPlanParams
+from bytetx.ops.triton_backend import triton_kernels
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
@@ -105,6 +106,21 @@ def takes_paged_plan(
         and softmax_scale > 0
         and all(t.data_ptr() % _ALIGNMENT_BYTES == 0 for t in (q, k_cache, v_cache))
     )
+
+
+def launches_by_sizes(
+    dtype: torch.dtype,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_seqlen: int,
+    device: torch.device,
+) -> bool:
+    """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
+    if not has_paged_kernel(device):
+        return triton_kernels(device) is not None
+    return dtype in _HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
 
 
 def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: int) -> bool:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import has_row_kernel, is_operand, require_contiguous, require_tensor
+from bytetx.ops.triton_backend import triton_kernels
 
 POOLING_MODES = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 # The order is PoolMode's in csrc/ops.h; the names are sentence-transformers'.
@@ -44,6 +45,12 @@ def pool(
         )
         return pooled
     kernel = native.kernel("pool", x.device)
+    triton = triton_kernels(x.device) if kernel is None else None
+    if triton is not None:
+        vectors: Tensor = triton.pool(
+            x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize
+        )
+        return vectors
     if kernel is None or not has_row_kernel(x):
         return reference.pool(
             x, cu_seqlens, mode=mode, first_tokens=first_tokens, normalize=normalize

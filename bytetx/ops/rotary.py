@@ -5,6 +5,7 @@ from torch import Tensor
 
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_tensor
+from bytetx.ops.triton_backend import triton_kernels
 
 
 def rotary(
@@ -37,6 +38,10 @@ def _rotate(
         sizes = (x.shape[0], cos.shape[0], *x.shape[1:], cos.shape[1], is_interleaved, x.stride(0))
         launch = native.launch_args(x.device)
         kernel(*map(Tensor.data_ptr, operands), *sizes, native.DTYPE_CODES[x.dtype], *launch)
+        return
+    triton = triton_kernels(x.device)
+    if triton is not None:
+        triton.rotary(x, cos, sin, position_ids, is_interleaved=is_interleaved)
         return
     if not x.is_cuda and position_ids.numel() > 0:
         low, high = (int(t) for t in position_ids.aminmax())

@@ -11,7 +11,7 @@ from tiny import FAMILIES, Loaded, load, one_thread, random_ids, save, tiny_mode
 from tiny_decoders import DECODERS, tiny_decoder
 from torch.profiler import ProfilerActivity, profile
 
-from bytetx.ops.native import backend_report
+from bytetx.ops.backend_report import backend_report
 from bytetx.ops.rows import tile_rows
 
 DTYPES = [torch.float32, torch.bfloat16]

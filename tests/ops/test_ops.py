@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bytetx.ops import attention, embedding, linear, native, norm, pooling, reference
+from bytetx.ops.backend_report import backend_report
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ISAS = [isa for isa in native.ISA_CODES if isa != "auto"]
@@ -29,7 +30,7 @@ class Case:
 
 
 def available_isas() -> list[str]:
-    best = native.backend_report().cpu.rsplit(", ", 1)[-1]
+    best = backend_report().cpu.rsplit(", ", 1)[-1]
     return ISAS[: ISAS.index(best) + 1]
 
 

@@ -1,0 +1,25 @@
+"""Kernels in Triton, for CUDA GPUs that the native core has no code for; each op's host function.
+
+They take checked arguments and launch by sizes alone, so that a CUDA graph can hold them. Import
+this package through ops.triton_backend, which says whether it can be.
+"""
+
+from bytetx.ops.triton_kernels.attention import sequence_bounds, varlen_attention
+from bytetx.ops.triton_kernels.gemm import linear
+from bytetx.ops.triton_kernels.norms import embed, norm
+from bytetx.ops.triton_kernels.paged import paged_attention
+from bytetx.ops.triton_kernels.rows import argmax, gate_rows, pool, rotary, write_kv
+
+__all__ = [
+    "argmax",
+    "embed",
+    "gate_rows",
+    "linear",
+    "norm",
+    "paged_attention",
+    "pool",
+    "rotary",
+    "sequence_bounds",
+    "varlen_attention",
+    "write_kv",
+]

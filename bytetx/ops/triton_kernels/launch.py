@@ -1,0 +1,41 @@
+"""How the Triton kernels are launched, and what they share."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """kernel[grid](*args, **meta) on the device of the first argument, in its current stream."""
+    device = args[0].device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, **meta)
+        return
+    with torch.cuda.device(device):
+        kernel[grid](*args, **meta)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Of the GPU; 1 where the kernels are interpreted on a CPU."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """Products of f32 are products of f32: not of TF32, unless torch's own setting allows it."""
+    if dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+def address_or(t: Tensor | None, other: Tensor) -> Tensor:
+    """A tensor to pass where the kernel does not read one that is None."""
+    return other if t is None else t

@@ -1,0 +1,374 @@
+"""Causal attention over keys in pages, of prefill pieces and decode rows alike.
+
+A program owns a block of a sequence's rows with all query heads of one key head, so that the keys
+are read once for the group. Where blocks are few, several programs share the keys of a block and a
+second kernel adds up their parts. Lengths stay on the device: launches depend on sizes alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bytetx.ops.triton_kernels.attention import LOG2_E
+from bytetx.ops.triton_kernels.launch import (
+    address_or,
+    dot_precision,
+    launch,
+    next_power_of_2,
+    num_multiprocessors,
+)
+
+_LOG2_E = tl.constexpr(LOG2_E)
+MAX_WINDOW = 1 << 30  # tokens; the kernel adds positions to it in int32
+_MAX_PARTS = 16
+_KEYS_A_PART = 256  # at least
+_WAVES = 2  # programs a multiprocessor that are enough
+
+
+@triton.jit
+def _sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS: tl.constexpr):
+    """The sequence that owns a block of TOKENS rows; batch_size where none does.
+
+    Sequence i's first block is cu_seqlens[i] // TOKENS + i: that rises, and leaves room for all.
+    """
+    low = block * 0
+    high = low + batch_size
+    for _ in range(num_steps):
+        middle = (low + high + 1) // 2
+        begins = tl.load(cu_seqlens + middle) // TOKENS + middle
+        low = tl.where(begins <= block, middle, low)
+        high = tl.where(begins <= block, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _scores(
+    s,
+    keys,
+    is_key,
+    position,
+    slope,
+    softcap,
+    window,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+):
+    """Scores in units of log 2 of scaled products s [rows, keys]; -inf for keys that rows miss."""
+    if HAS_SOFTCAP:
+        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / softcap)))
+    if HAS_SLOPES:
+        s += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
+    is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
+    if HAS_WINDOW:
+        is_seen &= position[:, None] - keys[None, :] < window
+    return tl.where(is_seen, s * _LOG2_E, float("-inf"))
+
+
+@triton.jit
+def _attend_pages(
+    rows,
+    k_cache,
+    v_cache,
+    pages,
+    num_pages,
+    kv_head,
+    first,
+    last,
+    position,
+    slope,
+    scale,
+    softcap,
+    window,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Online softmax of query rows over the keys from `first` to `last` of one sequence's pages."""
+    features = tl.arange(0, BLOCK_D)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    for at in range(first, last, BLOCK_N):
+        keys = at + tl.arange(0, BLOCK_N)
+        is_key = keys < last
+        page = tl.load(pages + keys // PAGE_SIZE, mask=is_key, other=0)
+        page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
+        slot = page.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
+        offsets = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + features[None, :]
+        key_mask = is_key[:, None] & (features < HEAD_DIM)[None, :]
+        k = tl.load(k_cache + offsets, mask=key_mask, other=0.0)
+        s = _scores(
+            tl.dot(rows, tl.trans(k), input_precision=PRECISION) * scale,
+            keys,
+            is_key,
+            position,
+            slope,
+            softcap,
+            window,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            HAS_SLOPES,
+        )
+        new_top = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(s - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(v_cache + offsets, mask=key_mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _paged_kernel(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    part_sums,
+    part_tops,
+    part_totals,
+    cu_seqlens,
+    kv_seqlens,
+    page_table,
+    slopes,
+    batch_size,
+    total_tokens,
+    num_steps,
+    max_pages,
+    num_pages,
+    q_stride,
+    scale,
+    softcap,
+    window,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SLOPES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+    TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    block = tl.program_id(1)
+    part = tl.program_id(2)
+    sequence = _sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS)
+    if sequence >= batch_size:
+        return
+    begin = tl.load(cu_seqlens + sequence)
+    num_rows = tl.load(cu_seqlens + sequence + 1) - begin
+    first_row = (block - begin // TOKENS - sequence) * TOKENS
+    if first_row >= num_rows:
+        return
+    num_keys = tl.load(kv_seqlens + sequence)
+    lanes = tl.arange(0, BLOCK_M)
+    row = first_row + lanes // GROUP  # of the sequence's rows in this step
+    head = kv_head * GROUP + lanes % GROUP
+    is_row = (lanes < TOKENS * GROUP) & (row < num_rows)
+    position = num_keys - num_rows + row
+    last_position = num_keys - num_rows + tl.minimum(first_row + TOKENS, num_rows) - 1
+    key_end = last_position + 1
+    first = key_end * 0
+    if HAS_WINDOW:
+        first = tl.maximum(num_keys - num_rows + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+    if PARTS > 1:
+        blocks_a_part = tl.cdiv(tl.cdiv(key_end - first, BLOCK_N), PARTS)
+        first += part * blocks_a_part * BLOCK_N
+        key_end = tl.minimum(key_end, first + blocks_a_part * BLOCK_N)
+
+    features = tl.arange(0, BLOCK_D)
+    is_feature = features < HEAD_DIM
+    token = (begin + row).to(tl.int64)
+    mask = is_row[:, None] & is_feature[None, :]
+    q_rows = q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + features[None, :]
+    rows = tl.load(q_rows, mask=mask, other=0.0)
+    slope = position  # not read
+    if HAS_SLOPES:
+        slope = tl.load(slopes + head, mask=is_row, other=0.0)
+    acc, top, total = _attend_pages(
+        rows,
+        k_cache,
+        v_cache,
+        page_table + sequence.to(tl.int64) * max_pages,
+        num_pages,
+        kv_head,
+        first,
+        key_end,
+        position,
+        slope,
+        scale,
+        softcap,
+        window,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        PAGE_SIZE,
+        HAS_WINDOW,
+        HAS_SOFTCAP,
+        HAS_SLOPES,
+        PRECISION,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_N,
+    )
+    if PARTS > 1:
+        cell = (token * NUM_HEADS + head) * PARTS + part
+        tl.store(part_tops + cell, top, mask=is_row)
+        tl.store(part_totals + cell, total, mask=is_row)
+        tl.store(part_sums + cell[:, None] * HEAD_DIM + features[None, :], acc, mask=mask)
+    else:
+        cell = (token * NUM_HEADS + head)[:, None] * HEAD_DIM + features[None, :]
+        result = acc / total[:, None]
+        tl.store(out + cell, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_parts_kernel(
+    part_sums,
+    part_tops,
+    part_totals,
+    cu_seqlens,
+    out,
+    batch_size,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    if token >= tl.load(cu_seqlens + batch_size):
+        return
+    cell = token * NUM_HEADS + tl.program_id(1)
+    parts = tl.arange(0, PARTS)
+    features = tl.arange(0, BLOCK_D)
+    is_feature = features < HEAD_DIM
+    tops = tl.load(part_tops + cell * PARTS + parts)
+    top = tl.max(tops, 0)
+    weights = tl.exp2(tops - tl.where(top == float("-inf"), 0.0, top))  # a part without keys: 0
+    total = tl.sum(tl.load(part_totals + cell * PARTS + parts) * weights, 0)
+    rows = part_sums + (cell * PARTS + parts)[:, None] * HEAD_DIM + features[None, :]
+    sums = tl.load(rows, mask=is_feature[None, :], other=0.0)
+    result = tl.sum(sums * weights[:, None], 0) / total
+    tl.store(out + cell * HEAD_DIM + features, result.to(out.dtype.element_ty), mask=is_feature)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    kv_seqlens: Tensor,
+    longest: tuple[int, int],
+    softmax_scale: float,
+    window: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """ops.paged.paged_attention on checked arguments; rows of padding are not written.
+
+    longest: (max_seqlen, max_kv_seqlen).
+    """
+    max_seqlen, max_kv_seqlen = longest
+    total_tokens, num_heads, head_dim = q.shape
+    num_pages, page_size, num_kv_heads, _ = k_cache.shape
+    batch_size = kv_seqlens.shape[0]
+    group = num_heads // num_kv_heads
+    block_d = max(16, next_power_of_2(head_dim))
+    least = 16 if max_seqlen <= 1 else 64
+    block_m = max(least, next_power_of_2(group))
+    block_n, num_warps, num_stages = _tile(block_m, block_d, q.element_size())
+    num_blocks = total_tokens // (block_m // group) + batch_size
+    parts = _num_parts(num_blocks * num_kv_heads, window or max_kv_seqlen, q.device)
+    cells = total_tokens * num_heads * parts if parts > 1 else 0
+    part_sums = torch.empty(cells * head_dim, dtype=torch.float32, device=q.device)
+    part_tops, part_totals = torch.empty((2, cells), dtype=torch.float32, device=q.device)
+    launch(
+        _paged_kernel,
+        (num_kv_heads, num_blocks, parts),
+        q,
+        k_cache,
+        v_cache,
+        out,
+        part_sums,
+        part_tops,
+        part_totals,
+        cu_seqlens,
+        kv_seqlens,
+        page_table,
+        address_or(alibi_slopes, cu_seqlens),
+        batch_size,
+        total_tokens,
+        batch_size.bit_length(),
+        page_table.shape[1],
+        num_pages,
+        q.stride(0),
+        softmax_scale,
+        softcap,
+        min(window, MAX_WINDOW),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        PAGE_SIZE=page_size,
+        PARTS=parts,
+        HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_SLOPES=alibi_slopes is not None,
+        PRECISION=dot_precision(q.dtype),
+        BLOCK_D=block_d,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    if parts > 1:
+        launch(
+            _add_parts_kernel,
+            (total_tokens, num_heads),
+            part_sums,
+            part_tops,
+            part_totals,
+            cu_seqlens,
+            out,
+            batch_size,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            PARTS=parts,
+            BLOCK_D=block_d,
+            num_warps=4,
+        )
+    return out
+
+
+def _num_parts(num_programs: int, num_keys: int, device: torch.device) -> int:
+    """A power of two: as many as fill the GPU, none with fewer keys than are worth a program."""
+    wanted = _WAVES * num_multiprocessors(device) // max(num_programs, 1)
+    most = min(wanted, num_keys // _KEYS_A_PART, _MAX_PARTS)
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
+def _tile(block_m: int, block_d: int, element_bytes: int) -> tuple[int, int, int]:
+    """(keys, warps, stages); all fit in 99 KiB of shared memory."""
+    if element_bytes == 4:
+        return (32 if block_d <= 64 else 16), 4 if block_m < 64 else 8, 1
+    if block_m >= 64:
+        return (64 if block_d <= 128 else 32), 4 if block_d <= 64 and block_m == 64 else 8, 2
+    return (64 if block_d <= 128 else 32), 4, 3

@@ -1,0 +1,122 @@
+"""Compiles every Triton kernel for GPUs that need not be there: prints a JSON line a kernel.
+
+python tests/compile_triton.py 80 89 120: compute capabilities without the dot.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bytetx.ops import triton_kernels
+from bytetx.ops.triton_kernels import attention, gemm, norms, paged, rows
+
+MODULES = (attention, gemm, norms, paged, rows)
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+_ALIGNMENT = 16
+
+
+class Compiler:
+    """Takes launches, and compiles instead."""
+
+    def __init__(self, capability: int):
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
+        names = kernel.arg_names
+        signature = {name: type_of(arg) for name, arg in zip(names, args, strict=False)}
+        signature |= dict.fromkeys(meta, "constexpr")
+        # As the launcher finds: aligned pointers, and sizes that are multiples of 16.
+        attributes = {
+            (i,): [["tt.divisibility", _ALIGNMENT]]
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor)
+            or (isinstance(arg, int) and arg and arg % _ALIGNMENT == 0)
+        }
+        source = ASTSource(kernel, signature, meta, attributes)
+        compiled = triton.compile(source, target=self.target, options=options)
+        print(
+            json.dumps(
+                {
+                    "kernel": kernel.__name__,
+                    "capability": self.target.arch,
+                    "shared_bytes": compiled.metadata.shared,
+                    "cubin_bytes": len(compiled.asm["cubin"]),
+                }
+            )
+        )
+
+
+def type_of(arg: object) -> str:
+    if isinstance(arg, torch.Tensor):
+        return POINTERS[arg.dtype]
+    return "fp32" if isinstance(arg, float) else "i32"
+
+
+def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
+    """One call or more of each host function, at sizes of real models."""
+    heads, width, total = 768 // head_dim, 768, 4 * mean_tokens
+    q, k, v = torch.empty(3, total, heads, head_dim, dtype=dtype).unbind()
+    ends = torch.zeros(5, dtype=torch.int32)
+    bounds = triton_kernels.sequence_bounds(ends, total)
+    for options in ({}, {"causal": True, "window": 128}, {"softcap": 30.0}):
+        triton_kernels.varlen_attention(
+            q, k, v, bounds, batch_size=4, softmax_scale=0.1, out=torch.empty_like(q), **options
+        )
+    cache = torch.empty(9, 16, max(1, heads // 4), head_dim, dtype=dtype)
+    for longest in ((1, 2000), (mean_tokens, 200)):
+        triton_kernels.paged_attention(
+            q[: 4 if longest[0] == 1 else None],
+            cache,
+            cache,
+            cu_seqlens=ends,
+            page_table=ends[None],
+            kv_seqlens=ends[:4],
+            longest=longest,
+            softmax_scale=0.1,
+            window=0,
+            softcap=0.0,
+            alibi_slopes=None,
+            out=torch.empty_like(q),
+        )
+    x, weight = torch.empty(total, width, dtype=dtype), torch.empty(width, dtype=dtype)
+    triton_kernels.norm(x, weight, weight, is_rms=False, eps=1e-5, residual=x, out=x, sum_out=x)
+    ids = torch.zeros(total, dtype=torch.int32)
+    triton_kernels.embed(
+        (ids, ids, ids), (x, x, x), norm_weight=weight, norm_bias=weight, eps=1e-5,
+        inputs_embeds=None, bad_ids=ends,
+    )  # fmt: skip
+    for m in (1, 32, 200, total):
+        wide = torch.empty(4 * width, width, dtype=dtype)
+        triton_kernels.linear(x[:m], wide, wide[:, 0], activation="gelu", residual=None)
+    triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
+    cos = torch.empty(99, head_dim // 2)
+    triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
+    triton_kernels.write_kv(q, q, q, q, ids)
+    triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
+    triton_kernels.argmax(x, slot_indices=ends, last_tokens=ends)
+
+
+def main(capabilities: list[int]) -> None:
+    paged.num_multiprocessors = lambda device: 132
+
+    for capability in capabilities:
+        for module in MODULES:
+            module.launch = Compiler(capability)
+        launch_all(torch.float16, 64, 100)
+        launch_all(torch.bfloat16, 128, 1000)
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]])

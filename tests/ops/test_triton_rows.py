@@ -1,0 +1,198 @@
+"""The Triton kernels of rows and GEMMs against plain torch in f32: on a GPU, or interpreted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bytetx.ops import reference
+from bytetx.ops.gated import prepare_gated
+from bytetx.ops.linear import ACTIVATIONS
+from bytetx.ops.pooling import POOLING_MODES
+
+pytest.importorskip("triton")
+
+from bytetx.ops import triton_kernels  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# numpy, which interprets them, warns of inf and NaN.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# The interpreter multiplies no bf16.
+GEMM_DTYPES = DTYPES if DEVICE == "cuda" else DTYPES[:2]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def assert_close(ours: Tensor, right: Tensor, *, rounds: int = 1) -> None:
+    """As good as `right` rounded to our dtype; rounds: how often, with f32 sums between."""
+    eps = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(
+        ours.float(), right.float(), rtol=rounds * eps, atol=8 * rounds * eps
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 48, 384, 1000])
+@pytest.mark.parametrize("num_rows", [0, 1, 37])
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_norms(is_rms: bool, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    x, residual = normal(num_rows, width, dtype=dtype), normal(num_rows, width, dtype=dtype)
+    weight = normal(width, dtype=dtype)
+    bias = None if is_rms else normal(width, dtype=dtype)
+    options = {"is_rms": is_rms, "eps": 1e-5}
+    for rest in (None, residual):
+        h = x.float() if rest is None else x.float() + rest.float()
+        if is_rms:
+            right = F.rms_norm(h, (width,), weight.float(), 1e-5)
+        else:
+            assert bias is not None
+            right = F.layer_norm(h, (width,), weight.float(), bias.float(), 1e-5)
+        out = torch.full_like(x, torch.nan)
+        triton_kernels.norm(x, weight, bias, residual=rest, out=out, **options)
+        assert_close(out, right)
+    sums = torch.full_like(x, torch.nan)
+    in_place = residual.clone()
+    triton_kernels.norm(x, weight, bias, residual=in_place, out=in_place, sum_out=sums, **options)
+    assert_close(sums, x.float() + residual.float())
+    assert_close(in_place, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_embedding(has_norm: bool, dtype: torch.dtype) -> None:
+    word, position, kind = (normal(n, 96, dtype=dtype) for n in (50, 40, 2))
+    ids = torch.randint(0, 50, (21,), dtype=torch.int32, device=DEVICE)
+    places, kinds = ids % 40, ids % 2
+    options = {
+        "norm_weight": normal(96, dtype=dtype) if has_norm else None,
+        "norm_bias": normal(96, dtype=dtype) if has_norm else None,
+        "eps": 1e-6,
+    }
+    for at, types, embeds in (
+        (places, kinds, None),
+        (places, None, normal(21, 96, dtype=dtype)),
+        (None, None, None),
+    ):
+        tables = (word, None if at is None else position, None if types is None else kind)
+        ours = triton_kernels.embed(
+            (ids, at, types), tables, inputs_embeds=embeds, bad_ids=None, **options
+        )
+        right = reference.embed(
+            ids,
+            at,
+            types,
+            word=word.float(),
+            position=None if at is None else position.float(),
+            token_type=None if types is None else kind.float(),
+            inputs_embeds=None if embeds is None else embeds.float(),
+            **{name: v.float() if isinstance(v, Tensor) else v for name, v in options.items()},
+        )
+        assert_close(ours, right, rounds=2)
+
+
+def test_bad_ids_are_noted_and_their_rows_are_nan() -> None:
+    word, position = normal(50, 32), normal(9, 32)
+    ids, places = ints(3, 50, 7, 8), ints(0, 1, 2, -4)
+    noted = ints(0, 0, 0)
+    options = {"norm_weight": None, "norm_bias": None, "eps": 1e-6, "inputs_embeds": None}
+    tables = (word, position, None)
+    ours = triton_kernels.embed((ids, places, None), tables, bad_ids=noted, **options)
+    assert noted.tolist() == [50, -4, 0]
+    assert ours.isnan().all(1).tolist() == [False, True, False, True]
+    assert_close(ours[2], word[7] + position[2])
+    nearest = triton_kernels.embed((ids, places, None), tables, bad_ids=None, **options)
+    assert_close(nearest[1], word[49] + position[1])
+    assert_close(nearest[3], word[8] + position[0])
+
+
+@pytest.mark.parametrize("dtype", GEMM_DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("m", [0, 1, 31, 200])
+def test_linear(m: int, activation: str, dtype: torch.dtype) -> None:
+    x, w, bias = normal(m, 72, dtype=dtype), normal(136, 72, dtype=dtype), normal(136, dtype=dtype)
+    residual = normal(m, 136, dtype=dtype)
+    for b, rest in ((bias, None), (None, residual)):
+        product = x.double() @ w.double().T
+        right = reference.activate(product if b is None else product + b.double(), activation)
+        right = right if rest is None else right + rest.double()
+        ours = triton_kernels.linear(x, w, b, activation=activation, residual=rest)
+        torch.testing.assert_close(ours.double(), right, rtol=2 * torch.finfo(dtype).eps, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("n", [64, 600, 20])
+def test_gates(n: int, activation: str, dtype: torch.dtype) -> None:
+    both = normal(9, 2 * n, dtype=dtype)
+    weight = prepare_gated(normal(n, 8), normal(n, 8), prepack=False)
+    gates, values = both.float().view(9, n // weight.block, 2, weight.block).unbind(2)
+    right = (reference.activate(gates, activation) * values).reshape(9, n)
+    ours = triton_kernels.gate_rows(both, n, block=weight.block, activation=activation)
+    assert_close(ours, right, rounds=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_rotary_turns_views_in_place(is_interleaved: bool, dtype: torch.dtype) -> None:
+    fused = normal(21, 6, 40, dtype=dtype)
+    cos, sin = normal(30, 12), normal(30, 12)
+    position_ids = torch.randint(0, 30, (21,), dtype=torch.int32, device=DEVICE)
+    right = fused.clone()
+    tables = (cos, sin, position_ids)
+    reference.rotary(right[:, 2:5], *tables, is_interleaved=is_interleaved)
+    triton_kernels.rotary(fused[:, 2:5], *tables, is_interleaved=is_interleaved)
+    assert_close(fused, right, rounds=2)
+    assert torch.equal(fused[:, :2], right[:, :2])
+
+
+def test_keys_and_values_go_into_their_slots() -> None:
+    fused = normal(5, 3, 2, 24)
+    k, v = fused[:, 1], fused[:, 2]
+    caches = [torch.full((3, 4, 2, 24), torch.nan, device=DEVICE) for _ in range(4)]
+    slots = ints(11, -1, 0, 5, 6)
+    triton_kernels.write_kv(k, v, *caches[:2], slots)
+    reference.write_kv(k, v, *caches[2:], slots)
+    for ours, right in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(ours.nan_to_num(), right.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_pooling(mode: str, dtype: torch.dtype) -> None:
+    x, cu_seqlens = normal(60, 200, dtype=dtype), ints(0, 0, 5, 6, 40, 60)
+    skipped = ints(0, 2, 1, 0, 3)
+    for first_tokens in (None, skipped):
+        options = {"mode": mode, "first_tokens": first_tokens}
+        for normalize in (False, True):
+            ours = triton_kernels.pool(x, cu_seqlens, normalize=normalize, **options)
+            right = reference.pool(x, cu_seqlens, normalize=normalize, **options)
+            torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-5)
+
+
+def test_pooling_keeps_nan_and_reads_no_padding() -> None:
+    x = normal(30, 40)
+    x[7, 3], x[20:] = torch.nan, torch.nan
+    for mode in ("mean", "max"):
+        options = {"mode": mode, "first_tokens": None, "normalize": False}
+        ours = triton_kernels.pool(x, ints(0, 5, 10, 20), **options)
+        assert ours.isnan().sum() == 1 and ours[1, 3].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_argmax(dtype: torch.dtype) -> None:
+    logits = normal(6, 9000, dtype=dtype)
+    logits[1, 7], logits[2], logits[4, 8999] = torch.nan, -torch.inf, torch.inf
+    logits[3, 8], logits[3, 8500] = 100, 100  # the first of equals
+    last = torch.full((9,), 5, dtype=torch.int32, device=DEVICE)
+    ours = triton_kernels.argmax(logits, slot_indices=ints(3, 1, 2, 0, 8, 4), last_tokens=last)
+    right = logits.argmax(1).int()
+    right[torch.tensor([1, 2, 4])] = -1
+    assert torch.equal(ours, right)
+    assert last.tolist() == [8, 0, 0, int(right[0]), int(right[5]), 5, 5, 5, 0]
