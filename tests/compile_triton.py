@@ -13,9 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bytetx.ops import triton_kernels
-from bytetx.ops.triton_kernels import attention, gemm, norms, paged, rows
+from bytetx.ops.triton_kernels import attention, gemm, late_interaction, norms, paged, rows
 
-MODULES = (attention, gemm, norms, paged, rows)
+MODULES = (attention, gemm, late_interaction, norms, paged, rows)
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -105,11 +105,13 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
     triton_kernels.write_kv(q, q, q, q, ids)
     triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
+    triton_kernels.maxsim(q[:, 0].contiguous(), ends, k[:, 0].contiguous(), ends)
     triton_kernels.argmax(x, slot_indices=ends, last_tokens=ends)
 
 
 def main(capabilities: list[int]) -> None:
-    paged.num_multiprocessors = lambda device: 132
+    for module in (paged, late_interaction):
+        module.num_multiprocessors = lambda device: 132
 
     for capability in capabilities:
         for module in MODULES:

@@ -3,7 +3,7 @@
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,22 @@ def seeded() -> None:
         sys.modules["numpy"].random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", params=["native", "triton"])
+def cuda_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What serves the GPU. Fixtures that load models depend on it: a model is of one backend."""
+    import torch
+
+    from bytetx.ops import native
+    from bytetx.ops.triton_backend import why_no_triton
+
+    if request.param == "native":
+        yield "native"
+        return
+    with native.without_kernels("cuda"):
+        assert why_no_triton(torch.device("cuda", 0)) is None
+        yield "triton"
 
 
 @pytest.fixture

@@ -28,8 +28,14 @@ OPS = frozenset(
 
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
-    """bytetx.ops.triton_kernels where it serves this device, else None."""
+    """bytetx.ops.triton_kernels where it serves this device in the native core's place."""
     found = _lookup(device.type, device.index)
+    return None if isinstance(found, str) else found
+
+
+def own_triton_kernels(device: torch.device) -> ModuleType | None:
+    """The same where it runs at all: for what the native core has no kernel for anywhere."""
+    found = _working(device.type, device.index)
     return None if isinstance(found, str) else found
 
 
@@ -45,11 +51,16 @@ def has_native_kernels(device: torch.device) -> bool:
 
 @native.cached_lookup
 def _lookup(device_type: str, index: int | None) -> ModuleType | str:
-    device = torch.device(device_type) if index is None else torch.device(device_type, index)
+    if device_type == "cuda" and has_native_kernels(_device(device_type, index)):
+        return "the native kernels serve this GPU"
+    return _working(device_type, index)
+
+
+@native.cached_lookup
+def _working(device_type: str, index: int | None) -> ModuleType | str:
     if device_type != "cuda" or not torch.cuda.is_available():
         return "the Triton kernels are for CUDA GPUs"
-    if has_native_kernels(device):
-        return "the native kernels serve this GPU"
+    device = _device(device_type, index)
     if torch.version.hip is not None:
         return "the Triton kernels were not tried on ROCm"
     major, minor = torch.cuda.get_device_capability(device)
@@ -58,6 +69,10 @@ def _lookup(device_type: str, index: int | None) -> ModuleType | str:
     if find_spec("triton") is None:
         return "Triton is not installed: run `pip install triton`"
     return _try_out(device)
+
+
+def _device(device_type: str, index: int | None) -> torch.device:
+    return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def _try_out(device: torch.device) -> ModuleType | str:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from bytetx.arguments import check_top_k
 from bytetx.errors import OptionError
-from bytetx.ops.pooling import pool
+from bytetx.ops.maxsim import cuts, maxsim_scores
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
@@ -218,15 +218,7 @@ class _Tokens:
 
     def blocks(self, device: torch.device, *, is_query: bool) -> Iterator[slice]:
         num_tokens = _QUERY_TOKENS if is_query else _CORPUS_TOKENS
-        return self.cuts(num_tokens[device.type])
-
-    def cuts(self, num_tokens: int) -> Iterator[slice]:
-        """Texts of at most so many tokens; one of more is alone."""
-        start = 0
-        while start < len(self):
-            limit = self.cu_seqlens[start] + num_tokens
-            stop = int(np.searchsorted(self.cu_seqlens, limit, side="right")) - 1
-            yield slice(start, start := min(max(stop, start + 1), len(self)))
+        return cuts(self.cu_seqlens, num_tokens[device.type])
 
     def take(self, texts: slice, device: torch.device) -> "_Tokens":
         bounds = self.cu_seqlens[texts.start : texts.stop + 1]
@@ -318,7 +310,13 @@ def _score_blocks(
             documents = corpus.take(columns, device)
             for rows in queries.blocks(device, is_query=True):
                 block = queries.take(rows, device)
-                yield rows, columns, _maxsim(block, documents, is_mean=function == "meanmaxsim")
+                scores = maxsim_scores(
+                    *(block.x, block.cu_seqlens, documents.x, documents.cu_seqlens),
+                    empty_score=_NO_VECTORS_SCORE,
+                    product_bytes=_PRODUCT_BYTES[device.type],
+                    is_mean=function == "meanmaxsim",
+                )
+                yield rows, columns, scores
         return
     assert not isinstance(queries, _Tokens) and not isinstance(corpus, _Tokens)
     for columns in corpus.blocks(device, is_query=False):
@@ -358,43 +356,3 @@ def _scores(a: torch.Tensor, b: torch.Tensor, function: str) -> torch.Tensor:
     if function in ("cosine", "dot"):
         return a @ b.T
     return -torch.cdist(a, b, p=2.0 if function == "euclidean" else 1.0)
-
-
-def _maxsim(queries: _Tokens, documents: _Tokens, *, is_mean: bool) -> torch.Tensor:
-    """f32 [num_queries, num_documents] of one block of queries."""
-    device, seqlens = documents.device, np.diff(queries.cu_seqlens)
-    out = torch.empty((len(queries), len(documents)), device=device)
-    query_vectors = _operand(queries.x)
-    num_tokens = max(1, _PRODUCT_BYTES[device.type] // (4 * max(1, len(query_vectors))))
-    for some in documents.cuts(num_tokens):
-        block = documents.take(some, device)
-        products = _products(_operand(block.x), query_vectors)  # [document tokens, query tokens]
-        cu_seqlens = torch.from_numpy(block.cu_seqlens.astype(np.int32)).to(device)
-        longest = int(np.diff(block.cu_seqlens).max(initial=0))
-        best = pool(products, cu_seqlens, mode="max", max_seqlen=longest)
-        out[:, some] = _sums(best.T, seqlens)
-    is_empty = torch.from_numpy(np.diff(documents.cu_seqlens) == 0).to(device)
-    if is_mean:
-        out /= torch.from_numpy(np.maximum(seqlens, 1)).to(device)[:, None]
-    return out.masked_fill_(is_empty, _NO_VECTORS_SCORE)
-
-
-def _operand(x: torch.Tensor) -> torch.Tensor:
-    return x if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) else x.float()
-
-
-def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b.T in f32."""
-    if a.dtype == b.dtype == torch.float32:
-        return a @ b.T
-    if a.dtype == b.dtype:
-        return torch.mm(a, b.T, out_dtype=torch.float32)
-    return a.float() @ b.float().T
-
-
-def _sums(x: torch.Tensor, seqlens: np.ndarray) -> torch.Tensor:
-    """Of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
-    if len(seqlens) and (seqlens == seqlens[0]).all():
-        return x.reshape(len(seqlens), int(seqlens[0]), -1).sum(dim=1)
-    lengths = torch.from_numpy(seqlens).to(x.device)
-    return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, axis=0, unsafe=True)

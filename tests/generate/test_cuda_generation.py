@@ -16,7 +16,7 @@ from bytetx.hf import wrap
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_backend")]
 
 FAMILIES = [
     *("gpt2", "gptj", "gpt_neo", "gpt_neox", "opt", "qwen3-window"),
@@ -48,7 +48,7 @@ def test_f32_gives_the_tokens_of_the_cpu(tmp_path: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
+def pair(cuda_backend: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
     """One f32 checkpoint on the CPU and on the GPU."""
     folder = save_causal(tmp_path_factory.mktemp("pair"), "qwen3")
     on_cpu = bytetx.load(folder, device="cpu", dtype="float32")

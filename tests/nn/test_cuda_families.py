@@ -17,7 +17,7 @@ import bytetx
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import pack, split
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_backend")]
 
 SEQLENS = [1, 2, 17, 65, 70, 33]
 WIDER = {"hidden_size": 192, "intermediate_size": 256, "max_position_embeddings": 160}

@@ -15,7 +15,9 @@ from bytetx.ops.triton_kernels import paged  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which interprets them, warns of inf and NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
 # The interpreter multiplies no bf16.
 HALF_DTYPES = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 DTYPES = [*HALF_DTYPES, torch.float32]

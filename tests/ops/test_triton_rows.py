@@ -16,7 +16,9 @@ from bytetx.ops import triton_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which interprets them, warns of inf and NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+if DEVICE == "cuda":
+    pytestmark.append(pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The interpreter multiplies no bf16.
 GEMM_DTYPES = DTYPES if DEVICE == "cuda" else DTYPES[:2]
@@ -196,3 +198,30 @@ def test_argmax(dtype: torch.dtype) -> None:
     right[torch.tensor([1, 2, 4])] = -1
     assert torch.equal(ours, right)
     assert last.tolist() == [8, 0, 0, int(right[0]), int(right[5]), 5, 5, 5, 0]
+
+
+@pytest.mark.parametrize("size", [20, 128, 300])
+@pytest.mark.parametrize("dtype", GEMM_DTYPES)
+def test_maxsim(dtype: torch.dtype, size: int) -> None:
+    """Queries within a tile and over several; documents of no vector, one, and several tiles."""
+    query_lengths, lengths = [32, 5, 0, 200, 1], [3, 0, 70, 1, 200, 64] * 4
+    q = F.normalize(normal(sum(query_lengths), size), dim=1).to(dtype)
+    d = F.normalize(normal(sum(lengths), size), dim=1).to(dtype)
+    bounds = [ints(0, *torch.tensor(n).cumsum(0).tolist()) for n in (query_lengths, lengths)]
+    ours = triton_kernels.maxsim(q, bounds[0], d, bounds[1])
+    for i, query in enumerate(q.double().split(query_lengths)):
+        for j, document in enumerate(d.double().split(lengths)):
+            if not len(query):
+                assert ours[i, j] == 0
+            elif not len(document):
+                assert ours[i, j] == -torch.inf
+            else:
+                right = (query @ document.T).amax(1).sum()
+                assert abs(ours[i, j] - right) < 1e-4 * max(1, len(query))
+
+
+def test_maxsim_does_not_hide_nan() -> None:
+    q, d = normal(5, 32), normal(9, 32)
+    d[3, 1] = torch.nan
+    scores = triton_kernels.maxsim(q, ints(0, 5), d, ints(0, 3, 5, 9))
+    assert scores.isnan().tolist() == [[False, True, False]]

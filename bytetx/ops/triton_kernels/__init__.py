@@ -6,6 +6,7 @@ this package through ops.triton_backend, which says whether it can be.
 
 from bytetx.ops.triton_kernels.attention import sequence_bounds, varlen_attention
 from bytetx.ops.triton_kernels.gemm import linear
+from bytetx.ops.triton_kernels.late_interaction import maxsim
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.paged import paged_attention
 from bytetx.ops.triton_kernels.rows import argmax, gate_rows, pool, rotary, write_kv
@@ -15,6 +16,7 @@ __all__ = [
     "embed",
     "gate_rows",
     "linear",
+    "maxsim",
     "norm",
     "paged_attention",
     "pool",

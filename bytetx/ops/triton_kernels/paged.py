@@ -183,8 +183,7 @@ def _paged_kernel(
     head = kv_head * GROUP + lanes % GROUP
     is_row = (lanes < TOKENS * GROUP) & (row < num_rows)
     position = num_keys - num_rows + row
-    last_position = num_keys - num_rows + tl.minimum(first_row + TOKENS, num_rows) - 1
-    key_end = last_position + 1
+    key_end = num_keys - num_rows + tl.minimum(first_row + TOKENS, num_rows)
     first = key_end * 0
     if HAS_WINDOW:
         first = tl.maximum(num_keys - num_rows + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
@@ -194,9 +193,8 @@ def _paged_kernel(
         key_end = tl.minimum(key_end, first + blocks_a_part * BLOCK_N)
 
     features = tl.arange(0, BLOCK_D)
-    is_feature = features < HEAD_DIM
     token = (begin + row).to(tl.int64)
-    mask = is_row[:, None] & is_feature[None, :]
+    mask = is_row[:, None] & (features < HEAD_DIM)[None, :]
     q_rows = q + token[:, None] * q_stride + head[:, None] * HEAD_DIM + features[None, :]
     rows = tl.load(q_rows, mask=mask, other=0.0)
     slope = position  # not read

@@ -1,0 +1,100 @@
+"""Scores of queries and documents by the vectors of their tokens (late interaction)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bytetx.ops.pooling import pool
+from bytetx.ops.triton_backend import own_triton_kernels
+
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def maxsim_scores(
+    queries: Tensor,
+    cu_queries: np.ndarray,
+    documents: Tensor,
+    cu_documents: np.ndarray,
+    *,
+    empty_score: float,
+    product_bytes: int,
+    is_mean: bool = False,
+) -> Tensor:
+    """For each query and document: the sum over the query's vectors of the largest dot product.
+
+    queries: [query vectors, size], documents: [document vectors, size], on one device, floating.
+    cu_queries, cu_documents: int64 on the host, the bounds of each query and document.
+    empty_score: of a document without vectors.  product_bytes: of products, or of their maxima,
+    that are held at once.  is_mean: divide by the number of the query's vectors.
+    Half types multiply in f32 on a CPU, and on a GPU as they are with f32 sums.
+    Returns f32 [num_queries, num_documents].  Source: ColBERT (arXiv 2004.12832), section 3.2.
+    """
+    q, d = _operand(queries), _operand(documents)
+    if q.dtype != d.dtype:
+        q, d = q.float(), d.float()
+    triton = own_triton_kernels(d.device)
+    out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
+    at_once = max(1, product_bytes // (4 * max(1, len(q))))
+    seqlens, is_empty = np.diff(cu_queries), np.diff(cu_documents) == 0
+    if triton is not None:
+        query_bounds, q = _on_device(cu_queries, d.device), q.contiguous()
+        for first in range(0, out.shape[1], at_once):
+            vectors, ends = _rows(d, cu_documents, slice(first, first + at_once))
+            bounds = _on_device(ends, d.device)
+            scores = triton.maxsim(q, query_bounds, vectors.contiguous(), bounds)
+            out[:, first : first + at_once] = scores
+    else:
+        for some in cuts(cu_documents, at_once):
+            out[:, some] = _blockwise(q, seqlens, *_rows(d, cu_documents, some))
+    if is_mean:
+        out /= torch.from_numpy(np.maximum(seqlens, 1)).to(d.device)[:, None]
+    if is_empty.any():
+        out.masked_fill_(torch.from_numpy(is_empty).to(d.device), empty_score)
+    return out
+
+
+def cuts(ends: np.ndarray, most: int) -> Iterator[slice]:
+    """Texts of at most so many rows together; one of more is alone.  ends: bounds [n + 1]."""
+    start, count = 0, len(ends) - 1
+    while start < count:
+        stop = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
+        yield slice(start, start := min(max(stop, start + 1), count))
+
+
+def _rows(x: Tensor, ends: np.ndarray, some: slice) -> tuple[Tensor, np.ndarray]:
+    """The rows of some texts, and their bounds."""
+    own = ends[some.start : some.stop + 1]
+    return x[int(own[0]) : int(own[-1])], own - own[0]
+
+
+def _blockwise(q: Tensor, seqlens: np.ndarray, documents: Tensor, ends: np.ndarray) -> Tensor:
+    """The products, and the maximum of each document's rows."""
+    products = _products(documents, q)  # [document vectors, query vectors]
+    longest = int(np.diff(ends).max(initial=0))
+    best = pool(products, _on_device(ends, q.device), mode="max", max_seqlen=longest)
+    return _sums(best.T, seqlens)
+
+
+def _on_device(ends: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(ends.astype(np.int32)).to(device)
+
+
+def _operand(x: Tensor) -> Tensor:
+    return x if x.is_cuda and x.dtype in _HALF_DTYPES else x.float()
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b.T in f32."""
+    if a.dtype == torch.float32:
+        return a @ b.T
+    return torch.mm(a, b.T, out_dtype=torch.float32)
+
+
+def _sums(x: Tensor, seqlens: np.ndarray) -> Tensor:
+    """Of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
+    if len(seqlens) and (seqlens == seqlens[0]).all():
+        return x.reshape(len(seqlens), int(seqlens[0]), -1).sum(dim=1)
+    lengths = torch.from_numpy(seqlens).to(x.device)
+    return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, axis=0, unsafe=True)
