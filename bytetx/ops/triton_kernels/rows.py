@@ -124,8 +124,10 @@ def _write_kv_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token).to(tl.int64)
+    if (slot < 0) | (slot >= num_slots):
+        return
     columns = tl.arange(0, BLOCK)
-    mask = (columns < ROW) & (slot >= 0) & (slot < num_slots)
+    mask = columns < ROW
     tl.store(k_cache + slot * ROW + columns, tl.load(k + token * k_stride + columns, mask), mask)
     tl.store(v_cache + slot * ROW + columns, tl.load(v + token * v_stride + columns, mask), mask)
 
