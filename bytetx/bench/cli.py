@@ -2,7 +2,10 @@
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +23,7 @@ app = typer.Typer(
     help="Measure bytetx and what a user would run instead, side by side.",
     no_args_is_help=True,
 )
+_uses_triton = ContextVar("uses_triton", default=False)  # the option before the suite's name
 _PLOT_FOLDER = Path("benchmarks")
 
 RecordOption = Annotated[
@@ -49,6 +53,20 @@ Fa3Option = Annotated[
 ModelOption = Annotated[
     Path | None, typer.Option("--model", help="Measure this checkpoint folder instead.")
 ]
+
+
+@app.callback()
+def options(
+    triton: Annotated[
+        bool,
+        typer.Option(
+            "--triton",
+            help="On a GPU, switch the native kernels off and measure what serves other GPUs; the "
+            "records are of a suite of its own.",
+        ),
+    ] = False,
+) -> None:
+    _uses_triton.set(triton)
 
 
 @app.command()
@@ -385,14 +403,33 @@ def _run_gpu(
 ) -> None:
     """command: the suite's name, and options that its command has besides those given here."""
     console, patterns = Console(), case or []
+    uses_triton = _uses_triton.get()
     try:
         _check_plot(plot, record)
-        suite = make_suite(patterns=patterns)
-        _run_suite(console, suite, command=_command(command, patterns, model), record=record)
+        with _triton_alone() if uses_triton else nullcontext():
+            suite = make_suite(patterns=patterns)
+            if uses_triton:
+                suite, command = replace(suite, name=f"{suite.name}-triton"), f"--triton {command}"
+            _run_suite(console, suite, command=_command(command, patterns, model), record=record)
         if plot and record is not None:
             _draw(console, record, device=suite.device)
     except BytetxError as error:
         _fail(error)
+
+
+@contextmanager
+def _triton_alone() -> Iterator[None]:
+    """The native kernels of GPUs are off.  Raises BytetxError where Triton does not serve then."""
+    import torch
+
+    from bytetx.ops import native
+    from bytetx.ops.triton_backend import why_no_triton
+
+    with native.without_kernels("cuda"):
+        reason = why_no_triton(torch.device("cuda"))
+        if reason is not None:
+            raise BytetxError(f"--triton measures nothing here: {reason}")
+        yield
 
 
 def _run_ranks(

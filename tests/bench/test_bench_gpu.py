@@ -27,12 +27,13 @@ from bytetx.bench.cli import app
 from bytetx.bench.gpu_rivals import cut_by_tokens
 from bytetx.bench.lengths import Lengths, bytetransformer, dense, prefix_sums
 from bytetx.bench.plot import draw
-from bytetx.bench.records import Record, write_record
+from bytetx.bench.records import Record, read_records, write_record
 from bytetx.bench.right_runs import right_runs
-from bytetx.bench.suite import Measurement
+from bytetx.bench.suite import Case, Measurement, Suite
 from bytetx.bench.table import summary_line
 from bytetx.checkpoint.spec import build_spec
 from bytetx.errors import BytetxError
+from bytetx.ops import native, triton_backend
 from bytetx.ops.attention import varlen_attention
 
 pytest.importorskip("transformers")
@@ -330,6 +331,30 @@ def failure(arguments: list[str], *, code: int = 1) -> str:
     assert result.exit_code == code
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
+
+
+def test_triton_is_measured_with_the_native_kernels_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = []
+
+    def measured() -> Measurement:
+        reasons.append(native.why_no_kernel("planned_attention", torch.device("cuda")))
+        return Measurement(ours=2.0, rivals={"flash-attention-2": 3.0}, floor=1.0, shape={})
+
+    def suite(**_: object) -> Suite:
+        return Suite("attention", "a GPU", {}, [Case("mean-9", "us", "fp16", measured)])
+
+    monkeypatch.setattr(attention, "attention_suite", suite)
+    arguments = ["attention", "--record", str(tmp_path / "records.jsonl")]
+    assert "--triton measures nothing here: " in failure(["--triton", *arguments])
+    monkeypatch.setattr(triton_backend, "why_no_triton", lambda device: None)
+    for options in (["--triton"], []):
+        assert CliRunner().invoke(app, [*options, *arguments]).exit_code == 0
+    triton, own = read_records(tmp_path / "records.jsonl")
+    assert reasons[0] == "the native kernels for cuda are switched off" != reasons[1]
+    assert (triton.suite, own.suite) == ("attention-triton", "attention")
+    assert triton.command == "bytetx bench --triton attention"
 
 
 @pytest.mark.usefixtures("no_gpu")
