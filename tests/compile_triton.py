@@ -13,9 +13,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bytetx.ops import triton_kernels
-from bytetx.ops.triton_kernels import attention, gemm, late_interaction, norms, paged, rows
+from bytetx.ops.triton_kernels import (
+    attention,
+    disentangled,
+    gemm,
+    late_interaction,
+    norms,
+    paged,
+    rows,
+)
 
-MODULES = (attention, gemm, late_interaction, norms, paged, rows)
+MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows)
 POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -74,6 +82,10 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         triton_kernels.varlen_attention(
             q, k, v, bounds, batch_size=4, softmax_scale=0.1, out=torch.empty_like(q), **options
         )
+    table = torch.empty(64, heads, head_dim, dtype=dtype)
+    triton_kernels.disentangled_attention(
+        q, k, v, table, table, torch.zeros(999, dtype=torch.int32), bounds, softmax_scale=0.1
+    )
     cache = torch.empty(9, 16, max(1, heads // 4), head_dim, dtype=dtype)
     for longest in ((1, 2000), (mean_tokens, 200)):
         triton_kernels.paged_attention(

@@ -8,8 +8,10 @@ from torch import Tensor
 from bytetx.ops import native, reference
 from bytetx.ops.check import require_contiguous, require_heads, require_tensor
 from bytetx.ops.rows import empty_rows
+from bytetx.ops.triton_backend import triton_kernels
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 128
 
 
 def disentangled_attention(
@@ -54,14 +56,23 @@ def disentangled_attention(
         return attended
     if has_kernel(q, k, v, pos_k, pos_q):
         return run_kernel(q, k, v, pos_k, pos_q, buckets, cu_seqlens, softmax_scale=softmax_scale)
+    triton = triton_kernels(q.device)
+    if triton is not None and 0 < q.shape[2] <= _MAX_HEAD_DIM and q.shape[0] > 0:
+        bounds = triton.sequence_bounds(cu_seqlens, q.shape[0])
+        tables = (pos_k, pos_q, buckets)
+        rows: Tensor = triton.disentangled_attention(
+            q, k, v, *tables, bounds, softmax_scale=softmax_scale
+        )
+        return rows
     return reference.disentangled_attention(
         q, k, v, pos_k, pos_q, buckets, cu_seqlens, softmax_scale=softmax_scale
     )
 
 
 def has_disentangled_kernel(device: torch.device) -> bool:
-    """Whether a native kernel is there, which reads the lengths on the device."""
-    return native.kernel("disentangled_attention", device) is not None
+    """Whether a kernel is there, which reads the lengths on the device."""
+    is_native = native.kernel("disentangled_attention", device) is not None
+    return is_native or triton_kernels(device) is not None
 
 
 def has_kernel(q: Tensor, k: Tensor, v: Tensor, pos_k: Tensor | None, pos_q: Tensor | None) -> bool:
@@ -70,7 +81,7 @@ def has_kernel(q: Tensor, k: Tensor, v: Tensor, pos_k: Tensor | None, pos_q: Ten
         return False
     if not q.is_cuda:
         return q.dtype in (torch.float32, torch.bfloat16)
-    if q.dtype not in _HALF_DTYPES or q.shape[2] % 8 or q.shape[2] > 128:
+    if q.dtype not in _HALF_DTYPES or q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
         return False
     rows = (q, k, v)
     tables = tuple(t for t in (pos_k, pos_q) if t is not None)

@@ -18,6 +18,7 @@ OPS = frozenset(
         "linear",
         "gate_rows",
         "varlen_attention",
+        "disentangled_attention",
         "paged_attention",
         "write_kv",
         "rotary",

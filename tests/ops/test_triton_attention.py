@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import reference
+from bytetx.ops.disentangled import log_buckets
 
 pytest.importorskip("triton")
 
@@ -141,6 +142,35 @@ def test_mates_change_no_bit_of_a_sequence_that_fills_tiles() -> None:
 def test_bounds_of_tokens() -> None:
     bounds = triton_kernels.sequence_bounds(bounds_of([0, 2, 0, 0, 1, 3, 0]), 8)
     assert bounds.tolist() == [[0, 0, 2, 3, 3, 3, 6, 7], [2, 2, 3, 6, 6, 6, 0, 0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", ["both", "pos_k", "pos_q", "none"])
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_disentangled_attention(head_dim: int, terms: str, dtype: torch.dtype) -> None:
+    """Rows of padding are not read, and what is broken stays in its sequence."""
+    lengths = [5, 0, 1, 70, 130, 9]
+    total = sum(lengths)
+    q, k, v = (rows(total + 9, 2, head_dim, dtype) for _ in range(3))
+    buckets = log_buckets(16, 64, 160).to(DEVICE)
+    pos_k = rows(32, 2, head_dim, dtype) if terms in ("both", "pos_k") else None
+    pos_q = rows(32, 2, head_dim, dtype) if terms in ("both", "pos_q") else None
+    operands = [None if t is None else t.float() for t in (q, k, v, pos_k, pos_q)]
+    scale = (3 * head_dim) ** -0.5
+    right = reference.disentangled_attention(
+        *operands, buckets, bounds_of(lengths), softmax_scale=scale
+    )
+    bounds = triton_kernels.sequence_bounds(bounds_of(lengths), total + 9)
+    for operand in (q, k, v):
+        operand[total:] = torch.nan
+    tables = (pos_k, pos_q, buckets, bounds)
+    ours = triton_kernels.disentangled_attention(q, k, v, *tables, softmax_scale=scale)
+    assert_close(ours[:total], right[:total], dtype)
+    v[76:206] = torch.nan
+    ours = triton_kernels.disentangled_attention(q, k, v, *tables, softmax_scale=scale)
+    assert ours[76:206].isnan().all()
+    others = [*range(76), *range(206, total)]
+    assert_close(ours[others], right[others], dtype)
 
 
 class Pages:

@@ -5,6 +5,7 @@ this package through ops.triton_backend, which says whether it can be.
 """
 
 from bytetx.ops.triton_kernels.attention import sequence_bounds, varlen_attention
+from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.late_interaction import maxsim
 from bytetx.ops.triton_kernels.norms import embed, norm
@@ -13,6 +14,7 @@ from bytetx.ops.triton_kernels.rows import argmax, gate_rows, pool, rotary, writ
 
 __all__ = [
     "argmax",
+    "disentangled_attention",
     "embed",
     "gate_rows",
     "linear",

@@ -242,7 +242,7 @@ def _attend_key_by_key(
 
 
 @triton.jit
-def _key_ranges(
+def key_ranges(
     rows,
     starts,
     ends,
@@ -314,7 +314,7 @@ def _attention_kernel(
     starts = tl.load(bounds + rows, mask=is_row, other=total_tokens)
     ends = tl.load(bounds + total_tokens + rows, mask=is_row, other=0)
     is_row = ends > starts
-    first, free_first, free_last, key_end = _key_ranges(
+    first, free_first, free_last, key_end = key_ranges(
         rows,
         starts,
         ends,
