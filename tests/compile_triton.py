@@ -21,10 +21,12 @@ from bytetx.ops.triton_kernels import (
     norms,
     paged,
     rows,
+    sampling,
 )
 
-MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows)
+MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows, sampling)
 POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -118,6 +120,9 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     triton_kernels.write_kv(q, q, q, q, ids)
     triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
     triton_kernels.maxsim(q[:, 0].contiguous(), ends, k[:, 0].contiguous(), ends)
+    floats, longs = torch.empty(total), torch.empty(total, dtype=torch.int64)
+    limits = {"top_k": longs, "top_p": floats, "min_p": floats}
+    triton_kernels.sample(x, floats, **limits, numbers=floats.double())
     triton_kernels.argmax(x, slot_indices=ends, last_tokens=ends)
 
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from bytetx.ops import native
 from bytetx.ops.check import require_contiguous, require_tensor
-from bytetx.ops.sampling import Filters, is_bad_row, sample
+from bytetx.ops.sampling import Filters, is_bad_row, sample, uniform
+from bytetx.ops.triton_backend import triton_kernels
 
 _MAX_VOCAB_SIZE = 1 << 19  # kMaxChunks * kChunk in csrc/cuda/sample_row.cuh
 
@@ -31,7 +32,8 @@ def sample_tokens(
     require_contiguous("logits", logits)
     kernel = native.kernel("sample", logits.device)
     takes_it = logits.dtype in native.DTYPE_CODES and 0 < logits.shape[1] <= _MAX_VOCAB_SIZE
-    if kernel is None or not takes_it:
+    triton = triton_kernels(logits.device) if kernel is None else None
+    if not takes_it or (kernel is None and triton is None):
         chosen = sample(
             *(logits, temperature, filters),
             seeds=seeds,
@@ -39,23 +41,23 @@ def sample_tokens(
             has_greedy=has_greedy,
         )
         return torch.where(is_bad_row(logits), -1, chosen)
-    columns = {
-        "temperature": (temperature, torch.float32),
-        "top_k": (filters.top_k, torch.int64),
-        "top_p": (filters.top_p, torch.float32),
-        "min_p": (filters.min_p, torch.float32),
-        "seeds": (seeds, torch.int64),
-        "positions": (positions, torch.int64),
-    }
-    for name, (column, dtype) in columns.items():
-        if column is None:
-            continue
-        require_tensor(name, column, shape=logits.shape[:1], dtypes=(dtype,), device=logits.device)
-        require_contiguous(name, column)
+    limits = {"top_k": filters.top_k, "top_p": filters.top_p, "min_p": filters.min_p}
+    columns = {"temperature": temperature, **limits, "seeds": seeds, "positions": positions}
+    for name, column in columns.items():
+        if column is not None:
+            dtype = torch.int64 if name in ("top_k", "seeds", "positions") else torch.float32
+            shape = logits.shape[:1]
+            require_tensor(name, column, shape=shape, dtypes=(dtype,), device=logits.device)
+            require_contiguous(name, column)
+    if kernel is None:
+        assert triton is not None
+        numbers = uniform(seeds, positions)
+        tokens: Tensor = triton.sample(logits, temperature, **limits, numbers=numbers)
+        return tokens
     out = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
     kernel(
         logits.data_ptr(),
-        *(0 if column is None else column.data_ptr() for column, _ in columns.values()),
+        *(0 if column is None else column.data_ptr() for column in columns.values()),
         out.data_ptr(),
         *logits.shape,
         native.DTYPE_CODES[logits.dtype],

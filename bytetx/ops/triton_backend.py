@@ -24,6 +24,7 @@ OPS = frozenset(
         "rotary",
         "pool",
         "argmax",
+        "sample",
     }
 )
 

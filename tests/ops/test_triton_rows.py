@@ -3,12 +3,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from sampled_rows import columns_of
+from test_sample_tokens import is_right, random_rows
 from torch import Tensor
 
 from bytetx.ops import reference
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import ACTIVATIONS
 from bytetx.ops.pooling import POOLING_MODES
+from bytetx.ops.sampling import uniform
 
 pytest.importorskip("triton")
 
@@ -204,7 +207,7 @@ def test_argmax(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", GEMM_DTYPES)
 def test_maxsim(dtype: torch.dtype, size: int) -> None:
     """Queries within a tile and over several; documents of no vector, one, and several tiles."""
-    query_lengths, lengths = [32, 5, 0, 200, 1], [3, 0, 70, 1, 200, 64] * 4
+    query_lengths, lengths = [32, 5, 0, 100, 1], [3, 0, 70, 1, 64]
     q = F.normalize(normal(sum(query_lengths), size), dim=1).to(dtype)
     d = F.normalize(normal(sum(lengths), size), dim=1).to(dtype)
     bounds = [ints(0, *torch.tensor(n).cumsum(0).tolist()) for n in (query_lengths, lengths)]
@@ -225,3 +228,33 @@ def test_maxsim_does_not_hide_nan() -> None:
     d[3, 1] = torch.nan
     scores = triton_kernels.maxsim(q, ints(0, 5), d, ints(0, 3, 5, 9))
     assert scores.isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(4, 1), (30, 7), (9, 1500), (2, 9001)])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 2.0, 30.0])
+def test_sampling(num_rows: int, vocab_size: int, scale: float, dtype: torch.dtype) -> None:
+    """The tokens of the exact distribution, by temperature, top-k, top-p and min-p."""
+    logits = (normal(num_rows, vocab_size) * scale).to(dtype)
+    rows = random_rows(num_rows, vocab_size + int(scale))
+    columns = columns_of(rows, DEVICE)
+    filters = columns["filters"]
+    limits = {"top_k": filters.top_k, "top_p": filters.top_p, "min_p": filters.min_p}
+    numbers = uniform(columns["seeds"], columns["positions"])
+    tokens = triton_kernels.sample(logits, columns["temperature"], **limits, numbers=numbers)
+    for token, row, x in zip(tokens.tolist(), rows, logits.cpu(), strict=True):
+        assert is_right(token, x, row), row
+
+
+def test_bad_rows_have_no_token() -> None:
+    logits = normal(5, 700)
+    logits[0, 3], logits[1, 600], logits[2], logits[3, 5:] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        -torch.inf,
+    )
+    temperature, numbers = torch.ones(5, device=DEVICE), torch.full((5,), 0.9999, device=DEVICE)
+    limits = {"top_k": None, "top_p": None, "min_p": None}
+    tokens = triton_kernels.sample(logits, temperature, **limits, numbers=numbers.double())
+    assert tokens[:3].tolist() == [-1, -1, -1] and 0 <= tokens[3] < 5 and tokens[4] > 600

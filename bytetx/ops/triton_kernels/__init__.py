@@ -11,6 +11,7 @@ from bytetx.ops.triton_kernels.late_interaction import maxsim
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.paged import paged_attention
 from bytetx.ops.triton_kernels.rows import argmax, gate_rows, pool, rotary, write_kv
+from bytetx.ops.triton_kernels.sampling import sample
 
 __all__ = [
     "argmax",
@@ -23,6 +24,7 @@ __all__ = [
     "paged_attention",
     "pool",
     "rotary",
+    "sample",
     "sequence_bounds",
     "varlen_attention",
     "write_kv",
