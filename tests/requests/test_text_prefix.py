@@ -46,12 +46,13 @@ def _unigram_like_xlm_r() -> tokenizers.Tokenizer:
     return backend
 
 
-def _qwen2() -> tokenizers.Tokenizer:
-    """Qwen2's parts: NFC, its own pattern, bytes."""
+def _qwen2(*, digits: str = r"\p{N}") -> tokenizers.Tokenizer:
+    """Qwen2's parts: NFC, its own pattern, bytes.  digits: of its pattern, where Llama 3 differs."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        f"{digits}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,7 +71,12 @@ def _qwen2() -> tokenizers.Tokenizer:
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     found = {kind: _load(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
-    for name, backend in (("xlm-r", _unigram_like_xlm_r()), ("qwen2", _qwen2())):
+    others = {
+        "xlm-r": _unigram_like_xlm_r(),
+        "qwen2": _qwen2(),
+        "llama3": _qwen2(digits=r"\p{N}{1,3}"),
+    }
+    for name, backend in others.items():
         found[name] = Tokenizer(backend, max_tokens=MAX_TOKENS, config={})
     return found
 
@@ -106,7 +112,7 @@ _TEXTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2"])
+@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2", "llama3"])
 @settings(max_examples=120, deadline=None)
 @given(text=_TEXTS)
 @example(text="a" * 20_000)
@@ -124,7 +130,7 @@ def test_any_text_has_the_ids_of_the_whole(
     _assert_same(loaded[name], text)
 
 
-@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2"])
+@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2", "llama3"])
 def test_every_boundary_is_one(name: str, loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded[name]
     boundary = find_boundary(tokenizer.backend)
@@ -152,7 +158,7 @@ def _seen(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2"])
+@pytest.mark.parametrize("name", [*KINDS, "xlm-r", "qwen2", "llama3"])
 def test_a_long_text_is_not_tokenised_whole(
     name: str, loaded: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
