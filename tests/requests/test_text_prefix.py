@@ -47,7 +47,7 @@ def _unigram_like_xlm_r() -> tokenizers.Tokenizer:
 
 
 def _qwen2(*, digits: str = r"\p{N}") -> tokenizers.Tokenizer:
-    """Qwen2's parts: NFC, its own pattern, bytes.  digits: of its pattern, where Llama 3 differs."""
+    """Qwen2's parts: NFC, its own pattern, bytes.  digits: in it, where Llama 3 differs."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
     pattern = (
