@@ -48,6 +48,7 @@ LENGTHS = {
 _QUERIES = Lognormal(10, 0.1, 8, 12)
 _DOCUMENTS = Lognormal(512, 0.01, 505, 520)  # the models of the suite cut at their own length
 _NUM_TEXTS = 2048  # different ones; then they come again
+_NUM_DOCUMENTS = 64
 _NUM_CHECKED = 16
 _MAX_COSINE_DISTANCE = {"fp32": 1e-4, "fp16": 1e-3, "bf16": 2e-2}
 _QUERIES_PER_S = 20.0
@@ -152,7 +153,7 @@ class Contest:
 
     @cached_property
     def servers(self) -> tuple[list[Server], list[str]]:
-        """Ours, then the rivals whose vectors are ours; and notes on those left out."""
+        """Ours first, then the rivals whose vectors are ours; and notes on those left out."""
         texts = self._texts("real")[:_NUM_CHECKED]
         expected = self.model.embed(texts, truncate=True).vectors
         servers, notes = [], list[str]()
@@ -197,7 +198,7 @@ class Contest:
         return self._measurement(values, shape, notes)
 
     def queries_beside_documents(self) -> Measurement:
-        """p99 of queries of 10 tokens while documents of 512 arrive, half of what the engine can.
+        """p99 of queries of 10 tokens while documents of 512 arrive, half of what bytetx serve can.
 
         The shape has their p99 without documents, and the ratio of both.
         """
@@ -205,12 +206,9 @@ class Contest:
         shape: dict[str, int | float | str] = {}
         servers, notes = self.servers
         notes = list(notes)
-        documents = english_passages(64, lengths=_DOCUMENTS)
-        rate = _PART_OF_SATURATION / (
-            _median_seconds(partial(self.model.embed, documents, truncate=True)) / 64
-        )
+        rate = _PART_OF_SATURATION * self._saturation_of(servers[0], "documents")
         queries = [request_body([text]) for text in english_passages(512, lengths=_QUERIES, seed=1)]
-        bodies = [request_body([text]) for text in documents]
+        bodies = [request_body([text]) for text in self._texts("documents")]
         for server in servers:
             asked = Stream("queries", server.path, queries, rate=_QUERIES_PER_S)
             beside = Stream("documents", server.path, bodies, rate=rate)
@@ -282,6 +280,8 @@ class Contest:
         return generate_load(plan, settings.num_generators)
 
     def _texts(self, lengths: str) -> list[str]:
+        if lengths == "documents":
+            return english_passages(_NUM_DOCUMENTS, lengths=_DOCUMENTS)
         return english_passages(_NUM_TEXTS, lengths=LENGTHS[lengths])
 
     def _embed_us(self, lengths: str) -> float:

@@ -221,7 +221,7 @@ def test_cases_measure_every_server_and_record_what_they_saw(
         one = contest.measure(Load("one", "query", callers=1))
         half = contest.measure(Load("half", "query", rate=100.0))
         monkeypatch.setattr(serve, "_FEWEST_ANSWERS", 4)
-        monkeypatch.setattr(serve, "_median_seconds", lambda run: 0.64)  # of 64 documents
+        contest._saturation["bytetx", "documents"] = 100.0
         mixed = contest.queries_beside_documents()
     assert {len(json.loads(body)["input"]) for body in ours.seen} == {1, 32}
     assert json.loads(other.seen[0])["model"] == "model"
