@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.pooling import pool
-from bytetx.ops.triton_backend import own_triton_kernels
+from bytetx.ops.triton_backend import triton_kernels
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -34,7 +34,7 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
-    triton = own_triton_kernels(d.device)
+    triton = triton_kernels(d.device)
     out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
     at_once = max(1, product_bytes // (4 * max(1, len(q))))
     seqlens, is_empty = np.diff(cu_queries), np.diff(cu_documents) == 0

@@ -35,12 +35,6 @@ def triton_kernels(device: torch.device) -> ModuleType | None:
     return None if isinstance(found, str) else found
 
 
-def own_triton_kernels(device: torch.device) -> ModuleType | None:
-    """The same where it runs at all: for what the native core has no kernel for anywhere."""
-    found = _working(device.type, device.index)
-    return None if isinstance(found, str) else found
-
-
 def why_no_triton(device: torch.device) -> str | None:
     """Why triton_kernels gives None, with what to do about it where something can be done."""
     found = _lookup(device.type, device.index)
@@ -53,16 +47,11 @@ def has_native_kernels(device: torch.device) -> bool:
 
 @native.cached_lookup
 def _lookup(device_type: str, index: int | None) -> ModuleType | str:
-    if device_type == "cuda" and has_native_kernels(_device(device_type, index)):
-        return "the native kernels serve this GPU"
-    return _working(device_type, index)
-
-
-@native.cached_lookup
-def _working(device_type: str, index: int | None) -> ModuleType | str:
+    device = torch.device(device_type) if index is None else torch.device(device_type, index)
     if device_type != "cuda" or not torch.cuda.is_available():
         return "the Triton kernels are for CUDA GPUs"
-    device = _device(device_type, index)
+    if has_native_kernels(device):
+        return "the native kernels serve this GPU"
     if torch.version.hip is not None:
         return "the Triton kernels were not tried on ROCm"
     major, minor = torch.cuda.get_device_capability(device)
@@ -71,10 +60,6 @@ def _working(device_type: str, index: int | None) -> ModuleType | str:
     if find_spec("triton") is None:
         return "Triton is not installed: run `pip install triton`"
     return _try_out(device)
-
-
-def _device(device_type: str, index: int | None) -> torch.device:
-    return torch.device(device_type) if index is None else torch.device(device_type, index)
 
 
 def _try_out(device: torch.device) -> ModuleType | str:
