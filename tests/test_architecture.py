@@ -46,6 +46,7 @@ WITHOUT_TORCH = [
     "bytetx.serve.app",
     "bytetx.serve.http_server",
     "bytetx.serve.remote",
+    "bytetx.serve.child_process",
     "bytetx.serve.supervisor",
 ]
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}

@@ -8,21 +8,16 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 import tempfile
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from bytetx.errors import BytetxError, OptionError
+from bytetx.serve.child_process import ChildProcess, run_until_told
 from bytetx.serve.logs import set_up_logs
-from bytetx.serve.settings import READY, ServeSettings, settings_line
+from bytetx.serve.settings import ServeSettings
 
 logger = logging.getLogger("bytetx.serve")
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # before a replica that died is started again
-_KILL_AFTER_S = 10.0  # beyond the time that a replica may drain
 
 
 def serve_replicas(
@@ -40,7 +35,7 @@ def serve_replicas(
     if settings.frontends > 1:
         raise OptionError("--replicas and --frontends exclude each other")
     devices = _devices(settings, num_replicas, visible_devices)
-    asyncio.run(_Supervisor(settings, devices).run())
+    asyncio.run(_supervise(settings, devices))
 
 
 def share_gpus(gpus: Sequence[str], num_replicas: int, *, tp: int) -> list[str]:
@@ -75,118 +70,52 @@ def _devices(
     return list(share_gpus(gpus[:num_gpus], num_replicas, tp=settings.tp))
 
 
-class _Supervisor:
-    """One of a process: the replicas, by their index."""
+async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> None:
+    """Runs a replica on each of the devices, until a signal.
 
-    def __init__(self, settings: ServeSettings, devices: Sequence[str | None]):
-        self._settings, self._devices = settings, devices
-        self._processes: dict[int, Process] = {}
-        self._ready: set[int] = set()
-        self._stopping = asyncio.Event()
+    Raises BytetxError where one ends before it was ready for the first time.
+    """
+    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    with (
+        tempfile.TemporaryDirectory(prefix="bytetx-") as folder,
+        reserve_port(settings.hostname, settings.port) as place,
+    ):
+        settings = replace(settings, port=place.getsockname()[1])
+        replicas = [_replica(settings, i, gpus, folder) for i, gpus in enumerate(devices)]
+        ready: set[ChildProcess] = set()
 
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
+        def note_ready(replica: ChildProcess) -> None:
+            ready.add(replica)
+            logger.info("%s is ready (%d of %d)", replica.title, len(ready), len(replicas))
+
+        def stop() -> None:
+            """Replicas drain; told again, they end at once."""
+            told.set()
+            for replica in replicas:
+                replica.terminate()
+
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop)
-        with (
-            tempfile.TemporaryDirectory(prefix="bytetx-") as folder,
-            reserve_port(self._settings.hostname, self._settings.port) as place,
-        ):
-            self._settings = replace(self._settings, port=place.getsockname()[1])
-            keepers = [
-                asyncio.create_task(self._keep(index, folder)) for index in range(self._size)
-            ]
-            try:
-                await self._until_told(keepers)
-            finally:
-                self._stop()
-                await self._end(keepers)
-        logger.info("ended")
+            loop.add_signal_handler(number, stop)
+        for replica in replicas:
+            replica.start(note_ready)
+        failed = await run_until_told(replicas, told)
+        await asyncio.gather(*(replica.stop() for replica in replicas))
+    if failed is not None:
+        child, code = failed
+        raise BytetxError(f"{child.title} ended with {code} before it was ready")
+    logger.info("ended")
 
-    @property
-    def _size(self) -> int:
-        return len(self._devices)
 
-    def _stop(self) -> None:
-        """Replicas drain; told again, they end at once."""
-        self._stopping.set()
-        for process in self._processes.values():
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-
-    async def _until_told(self, keepers: Sequence[asyncio.Task[None]]) -> None:
-        """Returns when a signal comes; raises what a keeper raises."""
-        told = asyncio.create_task(self._stopping.wait())
-        try:
-            await asyncio.wait((told, *keepers), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            told.cancel()
-        for keeper in keepers:
-            if keeper.done():
-                keeper.result()
-
-    async def _end(self, keepers: Sequence[asyncio.Task[None]]) -> None:
-        seconds = self._settings.shutdown_timeout_s + _KILL_AFTER_S
-        _, late = await asyncio.wait(keepers, timeout=seconds)
-        for process in self._processes.values():
-            if process.returncode is None:
-                logger.warning("a replica did not end within %g s and is killed", seconds)
-                process.kill()
-        if late:
-            await asyncio.wait(late)
-        for keeper in keepers:
-            if not keeper.cancelled() and keeper.exception() is not None:
-                logger.debug("a replica did not get ready", exc_info=keeper.exception())
-
-    async def _keep(self, index: int, folder: str) -> None:
-        """Runs a replica, again whenever it dies, until the supervisor is told to stop.
-
-        Raises BytetxError where it dies before it was ready for the first time.
-        """
-        pause = _FIRST_PAUSE_S
-        while not self._stopping.is_set():
-            process = await self._start(index, folder)
-            is_ready = await self._wait_until_ready(index, process)
-            code = await process.wait()
-            if self._stopping.is_set():
-                return
-            if is_ready:
-                pause = _FIRST_PAUSE_S
-            elif index not in self._ready:
-                raise BytetxError(f"replica {index} ended with {code} before it was ready")
-            logger.warning("replica %d ended with %d; it is started again", index, code)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-    async def _start(self, index: int, folder: str) -> Process:
-        settings = self._settings
-        command = [sys.executable, "-m", "bytetx.serve.replica_process", str(index), folder]
-        if (gpus := self._devices[index]) is not None:
-            command = ["env", f"CUDA_VISIBLE_DEVICES={gpus}", *command]
-        elif self._settings.device == "auto":
-            settings = replace(settings, device="cpu")
-        # A process group of its own: an interrupt from the keyboard is passed on from here alone.
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, stderr=None, start_new_session=True
-        )
-        assert process.stdin is not None
-        with suppress(ConnectionError):  # it has died; its end says so
-            process.stdin.write(settings_line(settings))
-            await process.stdin.drain()
-        self._processes[index] = process
-        if self._stopping.is_set():
-            process.terminate()
-        return process
-
-    async def _wait_until_ready(self, index: int, process: Process) -> bool:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
-            if line == READY:
-                self._ready.add(index)
-                logger.info("replica %d is ready (%d of %d)", index, len(self._ready), self._size)
-                return True
-        return False
+def _replica(settings: ServeSettings, index: int, gpus: str | None, folder: str) -> ChildProcess:
+    """gpus: CUDA_VISIBLE_DEVICES; None: it runs on the CPU."""
+    if gpus is None and settings.device == "auto":
+        settings = replace(settings, device="cpu")
+    return ChildProcess(
+        settings,
+        ["bytetx.serve.replica_process", str(index), folder],
+        f"replica {index}",
+        environment=[] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"],
+    )
 
 
 def reserve_port(hostname: str, port: int) -> socket.socket:

@@ -102,7 +102,7 @@ def test_two_replicas_answer_one_dies_and_both_drain(
     assert stats["replicas"] == 2 and stats["totals"]["requests"] >= 24
     dead = child_processes(supervisor.process.pid)[0]
     os.kill(dead, signal.SIGKILL)
-    supervisor.wait_for(r"replica \d ended with -9; it is started again")
+    supervisor.wait_for(r"replica \d \(pid \d+\) ended with -9; it is started again")
     for _ in range(8):  # the one that is left gets every connection
         np.testing.assert_allclose(post(url, TEXTS), expected, rtol=0, atol=1e-6)
     supervisor.wait_for(r"replica \d is ready")
