@@ -11,6 +11,8 @@ T = TypeVar("T")
 # Short names of dtypes and the full ones.
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
+MAX_DRAFT = 32  # tokens of a draft; of longer ones the ends are wrong too often
+
 
 def check_iterable(name: str, given: Iterable[T]) -> Iterable[T]:
     """Returns `given`; InputError where it is one text or not iterable."""
@@ -38,6 +40,16 @@ def check_positive(name: str, given: object) -> None:
 def check_not_negative(name: str, given: object) -> None:
     if not _is_integer(given) or given < 0:
         raise OptionError(f"{name} must be an integer from 0, got {given!r}")
+
+
+def check_draft_size(num_speculative_tokens: object) -> None:
+    """OptionError unless it is an integer from 0 to MAX_DRAFT."""
+    given = num_speculative_tokens
+    if not _is_integer(given) or not 0 <= given <= MAX_DRAFT:
+        raise OptionError(
+            f"num_speculative_tokens must be an integer from 0, which drafts none, to {MAX_DRAFT}, "
+            f"got {given!r}"
+        )
 
 
 def check_token_budget(token_budget: int) -> int:

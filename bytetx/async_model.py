@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 import numpy.typing as npt
 import torch
 
-from bytetx.arguments import check_integer, check_positive, check_seconds
+from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
 from bytetx.encode.request import Span
 from bytetx.errors import DeadlineError
@@ -41,6 +41,7 @@ class AsyncStats:
     tokens_per_second: of the last forward passes.  num_done, num_failed, num_dropped: texts that
     have a result, an error, or were cancelled or late.  num_refused: calls with a QueueFullError.
     total_tokens, padded_tokens, num_steps: sums over all forward passes.
+    num_draft_tokens, num_accepted_tokens: of generation, drafted tokens and those that were right.
     recent: the last forward passes, oldest first.
     """
 
@@ -57,6 +58,8 @@ class AsyncStats:
     total_tokens: int = 0
     padded_tokens: int = 0
     num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     recent: Sequence[StepStats] = ()
 
     @classmethod
@@ -90,12 +93,13 @@ class AsyncModel:
         age_limit_s: float = 2.0,
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
     ):
         """max_queued_requests, max_queued_tokens: of texts and prompts that wait; where they are
         reached, a call gets a QueueFullError at once. An empty queue takes a call of any size.
         tokenizer_threads: None is one for every two CPUs, at most 8.
         age_limit_s: a text that has waited so long goes before shorter ones and other priorities.
-        kv_cache_tokens, max_num_seqs: as of Model.engine, for generate.
+        kv_cache_tokens, max_num_seqs, num_speculative_tokens: as of Model.engine, for generate.
         Threads start with the first call.
         """
         check_positive("max_queued_requests", max_queued_requests)
@@ -103,6 +107,7 @@ class AsyncModel:
         if tokenizer_threads is not None:
             check_positive("tokenizer_threads", tokenizer_threads)
         check_seconds("age_limit_s", age_limit_s)
+        check_draft_size(num_speculative_tokens)
         self._model, self._max_queued_requests = model, max_queued_requests
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
@@ -117,7 +122,12 @@ class AsyncModel:
             for one in (model, *model._routes.values())
         }
         self._generation = GenerationThread(
-            partial(model.engine, kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs),
+            partial(
+                model.engine,
+                kv_cache_tokens=kv_cache_tokens,
+                max_num_seqs=max_num_seqs,
+                num_speculative_tokens=num_speculative_tokens,
+            ),
             max_open=max_queued_requests,
         )
 
@@ -148,7 +158,13 @@ class AsyncModel:
     def stats(self) -> AsyncStats:
         """What runs and waits now, totals, and the last forward passes of one-pass tasks."""
         engines = [_engine_stats(engine) for engine in self._engines.values()]
-        return replace(AsyncStats.total(engines), num_generating=self._generation.num_open)
+        num_draft_tokens, num_accepted_tokens = self._generation.draft_counts
+        return replace(
+            AsyncStats.total(engines),
+            num_generating=self._generation.num_open,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+        )
 
     async def embed(
         self,

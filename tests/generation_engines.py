@@ -75,12 +75,13 @@ def engine_of(
     eos_token_ids: tuple[int, ...] = (),
     runs_ahead: bool = False,
     device: str = "cpu",
+    num_speculative_tokens: int = 0,
     **options,
 ) -> tuple:
     sizes = {"num_pages": num_pages, "page_size": 4}
     runner = FakeRunner(**sizes, max_num_seqs=8, runs_ahead=runs_ahead, device=device)
     limits = {"token_budget": 24, "max_num_seqs": 8, "max_positions": max_positions}
-    scheduler = Scheduler(**sizes, **limits)
+    scheduler = Scheduler(**sizes, **limits, num_speculative_tokens=num_speculative_tokens)
     settings = {
         "new_detokenizer": partial(WindowDetokenizer, decode),
         "eos_token_ids": eos_token_ids,

@@ -146,7 +146,8 @@ class RunStats:
 
     num_pad_tokens: pad tokens that a padded run in batches of 32, in arrival order, would have
     computed on top.  num_truncated: texts cut to the model's positions.  num_errors: texts that
-    failed.  seconds: wall time, tokenisation included.
+    failed.  seconds: wall time, tokenisation included.  num_draft_tokens, num_accepted_tokens: of
+    generation with num_speculative_tokens, drafted tokens and those of them that were right.
     Only of an AsyncModel, 0 elsewhere: tokenize_seconds, from the call to the token ids, waits for
     a thread included; queue_seconds, from there to the start of the forward pass, and
     compute_seconds, from its start to its results, each the mean over the texts.
@@ -161,6 +162,8 @@ class RunStats:
     tokenize_seconds: float = 0.0
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)

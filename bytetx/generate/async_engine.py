@@ -40,6 +40,11 @@ class AsyncEngine:
         self._thread = Thread(target=self._run, name="bytetx-generation", daemon=True)
         self._thread.start()
 
+    @property
+    def draft_counts(self) -> tuple[int, int]:
+        """Tokens that were drafted so far, and those of them that were right."""
+        return self._engine.draft_counts
+
     def __enter__(self) -> "AsyncEngine":
         return self
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from bytetx.arguments import check_positive
+from bytetx.arguments import check_draft_size, check_positive
 from bytetx.checkpoint.byte_level import token_bytes, token_pieces
 from bytetx.errors import DeviceMemoryError
 from bytetx.generate.detokenizer import ByteDetokenizer, WindowDetokenizer
@@ -29,6 +29,11 @@ T = TypeVar("T")
 PAGE_SIZE = 16  # tokens: a sequence wastes half a page on average, and only full pages are shared
 _TYPICAL_TOKENS = 1024  # of a sequence, prompt and output
 _CPU_SEQS, _CUDA_SEQS = 64, 256
+# The most tokens of a step with drafts. On a CPU so many rows take twice the time of one, which
+# reads the weights (100 M of them in f32, AMD EPYC with AVX-512, 2026-11-25). For a GPU it is what
+# an H100 computes in bf16 while it reads them, by its data sheet. With more rows, one that is
+# dropped takes about as long as one that is kept.
+_CPU_DRAFT_STEP, _CUDA_DRAFT_STEP = 16, 256
 _CUBLAS_BYTES = 32 << 20  # torch's cuBLAS workspace on Hopper, once for graphs and once without
 # A CPU's other memory belongs to the caller; on a GPU the activations of a step need some.
 _CPU_SHARE, _CUDA_SHARE = 0.25, 0.8
@@ -42,6 +47,7 @@ class GenerationSizes:
     the cache, of page_size tokens each.  cache_bytes: of all pages.  weights_bytes: of the model.
     workspace_bytes: the most that a step needs while it runs; on a GPU with the memory of graphs.
     primitives_bytes: the most that oneDNN keeps on a CPU, after steps of many sizes.
+    num_speculative_tokens: the most tokens of a draft.  max_samples: tokens that a step samples.
     """
 
     max_num_seqs: int
@@ -52,6 +58,8 @@ class GenerationSizes:
     weights_bytes: int
     workspace_bytes: int
     primitives_bytes: int
+    num_speculative_tokens: int
+    max_samples: int
 
     @property
     def total_bytes(self) -> int:
@@ -65,12 +73,14 @@ class GenerationSizes:
         return self.num_pages * self.page_size
 
     def __str__(self) -> str:
+        most = self.num_speculative_tokens
+        drafts = f", drafts of at most {most} tokens" if most else ""
         primitives = f"primitives {self.primitives_bytes / 2**20:,.1f} MiB, "
         return (
             f"weights {self.weights_bytes / 2**20:,.1f} MiB, key-value cache "
             f"{self.cache_bytes / 2**20:,.1f} MiB ({self.kv_cache_tokens:,} tokens), workspace "
             f"{self.workspace_bytes / 2**20:,.1f} MiB, {primitives * (self.primitives_bytes > 0)}"
-            f"at most {self.max_num_seqs} sequences and {self.token_budget:,} tokens a step"
+            f"at most {self.max_num_seqs} sequences and {self.token_budget:,} tokens a step{drafts}"
         )
 
 
@@ -80,18 +90,25 @@ def generation_sizes(
     token_budget: int,
     kv_cache_tokens: int | None = None,
     max_num_seqs: int | None = None,
+    num_speculative_tokens: int = 0,
 ) -> GenerationSizes:
     """The sizes of an engine with these options; None is a size that fits the device.
 
     kv_cache_tokens: by default what max_num_seqs sequences of typical length need, at most a share
     of the memory (on a GPU, of the free memory).  max_num_seqs: at most token_budget.
-    Raises InputError where one is not a positive integer.
+    num_speculative_tokens: the most tokens of a draft; 0: there are none.
+    Raises InputError where one is not a positive integer, or num_speculative_tokens out of range.
     """
     spec, device = checkpoint.spec, checkpoint.device
     is_cuda = device.type == "cuda"
     if max_num_seqs is None:
         max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)
     check_positive("max_num_seqs", max_num_seqs)
+    check_draft_size(num_speculative_tokens)
+    max_samples = max_num_seqs
+    if num_speculative_tokens:
+        most = max_num_seqs * (1 + num_speculative_tokens)
+        max_samples = max(max_num_seqs, min(most, _draft_step(device), token_budget))
     bytes_each = page_bytes(
         num_layers=spec.num_layers,
         page_size=PAGE_SIZE,
@@ -112,8 +129,10 @@ def generation_sizes(
         num_pages=num_pages,
         cache_bytes=num_pages * bytes_each,
         weights_bytes=_weights_bytes(checkpoint),
-        workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_num_seqs),
+        workspace_bytes=_workspace_bytes(checkpoint, token_budget, max_samples),
         primitives_bytes=_primitives_bytes(checkpoint, token_budget),
+        num_speculative_tokens=num_speculative_tokens,
+        max_samples=max_samples,
     )
 
 
@@ -138,6 +157,8 @@ def build_engine(
         max_positions=checkpoint.spec.max_positions,
         caches_prefixes=checkpoint.executor.shares_pages,
         max_shared_prompt=checkpoint.spec.max_plain_prompt,
+        num_speculative_tokens=sizes.num_speculative_tokens,
+        max_draft_step=_draft_step(checkpoint.device),
     )
     runner = ModelRunner(
         checkpoint.transformer,
@@ -145,6 +166,7 @@ def build_engine(
         executor=checkpoint.executor,
         cache=cache,
         max_num_seqs=sizes.max_num_seqs,
+        max_samples=sizes.max_samples,
         device=checkpoint.device,
         cuda_graphs=cuda_graphs,
     )
@@ -201,6 +223,10 @@ def _allocate(sizes: GenerationSizes, checkpoint: LoadedCheckpoint) -> KvCache:
         ) from error
 
 
+def _draft_step(device: torch.device) -> int:
+    return _CUDA_DRAFT_STEP if device.type == "cuda" else _CPU_DRAFT_STEP
+
+
 def _cache_limit_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -208,19 +234,19 @@ def _cache_limit_bytes(device: torch.device) -> int:
     return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * _CPU_SHARE)
 
 
-def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_num_seqs: int) -> int:
-    """Activations of a full step, and logits of all sequences with two f32 copies of them.
+def _workspace_bytes(checkpoint: LoadedCheckpoint, token_budget: int, max_samples: int) -> int:
+    """Activations of a full step, and the logits of all samples with two f32 copies of them.
 
     On a GPU the graphs of small steps hold activations and logits of their own.
     """
     spec, itemsize = checkpoint.spec, checkpoint.dtype.itemsize
     if checkpoint.device.type == "cpu":
-        token_budget, max_num_seqs = tile_rows(token_budget), tile_rows(max_num_seqs)
-    logits = max_num_seqs * spec.vocab_size
+        token_budget, max_samples = tile_rows(token_budget), tile_rows(max_samples)
+    logits = max_samples * spec.vocab_size
     step = spec.workspace_bytes(token_budget, itemsize) + logits * (itemsize + 2 * 4)
     if checkpoint.device.type == "cuda":
         step += 2 * _CUBLAS_BYTES
-        captured = max(max_num_seqs, min(MAX_MIXED_TOKENS, token_budget))
+        captured = max(max_samples, min(MAX_MIXED_TOKENS, token_budget))
         step += spec.workspace_bytes(captured, itemsize) + logits * itemsize
     return step
 

@@ -47,9 +47,11 @@ class CudaSteps:
         executor: Executor,
         cache: KvCache,
         last_tokens: LastTokens,
+        max_samples: int,
         device: torch.device,
         has_graphs: bool,
     ):
+        """max_samples: the most tokens that a step samples."""
         self._transformer, self._head, self._cache = transformer, head, cache
         self._executor, self._device = executor, device
         self._last_tokens = last_tokens
@@ -58,9 +60,8 @@ class CudaSteps:
         # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
         self._runs_mixed = self.is_capturable and not executor.has_workers
         if has_graphs and self.is_capturable:
-            max_logits = round_rows(last_tokens.padding_slot_index)  # of all sequences
             workspace_bytes = partial(
-                _workspace_bytes, transformer.spec, head.decoder.dtype, max_logits
+                _workspace_bytes, transformer.spec, head.decoder.dtype, round_rows(max_samples)
             )
             self._graphs = GraphCache(device=device, workspace_bytes=workspace_bytes)
 
@@ -81,11 +82,11 @@ class CudaSteps:
         return input_batch.is_decode or (is_small and samples_only)
 
     def sample_greedy(self, input_batch: InputBatch) -> Tensor:
-        """int32 [sampling rows]: the most likely next tokens, -1 for none; also in last_tokens."""
+        """int32 [samples]: the most likely next tokens, -1 for none; also in last_tokens."""
         return self._run(input_batch, is_greedy=True)
 
     def hidden_states(self, input_batch: InputBatch) -> Tensor:
-        """[sampling rows, hidden_size] after the last layer."""
+        """[samples, hidden_size] after the last layer."""
         return self._run(input_batch, is_greedy=False)
 
     def release_memory(self) -> bool:
@@ -106,7 +107,7 @@ class CudaSteps:
             output = self._replay(layout, is_greedy, source)
         pinned.is_free = torch.cuda.Event()
         pinned.is_free.record()
-        return output[: int(input_batch.samples.sum())]
+        return output[: int(input_batch.num_samples.sum())]
 
     def _on_all_ranks(self, layout: PagedLayout, is_greedy: bool) -> AbstractContextManager[None]:
         """Has the other ranks run the same decode step."""
@@ -181,7 +182,8 @@ def _layout_of(input_batch: InputBatch) -> PagedLayout:
     num_sequences, num_pages = input_batch.page_table.shape
     if input_batch.is_decode:
         return decode_layout(num_sequences, num_pages)
-    return mixed_layout(len(input_batch.positions), num_sequences, num_pages)
+    num_samples = int(input_batch.num_samples.sum())
+    return mixed_layout(len(input_batch.positions), num_sequences, num_pages, num_samples)
 
 
 def _workspace_bytes(

@@ -12,7 +12,7 @@ import numpy as np
 
 from bytetx.errors import InputError, StepError, TooLongError
 from bytetx.generate.output_processor import DetokenizerFactory, OutputState
-from bytetx.generate.outputs import RequestOutput, RowResult
+from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
 from bytetx.generate.stopping import stop_token_ids
 from bytetx.sampling_params import SamplingParams
@@ -23,7 +23,7 @@ _MASK = 2**64 - 1
 class StartedStep(Protocol):
     """A step that may still run."""
 
-    def results(self) -> Sequence[int | RowResult]:
+    def results(self) -> Sequence[StepResult]:
         """One result for each row, in the plan's order; waits for the step.
 
         Tokens alone where no row has more than that.  A StepError ends only these rows.
@@ -64,6 +64,8 @@ class GenerationEngine:
     With async scheduling (StepRunner.runs_ahead) each step is planned and started while the one
     before it runs, and reads that one's tokens on the device.  The host gets the tokens one step
     late: an output that ends with a stop token has a row in one more step, whose result is dropped.
+    Drafts (Scheduler) need the tokens: a step with drafts is collected before the next one is
+    planned, and so are the steps before one that is likely to have drafts.
     However a request ends, its pages are free once its last RequestOutput is returned.
     """
 
@@ -103,6 +105,11 @@ class GenerationEngine:
     def num_graphs(self) -> int:
         """CUDA graphs of small steps."""
         return self._runner.num_graphs
+
+    @property
+    def draft_counts(self) -> tuple[int, int]:
+        """Tokens that were drafted so far, and those of them that were right."""
+        return self._scheduler.num_draft_tokens, self._scheduler.num_accepted_tokens
 
     def add_request(
         self,
@@ -162,6 +169,8 @@ class GenerationEngine:
         """Starts a forward pass, and returns the outputs of those that have ended."""
         outputs, self._aborted = self._aborted, []
         try:
+            while self._in_flight and self._scheduler.expects_drafts():
+                self._collect(outputs)
             plan = self._scheduler.schedule()
             runs_ahead = plan.rows and self._start(plan)
             while len(self._in_flight) > bool(runs_ahead):
@@ -180,8 +189,10 @@ class GenerationEngine:
             self._in_flight[-1] = (plan, _FailedStep(len(plan.rows), error))
             return False
         self._in_flight[-1] = (plan, started)
-        # A logits processor needs all tokens before the next one is sampled.
-        return self._runner.runs_ahead and not self._num_with_processors
+        # A logits processor needs all tokens before the next one is sampled, and a plan how many
+        # tokens of a draft were right.
+        needs_tokens = plan.has_drafts or self._num_with_processors > 0
+        return self._runner.runs_ahead and not needs_tokens
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Waits for the oldest step in flight and appends its outputs."""
@@ -208,6 +219,12 @@ class GenerationEngine:
                         self._close(state)
                         continue
                 row_result = RowResult(result)
+            elif not isinstance(result, RowResult):
+                if not row.is_stale:
+                    if self._append_drafted(state, result):
+                        failed.append(sequence)
+                    self._emit(state, outputs)
+                continue
             elif row.is_stale:
                 row_result = RowResult(prompt_logprobs=result.prompt_logprobs)
             else:
@@ -220,6 +237,24 @@ class GenerationEngine:
             self._emit(state, outputs)
         if failed:  # after all rows, because it may preempt other sequences of this step
             self._scheduler.discard(failed)
+
+    def _append_drafted(self, state: OutputState, results: Sequence[RowResult]) -> bool:
+        """Adds the tokens of a row with a draft, up to one that ends the output.
+
+        results: of the draft's tokens that are right, and of the one behind them.
+        Returns whether the row failed.
+        """
+        sequence, scheduler = state.sequence, self._scheduler
+        scheduler.count_accepted(sequence, len(results) - 1)
+        for number, result in enumerate(results):
+            if number:
+                scheduler.accept(sequence)
+            if result.token_id is not None:
+                scheduler.append(sequence, result.token_id)
+            state.add(result)
+            if state.finish_reason is not None:
+                return result.error is not None
+        return False
 
     def _discard_in_flight(self) -> None:
         """Ends all sequences of the steps in flight, after an error that no request caused."""

@@ -21,7 +21,7 @@ class InputBatchBuilder:
         self._page_size = page_size
         self._page_table = np.zeros((max_num_seqs, _INITIAL_PAGES), dtype=np.int32)
         self._num_pages = np.zeros(max_num_seqs, dtype=np.int64)
-        # By slot: the position of the token that was sampled last, -1 where there is none.
+        # By slot: the position of the token that was sampled last, -1 where the device has none.
         self._next_positions = np.full(max_num_seqs, -1)
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
@@ -31,13 +31,16 @@ class InputBatchBuilder:
         for sequence in plan.with_new_pages:
             self._add_pages(sequence)
         rows, page_size = plan.rows, self._page_size
-        sequences, *columns, _ = zip(*rows, strict=True)
+        sequences, *columns, _, drafts = zip(*rows, strict=True)
         starts, seqlens, num_logits = map(_int32, columns[:3])
-        samples = np.array(columns[3])
+        num_samples = _int32(columns[3])
+        if plan.has_drafts:
+            num_samples += _int32([len(draft) for draft in drafts])
         slot_indices = _int32([sequence.slot_index for sequence in sequences])
         kv_seqlens = starts + seqlens
-        is_next = self._next_positions[slot_indices] == starts
-        self._next_positions[slot_indices] = np.where(samples, kv_seqlens, -1)
+        is_next = (self._next_positions[slot_indices] == starts) & (seqlens == 1)
+        # After a draft only the host knows which of the samples is the last token.
+        self._next_positions[slot_indices] = np.where(num_samples == 1, kv_seqlens, -1)
         cu_seqlens = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(seqlens, out=cu_seqlens[1:])
         sequence_of_token = np.repeat(np.arange(len(rows), dtype=np.int32), seqlens)
@@ -56,7 +59,7 @@ class InputBatchBuilder:
             page_table=page_table,
             num_logits=num_logits,
             logits_rows=_last_of_each(cu_seqlens, num_logits),
-            samples=samples,
+            num_samples=num_samples,
             page_size=page_size,
             is_decode=bool(is_next.all()),
         )
@@ -86,7 +89,7 @@ def _input_ids(
     for number in np.flatnonzero(~is_next).tolist():
         row, first = rows[number], cu_seqlens[number]
         tokens = row.sequence.token_ids[row.start : row.start + row.num_tokens]
-        input_ids[first : first + row.num_tokens] = tokens
+        input_ids[first : first + row.num_tokens] = [*tokens, *row.draft] if row.draft else tokens
     return input_ids
 
 

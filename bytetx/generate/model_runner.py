@@ -41,11 +41,13 @@ class ModelRunner:
         executor: Executor,
         cache: KvCache,
         max_num_seqs: int,
+        max_samples: int,
         device: torch.device | str = "cpu",
         cuda_graphs: bool = True,
     ):
-        """max_num_seqs: the scheduler's.  device: of the weights and the cache.
+        """max_num_seqs: the scheduler's.  max_samples: the most tokens that a step samples.
 
+        device: of the weights and the cache.
         cuda_graphs: whether small steps are captured where the device's kernels allow it.
         """
         self.vocab_size, self.device = transformer.spec.vocab_size, torch.device(device)
@@ -70,6 +72,7 @@ class ModelRunner:
                 executor=executor,
                 cache=cache,
                 last_tokens=self._last_tokens,
+                max_samples=max_samples,
                 device=self.device,
                 has_graphs=cuda_graphs,
             )

@@ -36,6 +36,11 @@ class RowResult(NamedTuple):
     error: InputError | None = None
 
 
+# Of a row: its token alone, where there is nothing else to say; the results of several tokens, in
+# order, where it had a draft.
+StepResult = int | RowResult | Sequence[RowResult]
+
+
 class RequestOutput(NamedTuple):
     """The new part of one output of a request (the delta since the last RequestOutput).
 

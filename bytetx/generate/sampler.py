@@ -29,7 +29,8 @@ from bytetx.runtime.upload import Upload, Uploader
 class SamplingMetadata:
     """What a step samples, and how; read from its plan.
 
-    rows: all rows of the plan.  sampling_rows: indices of those that sample, n of them.
+    rows: all rows of the plan.  sampling_rows: indices of those that sample, n in all: a row with a
+    draft is there once for each token that it samples.
     slot_indices: int64 [n].  params: their sampling parameters, structured [n].
     positions: int64 [n], the index of the sampled token in the output.
     logits_rows: int64 [n], their rows of the step's logits.
@@ -47,7 +48,7 @@ class SamplingMetadata:
     is_greedy: bool
 
     def sequence(self, number: int) -> SequenceState:
-        """The sequence of sampling row `number`, below n."""
+        """The sequence of sample `number`, below n."""
         return self.rows[self.sampling_rows[number]].sequence
 
 
@@ -78,9 +79,11 @@ class Sampler:
         for sequence in plan.admitted:
             self._add_sequence(sequence)
         ends = np.cumsum(input_batch.num_logits, dtype=np.int64)
-        samples = input_batch.samples
-        sampling_rows = np.flatnonzero(samples)
-        num_scored = input_batch.num_logits - samples
+        num_samples = input_batch.num_samples
+        sampling_rows = np.repeat(np.arange(len(num_samples)), num_samples)
+        # How many samples of the same row follow each.
+        num_after = np.cumsum(num_samples)[sampling_rows] - np.arange(1, len(sampling_rows) + 1)
+        num_scored = input_batch.num_logits - num_samples
         prompt_logits = [
             PromptLogits(row, int(ends[row]) - plan.rows[row].num_logits, int(num_scored[row]))
             for row in np.flatnonzero(num_scored).tolist()
@@ -92,8 +95,10 @@ class Sampler:
             sampling_rows=sampling_rows.tolist(),
             slot_indices=slot_indices,
             params=params,
-            positions=input_batch.kv_seqlens[sampling_rows] - params["num_prompt_tokens"],
-            logits_rows=ends[sampling_rows] - 1,
+            positions=input_batch.kv_seqlens[sampling_rows]
+            - num_after
+            - params["num_prompt_tokens"],
+            logits_rows=ends[sampling_rows] - 1 - num_after,
             prompt_logits=prompt_logits,
             is_greedy=not prompt_logits and bool(params["is_plain_greedy"].all()),
         )
@@ -125,9 +130,8 @@ class Sampler:
             (where,), counts = self._upload(numbers), params["logprobs"][numbers]
             sampled = tokens[where].clamp_(min=0)
             top = top_logprobs(logits[where], sampled, k=int(counts.max()))
-            rows = [metadata.sampling_rows[number] for number in numbers]
-            output.logprobs = Logprobs(rows, counts.tolist(), sampled, top)
-        output.errors = {metadata.sampling_rows[number]: error for number, error in errors.items()}
+            output.logprobs = Logprobs(numbers.tolist(), counts.tolist(), sampled, top)
+        output.errors = errors
         output.tokens = tokens
 
     def _add_sequence(self, sequence: SequenceState) -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from bytetx.errors import InputError, StepError
-from bytetx.generate.outputs import RowResult, TokenLogprob
+from bytetx.generate.ngram_drafter import num_accepted
+from bytetx.generate.outputs import RowResult, StepResult, TokenLogprob
 from bytetx.generate.scheduler import ScheduledRow
 from bytetx.ops.sampling import TopLogprobs
 
@@ -19,10 +20,10 @@ _DEVICE_LOST = (
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of the tokens of one row, or of one token of each of several rows.
+    """Log-probabilities of several tokens of a prompt, or of one token of each of several samples.
 
-    rows: indices of the plan's rows.  counts: for each token the number of most likely tokens to
-    report.  token_ids: the tokens, int32 [n].
+    rows: the index of the prompt's row in the plan, or those of the samples.  counts: for each
+    token the number of most likely tokens to report.  token_ids: the tokens, int32 [n].
     """
 
     rows: Sequence[int]
@@ -51,10 +52,10 @@ class Logprobs:
 class SamplerOutput:
     """A step's results on the device; `results` waits for the copies that `to_host` started.
 
-    rows: the plan's rows.  sampling_rows: indices of the rows that sample.  tokens: int32
-    [len(sampling_rows)], -1 where no token could be sampled.  errors: by row index.  logprobs: of
-    the sampled tokens.  prompt_logprobs: of the prompts' tokens, in their order.  check: raises
-    where the results are invalid because another rank failed.
+    rows: the plan's rows.  sampling_rows: for each sample the index of its row.  tokens: int32
+    [len(sampling_rows)], -1 where no token could be sampled.  errors: by the number of the sample.
+    logprobs: of the sampled tokens.  prompt_logprobs: of the prompts' tokens, in their order.
+    check: raises where the results are invalid because another rank failed.
     """
 
     rows: Sequence[ScheduledRow]
@@ -80,7 +81,7 @@ class SamplerOutput:
             self._is_done.record()
         return self
 
-    def results(self) -> Sequence[int | RowResult]:
+    def results(self) -> Sequence[StepResult]:
         """One result for each row of the plan; a StepError where the device failed meanwhile."""
         if self._is_done is not None:
             try:
@@ -98,21 +99,34 @@ class SamplerOutput:
             return tokens
         return self._row_results(tokens)
 
-    def _row_results(self, tokens: list[int]) -> list[RowResult]:
+    def _row_results(self, tokens: list[int]) -> list[StepResult]:
         logprobs: dict[int, TokenLogprob] = {}
         if self.logprobs is not None:
             logprobs = dict(zip(self.logprobs.rows, self.logprobs.entries(), strict=True))
-        results = [RowResult()] * len(self.rows)
-        for row, token in zip(self.sampling_rows, tokens, strict=True):
-            error = self.errors.get(row)
-            if error is None and token < 0:
-                error = _no_token_error(self.rows[row])
+
+        def result(number: int, num_before: int = 0) -> RowResult:
+            error = self.errors.get(number)
+            if error is None and tokens[number] < 0:
+                error = _no_token_error(self.rows[self.sampling_rows[number]], num_before)
             failed = RowResult(error=error)
-            results[row] = RowResult(token, logprobs.get(row)) if error is None else failed
+            return RowResult(tokens[number], logprobs.get(number)) if error is None else failed
+
+        results: list[StepResult] = [RowResult()] * len(self.rows)
+        number = 0
+        while number < len(tokens):
+            index = self.sampling_rows[number]
+            draft = self.rows[index].draft
+            if draft:
+                count = 1 + num_accepted(draft, tokens[number : number + len(draft) + 1])
+                results[index] = [result(number + each, each) for each in range(count)]
+            else:
+                results[index] = result(number)
+            number += 1 + len(draft)
         for part in self.prompt_logprobs:
-            row = part.rows[0]
-            entries = (*results[row].prompt_logprobs, *part.entries())
-            results[row] = results[row]._replace(prompt_logprobs=entries)
+            whole = results[part.rows[0]]
+            assert isinstance(whole, RowResult)  # rows with drafts are behind the prompt
+            entries = (*whole.prompt_logprobs, *part.entries())
+            results[part.rows[0]] = whole._replace(prompt_logprobs=entries)
         return results
 
 
@@ -121,8 +135,10 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _no_token_error(row: ScheduledRow) -> InputError:
-    position = row.start + row.num_tokens - row.sequence.num_prompt_tokens
+def _no_token_error(row: ScheduledRow, num_before: int) -> InputError:
+    """num_before: samples of this row before the failed one."""
+    num_known = row.start + row.num_tokens - len(row.draft)
+    position = num_known + num_before - row.sequence.num_prompt_tokens
     return StepError(
         f"no token can be chosen after {position} tokens: the logits are NaN or infinite, or "
         "logit_bias, min_tokens and logits_processors left none; the model may overflow in this "

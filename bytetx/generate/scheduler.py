@@ -1,7 +1,7 @@
 """Scheduler: which tokens of which sequences the next forward pass computes."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from heapq import heapify, heappop, heappush
@@ -11,9 +11,14 @@ from typing import NamedTuple
 from bytetx.arguments import check_token_budget
 from bytetx.errors import InputError, TooLongError
 from bytetx.generate.kv_cache import PageAllocator, page_hashes
+from bytetx.generate.ngram_drafter import NgramDrafter
 from bytetx.sampling_params import SamplingParams
 
 _SORT_KEY = attrgetter("sort_key")
+
+# Of the running sequences, to plan no step ahead: that costs all of them the host's time of a step,
+# some tenth of it, and a draft saves one sequence a step or two.
+_MIN_SHARE = 0.125
 
 
 class Status(Enum):
@@ -42,6 +47,7 @@ class SequenceState:
     written_pages: the pages that this sequence wrote itself, without those found in the cache.
     slot_index: a number below max_num_seqs that belongs to this sequence while it is running.  A
     model runner keeps per-sequence state there (the last token, the sampling parameters).
+    drafter: guesses its next tokens; None where it gets no drafts.
     """
 
     token_ids: list[int]
@@ -62,6 +68,7 @@ class SequenceState:
     written_pages: list[int] = field(default_factory=list)
     slot_index: int = -1
     status: Status = Status.WAITING
+    drafter: NgramDrafter | None = None
     _page_hashes: list[bytes] = field(default_factory=list)
     _num_inserted: int = 0
 
@@ -127,6 +134,8 @@ class ScheduledRow(NamedTuple):
     them is the sequence's last token, so that the step samples the next one.
     epoch: how often the sequence was preempted before this step.  After another preemption the
     token that this step samples is dropped.
+    draft: guesses of the tokens that follow the sequence's last one, the last of num_tokens.  The
+    step samples behind the last token and behind each of these.
     """
 
     sequence: SequenceState
@@ -135,6 +144,7 @@ class ScheduledRow(NamedTuple):
     num_logits: int
     samples: bool
     epoch: int
+    draft: Sequence[int] = ()
 
     @property
     def is_stale(self) -> bool:
@@ -149,6 +159,8 @@ class SchedulerOutput:
     num_preempted: sequences that lost their pages for this step; they are recomputed later.
     admitted: sequences that started to run in this step, each with a new slot index.
     with_new_pages: sequences that may have got pages in this step.
+    has_drafts: whether a row has a draft.  The next step is planned after `append` and `accept`
+    have delivered the tokens of this one.
     """
 
     rows: tuple[ScheduledRow, ...]
@@ -156,6 +168,7 @@ class SchedulerOutput:
     num_preempted: int
     admitted: tuple[SequenceState, ...]
     with_new_pages: tuple[SequenceState, ...]
+    has_drafts: bool = False
 
 
 class Scheduler:
@@ -175,6 +188,11 @@ class Scheduler:
     The next step may be planned before `append` has delivered the tokens of the last one (async
     scheduling): a decode row then stands for a token that only the device knows.  Because steps
     run in order, pages may be reused while a planned step still reads them.
+
+    A decode row whose sequence's tokens are all known may have a draft: guesses of the next tokens,
+    which the step computes with it. What they write lies behind the sequence's num_computed tokens,
+    so that later steps write over it, and no page is in the prefix cache because of them. `accept`
+    moves num_computed over the guesses that were right.
     """
 
     def __init__(
@@ -187,13 +205,17 @@ class Scheduler:
         max_positions: int,
         caches_prefixes: bool = True,
         max_shared_prompt: int | None = None,
+        num_speculative_tokens: int = 0,
+        max_draft_step: int | None = None,
     ):
         """token_budget: tokens a step.  max_positions: the most tokens of a sequence.
 
         max_num_seqs: the most sequences that run at a time; at most token_budget, so that each can
         decode in every step.  caches_prefixes: whether sequences share the pages of equal prefixes.
         max_shared_prompt: prompts with more tokens share no pages, because their keys depend on
-        their length.
+        their length.  num_speculative_tokens: the most tokens of a draft; 0: there are none.
+        max_draft_step: the most tokens of a step with drafts, all of its tokens counted; None: the
+        token budget.
         """
         self.pages = PageAllocator(num_pages, page_size=page_size)
         self.token_budget = check_token_budget(token_budget)
@@ -203,6 +225,8 @@ class Scheduler:
             )
         self.max_num_seqs, self.max_positions = max_num_seqs, max_positions
         self._caches_prefixes, self._max_shared_prompt = caches_prefixes, max_shared_prompt
+        self._max_draft = num_speculative_tokens
+        self._max_draft_step = min(max_draft_step or token_budget, token_budget)
         # A heap; finished sequences stay in it until they are popped.
         self._waiting: list[tuple[int, int, SequenceState]] = []
         self._num_waiting = 0
@@ -211,6 +235,8 @@ class Scheduler:
         self._num_arrived = 0
         self.num_preempted = 0  # since the start
         self.num_cached_tokens = 0  # found in the prefix cache instead of computed
+        self._next_drafted = 0  # the row of a step that has the first draft
+        self.num_draft_tokens = self.num_accepted_tokens = 0  # of drafts: all, and right ones
 
     @property
     def num_waiting(self) -> int:
@@ -243,6 +269,8 @@ class Scheduler:
             raise InputError(f"max_tokens must be at least 1, got {sequence.max_tokens}")
         if prompt + sequence.max_tokens > self.max_tokens:
             raise TooLongError(self._too_long(prompt, sequence.max_tokens))
+        if self._max_draft and _may_have_drafts(sequence.params):
+            sequence.drafter = NgramDrafter()
         sequence.arrival = self._num_arrived
         self._num_arrived += 1
         self._enqueue(sequence)
@@ -259,7 +287,7 @@ class Scheduler:
                 self._schedule_running(sequence, step)
                 continue
             # A decode row that neither needs a page nor fills one: most rows of most steps.
-            fields = (sequence, start, 1, 1, True, sequence.num_preemptions)
+            fields = (sequence, start, 1, 1, True, sequence.num_preemptions, ())
             rows.append(_new_row(ScheduledRow, fields))
             sequence.num_computed = num_tokens
             sequence.num_tokens = num_tokens + 1
@@ -267,10 +295,11 @@ class Scheduler:
             step.budget_left -= 1
         if self._num_waiting:
             self._schedule_waiting(step)
+        has_drafts = bool(self._max_draft) and self._add_drafts(step)
         num_tokens = self.token_budget - step.budget_left
         admitted, with_new_pages = tuple(step.admitted), tuple(step.with_new_pages)
         return SchedulerOutput(
-            tuple(rows), num_tokens, step.num_preempted, admitted, with_new_pages
+            tuple(rows), num_tokens, step.num_preempted, admitted, with_new_pages, has_drafts
         )
 
     def _begin_step(self) -> "_StepBuilder":
@@ -295,6 +324,37 @@ class Scheduler:
         assert len(token_ids) < sequence.num_tokens
         token_ids.append(token_id)
         return len(token_ids) >= sequence.max_num_tokens or token_id in sequence.stop_token_ids
+
+    def accept(self, sequence: SequenceState) -> None:
+        """Counts the last token as computed: it was drafted, and the step sampled the next one."""
+        assert sequence.num_computed < len(sequence.token_ids) == sequence.num_tokens
+        sequence.num_computed += 1
+        sequence.num_tokens += 1
+        is_full = sequence.num_computed % self.pages.page_size == 0
+        if is_full and self._uses_prefix_cache(sequence):
+            self._insert_full_pages(sequence)
+
+    def count_accepted(self, sequence: SequenceState, num_accepted: int) -> None:
+        """Counts a draft's tokens that were right; call it before they are appended."""
+        assert sequence.drafter is not None
+        sequence.drafter.count(num_accepted, len(sequence.token_ids) + 1)
+        self.num_accepted_tokens += num_accepted
+
+    def expects_drafts(self) -> bool:
+        """Whether to wait for the tokens of the steps in flight, which drafts need.
+
+        Text that repeats itself shows before these tokens are known, so that only the first draft
+        of a repetition comes a step late.
+        """
+        if not self._max_draft or len(self._running) >= self._max_draft_step:
+            return False
+        num_expected = sum(
+            sequence.drafter is not None
+            and sequence.num_tokens > len(sequence.token_ids)
+            and bool(sequence.drafter.draft(sequence.token_ids, 1))
+            for sequence in self._running
+        )
+        return num_expected > 0 and num_expected >= _MIN_SHARE * len(self._running)
 
     def finish(self, sequence: SequenceState) -> None:
         """Ends a sequence in any state and frees its pages; a second call does nothing."""
@@ -413,6 +473,50 @@ class Scheduler:
         sequence.num_tokens += samples
         step.budget_left -= num_tokens
 
+    def _add_drafts(self, step: "_StepBuilder") -> bool:
+        """Adds drafts to decode rows, from what budget and pages are left. Whether there are any.
+
+        They take only pages beyond one for each running sequence, so that no sequence is preempted
+        for them.
+        """
+        pages, rows, has_drafts = self.pages, step.rows, False
+        budget_left = self._max_draft_step - (self.token_budget - step.budget_left)
+        if budget_left < 1 or not rows:
+            return False
+        # Even shares, because a draft's first tokens are right most often; or one token, in turns.
+        most_each = min(self._max_draft, max(budget_left // len(rows), 1))
+        spare_pages = max(pages.num_available - len(self._running), 0)
+        first = self._next_drafted % len(rows)
+        for index in (*range(first, len(rows)), *range(first)):
+            if budget_left < 1:
+                self._next_drafted = index
+                break
+            row = rows[index]
+            sequence, num_known = row.sequence, row.start + 1
+            is_decode = row.num_tokens == row.num_logits == 1 and row.samples
+            if not is_decode or sequence.drafter is None or num_known != len(sequence.token_ids):
+                continue
+            places = (len(sequence.pages) + spare_pages) * pages.page_size - num_known
+            last_place = sequence.max_num_tokens - num_known - 1  # the last token needs none
+            most = min(most_each, budget_left, places, last_place)
+            draft = sequence.drafter.draft(sequence.token_ids, most)
+            if not draft:
+                continue
+            missing = pages.pages_for(num_known + len(draft)) - len(sequence.pages)
+            if missing > 0:
+                taken = pages.allocate(missing)
+                sequence.pages += taken
+                sequence.written_pages += taken
+                step.with_new_pages.append(sequence)
+                spare_pages -= missing
+            num_tokens = 1 + len(draft)
+            rows[index] = row._replace(num_tokens=num_tokens, num_logits=num_tokens, draft=draft)
+            step.budget_left -= len(draft)
+            budget_left -= len(draft)
+            self.num_draft_tokens += len(draft)
+            has_drafts = True
+        return has_drafts
+
     def _uses_prefix_cache(self, sequence: SequenceState) -> bool:
         limit = self._max_shared_prompt
         return self._caches_prefixes and (limit is None or sequence.num_prompt_tokens <= limit)
@@ -429,7 +533,8 @@ class Scheduler:
 
     def _num_pages_missing(self, sequence: SequenceState) -> int:
         num_tokens = max(len(sequence.token_ids), sequence.num_computed)
-        return self.pages.pages_for(num_tokens) - len(sequence.pages)
+        missing = self.pages.pages_for(num_tokens) - len(sequence.pages)
+        return max(missing, 0)  # a draft may have taken one more than its sequence needs
 
     def _enqueue(self, sequence: SequenceState) -> None:
         sequence.status = Status.WAITING
@@ -486,6 +591,14 @@ class _StepBuilder:
     rows: list[ScheduledRow] = field(default_factory=list)
     admitted: list[SequenceState] = field(default_factory=list)
     with_new_pages: list[SequenceState] = field(default_factory=list)
+
+
+def _may_have_drafts(params: SamplingParams) -> bool:
+    """Whether the choice behind each token of a draft is known in one step.
+
+    It depends on that token where tokens are counted, or given to a logits processor.
+    """
+    return not (params.has_penalties or params.logits_processors)
 
 
 _new_row = tuple.__new__  # ScheduledRow(...) takes three times as long

@@ -17,7 +17,8 @@ class InputBatch:
     this step, and the slot of each sequence.
     page_table: int32 [batch_size, max_pages]; entries after a sequence's last page are arbitrary.
     num_logits: int32 [batch_size]; logits_rows: int32 [num_logits.sum()], the rows whose logits are
-    needed, in order.  samples: bool [batch_size], whether the sequence's last row samples.
+    needed, in order.  num_samples: int32 [batch_size], how many of a sequence's last rows sample: 0
+    or 1, or more with a draft.
     is_decode: whether each row is the token that its sequence sampled last.
     """
 
@@ -31,6 +32,6 @@ class InputBatch:
     page_table: np.ndarray
     num_logits: np.ndarray
     logits_rows: np.ndarray
-    samples: np.ndarray
+    num_samples: np.ndarray
     page_size: int
     is_decode: bool

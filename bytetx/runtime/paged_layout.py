@@ -45,8 +45,8 @@ class PagedStep:
     """A step's arrays on the device, views of its block.
 
     batch: ids below 0 are ~slot_index; all ids of a decode step are slot indices.
-    slot_indices: int32 [sampling rows], the slots that get the sampled tokens.
-    logits_rows: int32 [sampling rows], their rows of the batch; None: all rows sample.
+    slot_indices: int32 [num_samples], the slots that get the sampled tokens.
+    logits_rows: int32 [num_samples], their rows of the batch; None: all rows sample.
     """
 
     batch: PackedBatch
@@ -59,12 +59,13 @@ class PagedLayout:
     """The block of a decode or mixed step.
 
     num_rows: tokens.  num_seqs: sequences, without the padding sequence of a mixed step.
-    num_pages: columns of the page table.
+    num_pages: columns of the page table.  num_samples: tokens that are sampled.
     """
 
     num_rows: int
     num_seqs: int
     num_pages: int
+    num_samples: int
     is_decode: bool
     block: StepLayout = field(compare=False)
 
@@ -102,7 +103,7 @@ class PagedLayout:
         arrays["kv_seqlens"] = np.append(input_batch.kv_seqlens, padding_rows)
         arrays["input_ids"] = input_batch.input_ids
         arrays["logits_rows"] = input_batch.logits_rows
-        arrays["slot_indices"] = input_batch.slot_indices[input_batch.samples]
+        arrays["slot_indices"] = np.repeat(input_batch.slot_indices, input_batch.num_samples)
         fillers |= {"cu_seqlens": self.num_rows, "logits_rows": self.num_rows - 1}
         self.block.write(block, arrays, fillers=fillers)
 
@@ -144,22 +145,27 @@ def decode_layout(num_rows: int, num_pages: int) -> PagedLayout:
         ),
         Field("page_table", (rows, pages)),
     )
-    return PagedLayout(rows, rows, pages, is_decode=True, block=StepLayout(fields))
+    return PagedLayout(rows, rows, pages, rows, is_decode=True, block=StepLayout(fields))
 
 
 @lru_cache(maxsize=256)
-def mixed_layout(total_tokens: int, num_seqs: int, num_pages: int) -> PagedLayout:
-    """The layout of the smallest bucket that holds such a mixed step."""
+def mixed_layout(
+    total_tokens: int, num_seqs: int, num_pages: int, num_samples: int = 0
+) -> PagedLayout:
+    """The layout of the smallest bucket that holds such a mixed step.
+
+    num_samples: more than num_seqs only with drafts.
+    """
     rows, seqs = _round_tokens(total_tokens), _round_seqs(num_seqs)
-    pages = _round_pages(num_pages)
+    pages, samples = _round_pages(num_pages), _round_seqs(max(num_seqs, num_samples))
     fields = (
         Field("cu_seqlens", (seqs + 2,)),
         Field("kv_seqlens", (seqs + 1,)),
         *(Field(name, (rows,)) for name in ("input_ids", "positions", "slot_mapping")),
-        *(Field(name, (seqs,)) for name in ("logits_rows", "slot_indices")),
+        *(Field(name, (samples,)) for name in ("logits_rows", "slot_indices")),
         Field("page_table", (seqs + 1, pages)),
     )
-    return PagedLayout(rows, seqs, pages, is_decode=False, block=StepLayout(fields))
+    return PagedLayout(rows, seqs, pages, samples, is_decode=False, block=StepLayout(fields))
 
 
 def round_rows(num_rows: int) -> int:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence, Sized
 from contextlib import closing, suppress
 from itertools import islice
+from operator import sub
 from time import perf_counter
 from typing import Any, Literal, Unpack, overload
 
@@ -100,6 +101,7 @@ class GenerationMixin:
         on_error: OnError = "raise",
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
         show_progress: bool = False,
     ) -> Results[Any] | Stream[Any]:
         """Continues prompts, with as many at a time as their keys and values fit the cache.
@@ -109,7 +111,8 @@ class GenerationMixin:
         stream: True yields Generations in the order of the prompts, as they are done; "pieces"
         yields RequestOutputs of all prompts as they are generated, where request_id is the index of
         the prompt.
-        kv_cache_tokens, max_num_seqs: as for `engine`; the cache is kept for the next call.
+        kv_cache_tokens, max_num_seqs, num_speculative_tokens: as for `engine`, which is kept with
+        its cache for the next call of the same sizes.
         show_progress: a bar on stderr that counts prompts.
         """
         params = SamplingParams() if params is None else params
@@ -118,7 +121,11 @@ class GenerationMixin:
             raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
         keeps_errors = keeps_bad_texts(on_error)
         check_iterable("prompts", prompts)
-        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        sizes = self.generation_sizes(
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         engine = self._take_engine(sizes)
         run = GenerationRun(
             engine,
@@ -143,6 +150,7 @@ class GenerationMixin:
         *,
         kv_cache_tokens: int | None = None,
         max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
         seed: int | None = None,
     ) -> GenerationEngine:
         """A new engine with add_request, abort and step; AsyncEngine(engine) is for servers.
@@ -150,13 +158,24 @@ class GenerationMixin:
         kv_cache_tokens: the size of its cache; None is what max_num_seqs sequences of 1024 tokens
         need, at most a quarter of a CPU's memory or four fifths of a GPU's free memory.
         max_num_seqs: sequences at a time; None is 64 on a CPU and 256 on a GPU, at most the token
-        budget.  seed: of the generator of seeds, for requests without a seed.
+        budget.  num_speculative_tokens: 0 ... 32, the most tokens that are drafted for a step from
+        what followed the same tokens earlier in the sequence; the model checks them all in that
+        step, and the outputs are those without drafts.
+        seed: of the generator of seeds, for requests without a seed.
         """
-        sizes = self.generation_sizes(kv_cache_tokens=kv_cache_tokens, max_num_seqs=max_num_seqs)
+        sizes = self.generation_sizes(
+            kv_cache_tokens=kv_cache_tokens,
+            max_num_seqs=max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
+        )
         return self._build_engine(sizes, seed=seed)
 
     def generation_sizes(
-        self, *, kv_cache_tokens: int | None = None, max_num_seqs: int | None = None
+        self,
+        *,
+        kv_cache_tokens: int | None = None,
+        max_num_seqs: int | None = None,
+        num_speculative_tokens: int = 0,
     ) -> GenerationSizes:
         """The sizes of an engine with these options, in sequences, tokens and bytes."""
         self._lm_head()
@@ -165,6 +184,7 @@ class GenerationMixin:
             token_budget=self.token_budget,
             kv_cache_tokens=kv_cache_tokens,
             max_num_seqs=max_num_seqs,
+            num_speculative_tokens=num_speculative_tokens,
         )
 
     def encode_prompts(self, prompts: Iterable[Prompt]) -> list[list[int]]:
@@ -281,7 +301,7 @@ class GenerationRun:
         self._num_unfinished: dict[int, int] = {}  # outputs, by request id
         self._num_prompt_tokens: dict[int, int] = {}  # of unfinished prompts, by prompt index
         self._num_read = self._num_tokens = self._num_errors = 0
-        self._start = perf_counter()
+        self._start, self._drafts_before = perf_counter(), engine.draft_counts
 
     def num_done(self) -> int:
         """Prompts whose outputs have ended, or that were refused."""
@@ -289,11 +309,16 @@ class GenerationRun:
 
     def stats(self) -> RunStats:
         """Counts so far; tokens of prompts and outputs."""
+        num_draft_tokens, num_accepted_tokens = map(
+            sub, self._engine.draft_counts, self._drafts_before
+        )
         return RunStats(
             num_texts=self._num_read,
             num_tokens=self._num_tokens,
             num_errors=self._num_errors,
             seconds=perf_counter() - self._start,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
         )
 
     def outputs(self, prompts: Iterable[Prompt]) -> Generator[RequestOutput, None, None]:

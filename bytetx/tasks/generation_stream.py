@@ -38,6 +38,11 @@ class GenerationThread:
                 self._engine = AsyncEngine(self._build_engine())
             return self._engine
 
+    @property
+    def draft_counts(self) -> tuple[int, int]:
+        """Tokens that were drafted so far, and those of them that were right."""
+        return (0, 0) if self._engine is None else self._engine.draft_counts
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Around a prompt. Raises QueueFullError where too many are open, or ClosedError."""

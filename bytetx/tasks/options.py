@@ -89,4 +89,5 @@ class StatesOptions(TextOptions, total=False):
 class GenerateOptions(TypedDict, total=False):
     kv_cache_tokens: int | None
     max_num_seqs: int | None
+    num_speculative_tokens: int
     show_progress: bool

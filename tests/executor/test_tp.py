@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import save_checkpoint
 from checkpoints import texts as random_texts
+from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from nomic_moe import save_nomic_moe
 from tiny import FAMILIES, one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 from tiny_decoders import tiny_decoder
@@ -167,6 +168,26 @@ def test_decoders(name: str, ranks: Ranks, tmp_path: Path) -> None:
     if shared.heads.lm is not None:
         for ours, theirs in zip(shared.score(prompts), local.score(prompts), strict=True):
             assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_drafts(
+    name: str,
+    ranks: Ranks,
+    tmp_path: Path,
+    oracle: type[Oracle],  # noqa: F811
+) -> None:
+    """Steps with several rows of a decoding sequence, right and wrong ones, on all ranks."""
+    folder, prompts = decoder(name, tmp_path), random_ids([1, 13, 37, 2, 30])
+    shared, local = on_ranks(folder, ranks), alone(folder)
+    for params in (GREEDY, SamplingParams(temperature=0.8, max_tokens=12, seed=5, ignore_eos=True)):
+        wanted = local.generate(prompts, params)
+        oracle.answers = [p + a.token_ids for p, a in zip(prompts, wanted, strict=True)]
+        found = shared.generate(
+            prompts, params, num_speculative_tokens=MAX_DRAFT, kv_cache_tokens=128
+        )
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+        assert 5 < found.stats.num_accepted_tokens < found.stats.num_draft_tokens
 
 
 def test_a_cache_that_is_gone_is_gone_everywhere(ranks: Ranks, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 import gc
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoints import save_causal
+from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from fake_cuda import FakeEvent, fake_capture
 from generation_soak import num_free_pages, random_requests
 from hypothesis import given
@@ -17,9 +19,11 @@ from tiny import one_thread  # noqa: F401  (autouse)
 import bytetx
 from bytetx.generate.cuda_steps import CudaSteps
 from bytetx.generate.model_runner import ModelRunner
+from bytetx.generate.sampler import SamplingMetadata
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.model import Model
 from bytetx.runtime import cuda_graphs as graphs
+from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.paged_layout import (
     MAX_MIXED_TOKENS,
     decode_layout,
@@ -50,6 +54,7 @@ def like_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             executor=runner._executor,
             cache=runner.cache,
             last_tokens=runner._last_tokens,
+            max_samples=options["max_samples"],
             device=torch.device("cpu"),
             has_graphs=options["cuda_graphs"],
         )
@@ -97,6 +102,41 @@ def test_padded_steps_give_what_plain_ones_do(
     assert engine._scheduler.num_preempted > 0
     assert (engine.num_graphs > 0) == cuda_graphs
     assert num_free_pages(engine) == engine._scheduler.pages.num_pages
+
+
+@pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, temperature=0.3, top_k=2)])
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_padded_steps_with_drafts_give_what_plain_ones_do(
+    folder: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    params: SamplingParams,
+    cuda_graphs: bool,
+    oracle: type[Oracle],  # noqa: F811
+) -> None:
+    """Their steps run padded and captured, too, and steps without drafts run ahead."""
+    wanted = tokens_of(bytetx.load(folder, device="cpu"), params)
+    oracle.answers = [prompt + ids for prompt, ids in zip(prompts(), wanted, strict=True)]
+    request.getfixturevalue("like_a_gpu")
+    can_run, seen = CudaSteps.can_run, []
+
+    def watched(steps: CudaSteps, input_batch: InputBatch, metadata: SamplingMetadata) -> bool:
+        seen.append((int(input_batch.num_samples.max()), can_run(steps, input_batch, metadata)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(CudaSteps, "can_run", watched)
+    model = bytetx.load(folder, device="cpu", cuda_graphs=cuda_graphs)
+    for sizes in ({}, {"max_num_seqs": 5}, {"max_num_seqs": 2, "kv_cache_tokens": 130}):
+        for _ in range(2):
+            assert tokens_of(model, params, num_speculative_tokens=MAX_DRAFT, **sizes) == wanted
+        engine = model._idle_engines[0][1]
+        assert engine.draft_counts[1] > 50
+        assert num_free_pages(engine) == engine._scheduler.pages.num_pages
+    assert all(is_run for num_samples, is_run in seen if num_samples > 1)
+    assert {num_samples for num_samples, _ in seen} == {1, 2, 3, 4, 5, 6}
+    if cuda_graphs:
+        keys = [layout for layout, _ in engine._runner._steps._graphs._graphs]
+        assert any(layout.num_samples > layout.num_seqs for layout in keys)
 
 
 def test_a_processor_sees_every_token(folder: Path, like_a_gpu: None) -> None:
@@ -198,6 +238,12 @@ def test_mixed_layouts_hold_their_steps(num_tokens: int, num_sequences: int, pag
     layout = mixed_layout(num_tokens, num_sequences, pages)
     assert num_tokens <= layout.num_rows <= max(1.25 * num_tokens, num_tokens + 31)
     assert num_sequences <= layout.num_seqs <= max(4 * num_sequences, num_sequences + 63)
+    assert layout.num_samples == layout.num_seqs
+    for num_samples in (num_sequences + 1, num_tokens):
+        drafts = mixed_layout(num_tokens, num_sequences, pages, num_samples)
+        assert drafts.num_samples >= max(num_samples, layout.num_seqs)
+        views = drafts.block.views(torch.empty(drafts.num_ints, dtype=torch.int32))
+        assert len(views["logits_rows"]) == len(views["slot_indices"]) == drafts.num_samples
     filler = layout.num_rows - num_tokens
     assert filler <= layout.num_pages * 16 and layout.num_pages >= pages
     assert len({mixed_layout(n, 8, 1) for n in range(1, MAX_MIXED_TOKENS + 1)}) <= 24
