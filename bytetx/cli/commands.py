@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from bytetx import __version__
+from bytetx.arguments import MAX_DRAFT
 from bytetx.bench.cli import app as bench_app
 from bytetx.cli.files.options import DTYPE_HELP, JobOptions, with_job_options
 from bytetx.cli.plan import plan
@@ -379,6 +380,14 @@ def generate(
         int | None,
         typer.Option(min=1, help="KV cache in tokens; by default what fits the memory."),
     ] = None,
+    num_speculative_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=MAX_DRAFT,
+            help="Tokens of a step that are drafted from the text so far and checked; 0: none.",
+        ),
+    ] = 0,
 ) -> None:
     """A causal language model's answer to each prompt or chat."""
     from bytetx.cli.files.command import run_prompt_job
@@ -397,7 +406,11 @@ def generate(
         "stop": list(stop or ()),
     }
     try:
-        task = generate_task(params, {"kv_cache_tokens": kv_cache_tokens})
+        engine = {
+            "kv_cache_tokens": kv_cache_tokens,
+            "num_speculative_tokens": num_speculative_tokens,
+        }
+        task = generate_task(params, engine)
     except InputError as error:  # of SamplingParams, which names the parameter and its range
         raise UsageError(str(error)) from error
     run_prompt_job(options, task)

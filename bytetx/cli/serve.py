@@ -131,6 +131,14 @@ def serve(
     max_num_seqs: Annotated[
         int | None, _option(_LIMITS, "MAX_NUM_SEQS", "Sequences that are generated at a time.")
     ] = None,
+    num_speculative_tokens: Annotated[
+        int,
+        _option(
+            _LIMITS,
+            "NUM_SPECULATIVE_TOKENS",
+            "Tokens of a step that are drafted from the text so far and checked; 0: none.",
+        ),
+    ] = 0,
     tokenization_workers: Annotated[
         int | None, _option(_LIMITS, "TOKENIZATION_WORKERS", "Threads that tokenise.")
     ] = None,
@@ -227,6 +235,7 @@ def serve(
         tokenization_workers=tokenization_workers,
         kv_cache_tokens=kv_cache_tokens,
         max_num_seqs=max_num_seqs,
+        num_speculative_tokens=num_speculative_tokens,
         hostname=hostname,
         port=port,
         uds_path=uds_path,

@@ -40,6 +40,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         tokenizer_threads=settings.tokenization_workers,
         kv_cache_tokens=settings.kv_cache_tokens,
         max_num_seqs=settings.max_num_seqs,
+        num_speculative_tokens=settings.num_speculative_tokens,
     )
     logger.info("loaded %s: %r", source.name, model)
     return ServedModel(facts, queue, LeftTruncation(model.tokenizer))

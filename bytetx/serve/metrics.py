@@ -203,6 +203,14 @@ class _Batches:
             "bytetx_step_tokens": ("Tokens of forward passes.", "total_tokens"),
             "bytetx_refused_calls": ("Calls that the full queue refused.", "num_refused"),
             "bytetx_dropped_texts": ("Texts that were cancelled or late.", "num_dropped"),
+            "bytetx_spec_decode_num_draft_tokens": (
+                "Tokens that were drafted for generations.",
+                "num_draft_tokens",
+            ),
+            "bytetx_spec_decode_num_accepted_tokens": (
+                "Drafted tokens that the model chose, too.",
+                "num_accepted_tokens",
+            ),
         }
         every = self.stats()
         for name, (text, attribute) in gauges.items():

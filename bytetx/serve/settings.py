@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from bytetx.arguments import check_draft_size
 from bytetx.errors import OptionError
 
 # Pooling modes as TEI writes them.
@@ -55,6 +56,7 @@ class ServeSettings:
     tokenization_workers: int | None = None
     kv_cache_tokens: int | None = None
     max_num_seqs: int | None = None
+    num_speculative_tokens: int = 0
     hostname: str = "127.0.0.1"
     port: int = 8080
     uds_path: Path | None = None
@@ -84,6 +86,7 @@ class ServeSettings:
                 raise OptionError(
                     f"--metrics-names must be of {', '.join(METRICS_NAMES)}, got {name!r}"
                 )
+        check_draft_size(self.num_speculative_tokens)
         if any(not key for key in self.api_keys):
             raise OptionError("--api-key must not be empty; leave it out to serve without a key")
 

@@ -42,6 +42,16 @@ def test_a_file_of_prompts(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None
     assert "weights" in ran.err and "(80 tokens)" in ran.err
 
 
+def test_drafts_change_no_answer(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    command = ("generate", "prompts.txt", "-m", folder, "--temperature", 0, "--max-tokens", 40)
+    plain = bytetx(*command)
+    ran = bytetx(*command, "--num-speculative-tokens", 4)
+    assert ran.code == 0 and ran.rows == plain.rows
+    assert "drafts of at most 4 tokens" in ran.err and "drafts" not in plain.err
+    assert bytetx(*command, "--num-speculative-tokens", 33).code == 2
+
+
 def test_sampling_options(bytetx: Bytetx, folder: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     options = {"temperature": 1.5, "top_p": 0.9, "top_k": 30, "seed": 3, "max_tokens": 12}

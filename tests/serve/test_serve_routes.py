@@ -1,13 +1,21 @@
 """Every route of the application, in process: answers are Model's, forms are TEI's and OpenAI's."""
 
 import base64
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 from checkpoints import SENTENCES
+from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from serving import InProcess
 
 from bytetx import SamplingParams
+from bytetx.errors import OptionError
+from bytetx.serve.loading import load_models
+from bytetx.serve.settings import ServeSettings, model_sources
 
 TEXTS = [text for text in SENTENCES if text]
 LONG = "New York is big. " + "the quick brown fox jumps over the lazy dog " * 20
@@ -233,6 +241,45 @@ def test_completions_take_vllms_names(in_process: InProcess) -> None:
     assert answer["choices"][0]["text"] == model.generate(["New York"], params)[0].text
 
 
+def test_completions_with_drafts(
+    in_process: InProcess,
+    checkpoints: dict[str, Path],
+    oracle: type[Oracle],  # noqa: F811
+) -> None:
+    """The answers and logprobs without them, whole and streamed; counts in the metrics."""
+    sources = model_sources([f"writer={checkpoints['writer']}"])
+    settings = ServeSettings(sources, device="cpu", num_speculative_tokens=MAX_DRAFT)
+    drafting = InProcess(settings, load_models(settings))
+    body = {"model": "writer", "prompt": "a quick fox", "max_tokens": 40, "temperature": 0}
+    body |= {"logprobs": 1, "ignore_eos": True}
+    model, params = in_process.model("writer"), SamplingParams(temperature=0, max_tokens=40)
+    (prompt,) = model.encode_prompts([body["prompt"]])
+    (answer,) = model.generate([prompt], replace(params, ignore_eos=True))
+    oracle.answers = [prompt + answer.token_ids]
+    wanted, found = (
+        one.post("/v1/completions", body).json()["choices"][0] for one in (in_process, drafting)
+    )
+    assert found["text"] == wanted["text"] and found["finish_reason"] == "length"
+    assert found["logprobs"]["tokens"] == wanted["logprobs"]["tokens"]
+    events = drafting.post("/v1/completions", body | {"stream": True}).text.split("\n\n")
+    pieces = [
+        orjson.loads(event.removeprefix("data: "))["choices"][0]
+        for event in events
+        if event.startswith("data: {")
+    ]
+    assert "".join(piece["text"] for piece in pieces) == wanted["text"]
+    tokens = [token for piece in pieces for token in piece["logprobs"]["tokens"]]
+    assert tokens == wanted["logprobs"]["tokens"] and len(pieces) < len(tokens)
+    counts = {
+        name: float(re.search(rf"bytetx_spec_decode_num_{name}_tokens_total\{{.* (.*)", page)[1])
+        for page in [drafting.get("/metrics").text]
+        for name in ("draft", "accepted")
+    }
+    assert counts["draft"] >= counts["accepted"] > 10
+    with pytest.raises(OptionError, match="num_speculative_tokens must be an integer from 0"):
+        ServeSettings(sources, num_speculative_tokens=-1)
+
+
 @pytest.mark.parametrize(
     ("path", "change", "named"),
     [
@@ -324,5 +371,6 @@ def test_metrics(in_process: InProcess) -> None:
     ):
         assert line in text.splitlines()
     assert "bytetx_padding_saved_tokens_total" in text
+    assert 'bytetx_spec_decode_num_draft_tokens_total{model="writer"} 0.0' in text.splitlines()
     ours = in_process.with_settings(metrics_names=("bytetx",)).get("/metrics").text
     assert "te_request" not in ours and "bytetx_requests" in ours
