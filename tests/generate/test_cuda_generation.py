@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import save_causal
+from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from generation_soak import VOCAB_SIZE, num_free_pages, random_requests, soak
 from tiny_decoders import DECODERS, tiny_decoder
 
@@ -89,6 +90,26 @@ def test_logprobs_are_those_of_the_cpu(pair: tuple[Model, Model]) -> None:
             np.testing.assert_allclose(
                 [e.logprob for e in one], [e.logprob for e in other], atol=1e-4
             )
+
+
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(seed=2, max_tokens=12, top_k=7, temperature=1.5)]
+)
+def test_drafts_give_the_tokens_of_the_cpu(
+    pair: tuple[Model, Model],
+    params: SamplingParams,
+    oracle: type[Oracle],  # noqa: F811
+) -> None:
+    on_cpu, on_gpu = pair
+    prompts = random_prompts(12)
+    wanted = token_ids(on_cpu, prompts, params)
+    oracle.answers = [prompt + ids for prompt, ids in zip(prompts, wanted, strict=True)]
+    for _ in range(3):  # the later ones from graphs, where the device captures them
+        found = token_ids(on_gpu, prompts, params, num_speculative_tokens=MAX_DRAFT)
+        assert found == wanted
+    engine = on_gpu._idle_engines[0][1]
+    assert engine.draft_counts[1] > 50
+    assert num_free_pages(engine) == engine._scheduler.pages.num_pages
 
 
 @pytest.fixture(scope="module", params=["float16", "bfloat16"])
