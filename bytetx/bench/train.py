@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from bytetx.errors import BytetxError, OptionError
 from bytetx.ops.heap import release_heap
 from bytetx.parallel.autograd import join_training_groups
 from bytetx.parallel.grid import Grid, assign_sequences, grids_of, parse_grid
-from bytetx.parallel.planner.machine import wire_bytes
+from bytetx.parallel.planner.machine import Kind, wire_bytes
 from bytetx.parallel.tp import prefix_store
 from bytetx.parallel.training import (
     GptConfig,
@@ -225,11 +226,11 @@ class GridTrainer:
 
     def _sent_bytes(self) -> float:
         groups = self._groups
-        return sum(
-            count * wire_bytes(kind, num_bytes, group.size)
-            for group in (groups.data, groups.z, groups.y, groups.x, groups.slots)
-            for (kind, num_bytes), count in group.counts.items()
-        )
+        sent = 0.0
+        for group in (groups.data, groups.z, groups.y, groups.x, groups.slots):
+            for (kind, num_bytes), count in group.counts.items():
+                sent += count * wire_bytes(cast(Kind, kind), num_bytes, group.size)
+        return sent
 
 
 def rivals_of(grid: Grid, device: torch.device) -> dict[str, Make]:

@@ -1,5 +1,6 @@
 """axonn 0.2.0, by AxoNN's authors, as a rival of training: on GPUs, where it is installed."""
 
+import importlib
 import importlib.util
 import sys
 from typing import Any
@@ -82,7 +83,8 @@ class AxonnTrainer:
     ):
         # An mpi4py without an MPI library raises what axonn does not expect.
         sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]
-        from axonn import axonn, intra_layer
+        axonn = importlib.import_module("axonn.axonn")
+        intra_layer = importlib.import_module("axonn.intra_layer")
 
         axonn.init(G_data=grid.data, G_intra_r=grid.y, G_intra_c=grid.x, G_intra_d=grid.z)
         self._batch, self._axonn, self._handle = batch, intra_layer, axonn.comm_handle

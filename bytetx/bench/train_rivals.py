@@ -70,7 +70,8 @@ class PlainLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[sequences, seqlen, hidden] -> the same."""
         h = x + self.attn_out(causal_attention(self.qkv(self.norm1(x)), self.head_dim))
-        return h + self.ffn_out(F.gelu(self.ffn_in(self.norm2(h))))
+        out: Tensor = h + self.ffn_out(F.gelu(self.ffn_in(self.norm2(h))))
+        return out
 
 
 def causal_attention(qkv: Tensor, head_dim: int) -> Tensor:

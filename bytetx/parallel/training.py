@@ -213,8 +213,9 @@ class GridGpt(torch.nn.Module):
             [position for i in own for position in range(seqlens[i])],
             [token for i in own for token in used[i][1:]],
         )
-        packed = torch.tensor(rows, dtype=torch.int64).to(self.groups.device)
-        return TrainingBatch(*packed, tuple(seqlens[i] for i in own), sum(seqlens))
+        ids, positions, targets = torch.tensor(rows, dtype=torch.int64).to(self.groups.device)
+        own_seqlens = tuple(seqlens[i] for i in own)
+        return TrainingBatch(ids, positions, targets, own_seqlens, sum(seqlens))
 
     def loss(self, batch: TrainingBatch | Sequence[Sequence[int]]) -> Tensor:
         """This slot's share of the mean cross entropy of all next tokens; slots' shares add up.
