@@ -341,6 +341,63 @@ def tp_layer(
     _run_ranks("tp_layer", record=record, case=case, tune=tune)
 
 
+@app.command()
+def train(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    device: Annotated[str, typer.Option(help="cuda: a rank each GPU; cpu: --ranks.")] = "cuda",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes on a CPU.")] = 2,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option("--grid", help="data2, z2, y2, x2, data2.z2, ...; repeatable. All without x."),
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help="gpt2-tiny, gpt2-small, gpt2-medium, gpt2-xl or gpt3-6.7b.")
+    ] = "gpt2-small",
+    layers: Annotated[int | None, typer.Option(min=1, help="In place of the shape's.")] = None,
+    hidden: Annotated[
+        int | None, typer.Option(min=64, help="In place of the shape's; heads of 64 features.")
+    ] = None,
+    vocab: Annotated[int, typer.Option(min=2, help="Word embeddings.")] = 50304,
+    tokens: Annotated[int, typer.Option(min=2, help="Of a batch, all ranks together.")] = 1024,
+    seqlen: Annotated[int, typer.Option(min=2, help="Tokens of each sequence.")] = 256,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16.")] = "fp32",
+    no_overlap: Annotated[
+        bool, typer.Option("--no-overlap", help="Ours waits for every collective where it starts.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Of steps, a grid.")] = 60.0,
+) -> None:
+    """A training step of a GPT on grids of ranks: bytetx, FSDP2, DDP, DTensor, axonn."""
+    from bytetx.bench.ranks import start_ranks, this_rank
+    from bytetx.bench.train import Settings, train_suite
+
+    _check_device(device)
+    settings = Settings(
+        device=device,
+        dtype=dtype,
+        shape=shape,
+        layers=layers,
+        hidden=hidden,
+        vocab=vocab,
+        tokens=tokens,
+        seqlen=seqlen,
+        grids=tuple(grid or ()),
+        overlaps=not no_overlap,
+        seconds=seconds,
+    )
+    try:
+        settings.check()
+        rank = this_rank(device)
+        if rank is None:
+            return start_ranks(sys.argv[1:], on_cpu=ranks if device == "cpu" else None)
+        suite = train_suite(settings, patterns=case or [])
+        command = _command(shlex.join(["train", *settings.options(ranks)]), case or [])
+        own_record = record if rank == 0 else None
+        _run_suite(Console(quiet=rank > 0), suite, command=command, record=own_record)
+    except BytetxError as error:
+        _fail(error)
+
+
 @app.command(name="plot")
 def plot_command(
     records: Annotated[Path, typer.Argument(help="The .jsonl file of records.")] = _PLOT_FOLDER

@@ -46,11 +46,11 @@ def main(checkpoint: str, dtype_name: str, num_texts: str) -> None:
     bytetx.load(Path(checkpoint), device="cpu", dtype=_DTYPES[dtype_name]).embed(passages[:64])
     gc.collect()
     release_heap()
-    baseline = _status_mib("VmRSS")
-    _reset_peak()
+    baseline = status_mib("VmRSS")
+    reset_peak()
     model = bytetx.load(Path(checkpoint), device="cpu", dtype=_DTYPES[dtype_name])
     result = model.embed(passages)
-    peak = _status_mib("VmHWM")
+    peak = status_mib("VmHWM")
     itemsize = _DTYPES[dtype_name].itemsize
     sizes = {
         "growth_mib": peak - baseline,
@@ -64,7 +64,7 @@ def main(checkpoint: str, dtype_name: str, num_texts: str) -> None:
     print(json.dumps(rounded | counts | {"token_budget": model.token_budget}))
 
 
-def _status_mib(key: str) -> float:
+def status_mib(key: str) -> float:
     """A size from /proc/self/status; VmRSS is the memory resident now, VmHWM its peak."""
     status = Path("/proc/self/status")
     if not status.is_file():
@@ -74,7 +74,7 @@ def _status_mib(key: str) -> float:
     return int(found[1]) / 1024
 
 
-def _reset_peak() -> None:
+def reset_peak() -> None:
     """Makes VmHWM start again from now: the imports' own peak is not the run's."""
     Path("/proc/self/clear_refs").write_text("5")
 

@@ -39,19 +39,30 @@ class Ranks:
         return self.group.size
 
 
-def start_ranks(arguments: list[str]) -> None:
-    """Runs `bytetx *arguments` in one process a GPU, in this one's place."""
-    size = torch.cuda.device_count()
-    if size < 2:
+def start_ranks(arguments: list[str], *, on_cpu: int | None = None) -> None:
+    """Runs `bytetx *arguments` in one process a GPU, in this one's place.
+
+    on_cpu: so many processes instead.
+    """
+    size = torch.cuda.device_count() if on_cpu is None else on_cpu
+    if on_cpu is None and size < 2:
         raise BytetxError(f"{arguments[1]} takes 2 GPUs or more, torch finds {size}")
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
     os.execv(sys.executable, [sys.executable, *launcher, "-m", "bytetx", *arguments])
 
 
-def this_rank() -> int | None:
-    """This process's rank, when the ranks have met; None where torchrun did not start it."""
+def this_rank(device: str = "cuda") -> int | None:
+    """This process's rank, when the ranks have met; None where torchrun did not start it.
+
+    device: cuda, or cpu, whose cores the ranks share.
+    """
     if not dist.is_torchelastic_launched():
         return None
+    if device == "cpu":
+        dist.init_process_group("gloo")
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // dist.get_world_size()))
+        return dist.get_rank()
     disable_multicast()  # before NCCL and symmetric memory look for it
     dist.init_process_group("nccl")
     torch.cuda.set_device(dist.get_rank())

@@ -118,6 +118,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = dy @ layer.weights.take(layer.index, step=-1)
             work = layer.outputs.start_all_reduce(dx)
+            if work is not None and not layer.weights.overlaps:
+                work.wait()
         layer.weights.reduce(layer, dy.t() @ x)
         dbias = dy.sum(0)
         if work is not None:
@@ -151,7 +153,10 @@ class ShardedWeights:
     Whole weights live while their product runs and during the product before it.
     """
 
-    def __init__(self, groups: TrainingGroups):
+    def __init__(self, groups: TrainingGroups, *, overlaps: bool = True):
+        """overlaps: False waits for every collective where it starts, and gathers a weight when it
+        is needed; results are the same bits."""
+        self.overlaps = overlaps
         self.device, self.z, self._data = groups.device, groups.z, groups.data
         self._layers: list[GridLinear] = []
         self._gathers: dict[int, _Gather] = {}
@@ -171,7 +176,7 @@ class ShardedWeights:
         if self.z.size == 1:
             return layer.shard.detach().view(layer.shape)
         self._start(i)
-        if 0 <= i + step < len(self._layers):
+        if self.overlaps and 0 <= i + step < len(self._layers):
             self._start(i + step)
         gather = self._gathers.pop(i)
         gather.work.wait()
@@ -194,11 +199,15 @@ class ShardedWeights:
         if self.z.size == 1:
             work = self._data.start_all_reduce(flat)
             self._reductions.append(_Reduction(layer, flat, flat, work, True))
-            return
-        sent = _padded(flat, self.z.size)
-        grad = torch.empty_like(layer.shard)
-        work = self.z.start_reduce_scatter(grad, sent)
-        self._reductions.append(_Reduction(layer, grad, sent, work, False))
+        else:
+            sent = _padded(flat, self.z.size)
+            grad = torch.empty_like(layer.shard)
+            work = self.z.start_reduce_scatter(grad, sent)
+            self._reductions.append(_Reduction(layer, grad, sent, work, False))
+
+        if not self.overlaps:
+            self._advance()
+            self._wait()
 
     def _advance(self) -> None:
         for one in self._reductions:
@@ -208,12 +217,17 @@ class ShardedWeights:
                 one.work = self._data.start_all_reduce(one.grad)
                 one.sent, one.is_scattered = one.grad, True
 
-    def finish(self) -> None:
-        """After a backward pass: adds the gradients, summed over z and data, to `shard.grad`."""
-        self._advance()
+    def _wait(self) -> None:
         for one in self._reductions:
             if one.work is not None:
                 one.work.wait()
+                one.work = None
+
+    def finish(self) -> None:
+        """After a backward pass: adds the gradients, summed over z and data, to `shard.grad`."""
+        self._advance()
+        self._wait()
+        for one in self._reductions:
             shard = one.layer.shard
             shard.grad = one.grad if shard.grad is None else shard.grad + one.grad
         self._reductions.clear()

@@ -80,6 +80,21 @@ def initial_weights(
     return weights
 
 
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """What a rank computes of a batch: its slot's whole sequences, packed.
+
+    input_ids, position_ids, targets: int64 [tokens], on the rank's device.  seqlens: their sum is
+    tokens.  total_tokens: of all slots, the divisor of the mean.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    targets: Tensor
+    seqlens: tuple[int, ...]
+    total_tokens: int
+
+
 class _Norm(torch.nn.Module):
     """A layer norm of hidden features that x divides."""
 
@@ -98,8 +113,16 @@ class GridGpt(torch.nn.Module):
     number by itself need no communication.
     """
 
-    def __init__(self, config: GptConfig, weights: Mapping[str, Tensor], *, groups: TrainingGroups):
+    def __init__(
+        self,
+        config: GptConfig,
+        weights: Mapping[str, Tensor],
+        *,
+        groups: TrainingGroups,
+        overlaps: bool = True,
+    ):
         """weights: all of them, as of initial_weights, of which the rank keeps its part.
+        overlaps: as of ShardedWeights.
 
         Raises InputError where the grid does not divide the sizes.
         """
@@ -111,7 +134,7 @@ class GridGpt(torch.nn.Module):
                 f"{config.hidden_size}, got {config.num_heads}"
             )
         self.config, self.groups = config, groups
-        self._sharded = ShardedWeights(groups)
+        self._sharded = ShardedWeights(groups, overlaps=overlaps)
         self.word = _parameter(weights["word"], groups, dim=1)
         self.position = _parameter(weights["position"], groups, dim=1)
 
@@ -141,17 +164,12 @@ class GridGpt(torch.nn.Module):
         self.norm = norm("norm")
         self.head = linear("head", groups.x, groups.y)
 
-    def forward(self, input_ids: Tensor, seqlens: Sequence[int]) -> Tensor:
-        """Logits [tokens, vocabulary / y] of packed sequences, of which each sees itself alone.
-
-        input_ids: int64 [tokens], on the model's device.  seqlens: their sum is tokens.
-        """
-        positions = [torch.arange(n, device=input_ids.device) for n in seqlens]
-        position_ids = torch.cat(positions) if positions else input_ids
-        h = F.embedding(input_ids, self.word) + F.embedding(position_ids, self.position)
+    def forward(self, batch: TrainingBatch) -> Tensor:
+        """Logits [tokens, vocabulary / y] of packed sequences, of which each sees itself alone."""
+        h = F.embedding(batch.input_ids, self.word) + F.embedding(batch.position_ids, self.position)
         for w in self.layers:
             assert isinstance(w, torch.nn.ModuleDict)
-            h = h + w["attn_out"](self._attention(w["qkv"](w["norm1"](h)), seqlens))
+            h = h + w["attn_out"](self._attention(w["qkv"](w["norm1"](h)), batch.seqlens))
             h = h + w["ffn_out"](F.gelu(w["ffn_in"](w["norm2"](h))))
         logits: Tensor = self.head(self.norm(h))
         return logits
@@ -162,14 +180,18 @@ class GridGpt(torch.nn.Module):
         heads = qkv.view(len(qkv), qkv.shape[1] // (3 * head_dim), 3, head_dim)
         if not seqlens:  # a slot without sequences still calls every collective
             return heads[:, :, 0].flatten(1)
+        if len(set(seqlens)) == 1:  # in one call
+            q, k, v = heads.unflatten(0, (len(seqlens), -1)).permute(3, 0, 2, 1, 4)
+            found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return found.transpose(1, 2).flatten(2).flatten(0, 1)
         out = []
         for one in heads.permute(2, 1, 0, 3).split(list(seqlens), dim=2):
             q, k, v = one[:, None]
             out.append(F.scaled_dot_product_attention(q, k, v, is_causal=True)[0])
         return torch.cat(out, dim=1).transpose(0, 1).flatten(1)
 
-    def loss(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """This slot's share of the mean cross entropy of all next tokens; slots' shares add up.
+    def pack(self, sequences: Sequence[Sequence[int]]) -> TrainingBatch:
+        """This slot's part of a batch; all ranks of a grid pack the same one.
 
         sequences: token ids of the whole batch, the same on every rank. One of fewer than two
         tokens predicts nothing.  Raises InputError where none does, or one is too long.
@@ -186,11 +208,23 @@ class GridGpt(torch.nn.Module):
             seqlens, self.groups.grid.num_slots, hidden_size=self.config.hidden_size
         )
         own = slots[self.groups.slot]
-        inputs = [token for i in own for token in used[i][:-1]]
-        targets = [token for i in own for token in used[i][1:]]
-        packed = torch.tensor([inputs, targets], dtype=torch.int64, device=self.groups.device)
-        logits = self(packed[0], [seqlens[i] for i in own])
-        return cross_entropy_sum(logits, packed[1], group=self.groups.y) / sum(seqlens)
+        rows = (
+            [token for i in own for token in used[i][:-1]],
+            [position for i in own for position in range(seqlens[i])],
+            [token for i in own for token in used[i][1:]],
+        )
+        ids, positions, targets = torch.tensor(rows, dtype=torch.int64).to(self.groups.device)
+        own_seqlens = tuple(seqlens[i] for i in own)
+        return TrainingBatch(ids, positions, targets, own_seqlens, sum(seqlens))
+
+    def loss(self, batch: TrainingBatch | Sequence[Sequence[int]]) -> Tensor:
+        """This slot's share of the mean cross entropy of all next tokens; slots' shares add up.
+
+        batch: of pack, or sequences for it.
+        """
+        packed = batch if isinstance(batch, TrainingBatch) else self.pack(batch)
+        losses = cross_entropy_sum(self(packed), packed.targets, group=self.groups.y)
+        return losses / packed.total_tokens
 
     def finish_gradients(self) -> None:
         """After a backward pass on every rank: `.grad` of all parameters, summed over slots."""
@@ -206,18 +240,26 @@ class GridGpt(torch.nn.Module):
 
 
 def train_step(
-    model: GridGpt, optimizer: torch.optim.Optimizer, sequences: Sequence[Sequence[int]]
+    model: GridGpt,
+    optimizer: torch.optim.Optimizer,
+    batch: TrainingBatch | Sequence[Sequence[int]],
 ) -> float:
-    """One step on a batch, which every rank calls with the same sequences: as of GridGpt.loss.
+    """One step on a batch, which every rank calls with its part of it: as of GridGpt.loss.
 
     Returns the batch's mean cross entropy before the step, the same on every rank.
     """
-    optimizer.zero_grad()
-    loss = model.loss(sequences)
+    loss = compute_gradients(model, batch)
+    optimizer.step()
+    return float(loss)
+
+
+def compute_gradients(model: GridGpt, batch: TrainingBatch | Sequence[Sequence[int]]) -> Tensor:
+    """train_step without the update: the loss [1], and `.grad` of all parameters anew."""
+    model.zero_grad()
+    loss = model.loss(batch)
     loss.backward()
     model.finish_gradients()
-    optimizer.step()
-    return float(model.groups.slots.all_reduce(loss.detach().reshape(1)))
+    return model.groups.slots.all_reduce(loss.detach().reshape(1))
 
 
 def _parameter(whole: Tensor, groups: TrainingGroups, *, dim: int) -> torch.nn.Parameter:

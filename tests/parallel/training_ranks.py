@@ -40,6 +40,24 @@ def run(rank: int, folder: str) -> None:
         groups = join_training_groups(shared, grid, rank=rank, device=torch.device("cpu"))
         num_steps = NUM_STEPS if (str(grid), dtype) in LONG else FEW_STEPS
         check(groups, wanted[dtype], dtype=dtype, num_steps=num_steps)
+        if str(grid) in ("data2.z2", "z2.y2", "y2.x2"):
+            check_overlap(groups)
+
+
+def check_overlap(groups: TrainingGroups) -> None:
+    """Waiting for each collective where it starts gives the same bits."""
+    weights = initial_weights(CONFIG, seed=1)
+    models = [
+        GridGpt(CONFIG, weights, groups=groups, overlaps=overlaps) for overlaps in (True, False)
+    ]
+    optimizers = [optimizer_of(model.parameters()) for model in models]
+    for batch in batches()[:FEW_STEPS]:
+        pairs = zip(models, optimizers, strict=True)
+        losses = [train_step(model, optimizer, batch) for model, optimizer in pairs]
+        assert losses[0] == losses[1], groups.grid
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.equal(p.grad, q.grad) and torch.equal(p, q), groups.grid
 
 
 def batches() -> list[list[list[int]]]:

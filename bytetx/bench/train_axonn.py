@@ -1,0 +1,145 @@
+"""axonn 0.2.0, by AxoNN's authors, as a rival of training: on GPUs, where it is installed."""
+
+import importlib
+import importlib.util
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bytetx.bench.train_rivals import (
+    SlotBatch,
+    Trainer,
+    Weights,
+    adamw,
+    causal_attention,
+    plain_name,
+    relative_error,
+)
+from bytetx.parallel.grid import Grid
+from bytetx.parallel.training import GptConfig
+
+
+def why_no_axonn(device: torch.device) -> str | None:
+    """None where it can run."""
+    if importlib.util.find_spec("axonn") is None:
+        return "it is not installed (pip install --no-deps axonn==0.2.0)"
+    if device.type != "cuda":
+        return "axonn 0.2.0 names NCCL and CUDA devices in its code, and needs GPUs"
+    return None
+
+
+class _Layer(nn.Module):
+    """PlainLayer with axonn's linear layers, which keep features divided (expert mode)."""
+
+    def __init__(self, config: GptConfig, linear: Any):
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.head_dim = hidden // config.num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = linear(hidden, 3 * hidden, expert_mode=True)
+        self.attn_out = linear(hidden, hidden, transpose=True, expert_mode=True)
+        self.ffn_in = linear(hidden, inner, expert_mode=True)
+        self.ffn_out = linear(inner, hidden, transpose=True, expert_mode=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + self.attn_out(causal_attention(self.qkv(self.norm1(x)), self.head_dim))
+        out: Tensor = h + self.ffn_out(F.gelu(self.ffn_in(self.norm2(h))))
+        return out
+
+
+class _Gpt(nn.Module):
+    def __init__(self, config: GptConfig, linear: Any):
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.position = nn.Embedding(config.max_positions, config.hidden_size)
+        self.layers = nn.ModuleList(_Layer(config, linear) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.head = linear(config.hidden_size, config.vocab_size, expert_mode=True)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        h = self.word(input_ids) + self.position.weight[: input_ids.shape[1]]
+        for layer in self.layers:
+            h = layer(h)
+        logits: Tensor = self.head(self.norm(h))
+        return logits
+
+
+class AxonnTrainer:
+    """With all of its overlap. Its gradients of biases lack the sum over depth unless each bias
+    says by `needs_gradient_sync` that it needs one, which axonn's own layers do not.
+    """
+
+    def __init__(
+        self,
+        config: GptConfig,
+        weights: Weights,
+        batch: SlotBatch,
+        grid: Grid,
+        device: torch.device,
+    ):
+        # An mpi4py without an MPI library raises what axonn does not expect.
+        sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]
+        axonn = importlib.import_module("axonn.axonn")
+        intra_layer = importlib.import_module("axonn.intra_layer")
+
+        axonn.init(G_data=grid.data, G_intra_r=grid.y, G_intra_c=grid.x, G_intra_d=grid.z)
+        self._batch, self._axonn, self._handle = batch, intra_layer, axonn.comm_handle
+        model = _Gpt(config, intra_layer.Linear)
+        for name, p in model.named_parameters():
+            whole = weights[plain_name(name)]
+            p.data = self._part(name, whole, model).to(device, copy=True)
+        for module in model.modules():
+            if isinstance(module, intra_layer.Linear):
+                module.bias.needs_gradient_sync = True
+        self._model, self._optimizer = model, adamw(model.parameters())
+
+    def _part(self, name: str, whole: Tensor, model: nn.Module) -> Tensor:
+        """This rank's part of a weight or of its gradient, laid out as axonn's layers do."""
+        prefix, _, kind = name.rpartition(".")
+        layer = model.get_submodule(prefix)
+        if not isinstance(layer, self._axonn.Linear):
+            return whole
+        if kind == "bias":
+            return whole.chunk(layer.outer_group_size)[dist.get_rank(layer.outer_group)]
+        columns = whole.chunk(layer.inner_group_size, 1)[dist.get_rank(layer.inner_group)]
+        block = columns.chunk(layer.outer_group_size)[dist.get_rank(layer.outer_group)]
+        return block.flatten().chunk(layer.depth_group_size)[dist.get_rank(layer.depth_group)]
+
+    def backward(self) -> float:
+        self._model.zero_grad()
+        with self._axonn.optimize_communication(True, True, True, self._model):
+            logits = self._model(self._batch.input_ids).flatten(0, 1)
+            # It has no loss over a divided vocabulary.
+            logits = self._axonn.Gather.apply(logits, self._handle.outer_intra_layer_parallel_group)
+            losses = F.cross_entropy(logits, self._batch.targets.flatten(), reduction="sum")
+            loss = losses / self._batch.total_tokens
+            loss.backward()
+        self._axonn.sync_gradients(self._model, expert_mode=True, vectorize=True)
+        found, handle = loss.detach(), self._handle
+        for group in (handle.data_parallel_group, handle.depth_intra_layer_parallel_group):
+            dist.all_reduce(found, group=group)
+        return float(found)
+
+    def step(self) -> float:
+        loss = self.backward()
+        self._optimizer.step()
+        return loss
+
+    def gradient_error(self, wanted: Weights) -> float:
+        found = []
+        for name, p in self._model.named_parameters():
+            assert p.grad is not None, name
+            part = self._part(name, wanted[plain_name(name)], self._model)
+            found.append(relative_error(p.grad, part))
+        return max(found)
+
+
+def axonn_trainer(
+    config: GptConfig, weights: Weights, batch: SlotBatch, grid: Grid, device: torch.device
+) -> Trainer:
+    """On a grid without x: axonn has no norms whose features are divided."""
+    return AxonnTrainer(config, weights, batch, grid, device)
