@@ -108,7 +108,8 @@ class _Linear(torch.autograd.Function):
         # shard is an argument so that a backward pass exists even where x needs no gradient.
         ctx.layer = layer
         ctx.save_for_backward(x)
-        y = layer.inputs.all_reduce(x @ layer.weights.take(layer.index, step=1).t())
+        weight = layer.weights.take(layer.index, step=1, has_backward=ctx.needs_input_grad[1])
+        y = layer.inputs.all_reduce(x @ weight.t())
         return y.to(x.dtype).add_(bias)
 
     @staticmethod
@@ -150,7 +151,8 @@ class _Reduction:
 class ShardedWeights:
     """Gathers of weights, a layer ahead, and sums of their gradients, behind the layers before.
 
-    Whole weights live while their product runs and during the product before it.
+    Whole weights live while their product runs and during the product before it; the last layer's
+    from its forward to its backward pass, which comes next.
     """
 
     def __init__(self, groups: TrainingGroups, *, overlaps: bool = True):
@@ -167,10 +169,10 @@ class ShardedWeights:
         self._layers.append(layer)
         return len(self._layers) - 1
 
-    def take(self, i: int, *, step: int) -> Tensor:
+    def take(self, i: int, *, step: int, has_backward: bool = False) -> Tensor:
         """Layer i's weight [n / outputs, k / inputs]; starts the gather of the next layer's.
 
-        step: 1 in a forward pass, -1 in a backward pass.
+        step: 1 in a forward pass, -1 in a backward pass.  has_backward: whether one follows.
         """
         layer = self._layers[i]
         if self.z.size == 1:
@@ -180,6 +182,8 @@ class ShardedWeights:
             self._start(i + step)
         gather = self._gathers.pop(i)
         gather.work.wait()
+        if has_backward and i + step == len(self._layers):
+            self._gathers[i] = gather
         return gather.flat[: layer.shape.numel()].view(layer.shape)
 
     def _start(self, i: int) -> None:
@@ -279,6 +283,11 @@ class _CrossEntropy(torch.autograd.Function):
         local = targets - group.rank * logits.shape[1]
         is_local = (local >= 0) & (local < logits.shape[1])
         column = local.where(is_local, 0)[:, None]
+        # In f32 at least: a sum of a vocabulary's exponentials has no 8 bits to lose.
+        ctx.dtype, logits = (
+            logits.dtype,
+            logits.to(torch.promote_types(logits.dtype, torch.float32)),
+        )
         largest = logits.amax(1, keepdim=True)
         largest = group.all_gather_columns(largest, range(group.size + 1)).amax(1, keepdim=True)
         shifted = logits - largest
@@ -293,7 +302,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         softmax, column, is_local = ctx.saved_tensors
         dlogits = softmax.scatter_add(1, column, -is_local[:, None].to(softmax.dtype))
-        return dlogits * grads[0], None, None
+        return (dlogits * grads[0]).to(ctx.dtype), None, None
 
 
 def local_part(x: Tensor, group: GroupCollectives, *, dim: int) -> Tensor:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import training_ranks
 
 from bytetx.errors import InputError
-from bytetx.parallel.autograd import TrainingGroups
+from bytetx.parallel.autograd import TrainingGroups, cross_entropy_sum
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.tp import GroupCollectives
 from bytetx.parallel.training import GridGpt, initial_weights, train_step
@@ -42,6 +43,19 @@ def test_gradients_of_two_batches_add_up() -> None:
     assert len(found[0]) == len(list(model.parameters()))
     for both, first, second in zip(*found, strict=True):
         torch.testing.assert_close(both, first + second)
+
+
+def test_cross_entropy_of_half_types_is_summed_in_float32() -> None:
+    logits = torch.randn(300, 5000).mul(3).bfloat16().requires_grad_()
+    targets = torch.randint(0, 5000, (300,))
+    loss = cross_entropy_sum(logits, targets, group=GroupCollectives(None, rank=0, size=1))
+    loss.backward()
+    exact = logits.detach().double().requires_grad_()
+    wanted = F.cross_entropy(exact, targets, reduction="sum")
+    wanted.backward()
+    assert loss.dtype == torch.float32 and logits.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=2**-8, atol=1e-9)
 
 
 def test_what_is_refused() -> None:

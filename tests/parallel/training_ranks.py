@@ -122,10 +122,11 @@ def check_counts(
     numbers = [n * k // grid.y for n, k in shapes * CONFIG.num_layers]
     numbers.append(CONFIG.vocab_size * hidden // grid.y)
     wanted: Counter[tuple[str, str, int]] = Counter()
-    for count in numbers:
+    for layer, count in enumerate(numbers):
         padded = -(-count // grid.z) * grid.z
         if grid.z > 1:
-            wanted["z", "all_gather", padded * size] += 2  # forward and backward
+            # Forward and backward; once of the last layer, whose backward pass comes next.
+            wanted["z", "all_gather", padded * size] += 2 if layer < len(numbers) - 1 else 1
             wanted["z", "reduce_scatter", padded * size] += 1
         if grid.data > 1:
             wanted["data", "all_reduce", padded // grid.z * size] += 1
