@@ -17,7 +17,7 @@ _BOUNDS_BLOCK = 256
 _SHORT_TOKENS = 256  # mean length up to which tiles hold 64 rows: fewer keys of others are read
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size", "total_tokens", "num_steps"])
 def _bounds_kernel(
     cu_seqlens, starts, ends, batch_size, total_tokens, num_steps, BLOCK: tl.constexpr
 ):
@@ -278,7 +278,7 @@ def key_ranges(
     return first, free_first, free_last, end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens", "span", "window"])
 def _attention_kernel(
     q_base,
     k_base,

@@ -159,7 +159,7 @@ def _attend(
     return acc / total[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens", "span", "num_buckets"])
 def _disentangled_kernel(
     q_base,
     k_base,

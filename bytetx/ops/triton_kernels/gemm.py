@@ -10,7 +10,7 @@ from bytetx.ops.triton_kernels.launch import address_or, dot_precision, launch
 _GROUP_ROWS = 8  # row tiles that follow one another, so that they share columns of w in the L2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m"])
 def _linear_kernel(
     x,
     w,

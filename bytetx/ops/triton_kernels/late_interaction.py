@@ -55,7 +55,7 @@ def _products(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_vectors", "num_documents", "a_program"])
 def _best_kernel(
     queries,
     documents,
@@ -103,7 +103,7 @@ def _best_kernel(
         tl.store(place, top, mask=is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_vectors", "num_documents"])
 def _sum_kernel(
     best,
     cu_queries,

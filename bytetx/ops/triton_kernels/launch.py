@@ -1,4 +1,8 @@
-"""How the Triton kernels are launched, and what they share."""
+"""How the Triton kernels are launched, and what they share.
+
+Triton compiles a kernel anew for integers that are 1 or multiples of 16. Kernels leave numbers of
+tokens, sequences and pages out of that (do_not_specialize): a first step of a size would compile.
+"""
 
 from functools import cache
 from typing import Any

@@ -38,7 +38,7 @@ def _normalized(
     return normalized
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x,
     residual,
@@ -130,7 +130,7 @@ def _table_rows(
     return values
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens", "word_rows", "position_rows", "token_type_rows"])
 def _embed_kernel(
     input_ids,
     position_ids,

@@ -129,7 +129,16 @@ def _attend_pages(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "batch_size",
+        "total_tokens",
+        "num_steps",
+        "max_pages",
+        "num_pages",
+        "window",
+    ]
+)
 def _paged_kernel(
     q,
     k_cache,
@@ -236,7 +245,7 @@ def _paged_kernel(
         tl.store(out + cell, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch_size"])
 def _add_parts_kernel(
     part_sums,
     part_tops,

@@ -14,7 +14,7 @@ _POOL_TOKENS, _POOL_COLUMNS = 16, 128
 _ARGMAX_COLUMNS = 8192
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens", "num_positions"])
 def _rotary_kernel(
     x,
     cos,
@@ -109,7 +109,7 @@ def gate_rows(both: Tensor, n: int, *, block: int, activation: str) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def _write_kv_kernel(
     k,
     v,
@@ -154,7 +154,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens"])
 def _pool_kernel(
     x,
     cu_seqlens,
