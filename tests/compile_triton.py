@@ -22,9 +22,10 @@ from bytetx.ops.triton_kernels import (
     paged,
     rows,
     sampling,
+    sequences,
 )
 
-MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows, sampling)
+MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows, sampling, sequences)
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",

@@ -113,6 +113,7 @@ def paged_attention(
     if triton is not None and has_work and q.shape[2] > 0:
         out = q.new_empty(q.shape) if out is None else out
         longest = (max_seqlen, max_kv_seqlen)
+        options["window"] = min(window, native.MAX_WINDOW)
         triton.paged_attention(q, k_cache, v_cache, **options, longest=longest, out=out)
         return out
     if _has_kernel(q, k_cache):

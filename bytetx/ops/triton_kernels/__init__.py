@@ -4,14 +4,15 @@ They take checked arguments and launch by sizes alone, so that a CUDA graph can 
 this package through ops.triton_backend, which says whether it can be.
 """
 
-from bytetx.ops.triton_kernels.attention import sequence_bounds, varlen_attention
+from bytetx.ops.triton_kernels.attention import varlen_attention
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
 from bytetx.ops.triton_kernels.late_interaction import maxsim
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.paged import paged_attention
-from bytetx.ops.triton_kernels.rows import argmax, gate_rows, pool, rotary, write_kv
-from bytetx.ops.triton_kernels.sampling import sample
+from bytetx.ops.triton_kernels.rows import gate_rows, pool, rotary, write_kv
+from bytetx.ops.triton_kernels.sampling import argmax, sample
+from bytetx.ops.triton_kernels.sequences import sequence_bounds
 
 __all__ = [
     "argmax",

@@ -5,6 +5,11 @@ import triton.language as tl
 
 
 @triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))  # right at both ends
+
+
+@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """x: f32."""
     if ACTIVATION == "gelu":
@@ -17,6 +22,6 @@ def activated(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "relu":
         return tl.where(x > 0, x, tl.where(x != x, x, 0.0))
     elif ACTIVATION == "tanh":
-        return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+        return tanh(x)
     else:
         return x

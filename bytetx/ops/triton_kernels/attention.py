@@ -4,59 +4,21 @@ A tile of query rows ignores where sequences begin and end: it reads the keys fr
 sequence to the last row's, and each row masks those of other sequences. Lengths stay on the device.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from bytetx.ops.triton_kernels.launch import dot_precision, launch, next_power_of_2
+from bytetx.ops.triton_kernels.softmax import (
+    add_key,
+    add_keys,
+    begin_rows,
+    count_not_finite,
+    in_log2,
+    soft_capped,
+)
 
-LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
-_BOUNDS_BLOCK = 256
 _SHORT_TOKENS = 256  # mean length up to which tiles hold 64 rows: fewer keys of others are read
-
-
-@triton.jit(do_not_specialize=["batch_size", "total_tokens", "num_steps"])
-def _bounds_kernel(
-    cu_seqlens, starts, ends, batch_size, total_tokens, num_steps, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_row = token < total_tokens
-    # The last sequence that starts at the token or before it; empty ones lie before their mate.
-    low = tl.zeros((BLOCK,), tl.int32)
-    high = low + batch_size
-    for _ in range(num_steps):
-        middle = (low + high + 1) // 2
-        begins = tl.load(cu_seqlens + middle)
-        low = tl.where(begins <= token, middle, low)
-        high = tl.where(begins <= token, high, middle - 1)
-    is_padding = low >= batch_size
-    start = tl.load(cu_seqlens + low)
-    end = tl.load(cu_seqlens + tl.minimum(low + 1, batch_size))
-    tl.store(starts + token, tl.where(is_padding, token, start), mask=is_row)
-    tl.store(ends + token, tl.where(is_padding, 0, end), mask=is_row)
-
-
-def sequence_bounds(cu_seqlens: Tensor, total_tokens: int) -> Tensor:
-    """int32 [2, total_tokens]: first row, and row behind the last, of each token's sequence.
-
-    cu_seqlens: int32 [batch_size + 1].  A row past cu_seqlens[-1] has an empty range: (itself, 0).
-    """
-    bounds = torch.empty((2, total_tokens), dtype=torch.int32, device=cu_seqlens.device)
-    batch_size = cu_seqlens.shape[0] - 1
-    launch(
-        _bounds_kernel,
-        (triton.cdiv(total_tokens, _BOUNDS_BLOCK),),
-        cu_seqlens,
-        bounds[0],
-        bounds[1],
-        batch_size,
-        total_tokens,
-        batch_size.bit_length(),
-        BLOCK=_BOUNDS_BLOCK,
-    )
-    return bounds
 
 
 @triton.jit
@@ -77,8 +39,7 @@ def _scores(
     """Scores in units of log 2 of products s [rows, keys]: softcap, then bias."""
     s = s * scale
     if HAS_SOFTCAP:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)), which is right at both ends.
-        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / softcap)))
+        s = soft_capped(s, softcap)
     if HAS_BIAS:
         if HAS_POSITIONS:
             key_position = tl.load(bias_positions + keys, mask=keys >= 0, other=0)
@@ -86,7 +47,7 @@ def _scores(
             key_position = keys
         index = key_position[None, :] - row_position[:, None] + span - 1
         s += tl.load(bias_row + index, mask=is_seen, other=0.0)
-    return s * _LOG2_E
+    return in_log2(s)
 
 
 @triton.jit
@@ -154,16 +115,8 @@ def _attend(
         )
         if MASKED:
             s = tl.where(is_seen, s, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = new_top
-        if MASKED:  # a row that has seen no key yet
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
         v = tl.load(v_head + offsets * v_stride + features[None, :], mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        acc, top, total = add_keys(acc, top, total, s, v, MASKED, PRECISION)
     return acc, top, total
 
 
@@ -195,15 +148,10 @@ def _attend_key_by_key(
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
-    """A tile of which a row is not finite, each row with the keys that it sees and no other.
-
-    The weight of an unseen key is 0, and 0 * NaN is NaN. Slow, and rarely done.
-    """
+    """A tile of which a row is not finite, each row with its own keys: slow, and rarely done."""
     features = tl.arange(0, BLOCK_D)
     is_feature = features < HEAD_DIM
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for key in range(first, last):
         is_seen = (key >= starts) & (key < ends)
         if CAUSAL:
@@ -229,15 +177,8 @@ def _attend_key_by_key(
             HAS_BIAS,
             HAS_POSITIONS,
         )
-        s = tl.where(is_seen, tl.sum(s, 1), float("-inf"))
-        new_top = tl.where(s > top, s, top)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base)
-        shrink = tl.exp2(top - base)
-        total = tl.where(is_seen, total * shrink + p, total)
-        added = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)[None, :]
-        acc = tl.where(is_seen[:, None], added, acc)
-        top = new_top
+        v = v.to(tl.float32)
+        acc, top, total = add_key(acc, top, total, tl.sum(s, 1), v, is_seen)
     return acc / total[:, None]
 
 
@@ -340,9 +281,7 @@ def _attention_kernel(
         bias_row = bias + head * (2 * span - 1)
         if HAS_POSITIONS:
             row_position = tl.load(bias_positions + rows, mask=is_row, other=0)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     acc, top, total = _attend(
         acc, top, total, q, k_head, v_head, k_stride, v_stride, first, free_first, key_end, rows,
         starts, ends, bias_row, row_position, bias_positions, scale, softcap, span, window,
@@ -362,9 +301,7 @@ def _attention_kernel(
         True, PRECISION,
     )  # fmt: skip
     result = acc / total[:, None]
-    is_finite = tl.abs(result) < float("inf")  # NaN is not, either
-    num_bad = tl.sum(tl.sum(tl.where(mask & ~is_finite, 1, 0), 1), 0)
-    if num_bad > 0:
+    if count_not_finite(result, mask) > 0:
         result = _attend_key_by_key(
             q, k_head, v_head, k_stride, v_stride, first, key_end, rows, starts, ends, bias_row,
             row_position, bias_positions, scale, softcap, span, window, HEAD_DIM, BLOCK_D, BLOCK_M,

@@ -8,12 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bytetx.ops.triton_kernels.attention import LOG2_E, key_ranges
+from bytetx.ops.triton_kernels.attention import key_ranges
 from bytetx.ops.triton_kernels.launch import (
     address_or,
     dot_precision,
     launch,
     next_power_of_2,
+)
+from bytetx.ops.triton_kernels.softmax import (
+    LOG2_E,
+    add_key,
+    add_keys,
+    begin_rows,
+    count_not_finite,
 )
 
 _BLOCK = 32  # rows and keys of a tile; 64 need 104 to 152 KiB and spill
@@ -58,9 +65,7 @@ def _attend_key_by_key(
     """A tile of which a row is not finite: see attention.py."""
     features = tl.arange(0, BLOCK_D)
     is_feature = features < HEAD_DIM
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for key in range(first, last):
         is_seen = (key >= starts) & (key < ends)
         place = (tl.zeros((1,), tl.int32) + key).to(tl.int64)
@@ -77,14 +82,7 @@ def _attend_key_by_key(
         if HAS_POS_Q:
             at = tl.load(pos_q + vectors, mask=mask, other=0.0).to(tl.float32)
             s += tl.sum(at * k[None, :], 1)
-        s = tl.where(is_seen, s * scale, float("-inf"))
-        new_top = tl.where(s > top, s, top)
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base)
-        shrink = tl.exp2(top - base)
-        total = tl.where(is_seen, total * shrink + p, total)
-        acc = tl.where(is_seen[:, None], acc * shrink[:, None] + p[:, None] * v[None, :], acc)
-        top = new_top
+        acc, top, total = add_key(acc, top, total, s * scale, v, is_seen)
     return acc / total[:, None]
 
 
@@ -120,9 +118,7 @@ def _attend(
     BLOCK_N: tl.constexpr = BLOCK_M
     WINDOW: tl.constexpr = BLOCK_M + BLOCK_N
     features = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for at in range(first, key_end, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
         key_mask = (keys < key_end)[:, None] & (features < HEAD_DIM)[None, :]
@@ -148,14 +144,8 @@ def _attend(
             products = tl.dot(k, tl.trans(at_q), input_precision=PRECISION)
             s += tl.trans(tl.gather(products, tl.trans(bucket), 1))
         s = tl.where(is_seen, s * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
         v = tl.load(v_head + offsets * v_stride + features[None, :], mask=key_mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        acc, top, total = add_keys(acc, top, total, s, v, True, PRECISION)
     return acc / total[:, None]
 
 
@@ -205,8 +195,7 @@ def _disentangled_kernel(
         ends, first_row, span, num_buckets, num_heads, head, scale, HEAD_DIM, BLOCK_D, BLOCK_M,
         HAS_POS_K, HAS_POS_Q, PRECISION,
     )  # fmt: skip
-    num_bad = tl.sum(tl.sum(tl.where(mask & ~(tl.abs(result) < float("inf")), 1, 0), 1), 0)
-    if num_bad > 0:
+    if count_not_finite(result, mask) > 0:
         result = _attend_key_by_key(
             q, k_head, v_head, pos_k, pos_q, buckets, k_stride, v_stride, first, key_end, rows,
             starts, ends, span, num_heads, head, scale, HEAD_DIM, BLOCK_D, BLOCK_M, HAS_POS_K,

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bytetx.ops.triton_kernels.attention import LOG2_E
 from bytetx.ops.triton_kernels.launch import (
     address_or,
     dot_precision,
@@ -18,28 +17,12 @@ from bytetx.ops.triton_kernels.launch import (
     next_power_of_2,
     num_multiprocessors,
 )
+from bytetx.ops.triton_kernels.sequences import sequence_of
+from bytetx.ops.triton_kernels.softmax import add_keys, begin_rows, in_log2, soft_capped
 
-_LOG2_E = tl.constexpr(LOG2_E)
-MAX_WINDOW = 1 << 30  # tokens; the kernel adds positions to it in int32
 _MAX_PARTS = 16
 _KEYS_A_PART = 256  # at least
 _WAVES = 2  # programs a multiprocessor that are enough
-
-
-@triton.jit
-def _sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS: tl.constexpr):
-    """The sequence that owns a block of TOKENS rows; batch_size where none does.
-
-    Sequence i's first block is cu_seqlens[i] // TOKENS + i: that rises, and leaves room for all.
-    """
-    low = block * 0
-    high = low + batch_size
-    for _ in range(num_steps):
-        middle = (low + high + 1) // 2
-        begins = tl.load(cu_seqlens + middle) // TOKENS + middle
-        low = tl.where(begins <= block, middle, low)
-        high = tl.where(begins <= block, high, middle - 1)
-    return low
 
 
 @triton.jit
@@ -57,13 +40,13 @@ def _scores(
 ):
     """Scores in units of log 2 of scaled products s [rows, keys]; -inf for keys that rows miss."""
     if HAS_SOFTCAP:
-        s = softcap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / softcap)))
+        s = soft_capped(s, softcap)
     if HAS_SLOPES:
         s += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
     is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
     if HAS_WINDOW:
         is_seen &= position[:, None] - keys[None, :] < window
-    return tl.where(is_seen, s * _LOG2_E, float("-inf"))
+    return tl.where(is_seen, in_log2(s), float("-inf"))
 
 
 @triton.jit
@@ -94,9 +77,7 @@ def _attend_pages(
 ):
     """Online softmax of query rows over the keys from `first` to `last` of one sequence's pages."""
     features = tl.arange(0, BLOCK_D)
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for at in range(first, last, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
         is_key = keys < last
@@ -118,14 +99,8 @@ def _attend_pages(
             HAS_SOFTCAP,
             HAS_SLOPES,
         )
-        new_top = tl.maximum(top, tl.max(s, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(s - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
         v = tl.load(v_cache + offsets, mask=key_mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
-        top = new_top
+        acc, top, total = add_keys(acc, top, total, s, v, True, PRECISION)
     return acc, top, total
 
 
@@ -178,7 +153,7 @@ def _paged_kernel(
     kv_head = tl.program_id(0)
     block = tl.program_id(1)
     part = tl.program_id(2)
-    sequence = _sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS)
+    sequence = sequence_of(block, cu_seqlens, batch_size, num_steps, TOKENS)
     if sequence >= batch_size:
         return
     begin = tl.load(cu_seqlens + sequence)
@@ -330,7 +305,7 @@ def paged_attention(
         q.stride(0),
         softmax_scale,
         softcap,
-        min(window, MAX_WINDOW),
+        window,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

@@ -1,4 +1,4 @@
-"""What is done to single rows: rotation, gates, the way into the KV cache, pooling, argmax."""
+"""What is done to single rows: rotation, gates, the way into the KV cache, pooling."""
 
 import torch
 import triton
@@ -11,7 +11,6 @@ from bytetx.ops.triton_kernels.launch import address_or, launch, next_power_of_2
 _ROTARY_TOKENS = 16
 _GATE_COLUMNS = 512
 _POOL_TOKENS, _POOL_COLUMNS = 16, 128
-_ARGMAX_COLUMNS = 8192
 
 
 @triton.jit(do_not_specialize=["total_tokens", "num_positions"])
@@ -240,49 +239,3 @@ def pool(
         num_warps=4,
     )
     return torch.nn.functional.normalize(out, dim=-1) if normalize else out
-
-
-@triton.jit
-def _argmax_kernel(
-    logits, slot_indices, out, last_tokens, width, HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    where = tl.zeros((BLOCK,), tl.int32)
-    num_bad = tl.zeros((BLOCK,), tl.int32)
-    for at in range(0, width, BLOCK):
-        is_column = at + columns < width
-        x = tl.load(logits + row * width + at + columns, mask=is_column, other=float("-inf"))
-        x = x.to(tl.float32)
-        num_bad += tl.where((x != x) | (x == float("inf")), 1, 0)
-        where = tl.where(x > best, at + columns, where)
-        best = tl.where(x > best, x, best)
-    top = tl.max(best, 0)
-    token = tl.min(tl.where(best == top, where, 2147483647), 0)
-    is_bad = (tl.sum(num_bad, 0) > 0) | (top == float("-inf"))
-    tl.store(out + row, tl.where(is_bad, -1, token))
-    if HAS_SLOTS:
-        slot = tl.load(slot_indices + row)
-        tl.store(last_tokens + slot, tl.where(is_bad, 0, token))
-
-
-def argmax(logits: Tensor, *, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
-    """ops.argmax.argmax on checked arguments."""
-    num_rows, width = logits.shape
-    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows == 0:
-        return out
-    launch(
-        _argmax_kernel,
-        (num_rows,),
-        logits,
-        address_or(slot_indices, out),
-        out,
-        address_or(last_tokens, out),
-        width,
-        HAS_SLOTS=last_tokens is not None,
-        BLOCK=min(_ARGMAX_COLUMNS, next_power_of_2(width)),
-        num_warps=8,
-    )
-    return out

@@ -1,7 +1,7 @@
-"""A token of each row of logits, by the row's temperature, top-k, top-p and min-p.
+"""A token of each row of logits: the largest, or by temperature, top-k, top-p and min-p.
 
-A program reads its row again and again instead of sorting it: which logit is the least that a limit
-keeps is found by bisection over the bits of f32, 31 passes through what lies in the L2 cache.
+To sample, a program reads its row again and again instead of sorting it: which logit is the least
+that a limit keeps is found by bisection over the bits of f32, 31 passes through the L2 cache.
 """
 
 import torch
@@ -79,6 +79,39 @@ def _largest(row, width, BLOCK: tl.constexpr):
     top = tl.max(best, 0)
     token = tl.min(tl.where(best == top, tokens, 2147483647), 0)
     return top, token, (tl.sum(bad, 0) > 0) | (top == float("-inf"))
+
+
+@triton.jit
+def _argmax_kernel(
+    logits, slot_indices, out, last_tokens, width, HAS_SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    _, token, is_bad = _largest(logits + row * width, width, BLOCK)
+    tl.store(out + row, tl.where(is_bad, -1, token))
+    if HAS_SLOTS:
+        slot = tl.load(slot_indices + row)
+        tl.store(last_tokens + slot, tl.where(is_bad, 0, token))
+
+
+def argmax(logits: Tensor, *, slot_indices: Tensor | None, last_tokens: Tensor | None) -> Tensor:
+    """ops.argmax.argmax on checked arguments."""
+    num_rows, width = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    if num_rows == 0:
+        return out
+    launch(
+        _argmax_kernel,
+        (num_rows,),
+        logits,
+        address_or(slot_indices, out),
+        out,
+        address_or(last_tokens, out),
+        width,
+        HAS_SLOTS=last_tokens is not None,
+        BLOCK=min(_BLOCK, next_power_of_2(width)),
+        num_warps=8,
+    )
+    return out
 
 
 @triton.jit
