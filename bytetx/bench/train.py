@@ -14,13 +14,12 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from bytetx.bench import measure, train_rivals
 from bytetx.bench.memory import reset_peak, status_mib
 from bytetx.bench.rivals import versions
 from bytetx.bench.suite import Case, Measurement, Suite, select
-from bytetx.bench.train_axonn import axonn_trainer, why_no_axonn
+from bytetx.bench.train_axonn import AxonnTrainer, why_no_axonn
 from bytetx.bench.train_rivals import Make, SlotBatch, Trainer, Weights, adamw, relative_error
 from bytetx.errors import BytetxError, OptionError
 from bytetx.ops.heap import release_heap
@@ -245,7 +244,7 @@ def rivals_of(grid: Grid, device: torch.device) -> dict[str, Make]:
         found[name] = train_rivals.mesh_trainer
         found[f"{name}-sp"] = partial(train_rivals.mesh_trainer, divides_rows=True)
     if grid.x == 1 and why_no_axonn(device) is None:
-        found["axonn"] = axonn_trainer
+        found["axonn"] = AxonnTrainer
     return found
 
 
@@ -404,7 +403,5 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _on(batch: SlotBatch, device: torch.device) -> SlotBatch:
-    def there(x: Tensor) -> Tensor:
-        return x.to(device)
-
-    return replace(batch, input_ids=there(batch.input_ids), targets=there(batch.targets))
+    ids, targets = batch.input_ids.to(device), batch.targets.to(device)
+    return replace(batch, input_ids=ids, targets=targets)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from bytetx.bench.train_rivals import (
     SlotBatch,
-    Trainer,
     Weights,
     adamw,
     causal_attention,
@@ -69,8 +68,10 @@ class _Gpt(nn.Module):
 
 
 class AxonnTrainer:
-    """With all of its overlap. Its gradients of biases lack the sum over depth unless each bias
-    says by `needs_gradient_sync` that it needs one, which axonn's own layers do not.
+    """On a grid without x, for axonn has no norms whose features are divided; with all its overlap.
+
+    Not run on a GPU yet. axonn sums gradients of biases over depth only where a bias says by
+    `needs_gradient_sync` that it needs that, which those of its own layers do not.
     """
 
     def __init__(
@@ -136,10 +137,3 @@ class AxonnTrainer:
             part = self._part(name, wanted[plain_name(name)], self._model)
             found.append(relative_error(p.grad, part))
         return max(found)
-
-
-def axonn_trainer(
-    config: GptConfig, weights: Weights, batch: SlotBatch, grid: Grid, device: torch.device
-) -> Trainer:
-    """On a grid without x: axonn has no norms whose features are divided."""
-    return AxonnTrainer(config, weights, batch, grid, device)

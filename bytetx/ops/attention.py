@@ -20,6 +20,7 @@ from bytetx.ops.attention_plan import (
 )
 from bytetx.ops.check import (
     FLOAT_DTYPES,
+    HALF_DTYPES,
     require_contiguous,
     require_heads,
     require_out,
@@ -27,8 +28,6 @@ from bytetx.ops.check import (
     require_tensor,
 )
 from bytetx.ops.rows import empty_rows
-
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def varlen_attention(
@@ -209,7 +208,7 @@ def _choose(q: Tensor, *, changes_scores: bool, has_mask: bool) -> Callable[...,
         if is_native and native.kernel("varlen_attention", q.device) is not None:
             return run_kernel
     elif q.is_cuda and not changes_scores and q.shape[0] > 0:
-        if q.dtype in _HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_HEAD_DIM:
+        if q.dtype in HALF_DTYPES and q.shape[2] % 8 == 0 and q.shape[2] <= MAX_HEAD_DIM:
             if _has_flash(q.device):
                 return _flash
         elif q.dtype == torch.float32 and q.shape[2] % 4 == 0 and not has_mask:

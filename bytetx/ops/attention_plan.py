@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native
+from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.triton_backend import triton_kernels
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 _ALIGNMENT_BYTES = 16
 
@@ -83,7 +83,7 @@ def plan_attention(
 def takes_plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> bool:
     """Whether the planned kernel computes this call."""
     head_dim = q.shape[2]
-    if not (q.is_cuda and q.dtype in _HALF_DTYPES and 0 < head_dim <= MAX_HEAD_DIM):
+    if not (q.is_cuda and q.dtype in HALF_DTYPES and 0 < head_dim <= MAX_HEAD_DIM):
         return False
     # Each of these is 0 where it is a multiple of 16 bytes: one test instead of seven, for this is
     # on the way of every call.
@@ -146,7 +146,7 @@ def takes_triton(q: Tensor, *, is_plain: bool) -> bool:
     """
     if not 0 < q.shape[2] <= MAX_HEAD_DIM or triton_kernels(q.device) is None:
         return False
-    return q.dtype in _HALF_DTYPES or not is_plain or q.shape[2] % 4 != 0
+    return q.dtype in HALF_DTYPES or not is_plain or q.shape[2] % 4 != 0
 
 
 def run_triton(
@@ -183,7 +183,7 @@ def run_triton(
 
 def is_planned(dtype: torch.dtype, head_dim: int, device: torch.device) -> bool:
     """Whether a model's attention runs by a plan, so that no launch depends on the lengths."""
-    if dtype not in _HALF_DTYPES or not 0 < head_dim <= MAX_HEAD_DIM:
+    if dtype not in HALF_DTYPES or not 0 < head_dim <= MAX_HEAD_DIM:
         return False
     if has_planned_kernel(device):
         return head_dim * dtype.itemsize % _ALIGNMENT_BYTES == 0

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 MAX_ROW_WIDTH = 16384  # kMaxRowWidth in csrc/cpu/rows.h
 

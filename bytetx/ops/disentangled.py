@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
-from bytetx.ops.check import require_contiguous, require_heads, require_tensor
+from bytetx.ops.check import HALF_DTYPES, require_contiguous, require_heads, require_tensor
 from bytetx.ops.rows import empty_rows
 from bytetx.ops.triton_backend import triton_kernels
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 128
 
 
@@ -81,7 +80,7 @@ def has_kernel(q: Tensor, k: Tensor, v: Tensor, pos_k: Tensor | None, pos_q: Ten
         return False
     if not q.is_cuda:
         return q.dtype in (torch.float32, torch.bfloat16)
-    if q.dtype not in _HALF_DTYPES or q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
+    if q.dtype not in HALF_DTYPES or q.shape[2] % 8 or q.shape[2] > _MAX_HEAD_DIM:
         return False
     rows = (q, k, v)
     tables = tuple(t for t in (pos_k, pos_q) if t is not None)

@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.pooling import pool
 from bytetx.ops.triton_backend import triton_kernels
-
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def maxsim_scores(
@@ -82,7 +81,7 @@ def _on_device(ends: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _operand(x: Tensor) -> Tensor:
-    return x if x.is_cuda and x.dtype in _HALF_DTYPES else x.float()
+    return x if x.is_cuda and x.dtype in HALF_DTYPES else x.float()
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

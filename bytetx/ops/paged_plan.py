@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native
+from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.native_params import PagedPlanParams
 from bytetx.ops.triton_backend import triton_kernels
 
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256
 _MAX_WIDE_GROUP = 8  # query heads a key head of more than 128 features
 _ALIGNMENT_BYTES = 16
@@ -99,7 +99,7 @@ def takes_paged_plan(
     """Whether the planned kernels compute this call."""
     element_bytes = 2
     return (
-        q.dtype in _HALF_DTYPES
+        q.dtype in HALF_DTYPES
         and has_paged_kernel(q.device)
         and fits_kernel(q.shape[1], k_cache.shape[2], q.shape[2], max_seqlen)
         and q.stride(0) * element_bytes % _ALIGNMENT_BYTES == 0
@@ -120,7 +120,7 @@ def launches_by_sizes(
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
     if not has_paged_kernel(device):
         return triton_kernels(device) is not None
-    return dtype in _HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
+    return dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
 
 
 def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: int) -> bool:
