@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import sys
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytetx.bench.train_rivals import (
+    PlainGpt,
     SlotBatch,
     Weights,
     adamw,
-    causal_attention,
     plain_name,
     relative_error,
 )
@@ -29,42 +29,6 @@ def why_no_axonn(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "axonn 0.2.0 names NCCL and CUDA devices in its code, and needs GPUs"
     return None
-
-
-class _Layer(nn.Module):
-    """PlainLayer with axonn's linear layers, which keep features divided (expert mode)."""
-
-    def __init__(self, config: GptConfig, linear: Any):
-        super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.head_dim = hidden // config.num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv = linear(hidden, 3 * hidden, expert_mode=True)
-        self.attn_out = linear(hidden, hidden, transpose=True, expert_mode=True)
-        self.ffn_in = linear(hidden, inner, expert_mode=True)
-        self.ffn_out = linear(inner, hidden, transpose=True, expert_mode=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = x + self.attn_out(causal_attention(self.qkv(self.norm1(x)), self.head_dim))
-        out: Tensor = h + self.ffn_out(F.gelu(self.ffn_in(self.norm2(h))))
-        return out
-
-
-class _Gpt(nn.Module):
-    def __init__(self, config: GptConfig, linear: Any):
-        super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(_Layer(config, linear) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_size)
-        self.head = linear(config.hidden_size, config.vocab_size, expert_mode=True)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        h = self.word(input_ids) + self.position.weight[: input_ids.shape[1]]
-        for layer in self.layers:
-            h = layer(h)
-        logits: Tensor = self.head(self.norm(h))
-        return logits
 
 
 class AxonnTrainer:
@@ -89,7 +53,8 @@ class AxonnTrainer:
 
         axonn.init(G_data=grid.data, G_intra_r=grid.y, G_intra_c=grid.x, G_intra_d=grid.z)
         self._batch, self._axonn, self._handle = batch, intra_layer, axonn.comm_handle
-        model = _Gpt(config, intra_layer.Linear)
+        linear = partial(intra_layer.Linear, expert_mode=True)  # features stay divided
+        model = PlainGpt(config, linear, partial(linear, transpose=True))
         for name, p in model.named_parameters():
             whole = weights[plain_name(name)]
             p.data = self._part(name, whole, model).to(device, copy=True)

@@ -1,6 +1,7 @@
 """What trains the same GPT with torch's own parallelism: DDP, FSDP2, DTensor tensor parallel."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from bytetx.parallel.grid import Grid
 from bytetx.parallel.training import GptConfig
 
 Weights = Mapping[str, Tensor]
+MakeLinear = Callable[[int, int], nn.Module]  # of numbers of inputs and outputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,13 @@ Make = Callable[[GptConfig, Weights, SlotBatch, Grid, torch.device], Trainer]
 class PlainLayer(nn.Module):
     """A pre-norm layer of the GPT of bytetx.parallel.training, as torch's users write it."""
 
-    def __init__(self, config: GptConfig):
+    def __init__(self, config: GptConfig, linear: MakeLinear, out_linear: MakeLinear):
         super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.head_dim = hidden // config.num_heads
         self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.attn_out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.ffn_in, self.ffn_out = nn.Linear(hidden, inner), nn.Linear(inner, hidden)
+        self.qkv, self.attn_out = linear(hidden, 3 * hidden), out_linear(hidden, hidden)
+        self.ffn_in, self.ffn_out = linear(hidden, inner), out_linear(inner, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         """[sequences, seqlen, hidden] -> the same."""
@@ -81,15 +83,25 @@ def causal_attention(qkv: Tensor, head_dim: int) -> Tensor:
 
 
 class PlainGpt(nn.Module):
-    """The GPT of bytetx.parallel.training in plain torch: the same weights by the same names."""
+    """The GPT of bytetx.parallel.training in plain torch: the same weights by the same names.
 
-    def __init__(self, config: GptConfig):
+    linear, out_linear: of what leads into attention and feed-forward and of the head, and of what
+    leads out, where a library has layers of its own.
+    """
+
+    def __init__(
+        self,
+        config: GptConfig,
+        linear: MakeLinear = nn.Linear,
+        out_linear: MakeLinear = nn.Linear,
+    ):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = nn.Embedding(config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(PlainLayer(config) for _ in range(config.num_layers))
+        layers = (PlainLayer(config, linear, out_linear) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = nn.LayerNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.head = linear(config.hidden_size, config.vocab_size)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """int64 [sequences, seqlen] -> logits [sequences, seqlen, vocabulary]."""
@@ -163,12 +175,7 @@ class TorchTrainer:
         self._optimizer.zero_grad()
         targets = self._batch.targets.flatten()
         scale = self._means_over / self._batch.total_tokens
-        if self._is_loss_parallel:
-            with loss_parallel():
-                logits = self._model(self._batch.input_ids).flatten(0, 1)
-                loss = F.cross_entropy(logits, targets, reduction="sum") * scale
-                loss.backward()
-        else:
+        with loss_parallel() if self._is_loss_parallel else nullcontext():
             logits = self._model(self._batch.input_ids).flatten(0, 1)
             loss = F.cross_entropy(logits, targets, reduction="sum") * scale
             loss.backward()
@@ -195,10 +202,9 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def relative_error(found: Tensor, wanted: Tensor, *, norm: Tensor | None = None) -> float:
-    """|found - wanted| / norm, which is that of wanted unless given."""
-    norm = wanted.float().norm() if norm is None else norm
-    return float((found.float() - wanted.float()).norm() / norm)
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """|found - wanted| / |wanted|."""
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
 
 
 def whole_gradients(
