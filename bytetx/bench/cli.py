@@ -247,6 +247,9 @@ def serve(
     generators: Annotated[
         int, typer.Option(min=1, help="Processes that send requests; one sends some thousand.")
     ] = 1,
+    frontends: Annotated[
+        int, typer.Option(min=1, help="Processes of `bytetx serve` that share the port.")
+    ] = 1,
     infinity_python: Annotated[
         Path | None,
         typer.Option(help="The python of an environment with infinity-emb[server,torch]."),
@@ -264,6 +267,7 @@ def serve(
         seconds,
         rates=rate or (),
         num_generators=generators,
+        frontends=frontends,
         checkpoint=model,
         infinity_python=infinity_python,
         vllm_python=vllm_python,
@@ -271,6 +275,8 @@ def serve(
     options = {"--device": device, "--dtype": dtype, "--seconds": f"{seconds:g}"}
     words = [word for pair in options.items() for word in pair]
     words += [word for value in rate or () for word in ("--rate", f"{value:g}")]
+    if frontends > 1:
+        words += ["--frontends", str(frontends)]
     command = _command(shlex.join(["serve", *words]), case or [], model)
     try:
         suite = serve_suite(settings, patterns=case or [])

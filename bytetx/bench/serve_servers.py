@@ -70,10 +70,11 @@ def request_body(texts: Sequence[str]) -> str:
     return json.dumps({"model": MODEL, "input": list(texts), "encoding_format": "float"})
 
 
-def bytetx_server(checkpoint: Path, *, device: str, dtype: str) -> Command:
+def bytetx_server(checkpoint: Path, *, device: str, dtype: str, frontends: int) -> Command:
     """The server of this package, with the limits of requests raised beyond those of the suite."""
     arguments = [sys.executable, "-m", "bytetx", "serve", "--model", f"{MODEL}={checkpoint}"]
     arguments += ["--port", "{port}", "--device", device, "--dtype", dtype]
+    arguments += ["--frontends", str(frontends)]
     return Command("bytetx", [*arguments, "--max-concurrent-requests", "4096"], "/v1/embeddings")
 
 

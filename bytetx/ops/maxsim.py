@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.pooling import pool
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.triton_backend import triton_beside_native
 
 
 def maxsim_scores(
@@ -33,7 +33,7 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
-    triton = triton_kernels(d.device)
+    triton = triton_beside_native(d.device)
     out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
     at_once = max(1, product_bytes // (4 * max(1, len(q))))
     seqlens, is_empty = np.diff(cu_queries), np.diff(cu_documents) == 0
@@ -41,8 +41,8 @@ def maxsim_scores(
         query_bounds, q = _on_device(cu_queries, d.device), q.contiguous()
         for first in range(0, out.shape[1], at_once):
             vectors, ends = _rows(d, cu_documents, slice(first, first + at_once))
-            bounds = _on_device(ends, d.device)
-            scores = triton.maxsim(q, query_bounds, vectors.contiguous(), bounds)
+            tiles = triton.document_tiles(ends, d.dtype, d.device)
+            scores = triton.maxsim(q, query_bounds, vectors.contiguous(), tiles)
             out[:, first : first + at_once] = scores
     else:
         for some in cuts(cu_documents, at_once):

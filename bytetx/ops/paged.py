@@ -23,7 +23,7 @@ from bytetx.ops.paged_plan import (
     takes_paged_plan,
 )
 from bytetx.ops.rows import empty_rows
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.triton_backend import triton_beside_native, triton_kernels
 
 _INT32 = (torch.int32,)
 _MAX_GROUP = 256  # query heads on one key head: kGroupQueries in csrc/cpu/attention.h
@@ -109,7 +109,7 @@ def paged_attention(
         return run_planned(*operands, plan, **options, early_read=early_read, out=out)
     options |= {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
     options["window"] = window
-    triton = triton_kernels(q.device)
+    triton = triton_beside_native(q.device)  # heads of more than 128 features, f32
     if triton is not None and has_work and q.shape[2] > 0:
         out = q.new_empty(q.shape) if out is None else out
         longest = (max_seqlen, max_kv_seqlen)

@@ -12,7 +12,7 @@ from torch import Tensor
 from bytetx.ops import native
 from bytetx.ops.check import HALF_DTYPES
 from bytetx.ops.native_params import PagedPlanParams
-from bytetx.ops.triton_backend import triton_kernels
+from bytetx.ops.triton_backend import triton_beside_native
 
 _MAX_HEAD_DIM = 256
 _MAX_WIDE_GROUP = 8  # query heads a key head of more than 128 features
@@ -118,9 +118,8 @@ def launches_by_sizes(
     device: torch.device,
 ) -> bool:
     """Whether no launch of paged_attention depends on the lengths, as a captured graph needs."""
-    if not has_paged_kernel(device):
-        return triton_kernels(device) is not None
-    return dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
+    fits = dtype in HALF_DTYPES and fits_kernel(num_heads, num_kv_heads, head_dim, max_seqlen)
+    return (fits and has_paged_kernel(device)) or triton_beside_native(device) is not None
 
 
 def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: int) -> bool:

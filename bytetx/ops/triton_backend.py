@@ -28,15 +28,24 @@ OPS = frozenset(
     }
 )
 
+_FOR_CUDA = "the Triton kernels are for CUDA GPUs"
+
 
 def triton_kernels(device: torch.device) -> ModuleType | None:
     """bytetx.ops.triton_kernels where it serves this device in the native core's place."""
+    return None if has_native_kernels(device) else triton_beside_native(device)
+
+
+def triton_beside_native(device: torch.device) -> ModuleType | None:
+    """The same for calls that the native core has no kernel for: Hopper GPUs get them, too."""
     found = _lookup(device.type, device.index)
     return None if isinstance(found, str) else found
 
 
 def why_no_triton(device: torch.device) -> str | None:
     """Why triton_kernels gives None, with what to do about it where something can be done."""
+    if has_native_kernels(device):
+        return "the native kernels serve this GPU" if device.type == "cuda" else _FOR_CUDA
     found = _lookup(device.type, device.index)
     return found if isinstance(found, str) else None
 
@@ -50,9 +59,7 @@ def has_native_kernels(device: torch.device) -> bool:
 def _lookup(device_type: str, index: int | None) -> ModuleType | str:
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     if device_type != "cuda" or not torch.cuda.is_available():
-        return "the Triton kernels are for CUDA GPUs"
-    if has_native_kernels(device):
-        return "the native kernels serve this GPU"
+        return _FOR_CUDA
     if torch.version.hip is not None:
         return "the Triton kernels were not tried on ROCm"
     major, minor = torch.cuda.get_device_capability(device)

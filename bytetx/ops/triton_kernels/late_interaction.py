@@ -1,9 +1,13 @@
 """ColBERT's scores of packed vectors: products that never leave the chip.
 
-A program holds a tile of query vectors, whatever queries they are of, and goes through documents:
-it writes each document's largest product with each vector. A second kernel adds up each query's.
+A program holds a tile of query vectors, whatever queries they are of, and goes through tiles of
+documents: it writes each document's largest product with each vector. A second kernel adds up each
+query's. The host cuts the documents into tiles, so that the loop over them is one, and pipelined.
 """
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +23,7 @@ from bytetx.ops.triton_kernels.launch import (
 _FEATURES = 128  # of a product's part; vectors of more are multiplied in parts
 _DOCUMENTS = 16  # that a program goes through, at most
 _WAVES = 8
+_TILE, _TILE_F32 = 64, 32  # document vectors
 _SUM_DOCUMENTS, _SUM_VECTORS = 64, 32
 
 
@@ -32,8 +37,6 @@ def _products(
     q,
     query_rows,
     document_rows,
-    is_query,
-    is_document,
     size,
     CHUNKS: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -42,15 +45,15 @@ def _products(
     """Of query vectors and document vectors; q: the former, where all features are in one part."""
     features = tl.arange(0, FEATURES)
     if CHUNKS == 1:
-        mask = is_document[:, None] & (features < size)[None, :]
+        mask = (features < size)[None, :]
         d = tl.load(document_rows + features[None, :], mask=mask, other=0.0)
         return tl.dot(q, tl.trans(d), input_precision=PRECISION)
     acc = tl.zeros((query_rows.shape[0], document_rows.shape[0]), tl.float32)
     for part in range(CHUNKS):
         at = part * FEATURES + features
         is_feature = (at < size)[None, :]
-        a = tl.load(query_rows + at[None, :], mask=is_query[:, None] & is_feature, other=0.0)
-        d = tl.load(document_rows + at[None, :], mask=is_document[:, None] & is_feature, other=0.0)
+        a = tl.load(query_rows + at[None, :], mask=is_feature, other=0.0)
+        d = tl.load(document_rows + at[None, :], mask=is_feature, other=0.0)
         acc = tl.dot(a, tl.trans(d), acc, input_precision=PRECISION)
     return acc
 
@@ -59,7 +62,10 @@ def _products(
 def _best_kernel(
     queries,
     documents,
-    cu_documents,
+    first_tiles,
+    begins,
+    ends,
+    finished,
     best,
     num_vectors,
     num_documents,
@@ -73,34 +79,26 @@ def _best_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_query = rows < num_vectors
-    query_rows = queries + rows.to(tl.int64)[:, None] * size
+    # Rows past the end repeat the last: no product needs a mask, and no maximum changes.
+    query_rows = queries + tl.minimum(rows, num_vectors - 1).to(tl.int64)[:, None] * size
     features = tl.arange(0, FEATURES)
-    mask = is_query[:, None] & (features < size)[None, :]
-    q = tl.load(query_rows + features[None, :], mask=mask, other=0.0)
-    first_document = tl.program_id(1) * a_program
-    for document in range(first_document, min(first_document + a_program, num_documents)):
-        begin = tl.load(cu_documents + document)
-        end = tl.load(cu_documents + document + 1)
-        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        for at in range(begin, end, BLOCK_N):
-            vectors = at + tl.arange(0, BLOCK_N)
-            is_document = vectors < end
-            document_rows = documents + vectors.to(tl.int64)[:, None] * size
-            s = _products(
-                q,
-                query_rows,
-                document_rows,
-                is_query,
-                is_document,
-                size,
-                CHUNKS,
-                FEATURES,
-                PRECISION,
-            )
-            s = tl.where(is_document[None, :], s, float("-inf"))
-            top = _nan_maximum(top, tl.reduce(s, 1, _nan_maximum))
-        place = best + (rows.to(tl.int64) + tl.cast(document, tl.int64) * num_vectors)
-        tl.store(place, top, mask=is_query)
+    q = tl.load(query_rows + features[None, :], mask=(features < size)[None, :], other=0.0)
+    document = tl.program_id(1) * a_program
+    first = tl.load(first_tiles + document)
+    last = tl.load(first_tiles + tl.minimum(document + a_program, num_documents))
+    top = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
+    for tile in range(first, last):
+        begin = tl.load(begins + tile)
+        end = tl.load(ends + tile)
+        vectors = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
+        document_rows = documents + vectors.to(tl.int64)[:, None] * size
+        s = _products(q, query_rows, document_rows, size, CHUNKS, FEATURES, PRECISION)
+        top = _nan_maximum(top, s)
+        document = tl.load(finished + tile)
+        if document >= 0:
+            place = best + (rows.to(tl.int64) + tl.cast(document, tl.int64) * num_vectors)
+            tl.store(place, tl.reduce(top, 1, _nan_maximum), mask=is_query)
+            top = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_vectors", "num_documents"])
@@ -128,15 +126,43 @@ def _sum_kernel(
     tl.store(place, total, mask=is_document)
 
 
-def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, cu_documents: Tensor) -> Tensor:
+class DocumentTiles(NamedTuple):
+    """Documents cut into tiles, each of one document's vectors; int32 on the vectors' device."""
+
+    first_tiles: Tensor  # [num_documents + 1]: of each document
+    begins: Tensor  # [num_tiles]: the first vector
+    ends: Tensor  # [num_tiles]: past the last
+    finished: Tensor  # [num_tiles]: the document where the tile is its last, else -1
+
+
+def document_tiles(
+    cu_documents: np.ndarray, dtype: torch.dtype, device: torch.device
+) -> DocumentTiles:
+    """cu_documents: on the host, the bounds of each document.  dtype: the vectors'."""
+    tile = _tile_vectors(dtype)
+    seqlens = np.diff(cu_documents)
+    counts = -(-seqlens // tile)
+    first_tiles = np.concatenate([[0], np.cumsum(counts)])
+    documents = np.repeat(np.arange(len(seqlens)), counts)
+    place = np.arange(len(documents)) - first_tiles[documents]
+    begins = cu_documents[documents] + place * tile
+    ends = np.minimum(begins + tile, cu_documents[documents + 1])
+    finished = np.where(place == counts[documents] - 1, documents, -1)
+    parts = (first_tiles, begins, ends, finished)
+    packed = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
+    return DocumentTiles(*packed.split([len(part) for part in parts]))
+
+
+def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, tiles: DocumentTiles) -> Tensor:
     """The sum over each query's vectors of the largest product with a document's.
 
     queries: contiguous [query vectors, size], documents: [document vectors, size], of one dtype.
-    cu_queries, cu_documents: int32, the bounds of each.  A document without vectors scores -inf.
-    Returns f32 [num_queries, num_documents]; needs 4 bytes a query vector and document.
+    cu_queries: int32, the bounds of each.  tiles: document_tiles() of the documents.
+    Returns f32 [num_queries, num_documents], undefined for a document without vectors; needs 4
+    bytes a query vector and document.
     """
     num_vectors, size = queries.shape
-    num_queries, num_documents = len(cu_queries) - 1, len(cu_documents) - 1
+    num_queries, num_documents = len(cu_queries) - 1, len(tiles.first_tiles) - 1
     device = queries.device
     out = torch.empty((num_queries, num_documents), dtype=torch.float32, device=device)
     if out.numel() == 0:
@@ -144,17 +170,17 @@ def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, cu_documents:
     best = torch.empty((num_documents, num_vectors), dtype=torch.float32, device=device)
     is_f32 = queries.element_size() == 4
     block_m = min(64 if is_f32 else 128, max(16, next_power_of_2(num_vectors)))
-    tiles = triton.cdiv(num_vectors, block_m)
-    wanted = tiles * num_documents // (_WAVES * num_multiprocessors(device))
+    row_tiles = triton.cdiv(num_vectors, block_m)
+    wanted = row_tiles * num_documents // (_WAVES * num_multiprocessors(device))
     a_program = max(1, min(_DOCUMENTS, wanted))
     if num_vectors > 0:
         features = min(_FEATURES, max(16, next_power_of_2(size)))
         launch(
             _best_kernel,
-            (tiles, triton.cdiv(num_documents, a_program)),
+            (row_tiles, triton.cdiv(num_documents, a_program)),
             queries,
             documents,
-            cu_documents,
+            *tiles,
             best,
             num_vectors,
             num_documents,
@@ -164,9 +190,9 @@ def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, cu_documents:
             FEATURES=features,
             PRECISION=dot_precision(queries.dtype),
             BLOCK_M=block_m,
-            BLOCK_N=32 if is_f32 else 64,
+            BLOCK_N=_tile_vectors(queries.dtype),
             num_warps=8 if block_m == 128 else 4,
-            num_stages=2,
+            num_stages=1 if is_f32 else 3,
         )
     launch(
         _sum_kernel,
@@ -181,3 +207,7 @@ def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, cu_documents:
         num_warps=4,
     )
     return out
+
+
+def _tile_vectors(dtype: torch.dtype) -> int:
+    return _TILE_F32 if dtype == torch.float32 else _TILE
