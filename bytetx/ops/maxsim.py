@@ -33,22 +33,25 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
-    triton = triton_beside_native(d.device)
-    out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
     at_once = max(1, product_bytes // (4 * max(1, len(q))))
-    seqlens, is_empty = np.diff(cu_queries), np.diff(cu_documents) == 0
-    if triton is not None:
-        query_bounds, q = _on_device(cu_queries, d.device), q.contiguous()
-        for first in range(0, out.shape[1], at_once):
-            vectors, ends = _rows(d, cu_documents, slice(first, first + at_once))
-            tiles = triton.document_tiles(ends, d.dtype, d.device)
-            scores = triton.maxsim(q, query_bounds, vectors.contiguous(), tiles)
-            out[:, first : first + at_once] = scores
-    else:
+    triton = triton_beside_native(d.device)
+    if triton is None:
+        out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
         for some in cuts(cu_documents, at_once):
-            out[:, some] = _blockwise(q, seqlens, *_rows(d, cu_documents, some))
+            out[:, some] = _blockwise(q, np.diff(cu_queries), *_rows(d, cu_documents, some))
+    else:
+        num_documents, q, blocks = len(cu_documents) - 1, q.contiguous(), []
+        for first in range(0, max(num_documents, 1), at_once):
+            vectors, ends = _rows(
+                d, cu_documents, slice(first, min(first + at_once, num_documents))
+            )
+            tiles = triton.tiles_of(cu_queries, ends, d.dtype, d.device)
+            blocks.append(triton.maxsim(q, vectors.contiguous(), tiles))
+        out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if is_mean:
-        out /= torch.from_numpy(np.maximum(seqlens, 1)).to(d.device)[:, None]
+        seqlens = np.maximum(np.diff(cu_queries), 1)
+        out /= torch.from_numpy(seqlens).to(d.device)[:, None]
+    is_empty = cu_documents[1:] == cu_documents[:-1]
     if is_empty.any():
         out.masked_fill_(torch.from_numpy(is_empty).to(d.device), empty_score)
     return out

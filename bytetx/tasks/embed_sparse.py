@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Unpack, overload
 
 import numpy as np
@@ -13,7 +14,7 @@ from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.loading import NO_LIMIT
 from bytetx.nn.sentence_modules import AutoEncoder
-from bytetx.nn.splade import SpladeSpec, splade
+from bytetx.nn.splade import SpladeSpec, prepare_splade_head, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.tasks.adapted import routed
@@ -292,10 +293,15 @@ class SparseMixin(DenseMixin):
             special = (tokenizer.unk_token_id, *tokenizer.frame_ids)
             skipped = frozenset(token_id for token_id in special if token_id is not None)
             return TokenWeightTask(weight, skipped, most)
-        if self.heads.masked_lm is None:
+        if self._splade_head is None:
             raise InputError(
                 f"this checkpoint ({', '.join(self.spec.architectures) or 'no architecture'}) "
                 "gives no sparse vectors: it has neither a masked language model head (SPLADE) nor "
                 "BGE-M3's sparse_linear; use embed"
             )
-        return SpladeTask(self.heads.masked_lm, sentence.splade or SpladeSpec(), most)
+        return SpladeTask(self._splade_head, sentence.splade or SpladeSpec(), most)
+
+    @cached_property
+    def _splade_head(self) -> MaskedLMHead | None:
+        head = self.heads.masked_lm
+        return None if head is None else prepare_splade_head(head)

@@ -86,10 +86,15 @@ def similarity(
     Returns f32 [len(a), len(b)] on b's device. Raises OptionError for what does not fit together.
     """
     queries, corpus, place = _collections(a, b, function, device)
-    out = torch.empty((len(queries), len(corpus)), device=corpus.device)
+    shape = len(queries), len(corpus)
+    out = None
     for rows, columns, scores in _score_blocks(queries, corpus, function, place):
+        if scores.shape == shape:
+            return scores.to(corpus.device, torch.float32)
+        if out is None:
+            out = torch.empty(shape, device=corpus.device)
         out[rows, columns] = scores.to(out.device)
-    return out
+    return torch.empty(shape, device=corpus.device) if out is None else out
 
 
 def maxsim(
@@ -297,7 +302,7 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     return given
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not inference_mode: callers may change what they get
 def _score_blocks(
     queries: "_Dense | _Sparse | _Tokens",
     corpus: "_Dense | _Sparse | _Tokens",

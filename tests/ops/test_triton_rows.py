@@ -212,8 +212,8 @@ def test_maxsim(dtype: torch.dtype, size: int) -> None:
     q = F.normalize(normal(sum(query_lengths), size), dim=1).to(dtype)
     d = F.normalize(normal(sum(lengths), size), dim=1).to(dtype)
     cu_queries, cu_documents = (np.cumsum([0, *n]) for n in (query_lengths, lengths))
-    tiles = triton_kernels.document_tiles(cu_documents, dtype, q.device)
-    ours = triton_kernels.maxsim(q, ints(*cu_queries.tolist()), d, tiles)
+    tiles = triton_kernels.tiles_of(cu_queries, cu_documents, dtype, q.device)
+    ours = triton_kernels.maxsim(q, d, tiles)
     for i, query in enumerate(q.double().split(query_lengths)):
         for j, document in enumerate(d.double().split(lengths)):
             if not len(document):
@@ -228,8 +228,8 @@ def test_maxsim(dtype: torch.dtype, size: int) -> None:
 def test_maxsim_does_not_hide_nan() -> None:
     q, d = normal(5, 32), normal(9, 32)
     d[3, 1] = torch.nan
-    tiles = triton_kernels.document_tiles(np.array([0, 3, 5, 9]), q.dtype, q.device)
-    scores = triton_kernels.maxsim(q, ints(0, 5), d, tiles)
+    bounds = np.array([0, 5]), np.array([0, 3, 5, 9])
+    scores = triton_kernels.maxsim(q, d, triton_kernels.tiles_of(*bounds, q.dtype, q.device))
     assert scores.isnan().tolist() == [[False, True, False]]
 
 

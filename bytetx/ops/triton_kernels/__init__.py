@@ -7,7 +7,7 @@ this package through ops.triton_backend, which says whether it can be.
 from bytetx.ops.triton_kernels.attention import varlen_attention
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
-from bytetx.ops.triton_kernels.late_interaction import document_tiles, maxsim
+from bytetx.ops.triton_kernels.late_interaction import maxsim, tiles_of
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.paged import paged_attention
 from bytetx.ops.triton_kernels.rows import gate_rows, pool, rotary, write_kv
@@ -17,7 +17,6 @@ from bytetx.ops.triton_kernels.sequences import sequence_bounds
 __all__ = [
     "argmax",
     "disentangled_attention",
-    "document_tiles",
     "embed",
     "gate_rows",
     "linear",
@@ -28,6 +27,7 @@ __all__ = [
     "rotary",
     "sample",
     "sequence_bounds",
+    "tiles_of",
     "varlen_attention",
     "write_kv",
 ]

@@ -126,43 +126,52 @@ def _sum_kernel(
     tl.store(place, total, mask=is_document)
 
 
-class DocumentTiles(NamedTuple):
-    """Documents cut into tiles, each of one document's vectors; int32 on the vectors' device."""
+class Tiles(NamedTuple):
+    """Queries' bounds, and documents cut into tiles, each of one document's vectors.
 
+    int32, on the vectors' device.
+    """
+
+    cu_queries: Tensor  # [num_queries + 1]
     first_tiles: Tensor  # [num_documents + 1]: of each document
     begins: Tensor  # [num_tiles]: the first vector
     ends: Tensor  # [num_tiles]: past the last
     finished: Tensor  # [num_tiles]: the document where the tile is its last, else -1
 
 
-def document_tiles(
-    cu_documents: np.ndarray, dtype: torch.dtype, device: torch.device
-) -> DocumentTiles:
-    """cu_documents: on the host, the bounds of each document.  dtype: the vectors'."""
+def tiles_of(
+    cu_queries: np.ndarray, cu_documents: np.ndarray, dtype: torch.dtype, device: torch.device
+) -> Tiles:
+    """One upload.  cu_queries, cu_documents: on the host, bounds.  dtype: the vectors'."""
     tile = _tile_vectors(dtype)
-    seqlens = np.diff(cu_documents)
-    counts = -(-seqlens // tile)
-    first_tiles = np.concatenate([[0], np.cumsum(counts)])
-    documents = np.repeat(np.arange(len(seqlens)), counts)
-    place = np.arange(len(documents)) - first_tiles[documents]
-    begins = cu_documents[documents] + place * tile
-    ends = np.minimum(begins + tile, cu_documents[documents + 1])
-    finished = np.where(place == counts[documents] - 1, documents, -1)
-    parts = (first_tiles, begins, ends, finished)
-    packed = torch.from_numpy(np.concatenate(parts).astype(np.int32)).to(device)
-    return DocumentTiles(*packed.split([len(part) for part in parts]))
+    counts = (np.diff(cu_documents) + (tile - 1)) // tile
+    first_tiles = np.zeros(len(cu_documents), dtype=np.int64)
+    np.cumsum(counts, out=first_tiles[1:])
+    documents = np.repeat(np.arange(len(counts)), counts)
+    begins = (cu_documents[:-1] - tile * first_tiles[:-1])[documents]
+    begins += np.arange(0, tile * len(begins), tile)
+    past, last = begins + tile, cu_documents[1:][documents]
+    parts = (
+        cu_queries,
+        first_tiles,
+        begins,
+        np.minimum(past, last),
+        np.where(past >= last, documents, -1),
+    )
+    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
+    return Tiles(*packed.to(device).split([len(part) for part in parts]))
 
 
-def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, tiles: DocumentTiles) -> Tensor:
+def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
     """The sum over each query's vectors of the largest product with a document's.
 
     queries: contiguous [query vectors, size], documents: [document vectors, size], of one dtype.
-    cu_queries: int32, the bounds of each.  tiles: document_tiles() of the documents.
+    tiles: tiles_of() their bounds.
     Returns f32 [num_queries, num_documents], undefined for a document without vectors; needs 4
     bytes a query vector and document.
     """
     num_vectors, size = queries.shape
-    num_queries, num_documents = len(cu_queries) - 1, len(tiles.first_tiles) - 1
+    num_queries, num_documents = len(tiles.cu_queries) - 1, len(tiles.first_tiles) - 1
     device = queries.device
     out = torch.empty((num_queries, num_documents), dtype=torch.float32, device=device)
     if out.numel() == 0:
@@ -180,7 +189,7 @@ def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, tiles: Docume
             (row_tiles, triton.cdiv(num_documents, a_program)),
             queries,
             documents,
-            *tiles,
+            *tiles[1:],
             best,
             num_vectors,
             num_documents,
@@ -191,14 +200,14 @@ def maxsim(queries: Tensor, cu_queries: Tensor, documents: Tensor, tiles: Docume
             PRECISION=dot_precision(queries.dtype),
             BLOCK_M=block_m,
             BLOCK_N=_tile_vectors(queries.dtype),
-            num_warps=8 if block_m == 128 else 4,
-            num_stages=1 if is_f32 else 3,
+            num_warps=4,
+            num_stages=1 if is_f32 else 2,
         )
     launch(
         _sum_kernel,
         (num_queries, triton.cdiv(num_documents, _SUM_DOCUMENTS)),
         best,
-        cu_queries,
+        tiles.cu_queries,
         out,
         num_vectors,
         num_documents,
