@@ -1,11 +1,12 @@
 """AsyncModel: Model's tasks, awaitable, with the requests of all callers in one queue."""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import numpy.typing as npt
 import torch
@@ -13,7 +14,7 @@ import torch
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
 from bytetx.encode.request import Span
-from bytetx.errors import DeadlineError
+from bytetx.errors import DeadlineError, QueueFullError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt
 from bytetx.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.embed_all import AllEmbeddings
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
+from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.options import OnError, Pairs, Texts
 from bytetx.tasks.precision import Precision
 from bytetx.tasks.reading_pool import ReadingPool
@@ -30,6 +32,22 @@ from bytetx.tasks.search import Packed, Vectors
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 T = TypeVar("T")
+
+logger = logging.getLogger("bytetx")
+
+_EMBED_OPTIONS: dict[str, Any] = {  # those of `embed` where a caller gives none
+    "task": None,
+    "prompt": None,
+    "prompt_name": None,
+    "dimensions": None,
+    "pooling": None,
+    "normalize": None,
+    "precision": "float32",
+    "ranges": None,
+    "overflow": None,
+    "stride": 0,
+    "truncate": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +127,7 @@ class AsyncModel:
         check_seconds("age_limit_s", age_limit_s)
         check_draft_size(num_speculative_tokens)
         self._model, self._max_queued_requests = model, max_queued_requests
+        self._max_queued_tokens = max_queued_tokens
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
         self._engines = {
@@ -134,6 +153,11 @@ class AsyncModel:
     @property
     def model(self) -> Model:
         return self._model
+
+    @property
+    def queue_limits(self) -> tuple[int, int]:
+        """(texts and prompts, tokens) that may wait."""
+        return self._max_queued_requests, self._max_queued_tokens
 
     async def __aenter__(self) -> "AsyncModel":
         return self
@@ -205,6 +229,49 @@ class AsyncModel:
             )
 
         return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
+
+    async def embed_each(
+        self, calls: Sequence[Sequence[Any]], **options: Any
+    ) -> list[Embeddings | Exception]:
+        """Several calls of `embed` with the same options, for what one costs the host.
+
+        calls: the texts of each.  options: those of `embed`, but on_error, priority and timeout_s.
+        Returns what `embed` gives for each call, or its error: a bad text fails its own call alone.
+        All are answered once the last text of all has a vector.  Raises QueueFullError, of all.
+        """
+        if len(calls) > 1 and options.get("task") is None:
+            try:
+                texts = [text for call in calls for text in call]
+                model = self._model._route(None)
+                run = GroupedRun(
+                    model._embed_call(texts, **_EMBED_OPTIONS | options, on_error="return"),
+                    self._engines[model],
+                    self._pool,
+                    sizes=[len(call) for call in calls],
+                    token_budget=model.token_budget,
+                    max_window_texts=max(self._max_queued_requests // 4, 1),
+                )
+                found = await run.results()
+                if None not in found:
+                    return cast("list[Embeddings | Exception]", found)
+                wrong = [calls[number] for number, one in enumerate(found) if one is None]
+                errors = iter(await self._each_alone(wrong, options))
+                return [next(errors) if one is None else one for one in found]
+            except QueueFullError:
+                raise
+            except Exception as error:
+                logger.debug("calls run alone after an error of all together", exc_info=error)
+        return await self._each_alone(calls, options)
+
+    async def _each_alone(
+        self, calls: Sequence[Sequence[Any]], options: dict[str, Any]
+    ) -> list[Embeddings | Exception]:
+        alone = (self.embed(call, **options) for call in calls)
+        found = await asyncio.gather(*alone, return_exceptions=True)
+        for one in found:
+            if isinstance(one, BaseException) and not isinstance(one, Exception):
+                raise one
+        return cast("list[Embeddings | Exception]", found)
 
     async def embed_all(
         self,

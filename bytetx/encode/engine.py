@@ -150,7 +150,7 @@ class EncodeEngine:
         with self._changed:
             if self._is_closing:
                 raise self._closed_error()
-            self._check_room(num_texts, tokens)
+            self._check_room(call, num_texts, tokens)
             if self._thread is None:
                 self._process = OwnProcess()
                 self._thread = Thread(target=self._run, name="bytetx-encode", daemon=True)
@@ -253,7 +253,8 @@ class EncodeEngine:
 
     @property
     def num_calls(self) -> int:
-        return len(self._open)
+        with self._changed:
+            return sum(call.num_calls for call in self._open)
 
     @property
     def tokens_per_second(self) -> float:
@@ -268,7 +269,7 @@ class EncodeEngine:
             )
             return counts, list(self.recent)
 
-    def _check_room(self, num_texts: int, tokens: int) -> None:
+    def _check_room(self, call: OpenCall, num_texts: int, tokens: int) -> None:
         queued, queued_tokens = self.num_queued, self.queued_tokens
         if not queued:
             return
@@ -276,7 +277,7 @@ class EncodeEngine:
         excess_tokens = queued_tokens + tokens - self._max_tokens
         if excess_texts <= 0 and excess_tokens <= 0:
             return
-        self._counts.num_refused += 1
+        self._counts.num_refused += call.num_calls
         to_run = max(excess_tokens, excess_texts * queued_tokens / queued)
         seconds = _UNKNOWN_RETRY_S if self._rate is None else to_run / self._rate
         seconds = max(seconds, _MIN_RETRY_S)

@@ -28,6 +28,7 @@ class OpenCall(QueuedCall):
     """A call that is not answered yet; `wait` raises its error once it has one.
 
     keeps_errors: a text that cannot run is its receiver's; else its error ends the call.
+    num_calls: of callers, where several run as one.
     num_reading, reading_tokens: texts that are being tokenised, and a guess of their tokens.
     num_open, open_tokens: texts that were queued and have no result yet.
     error: why the call ended early.
@@ -39,6 +40,7 @@ class OpenCall(QueuedCall):
         super().__init__(priority)
         self.task, self.key, self.receiver = task, task.key, receiver
         self.keeps_errors = keeps_errors
+        self.num_calls = 1
         self.num_reading = self.reading_tokens = 0
         self.num_open = self.open_tokens = 0
         self.error: BaseException | None = None

@@ -13,6 +13,9 @@ from bytetx.encode.request import Requests
 _MOST_SERVED_TOKENS = 1 << 16
 # Calls whose next text does not fit a step any more, and that are passed over while it is filled.
 _MAX_PASSED_OVER = 16
+# A call gets at least so large a share of a step at a time: with many calls of many texts, the
+# shortest first would be one text of each in turn, and the work on the host one of each text.
+_LEAST_SHARE = 32
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +148,11 @@ class RequestQueue:
     def take(self, budget: int, now: float) -> list[Taken]:
         """The texts of the next step, at most `budget` tokens, or one text that is longer alone.
 
-        A text that does not fit what is left of a step begins the next one.
+        A text that does not fit what is left of a step begins the next one.  Where all that waits
+        fits, nothing is ranked.
         """
+        if self.queued_tokens <= budget:
+            return self._take_all()
         taken: list[Taken] = []
         room = self._take_aged(taken, budget, now)
         if not taken:
@@ -191,6 +197,23 @@ class RequestQueue:
             self._num_stale -= 1
         return heap[0][2] if heap else None
 
+    def _take_all(self) -> list[Taken]:
+        """All texts, each piece at once, by classes and ranks of calls."""
+        taken: list[Taken] = []
+        for priority in sorted(self._heaps):
+            for _, entry, call in sorted(self._heaps[priority]):
+                if entry != call.entry:
+                    continue  # stale
+                for piece in call.pieces:
+                    taken.append(Taken(call, piece, piece.num_taken, len(piece.ends)))
+                    piece.num_taken = len(piece.ends)
+                call.served_tokens += call.queued_tokens
+                self._count(call, -call.num_queued, -call.queued_tokens)
+                call.pieces.clear()
+                call.entry = -1
+        self._forget()
+        return taken
+
     def _take_aged(self, taken: list[Taken], budget: int, now: float) -> int:
         """Takes texts beyond the age limit. Returns the room that is left in the step."""
         room, share = budget, budget // 2
@@ -233,6 +256,7 @@ class RequestQueue:
     ) -> int:
         """Takes texts of one class by their ranks. Returns the room that is left."""
         passed_over: list[QueuedCall] = []
+        least = room // _LEAST_SHARE
         while room > 0 and len(passed_over) < _MAX_PASSED_OVER:
             call = self._best(heap)
             if call is None or (max_rank is not None and heap[0][0] > max_rank):
@@ -245,6 +269,7 @@ class RequestQueue:
                 continue
             following = self._best(heap)
             tokens = room if following is None else min(room, heap[0][0] - _served(call))
+            tokens = max(tokens, min(least, room))
             taken.append(self._take_texts(call, piece, tokens=max(tokens, piece.next_tokens)))
             room -= taken[-1].total_tokens
         for call in passed_over:

@@ -27,12 +27,14 @@ class _Process:
     """What this process, or one that it was forked from, has done.
 
     running: computations that go on, one object each; adding and discarding is atomic.
+    num_forks: between the process that imported this module and this one.
     """
 
     has_computed: bool = False
     is_forked: bool = False
     refusal: str = ""
     running: set[object] = field(default_factory=set)
+    num_forks: int = 0
 
 
 _PROCESS = _Process()  # of the whole process, as the pools are
@@ -73,11 +75,12 @@ class OwnProcess:
     """Remembers the process that made something which no other process can use."""
 
     def __init__(self) -> None:
-        self._pid = os.getpid()
+        self._num_forks = _PROCESS.num_forks
 
     @property
     def is_this(self) -> bool:
-        return os.getpid() == self._pid
+        """Asked at every call, so without a system call."""
+        return self._num_forks == _PROCESS.num_forks
 
     def check(self, what: str) -> None:
         """Raises ForkError in another process. what: begins the error, such as "the stream"."""
@@ -105,6 +108,7 @@ def _check_fork(device: torch.device | None) -> None:
 
 def _after_fork() -> None:
     """In a child: forgets the parent's threads. Called by the thread that forked."""
+    _PROCESS.num_forks += 1
     if not _PROCESS.has_computed:
         return
     if _PROCESS.running:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,11 @@ from bytetx.generate.outputs import RequestOutput, TokenLogprob
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
+from bytetx.serve.embed_groups import EmbedGroups, is_groupable
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.tasks.rerank import YES_NO_FAMILIES
+from bytetx.tasks.results import Embeddings
 from bytetx.tasks.search import similarity as similarity_of
 
 logger = logging.getLogger("bytetx.serve")
@@ -85,14 +88,19 @@ class LocalBackend:
         self.models = tuple(one.facts for one in served)
         self.is_healthy = True
         self._on_lost = on_lost
+        self._groups = EmbedGroups()
 
     @property
     def served(self) -> Sequence[ServedModel]:
         return list(self._served.values())
 
     async def run(self, call: Call) -> Outcome:
+        served = self._served[call.model]
         try:
-            return await TASKS[call.task](self._served[call.model], call)
+            if call.task == "embed" and is_groupable(call):
+                run = partial(_embed_each, served)
+                return await self._groups.run(call, run, queue_limits=served.model.queue_limits)
+            return await TASKS[call.task](served, call)
         except Exception as error:
             raise self._serve_error(error) from error
 
@@ -150,6 +158,23 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
     result = await served.model.embed(inputs, **options)
     _check_finite(result.vectors)
     return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
+
+
+async def _embed_each(served: ServedModel, calls: Sequence[Call]) -> list[Outcome | Exception]:
+    """_embed of calls with the same options."""
+    if len(calls) == 1:
+        return [await TASKS["embed"](served, calls[0])]
+    options = {name: value for name, value in calls[0].options.items() if name != "left"}
+    results = await served.model.embed_each([call.inputs for call in calls], **options)
+    return [one if isinstance(one, Exception) else _outcome(one) for one in results]
+
+
+def _outcome(result: Embeddings) -> Outcome | Exception:
+    try:
+        _check_finite(result.vectors)
+    except ServeError as error:
+        return error
+    return Outcome(_timings(result.stats), arrays=(result.vectors,))
 
 
 async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:

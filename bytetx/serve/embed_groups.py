@@ -1,0 +1,109 @@
+"""Small calls of `embed` that come together run as one: a call costs more than its text."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import orjson
+
+from bytetx.serve.calls import Call, Outcome
+
+# Of a call that others may wait for: its texts are short, whatever their tokens are.
+_MAX_TEXTS, _MAX_CHARACTERS = 32, 4096
+_MAX_GROUP_TEXTS = 512
+_PART_OF_QUEUE = 4  # of what may wait: so much may be one group
+
+Run = Callable[[Sequence[Call]], Awaitable[Sequence[Outcome | Exception]]]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Calls of one turn of the event loop, and who waits for them."""
+
+    run: Run
+    calls: list[Call] = field(default_factory=list)
+    waiters: list[asyncio.Future[Outcome]] = field(default_factory=list)
+    num_texts: int = 0
+    num_characters: int = 0
+
+
+class EmbedGroups:
+    """Groups calls that arrive in one turn of the event loop and ask for the same.
+
+    Where the loop is idle a call runs at once and alone; the busier it is, the more calls a turn
+    has, and the less each of them costs.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[tuple[str, bytes], _Group] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, call: Call, run: Run, *, queue_limits: tuple[int, int]) -> Outcome:
+        """The call's outcome, or its error.
+
+        run: of calls to one model with the same options.  queue_limits: texts and tokens that may
+        wait for that model.
+        """
+        key = call.model, orjson.dumps(call.options, option=orjson.OPT_SORT_KEYS)
+        num_texts, num_characters = len(call.inputs), sum(map(len, call.inputs))
+        most_texts = min(_MAX_GROUP_TEXTS, queue_limits[0] // _PART_OF_QUEUE)
+        most_characters = queue_limits[1] // _PART_OF_QUEUE  # a token has one or more
+        group = self._groups.get(key)
+        if (
+            group is None
+            or group.num_texts + num_texts > most_texts
+            or group.num_characters + num_characters > most_characters
+        ):
+            group = self._groups[key] = _Group(run)
+            asyncio.get_running_loop().call_soon(self._start, key, group)
+        waiter: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        group.calls.append(call)
+        group.waiters.append(waiter)
+        group.num_texts += num_texts
+        group.num_characters += num_characters
+        return await waiter
+
+    def _start(self, key: tuple[str, bytes], group: _Group) -> None:
+        if self._groups.get(key) is group:
+            del self._groups[key]
+        task = asyncio.get_running_loop().create_task(_answer(group))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        for waiter in group.waiters:
+            waiter.add_done_callback(lambda _: task.cancel() if _is_left(group) else None)
+
+
+def is_groupable(call: Call) -> bool:
+    """Whether a call of `embed` may wait for those that come with it."""
+    options = call.options
+    if len(call.inputs) > _MAX_TEXTS or options.get("task") or options.get("left"):
+        return False
+    return all(type(text) is str for text in call.inputs) and (
+        sum(map(len, call.inputs)) <= _MAX_CHARACTERS
+    )
+
+
+def _is_left(group: _Group) -> bool:
+    """Whether nobody waits any more."""
+    return all(waiter.cancelled() for waiter in group.waiters)
+
+
+async def _answer(group: _Group) -> None:
+    wanted = [
+        (call, waiter)
+        for call, waiter in zip(group.calls, group.waiters, strict=True)
+        if not waiter.done()
+    ]
+    if not wanted:
+        return
+    try:
+        outcomes = await group.run([call for call, _ in wanted])
+    except Exception as error:
+        outcomes = [error] * len(wanted)
+    for (_, waiter), outcome in zip(wanted, outcomes, strict=True):
+        if waiter.done():
+            continue  # its client left
+        if isinstance(outcome, Exception):
+            waiter.set_exception(outcome)
+        else:
+            waiter.set_result(outcome)
