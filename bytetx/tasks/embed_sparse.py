@@ -18,11 +18,11 @@ from bytetx.nn.splade import SpladeSpec, prepare_splade_head, splade
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import LinearWeight, linear
 from bytetx.tasks.adapted import routed
-from bytetx.tasks.call import Call, ListSink
+from bytetx.tasks.call import Call
 from bytetx.tasks.embed import DenseMixin, EmbedTask
 from bytetx.tasks.options import No, OnError, Raise, Return, SparseOptions, Texts, Yes
-from bytetx.tasks.results import Results, Stream
-from bytetx.tasks.vectors import SparseEmbeddings, SparseVector, join_sparse
+from bytetx.tasks.results import Stream
+from bytetx.tasks.vectors import PackedSparse, SparseEmbeddings, SparseSink, SparseVector
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,11 @@ class SpladeTask:
         )
         return rows.indices, rows.values, rows.counts
 
-    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[SparseVector]:
+    def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> PackedSparse:
         indices, values, counts = outputs
-        ends = np.cumsum(counts)[:-1]
-        # Copies: a caller may hold one vector, and the arrays of the step with it.
-        pieces = zip(np.split(indices, ends), np.split(values, ends), strict=True)
-        return [SparseVector(i.copy(), v.copy()) for i, v in pieces]
+        indptr = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=indptr[1:])
+        return PackedSparse(indices, values, indptr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +270,7 @@ class SparseMixin(DenseMixin):
         elif isinstance(vectors, LatentTask):
             size = vectors.size
 
-        def gather(results: Results[SparseVector | InputError]) -> SparseEmbeddings:
-            return join_sparse(results, size=size, stats=results.stats)
-
-        return Call("embed_sparse", texts, job, reader, lambda _: ListSink(gather))
+        return Call("embed_sparse", texts, job, reader, lambda _: SparseSink(size))
 
     def _sparse_task(self, max_active_dims: int | None) -> SparseTask:
         if max_active_dims is not None:

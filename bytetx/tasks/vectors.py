@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 import torch
@@ -29,6 +29,39 @@ class SparseVector:
     def __len__(self) -> int:
         """The number of weights."""
         return len(self.indices)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSparse(Sequence[SparseVector]):
+    """Sparse vectors one after the other, as a step has them; the vectors it gives are copies.
+
+    indices: int32 [nnz].  values: f32 [nnz].  indptr: int64 [num_texts + 1].
+    """
+
+    indices: np.ndarray
+    values: np.ndarray
+    indptr: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> SparseVector: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "PackedSparse": ...
+
+    def __getitem__(self, index: "SupportsIndex | slice") -> "SparseVector | PackedSparse":
+        if not isinstance(index, slice):
+            row = range(len(self))[index]
+            some = slice(int(self.indptr[row]), int(self.indptr[row + 1]))
+            return SparseVector(self.indices[some].copy(), self.values[some].copy())
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError("consecutive rows alone are views of others")
+        indptr = self.indptr[start : max(start, stop) + 1]
+        some = slice(int(indptr[0]), int(indptr[-1]))
+        return PackedSparse(self.indices[some], self.values[some], indptr - indptr[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +169,51 @@ def join_sparse(
     vectors: Sequence[SparseVector | InputError], *, size: int, stats: RunStats
 ) -> SparseEmbeddings:
     """One CSR matrix; a text that failed has an empty row."""
-    rows = [_NO_WEIGHTS if isinstance(vector, InputError) else vector for vector in vectors]
-    indptr = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=indptr[1:])
-    return SparseEmbeddings(
-        np.concatenate([_NO_WEIGHTS.indices, *(row.indices for row in rows)]),
-        np.concatenate([_NO_WEIGHTS.values, *(row.values for row in rows)]),
-        indptr,
-        size,
-        stats,
-        {i: vector for i, vector in enumerate(vectors) if isinstance(vector, InputError)},
-    )
+    sink = SparseSink(size)
+    for index, vector in enumerate(vectors):
+        if isinstance(vector, InputError):
+            sink.fail(index, vector)
+    good = [i for i, vector in enumerate(vectors) if not isinstance(vector, InputError)]
+    sink.put_rows(np.array(good, dtype=np.int64), [vectors[i] for i in good])
+    return sink.result(len(vectors), stats)
 
 
-_NO_WEIGHTS = SparseVector(np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32))
+class SparseSink:
+    """Sparse vectors of all texts as one CSR matrix, put together once for all of them."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._parts: list[tuple[np.ndarray, PackedSparse]] = []
+        self._errors: dict[int, InputError] = {}
+
+    def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
+        if isinstance(results, PackedSparse):  # lent
+            columns = results.indices.copy(), results.values.copy()
+            self._parts.append((indices, PackedSparse(*columns, results.indptr)))
+            return
+        indptr = np.zeros(len(results) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in results], out=indptr[1:])
+        columns = (
+            np.concatenate([np.empty(0, np.int32), *(row.indices for row in results)]),
+            np.concatenate([np.empty(0, np.float32), *(row.values for row in results)]),
+        )
+        self._parts.append((indices, PackedSparse(*columns, indptr)))
+
+    def fail(self, index: int, error: InputError) -> None:
+        self._errors[index] = error
+
+    def result(self, num_texts: int, stats: RunStats) -> SparseEmbeddings:
+        """A text that failed has an empty row."""
+        counts = np.zeros(num_texts, dtype=np.int64)
+        for texts, part in self._parts:
+            counts[texts] = np.diff(part.indptr)
+        indptr = np.zeros(num_texts + 1, dtype=np.int64)
+        np.cumsum(counts, out=indptr[1:])
+        indices = np.empty(int(indptr[-1]), dtype=np.int32)
+        values = np.empty(len(indices), dtype=np.float32)
+        for texts, part in self._parts:
+            places = np.repeat(indptr[texts] - part.indptr[:-1], np.diff(part.indptr))
+            places += np.arange(len(places))
+            indices[places], values[places] = part.indices, part.values
+        errors = dict(sorted(self._errors.items()))
+        return SparseEmbeddings(indices, values, indptr, self._size, stats, errors)
