@@ -46,16 +46,23 @@ class SparseRows:
 
 
 def prepare_splade_head(head: MaskedLMHead) -> MaskedLMHead:
-    """The head with tokens of weight 0 behind the vocabulary, up to a multiple of 64, on a GPU.
+    """On a GPU, the head with a vocabulary that is padded to a multiple of 64; else itself.
 
-    Rows of 30522 logits do not start at multiples of 16 bytes: the product and the maximum of them
-    are several times slower. The decoder is copied; on a CPU, or where ranks share it, it stays.
+    Rows of 30522 logits do not start at multiples of 16 bytes: their product and their maximum are
+    several times slower. A decoder that ranks share, or that a CPU has prepacked, stays.
     """
+    w, blocks = head.decoder, head.blocks
+    is_whole = blocks is None or (blocks.shard is None and blocks.hidden is None)
+    if type(head) is MaskedLMHead and is_whole and w.weight.is_cuda and w.int8 is None:
+        return pad_vocabulary(head)
+    return head
+
+
+def pad_vocabulary(head: MaskedLMHead) -> MaskedLMHead:
+    """Adds tokens whose logits are 0, and whose weights are, too; the decoder is copied."""
     w = head.decoder
     extra = -w.n % _ALIGNED_COLUMNS
-    if type(head) is not MaskedLMHead or head.blocks is not None or not w.weight.is_cuda:
-        return head
-    if extra == 0 or w.is_prepacked or w.int8 is not None:
+    if extra == 0:
         return head
     weight = F.pad(w.weight, (0, 0, 0, extra))
     bias = None if w.bias is None else F.pad(w.bias, (0, extra))

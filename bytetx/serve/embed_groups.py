@@ -38,8 +38,10 @@ class EmbedGroups:
         self._groups: dict[tuple[str, bytes], _Group] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, call: Call, run: Run, *, queue_limits: tuple[int, int]) -> Outcome:
-        """The call's outcome, or its error.
+    def add(
+        self, call: Call, run: Run, *, queue_limits: tuple[int, int]
+    ) -> "asyncio.Future[Outcome]":
+        """The call's outcome, or its error; cancel it where nobody waits for it any more.
 
         run: of calls to one model with the same options.  queue_limits: texts and tokens that may
         wait for that model.
@@ -61,7 +63,7 @@ class EmbedGroups:
         group.waiters.append(waiter)
         group.num_texts += num_texts
         group.num_characters += num_characters
-        return await waiter
+        return waiter
 
     def _start(self, key: tuple[str, bytes], group: _Group) -> None:
         if self._groups.get(key) is group:

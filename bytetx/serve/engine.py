@@ -95,14 +95,24 @@ class LocalBackend:
         return list(self._served.values())
 
     async def run(self, call: Call) -> Outcome:
-        served = self._served[call.model]
+        grouped = self.start_grouped(call)
         try:
-            if call.task == "embed" and is_groupable(call):
-                run = partial(_embed_each, served)
-                return await self._groups.run(call, run, queue_limits=served.model.queue_limits)
-            return await TASKS[call.task](served, call)
+            if grouped is not None:
+                return await grouped
+            return await TASKS[call.task](self._served[call.model], call)
         except Exception as error:
-            raise self._serve_error(error) from error
+            raise self.serve_error(error) from error
+
+    def start_grouped(self, call: Call) -> "asyncio.Future[Outcome] | None":
+        """A call that runs with those that come with it; None for another one, which `run` takes.
+
+        serve_error() says what the future's error is to the client.
+        """
+        if call.task != "embed" or not is_groupable(call):
+            return None
+        served = self._served[call.model]
+        run = partial(_embed_each, served)
+        return self._groups.add(call, run, queue_limits=served.model.queue_limits)
 
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         served = self._served[call.model]
@@ -115,9 +125,9 @@ class LocalBackend:
                         raise output.error
                     yield _piece(output, model.tokenizer, outputs.num_prompt_tokens)
         except Exception as error:
-            raise self._serve_error(error) from error
+            raise self.serve_error(error) from error
 
-    def _serve_error(self, error: Exception) -> ServeError:
+    def serve_error(self, error: Exception) -> ServeError:
         """The answer to an error; one that is a fault of the program is raised again."""
         found = as_serve_error(error)
         if found is None:

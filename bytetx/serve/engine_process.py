@@ -7,14 +7,16 @@ import sys
 from collections.abc import Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import asdict
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 
 from bytetx.errors import DeviceLostError
-from bytetx.serve.calls import Call, Timings
+from bytetx.serve.calls import Call, Outcome, Timings
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
+from bytetx.serve.heap import settle_heap
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.records import Finished
@@ -38,6 +40,7 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
             os.unlink(path)
         calls = EngineCalls(backend, metrics)
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
+        settle_heap()
         say_ready()
         async with server:
             await ends.wait()
@@ -53,7 +56,7 @@ class EngineCalls:
 
     def __init__(self, backend: LocalBackend, metrics: Metrics):
         self._backend, self._metrics = backend, metrics
-        self._tasks: dict[tuple[int, int], asyncio.Task[None]] = {}  # by connection and id
+        self._tasks: dict[tuple[int, int], asyncio.Future[Any]] = {}  # by connection and id
         self._running: dict[int, int] = {}  # requests of each connection
         self._protocols: dict[int, FrameProtocol] = {}
         metrics.count_running(lambda: sum(self._running.values()))
@@ -86,6 +89,12 @@ class EngineCalls:
             if task is not None:
                 task.cancel()
             return
+        if op == "run":
+            grouped = self._backend.start_grouped(Call(*header["call"]))
+            if grouped is not None:  # and needs no task of its own
+                self._tasks[key] = grouped
+                grouped.add_done_callback(partial(self._answer, protocol, key))
+                return
         work = {
             "run": self._run,
             "generate": self._generate,
@@ -102,22 +111,29 @@ class EngineCalls:
     async def _guard(
         self, protocol: FrameProtocol, header: dict[str, Any], work: Coroutine[Any, Any, None]
     ) -> None:
-        """Sends the error of a call to its front-end; a fault of the program, too."""
-        number = header["id"]
+        """Sends the error of a call to its front-end."""
         try:
             await work
-        except ServeError as error:
-            row = [error.kind, error.message, error.param, error.code, error.retry_after_s]
-            protocol.send({"id": number, "error": row})
         except Exception as error:
-            sys.excepthook(type(error), error, error.__traceback__)
-            row = ["backend", "the engine failed with this request; see its log", None, None, None]
-            protocol.send({"id": number, "error": row})
+            _send_error(protocol, header["id"], error)
 
     async def _run(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
-        outcome = await self._backend.run(Call(*header["call"]))
-        answer = {"id": header["id"], "timings": outcome.timings.row(), "rows": outcome.rows}
-        protocol.send(answer, outcome.arrays)
+        _send(protocol, header["id"], await self._backend.run(Call(*header["call"])))
+
+    def _answer(
+        self, protocol: FrameProtocol, key: tuple[int, int], done: "asyncio.Future[Outcome]"
+    ) -> None:
+        self._tasks.pop(key, None)
+        if done.cancelled():
+            return
+        error = done.exception()
+        if error is None:
+            _send(protocol, key[1], done.result())
+            return
+        try:
+            raise self._backend.serve_error(cast(Exception, error)) from error
+        except Exception as raised:
+            _send_error(protocol, key[1], raised)
 
     async def _generate(self, protocol: FrameProtocol, header: dict[str, Any]) -> None:
         number = header["id"]
@@ -138,6 +154,21 @@ class EngineCalls:
         for (connection, _), task in list(self._tasks.items()):
             if connection == id(protocol):
                 task.cancel()
+
+
+def _send(protocol: FrameProtocol, number: int, outcome: Outcome) -> None:
+    answer = {"id": number, "timings": outcome.timings.row(), "rows": outcome.rows}
+    protocol.send(answer, outcome.arrays)
+
+
+def _send_error(protocol: FrameProtocol, number: int, error: Exception) -> None:
+    """What a client is told; a fault of the program goes to the log."""
+    if isinstance(error, ServeError):
+        row = [error.kind, error.message, error.param, error.code, error.retry_after_s]
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+        row = ["backend", "the engine failed with this request; see its log", None, None, None]
+    protocol.send({"id": number, "error": row})
 
 
 class _Greeting(FrameProtocol):

@@ -101,6 +101,7 @@ class Metrics:
             "bytetx_concurrent_requests", "Requests that are being answered.", registry=registry
         )
         self._batches = _Batches(registry)
+        self._children: dict[tuple[Counter, tuple[str, ...]], Counter] = {}
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
@@ -115,9 +116,9 @@ class Metrics:
         self._running.set_function(count)
 
     def record(self, finished: Finished) -> None:
-        self._requests.labels(finished.route, str(finished.status)).inc()
+        self._child(self._requests, finished.route, str(finished.status)).inc()
         if finished.error:
-            self._failures.labels(finished.error).inc()
+            self._child(self._failures, finished.error).inc()
         timings = finished.timings
         if timings is None:
             self.window.add_request(0.0, error=finished.status >= 400)
@@ -126,17 +127,24 @@ class Metrics:
         self._tokenize.observe(timings.tokenize_seconds)
         self._queue.observe(timings.queue_seconds)
         self._inference.observe(timings.compute_seconds)
-        self._inputs.labels(finished.model).inc(timings.num_texts)
-        self._tokens.labels(finished.model).inc(timings.num_tokens)
+        self._child(self._inputs, finished.model).inc(timings.num_texts)
+        self._child(self._tokens, finished.model).inc(timings.num_tokens)
         if timings.num_texts:
             self._input_tokens.observe(timings.num_tokens / timings.num_texts)
         if timings.num_truncated:
-            self._truncated.labels(finished.model).inc(timings.num_truncated)
+            self._child(self._truncated, finished.model).inc(timings.num_truncated)
         if finished.first_token_seconds is not None:
             self._first_token.observe(finished.first_token_seconds)
         if finished.token_seconds is not None:
             self._next_token.observe(finished.token_seconds)
         self.window.add_answer(finished.seconds, timings, error=finished.status >= 400)
+
+    def _child(self, counter: Counter, *labels: str) -> Counter:
+        """counter.labels(*labels), which costs more than all else of a record."""
+        child = self._children.get((counter, labels))
+        if child is None:
+            child = self._children[counter, labels] = counter.labels(*labels)
+        return child
 
     def page(self) -> bytes:
         """All metrics as Prometheus' text."""
