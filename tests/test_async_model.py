@@ -343,6 +343,55 @@ def test_bad_texts_fail_their_own_call(model: Model) -> None:
     run(main())
 
 
+def test_calls_that_run_as_one(model: Model) -> None:
+    """Each has what its own call of `embed` gives: vectors, counts, and the error of a bad text."""
+    calls: list[list[Any]] = [
+        SENTENCES[:3],
+        [],
+        [SENTENCES[3], LONG],
+        [LONG],
+        [SENTENCES[4], ""],
+        [7],
+        [(SENTENCES[0], SENTENCES[1])],
+    ]
+
+    async def main(**options: Any) -> list[Any]:
+        async with AsyncModel(model) as batched:
+            found = await batched.embed_each(calls, **options)
+            num_calls = batched.stats().num_calls
+        assert num_calls == 0
+        return found
+
+    for truncate in (False, True):
+        found = run(main(truncate=truncate, normalize=True))
+        assert len(found) == len(calls)
+        for own, texts_of in zip(found, calls, strict=True):
+            try:
+                wanted = model.embed(texts_of, truncate=truncate, normalize=True)
+            except InputError as error:
+                assert type(own) is type(error) and str(own) == str(error)
+                continue
+            same(own.vectors, wanted.vectors)
+            for name in ("num_texts", "num_tokens", "num_truncated", "num_errors"):
+                assert getattr(own.stats, name) == getattr(wanted.stats, name), name
+
+
+def test_a_full_queue_refuses_calls_that_run_as_one(model: Model) -> None:
+    async def main() -> None:
+        async with AsyncModel(model, max_queued_requests=4) as batched:
+            groups = [batched.embed_each([["a"], ["b", "c"]]) for _ in range(50)]
+            found = await asyncio.gather(*groups, return_exceptions=True)
+            refused = [one for one in found if isinstance(one, QueueFullError)]
+            assert refused and 2 * len(refused) == batched.stats().num_refused
+            answered = [one for one in found if not isinstance(one, QueueFullError)]
+            assert answered
+            for first, second in answered:
+                assert len(first) == 1
+                same(second.vectors, model.embed(["b", "c"]).vectors)
+
+    run(main())
+
+
 def test_closing_ends_open_calls(model: Model) -> None:
     async def main() -> None:
         batched = AsyncModel(model)

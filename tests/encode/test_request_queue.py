@@ -72,6 +72,29 @@ def test_equal_texts_run_in_the_order_of_their_calls() -> None:
     assert [some.call for some in queue.take(20, 0.0)] == calls[4:]
 
 
+def test_all_that_fits_is_taken_as_it_was_queued() -> None:
+    """With nothing to choose, a call's texts stay together."""
+    queue = new_queue()
+    late = add(queue, 4, priority=1)
+    calls = [add(queue, *[5] * 8) for _ in range(4)]
+    dropped = add(queue, 7)
+    queue.drop(dropped)
+    taken = queue.take(164, 0.0)
+    assert [some.call for some in taken] == [*calls, late]
+    assert [some.num_texts for some in taken] == [8, 8, 8, 8, 1]
+    assert not queue and queue.queued_tokens == 0 and queue.num_entries == 0
+
+
+def test_bulk_calls_take_turns_by_shares_of_a_step() -> None:
+    queue = new_queue()
+    calls = [add(queue, *[5] * 100) for _ in range(4)]
+    taken = queue.take(640, 0.0)
+    assert tokens(taken) == 640
+    assert {some.call for some in taken} == set(calls)
+    assert max(some.total_tokens for some in taken) <= 40
+    assert len(taken) <= 640 // 20
+
+
 def test_lower_priorities_run_first_whatever_their_length() -> None:
     queue = new_queue()
     slow, fast = add(queue, 5, priority=1), add(queue, 90, priority=-1)

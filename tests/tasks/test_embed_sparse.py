@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from tiny import one_thread  # noqa: F401  (autouse)
 import bytetx
 from bytetx.errors import CheckpointError, InputError, OptionError
 from bytetx.nn import splade
+from bytetx.ops.linear import prepare_linear
 from bytetx.tasks.vectors import SparseEmbeddings
 
 INPUTS = SENTENCES + texts(20, max_words=5)
@@ -133,6 +135,27 @@ def test_blocks_change_no_bit(
         np.testing.assert_array_equal(
             dense(together), dense(model.embed_sparse(INPUTS, truncate=True))
         )
+
+
+@pytest.mark.parametrize("strategy", ["max", "sum"])
+@pytest.mark.parametrize("most", [None, 7])
+def test_a_padded_vocabulary_changes_nothing(
+    strategy: str, most: int | None, tmp_path: Path
+) -> None:
+    """As on a GPU, where the added tokens never have a weight."""
+    model = bytetx.load(save_sparse(tmp_path, pooling_strategy=strategy))
+    wanted = model.embed_sparse(INPUTS, truncate=True, max_active_dims=most)
+    head = model.heads.masked_lm
+    assert head is not None
+    weight = head.decoder.weight.to_dense() if head.decoder.is_prepacked else head.decoder.weight
+    plain = prepare_linear(weight, head.decoder.bias, prepack=False)
+    head = splade.pad_vocabulary(replace(head, decoder=plain))
+    assert head.decoder.n % 64 == 0 and head.decoder.n > model.spec.vocab_size
+    model.__dict__["_splade_head"] = head
+    got = model.embed_sparse(INPUTS, truncate=True, max_active_dims=most)
+    np.testing.assert_array_equal(got.indices, wanted.indices)
+    np.testing.assert_array_equal(got.indptr, wanted.indptr)
+    np.testing.assert_allclose(got.values, wanted.values, atol=1e-5)
 
 
 def test_the_form_of_the_result(model: bytetx.Model) -> None:
