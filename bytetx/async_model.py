@@ -1,12 +1,11 @@
 """AsyncModel: Model's tasks, awaitable, with the requests of all callers in one queue."""
 
 import asyncio
-import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import numpy.typing as npt
 import torch
@@ -14,7 +13,7 @@ import torch
 from bytetx.arguments import check_draft_size, check_integer, check_positive, check_seconds
 from bytetx.encode.engine import EncodeEngine, StepStats
 from bytetx.encode.request import Span
-from bytetx.errors import DeadlineError, QueueFullError
+from bytetx.errors import DeadlineError
 from bytetx.model import Model
 from bytetx.requests.prompts import Prompt
 from bytetx.sampling_params import SamplingParams
@@ -33,8 +32,6 @@ from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 T = TypeVar("T")
 
-logger = logging.getLogger("bytetx")
-
 _EMBED_OPTIONS: dict[str, Any] = {  # those of `embed` where a caller gives none
     "task": None,
     "prompt": None,
@@ -48,6 +45,8 @@ _EMBED_OPTIONS: dict[str, Any] = {  # those of `embed` where a caller gives none
     "stride": 0,
     "truncate": False,
 }
+# Options with which texts are cut or results depend on all texts, or that read an adapter first.
+_CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,48 +229,30 @@ class AsyncModel:
 
         return await self._run_task(start, task, priority=priority, timeout_s=timeout_s)
 
-    async def embed_each(
+    def embed_each(
         self, calls: Sequence[Sequence[Any]], **options: Any
-    ) -> list[Embeddings | Exception]:
-        """Several calls of `embed` with the same options, for what one costs the host.
+    ) -> "list[asyncio.Future[Embeddings]]":
+        """Several calls of `embed` with the same options, for the host's work of little over one.
 
         calls: the texts of each.  options: those of `embed`, but on_error, priority and timeout_s.
-        Returns what `embed` gives for each call, or its error: a bad text fails its own call alone.
-        All are answered once the last text of all has a vector.  Raises QueueFullError, of all.
+        Call it in an event loop. The futures have what `embed` gives, as soon as it is there:
+        a call waits neither for the others' texts nor fails with them, but for a full queue, which
+        refuses all. Stats have no num_pad_tokens, and the mean seconds of all that are done.
         """
-        if len(calls) > 1 and options.get("task") is None:
-            try:
-                texts = [text for call in calls for text in call]
-                model = self._model._route(None)
-                run = GroupedRun(
-                    model._embed_call(texts, **_EMBED_OPTIONS | options, on_error="return"),
-                    self._engines[model],
-                    self._pool,
-                    sizes=[len(call) for call in calls],
-                    token_budget=model.token_budget,
-                    max_window_texts=max(self._max_queued_requests // 4, 1),
-                )
-                found = await run.results()
-                if None not in found:
-                    return cast("list[Embeddings | Exception]", found)
-                wrong = [calls[number] for number, one in enumerate(found) if one is None]
-                errors = iter(await self._each_alone(wrong, options))
-                return [next(errors) if one is None else one for one in found]
-            except QueueFullError:
-                raise
-            except Exception as error:
-                logger.debug("calls run alone after an error of all together", exc_info=error)
-        return await self._each_alone(calls, options)
-
-    async def _each_alone(
-        self, calls: Sequence[Sequence[Any]], options: dict[str, Any]
-    ) -> list[Embeddings | Exception]:
-        alone = (self.embed(call, **options) for call in calls)
-        found = await asyncio.gather(*alone, return_exceptions=True)
-        for one in found:
-            if isinstance(one, BaseException) and not isinstance(one, Exception):
-                raise one
-        return cast("list[Embeddings | Exception]", found)
+        if len(calls) < 2 or _CUT_OR_JOINED & options.keys():
+            return [asyncio.ensure_future(self.embed(call, **options)) for call in calls]
+        texts = [text for call in calls for text in call]
+        model = self._model._route(None)
+        run = GroupedRun(
+            model._embed_call(texts, **_EMBED_OPTIONS | options, on_error="return"),
+            self._engines[model],
+            self._pool,
+            alone=lambda number: self.embed(calls[number], **options),
+            sizes=[len(call) for call in calls],
+            token_budget=model.token_budget,
+            max_window_texts=max(self._max_queued_requests // 4, 1),
+        )
+        return run.start()
 
     async def embed_all(
         self,

@@ -357,9 +357,11 @@ def test_calls_that_run_as_one(model: Model) -> None:
 
     async def main(**options: Any) -> list[Any]:
         async with AsyncModel(model) as batched:
-            found = await batched.embed_each(calls, **options)
-            num_calls = batched.stats().num_calls
-        assert num_calls == 0
+            found = await asyncio.gather(
+                *batched.embed_each(calls, **options), return_exceptions=True
+            )
+            while batched.stats().num_calls:
+                await asyncio.sleep(0.01)
         return found
 
     for truncate in (False, True):
@@ -379,15 +381,36 @@ def test_calls_that_run_as_one(model: Model) -> None:
 def test_a_full_queue_refuses_calls_that_run_as_one(model: Model) -> None:
     async def main() -> None:
         async with AsyncModel(model, max_queued_requests=4) as batched:
-            groups = [batched.embed_each([["a"], ["b", "c"]]) for _ in range(50)]
-            found = await asyncio.gather(*groups, return_exceptions=True)
-            refused = [one for one in found if isinstance(one, QueueFullError)]
-            assert refused and 2 * len(refused) == batched.stats().num_refused
-            answered = [one for one in found if not isinstance(one, QueueFullError)]
-            assert answered
-            for first, second in answered:
-                assert len(first) == 1
-                same(second.vectors, model.embed(["b", "c"]).vectors)
+            calls = [["a"], ["b", "c"]]
+            waiting = [one for _ in range(50) for one in batched.embed_each(calls)]
+            found = await asyncio.gather(*waiting, return_exceptions=True)
+            refused = [isinstance(one, QueueFullError) for one in found]
+            assert any(refused) and sum(refused) == batched.stats().num_refused
+            assert not all(refused) and refused[::2] == refused[1::2]
+            for one, is_refused, texts_of in zip(found, refused, calls * 50, strict=True):
+                if not is_refused:
+                    same(one.vectors, model.embed(texts_of).vectors)
+
+    run(main())
+
+
+def test_each_of_several_calls_is_answered_when_it_is_done(model: Model) -> None:
+    """A short call does not wait for a long one beside it; and one may leave."""
+
+    async def main() -> None:
+        async with AsyncModel(model) as batched:
+            calls = [["a"], [SENTENCES[0]] * 64, ["b"]]
+            short, long, leaves = batched.embed_each(calls)
+            leaves.cancel()
+            await short
+            assert not long.done()
+            same((await long).vectors, model.embed(calls[1]).vectors)
+            all_leave = batched.embed_each([[SENTENCES[0]] * 64, [SENTENCES[1]] * 64])
+            for one in all_leave:
+                one.cancel()
+            while batched.stats().num_calls:
+                await asyncio.sleep(0.01)
+            assert batched.stats().num_queued == 0
 
     run(main())
 

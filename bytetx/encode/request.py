@@ -220,15 +220,18 @@ class RunCounter:
         if self._seconds is None:
             self._seconds = time.perf_counter() - self._start
 
+    def seconds(self) -> float:
+        """Until now, or until stop()."""
+        return time.perf_counter() - self._start if self._seconds is None else self._seconds
+
     def stats(self) -> RunStats:
-        running = time.perf_counter() - self._start
         return RunStats(
             num_texts=self._num_texts,
             num_tokens=self._num_tokens,
             num_pad_tokens=self._num_pad_tokens + _pad_tokens(self._open_batch[np.newaxis]),
             num_truncated=self._num_truncated,
             num_errors=self._num_errors,
-            seconds=running if self._seconds is None else self._seconds,
+            seconds=self.seconds(),
             tokenize_seconds=self.tokenize_seconds,
             queue_seconds=self.queue_seconds,
             compute_seconds=self.compute_seconds,

@@ -1,19 +1,20 @@
 """Small calls of `embed` that come together run as one: a call costs more than its text."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import orjson
 
 from bytetx.serve.calls import Call, Outcome
 
-# Of a call that others may wait for: its texts are short, whatever their tokens are.
+# Of a call that is worth it: one with much to compute gains nothing.
 _MAX_TEXTS, _MAX_CHARACTERS = 32, 4096
 _MAX_GROUP_TEXTS = 512
 _PART_OF_QUEUE = 4  # of what may wait: so much may be one group
 
-Run = Callable[[Sequence[Call]], Awaitable[Sequence[Outcome | Exception]]]
+Run = Callable[[Sequence[Call]], "Sequence[asyncio.Future[Outcome]]"]
 
 
 @dataclass(slots=True)
@@ -36,7 +37,6 @@ class EmbedGroups:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[str, bytes], _Group] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def add(
         self, call: Call, run: Run, *, queue_limits: tuple[int, int]
@@ -68,11 +68,22 @@ class EmbedGroups:
     def _start(self, key: tuple[str, bytes], group: _Group) -> None:
         if self._groups.get(key) is group:
             del self._groups[key]
-        task = asyncio.get_running_loop().create_task(_answer(group))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        for waiter in group.waiters:
-            waiter.add_done_callback(lambda _: task.cancel() if _is_left(group) else None)
+        wanted = [
+            (call, waiter)
+            for call, waiter in zip(group.calls, group.waiters, strict=True)
+            if not waiter.done()
+        ]
+        if not wanted:
+            return
+        try:
+            answers = group.run([call for call, _ in wanted])
+        except Exception as error:  # wrong options
+            for _, waiter in wanted:
+                waiter.set_exception(error)
+            return
+        for (_, waiter), answer in zip(wanted, answers, strict=True):
+            answer.add_done_callback(partial(_pass_on, waiter))
+            waiter.add_done_callback(partial(_leave, answer))
 
 
 def is_groupable(call: Call) -> bool:
@@ -85,27 +96,19 @@ def is_groupable(call: Call) -> bool:
     )
 
 
-def _is_left(group: _Group) -> bool:
-    """Whether nobody waits any more."""
-    return all(waiter.cancelled() for waiter in group.waiters)
-
-
-async def _answer(group: _Group) -> None:
-    wanted = [
-        (call, waiter)
-        for call, waiter in zip(group.calls, group.waiters, strict=True)
-        if not waiter.done()
-    ]
-    if not wanted:
+def _pass_on(waiter: "asyncio.Future[Outcome]", answer: "asyncio.Future[Outcome]") -> None:
+    if answer.cancelled():
+        waiter.cancel()
         return
-    try:
-        outcomes = await group.run([call for call, _ in wanted])
-    except Exception as error:
-        outcomes = [error] * len(wanted)
-    for (_, waiter), outcome in zip(wanted, outcomes, strict=True):
-        if waiter.done():
-            continue  # its client left
-        if isinstance(outcome, Exception):
-            waiter.set_exception(outcome)
-        else:
-            waiter.set_result(outcome)
+    error = answer.exception()
+    if waiter.done():
+        return  # its client left
+    if error is not None:
+        waiter.set_exception(error)
+    else:
+        waiter.set_result(answer.result())
+
+
+def _leave(answer: "asyncio.Future[Outcome]", waiter: "asyncio.Future[Outcome]") -> None:
+    if waiter.cancelled():
+        answer.cancel()

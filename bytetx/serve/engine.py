@@ -170,21 +170,33 @@ async def _embed(served: ServedModel, call: Call) -> Outcome:
     return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
 
 
-async def _embed_each(served: ServedModel, calls: Sequence[Call]) -> list[Outcome | Exception]:
+def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Future[Outcome]]":
     """_embed of calls with the same options."""
     if len(calls) == 1:
-        return [await TASKS["embed"](served, calls[0])]
+        return [asyncio.ensure_future(TASKS["embed"](served, calls[0]))]
     options = {name: value for name, value in calls[0].options.items() if name != "left"}
-    results = await served.model.embed_each([call.inputs for call in calls], **options)
-    return [one if isinstance(one, Exception) else _outcome(one) for one in results]
+    results = served.model.embed_each([call.inputs for call in calls], **options)
+    return [_outcome_of(one) for one in results]
 
 
-def _outcome(result: Embeddings) -> Outcome | Exception:
-    try:
-        _check_finite(result.vectors)
-    except ServeError as error:
-        return error
-    return Outcome(_timings(result.stats), arrays=(result.vectors,))
+def _outcome_of(result: "asyncio.Future[Embeddings]") -> "asyncio.Future[Outcome]":
+    outcome: asyncio.Future[Outcome] = result.get_loop().create_future()
+
+    def pass_on(_: object) -> None:
+        if outcome.done() or result.cancelled():
+            outcome.cancel()
+            return
+        try:
+            found = result.result()
+            _check_finite(found.vectors)
+        except Exception as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(Outcome(_timings(found.stats), arrays=(found.vectors,)))
+
+    result.add_done_callback(pass_on)
+    outcome.add_done_callback(lambda _: result.cancel())
+    return outcome
 
 
 async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:

@@ -272,6 +272,11 @@ class VectorSink:
         self._precision = precision
         self._errors: dict[int, InputError] = {}
 
+    @property
+    def rows(self) -> np.ndarray:
+        """What has been put so far."""
+        return self._rows
+
     def put_rows(self, indices: np.ndarray, results: Sequence[np.ndarray]) -> None:
         self._reserve(int(indices.max()) + 1)
         self._rows[indices] = results

@@ -1,20 +1,26 @@
-"""GroupedRun: several calls of `embed` with the same options, on their way as one."""
+"""GroupedRun: several calls of `embed` with the same options share one way through an engine."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, cast
 
 import numpy as np
 
 from bytetx.encode.engine import EncodeEngine
-from bytetx.encode.request import Window
+from bytetx.encode.request import RunStats, Window
+from bytetx.errors import InputError, QueueFullError
 from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
+from bytetx.tasks.embed import VectorSink
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
 
 
 class GroupedRun(CallRun[Embeddings]):
-    """Counts the tokens of each of the calls, and gives each its own result."""
+    """Their texts are read and queued together; each call is answered once its own texts are done.
+
+    A call that fails with the others runs again alone, and has the error that it has there.
+    """
 
     def __init__(
         self,
@@ -22,13 +28,14 @@ class GroupedRun(CallRun[Embeddings]):
         engine: EncodeEngine,
         pool: ReadingPool,
         *,
+        alone: Callable[[int], Coroutine[Any, Any, Embeddings]],
         sizes: Sequence[int],
         token_budget: int,
         max_window_texts: int,
     ):
         """call: of the texts of all calls, one after the other, with on_error="return".
 
-        sizes: number of texts of each call.
+        alone: runs the call of that number on its own.  sizes: texts of each.
         """
         super().__init__(
             call,
@@ -38,9 +45,38 @@ class GroupedRun(CallRun[Embeddings]):
             max_window_texts=max_window_texts,
             priority=0,
         )
-        self.open.num_calls = len(sizes)
+        count, self._loop = len(sizes), asyncio.get_running_loop()
+        self._alone, self._tasks = alone, set[asyncio.Task[Any]]()
+        self.open.num_calls, self.open.receiver = count, _Watched(self)
         self._starts = np.cumsum([0, *sizes])
-        self._num_tokens, self._num_truncated = np.zeros((2, len(sizes)), dtype=np.int64)
+        self._num_left = np.array(sizes, dtype=np.int64)
+        self._has_failed = np.zeros(count, dtype=bool)
+        self._num_tokens, self._num_truncated = np.zeros((2, count), dtype=np.int64)
+        self.answers: list[asyncio.Future[Embeddings]] = [
+            self._loop.create_future() for _ in range(count)
+        ]
+
+    def start(self) -> "list[asyncio.Future[Embeddings]]":
+        """The answers, one a call; a call whose answer is cancelled is left out where it can be."""
+        main = self._spawn(self._main())
+        for answer in self.answers:
+            answer.add_done_callback(lambda _: main.cancel() if self._is_left() else None)
+        self._deliver(np.flatnonzero(self._num_left == 0).tolist())  # calls without texts
+        return self.answers
+
+    async def _main(self) -> None:
+        try:
+            await self._feed()
+            await self._engine.wait(self.open)
+        except QueueFullError as error:
+            for answer in self.answers:
+                if not answer.done():
+                    answer.set_exception(error)
+        except Exception:  # of one call perhaps: each finds its own
+            for number in range(len(self.answers)):
+                self._run_alone(number)
+        finally:
+            self._engine.end(self.open)
 
     def accept(self, window: Window) -> None:
         requests = window.requests
@@ -48,41 +84,84 @@ class GroupedRun(CallRun[Embeddings]):
         np.add.at(self._num_tokens, owners, requests.seqlens)
         np.add.at(self._num_truncated, owners, requests.is_truncated)
         super().accept(window)
+        if window.failures:
+            self.count([failure.index for failure in window.failures], failed=True)
 
-    async def results(self) -> list[Embeddings | None]:
-        """Of each call; None for one with a text that failed.  Raises the error of all calls.
+    def count(self, indices: "np.ndarray | Sequence[int]", *, failed: bool = False) -> None:
+        """Texts that have a vector or none; of one thread at a time, as each has one result."""
+        owners = self._owners(np.asarray(indices, dtype=np.int64))
+        self._has_failed[owners] |= failed
+        np.subtract.at(self._num_left, owners, 1)
+        done = np.unique(owners[self._num_left[owners] == 0])
+        if len(done):
+            self._loop.call_soon_threadsafe(self._deliver, done.tolist())
 
-        Their seconds are those of all together; num_pad_tokens is not counted.
-        """
-        whole = await self.result()
-        failed = set(self._owners(np.array(list(whole.errors), dtype=np.int64)).tolist())
-        bounds = self._starts.tolist()
-        return [
-            None
-            if number in failed
-            else Embeddings(
-                whole.vectors[start:stop],
-                replace(
-                    whole.stats,
-                    num_texts=stop - start,
-                    num_tokens=num_tokens,
-                    num_truncated=num_truncated,
-                    num_pad_tokens=0,
-                    num_errors=0,
-                ),
-                {},
+    def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
+        self._sink.put_rows(indices, results)
+        self.count(indices)
+
+    def _deliver(self, numbers: Sequence[int]) -> None:
+        computed = max(self.open.num_computed, 1)
+        vectors = cast(VectorSink, self._sink).rows
+        for number in numbers:
+            answer = self.answers[number]
+            if answer.done():
+                continue  # cancelled
+            if self._has_failed[number]:
+                self._run_alone(number)
+                continue
+            start, stop = int(self._starts[number]), int(self._starts[number + 1])
+            stats = RunStats(
+                num_texts=stop - start,
+                num_tokens=int(self._num_tokens[number]),
+                num_truncated=int(self._num_truncated[number]),
+                seconds=self._counter.seconds(),
+                tokenize_seconds=self._counter.tokenize_seconds,
+                queue_seconds=self.open.queue_seconds / computed,
+                compute_seconds=self.open.compute_seconds / computed,
             )
-            for number, (start, stop, num_tokens, num_truncated) in enumerate(
-                zip(
-                    bounds[:-1],
-                    bounds[1:],
-                    self._num_tokens.tolist(),
-                    self._num_truncated.tolist(),
-                    strict=True,
-                )
-            )
-        ]
+            answer.set_result(Embeddings(vectors[start:stop].copy(), stats, {}))
+
+    def _run_alone(self, number: int) -> None:
+        answer = self.answers[number]
+        if answer.done():
+            return
+        task = self._spawn(self._alone(number))
+        answer.add_done_callback(lambda _: task.cancel())
+
+        def pass_on(_: object) -> None:
+            if answer.done() or task.cancelled():
+                answer.cancel()
+            elif (error := task.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(task.result())
+
+        task.add_done_callback(pass_on)
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _is_left(self) -> bool:
+        """Whether nobody waits any more."""
+        return all(answer.cancelled() for answer in self.answers)
 
     def _owners(self, indices: np.ndarray) -> np.ndarray:
         """The call of each text."""
         return np.searchsorted(self._starts, indices, side="right") - 1
+
+
+class _Watched:
+    """The receiver of all calls' results."""
+
+    def __init__(self, run: GroupedRun):
+        self._run = run
+
+    def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
+        self._run.put_rows(indices, results)
+
+    def fail(self, index: int, error: InputError) -> None:
+        self._run.count([index], failed=True)
