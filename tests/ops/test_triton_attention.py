@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from paged_steps import assert_exact, make_step
 from torch import Tensor
 
 from bytetx.ops import reference
@@ -263,3 +264,32 @@ def test_heads_that_share_keys(
     slopes = torch.rand(heads[0], device=DEVICE)
     right = pages.expected(alibi_slopes=slopes)
     assert_close(pages.run(alibi_slopes=slopes), right, dtype)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[(1, 64), (1, 300)], [(5, 33), (70, 200), (3, 64)]], ids=["decode", "mixed"]
+)
+def test_pages_before_the_window_are_not_read(
+    lengths: list[tuple[int, int]], heads: tuple[int, int], head_dim: int, num_sms: int
+) -> None:
+    """They were given back, and every page that is no sequence's is NaN."""
+    sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim}
+    step = make_step(lengths, window=37, given_back=True, dtype=torch.float16, **sizes)
+    past = {name: t.to(DEVICE) for name, t in step.lengths().items() if isinstance(t, Tensor)}
+    q, k_cache, v_cache = (t.to(DEVICE) for t in (step.q, step.k_cache, step.v_cache))
+    out = torch.full_like(q, torch.nan)
+    triton_kernels.paged_attention(
+        q,
+        k_cache,
+        v_cache,
+        **past,
+        longest=(max(new for new, _ in lengths), max(total for _, total in lengths)),
+        softmax_scale=head_dim**-0.5,
+        window=37,
+        softcap=0.0,
+        alibi_slopes=None,
+        out=out,
+    )
+    assert_exact(out, step, window=37)

@@ -59,6 +59,7 @@ def _attend_pages(
     kv_head,
     first,
     last,
+    least,
     position,
     slope,
     scale,
@@ -75,12 +76,16 @@ def _attend_pages(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Online softmax of query rows over the keys from `first` to `last` of one sequence's pages."""
+    """Online softmax of query rows over the keys from `first` to `last` of one sequence's pages.
+
+    least: the first key that any of the rows sees. Pages before it may be another sequence's now,
+    and are not read: a weight of 0 times a value that is not finite would be NaN.
+    """
     features = tl.arange(0, BLOCK_D)
     acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for at in range(first, last, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        is_key = keys < last
+        is_key = (keys >= least) & (keys < last)
         page = tl.load(pages + keys // PAGE_SIZE, mask=is_key, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         slot = page.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
@@ -168,9 +173,10 @@ def _paged_kernel(
     is_row = (lanes < TOKENS * GROUP) & (row < num_rows)
     position = num_keys - num_rows + row
     key_end = num_keys - num_rows + tl.minimum(first_row + TOKENS, num_rows)
-    first = key_end * 0
+    least = key_end * 0
     if HAS_WINDOW:
-        first = tl.maximum(num_keys - num_rows + first_row - window + 1, 0) // BLOCK_N * BLOCK_N
+        least = tl.maximum(num_keys - num_rows + first_row - window + 1, 0)
+    first = least // BLOCK_N * BLOCK_N
     if PARTS > 1:
         blocks_a_part = tl.cdiv(tl.cdiv(key_end - first, BLOCK_N), PARTS)
         first += part * blocks_a_part * BLOCK_N
@@ -193,6 +199,7 @@ def _paged_kernel(
         kv_head,
         first,
         key_end,
+        least,
         position,
         slope,
         scale,
