@@ -187,7 +187,8 @@ class Contest:
             if is_throughput:
                 per_second = found.texts_per_second(stream.name)
                 values[server.name] = 1e6 / per_second if per_second else math.inf
-                self._saturation[server.name, load.lengths] = per_second / load.texts_per_request
+                if load.texts_per_request == 1:
+                    self._saturation[server.name, load.lengths] = per_second
             else:
                 percent = 50 if load.callers == 1 else 99
                 values[server.name] = percentile(result.latencies_ms, percent)

@@ -217,12 +217,16 @@ def test_cases_measure_every_server_and_record_what_they_saw(
         contest.__dict__["model"] = FakeModel()
         servers = [Server("bytetx", ours.port, "/e"), Server("infinity", other.port, "/e")]
         contest.__dict__["servers"] = (servers, ["a note"])
+        single = contest.measure(Load("single", "query", callers=2))
         many = contest.measure(Load("many", "query", texts_per_request=32, callers=2))
         one = contest.measure(Load("one", "query", callers=1))
         half = contest.measure(Load("half", "query", rate=100.0))
         monkeypatch.setattr(serve, "_FEWEST_ANSWERS", 4)
         contest._saturation["bytetx", "documents"] = 100.0
         mixed = contest.queries_beside_documents()
+    # Half of a server's load is half of its single texts, whatever ran last.
+    saturation = contest._saturation["bytetx", "query"]
+    assert saturation == pytest.approx(single.shape["bytetx_texts_per_s"], rel=1e-3)
     assert {len(json.loads(body)["input"]) for body in ours.seen} == {1, 32}
     assert json.loads(other.seen[0])["model"] == "model"
     assert set(many.rivals) == {"infinity", "Model.embed"} and many.notes[0] == "a note"
