@@ -16,7 +16,7 @@ from bytetx.ops.sampling import uniform
 
 pytest.importorskip("triton")
 
-from bytetx.ops import triton_kernels  # noqa: E402
+from bytetx.ops import maxsim, triton_kernels  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which interprets them, warns of inf and NaN.
@@ -223,6 +223,40 @@ def test_maxsim(dtype: torch.dtype, size: int) -> None:
             else:
                 right = (query @ document.T).amax(1).sum()
                 assert abs(ours[i, j] - right) < 1e-4 * max(1, len(query))
+
+
+@pytest.mark.parametrize("size", [20, 128, 300])
+@pytest.mark.parametrize("dtype", GEMM_DTYPES)
+@pytest.mark.parametrize("num_vectors", [1, 32, 64])
+def test_maxsim_of_one_query(num_vectors: int, dtype: torch.dtype, size: int) -> None:
+    lengths = [3, 70, 1, 64]
+    q = F.normalize(normal(num_vectors, size), dim=1).to(dtype)
+    d = F.normalize(normal(sum(lengths), size), dim=1).to(dtype)
+    ours = triton_kernels.maxsim_of_one(q, d, ints(0, 3, 73, 74, 138))
+    assert ours.shape == (1, 4)
+    for own, document in zip(ours[0], d.double().split(lengths), strict=True):
+        right = (q.double() @ document.T).amax(1).sum()
+        assert abs(own - right) < 1e-4 * num_vectors
+    d[1, 0] = torch.nan
+    scores = triton_kernels.maxsim_of_one(q, d, ints(0, 3, 73, 74, 138))
+    assert scores.isnan().tolist() == [[True, False, False, False]]
+
+
+@pytest.mark.parametrize("query_lengths", [[5], [100], [3, 0, 9]], ids=str)
+@pytest.mark.parametrize("is_mean", [False, True])
+@pytest.mark.parametrize("product_bytes", [1, 1 << 20])
+def test_scores_by_triton_are_those_without(
+    query_lengths: list[int], is_mean: bool, product_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3, 0, 70, 1, 64, 0]
+    bounds = [np.cumsum([0, *n]) for n in (query_lengths, lengths)]
+    q, d = normal(sum(query_lengths), 20), normal(sum(lengths), 20)
+    options = {"empty_score": -1e9, "product_bytes": product_bytes, "is_mean": is_mean}
+    monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: None)
+    wanted = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
+    monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: triton_kernels)
+    got = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_maxsim_does_not_hide_nan() -> None:

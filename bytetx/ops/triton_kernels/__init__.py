@@ -7,7 +7,12 @@ this package through ops.triton_backend, which says whether it can be.
 from bytetx.ops.triton_kernels.attention import varlen_attention
 from bytetx.ops.triton_kernels.disentangled import disentangled_attention
 from bytetx.ops.triton_kernels.gemm import linear
-from bytetx.ops.triton_kernels.late_interaction import maxsim, tiles_of
+from bytetx.ops.triton_kernels.late_interaction import (
+    MAX_ONE_QUERY,
+    maxsim,
+    maxsim_of_one,
+    tiles_of,
+)
 from bytetx.ops.triton_kernels.norms import embed, norm
 from bytetx.ops.triton_kernels.paged import paged_attention
 from bytetx.ops.triton_kernels.rows import gate_rows, pool, rotary, write_kv
@@ -15,12 +20,14 @@ from bytetx.ops.triton_kernels.sampling import argmax, sample
 from bytetx.ops.triton_kernels.sequences import sequence_bounds
 
 __all__ = [
+    "MAX_ONE_QUERY",
     "argmax",
     "disentangled_attention",
     "embed",
     "gate_rows",
     "linear",
     "maxsim",
+    "maxsim_of_one",
     "norm",
     "paged_attention",
     "pool",

@@ -3,6 +3,7 @@
 A program holds a tile of query vectors, whatever queries they are of, and goes through tiles of
 documents: it writes each document's largest product with each vector. A second kernel adds up each
 query's. The host cuts the documents into tiles, so that the loop over them is one, and pipelined.
+For one query that fits a tile the host's time is what counts: a program scores a document.
 """
 
 from typing import NamedTuple
@@ -24,6 +25,7 @@ _FEATURES = 128  # of a product's part; vectors of more are multiplied in parts
 _DOCUMENTS = 16  # that a program goes through, at most
 _WAVES = 8
 _TILE, _TILE_F32 = 64, 32  # document vectors
+MAX_ONE_QUERY = 64  # vectors: what fits a tile in every dtype
 _SUM_DOCUMENTS, _SUM_VECTORS = 64, 32
 
 
@@ -126,6 +128,37 @@ def _sum_kernel(
     tl.store(place, total, mask=is_document)
 
 
+@triton.jit(do_not_specialize=["num_vectors"])
+def _one_query_kernel(
+    query,
+    documents,
+    cu_documents,
+    out,
+    num_vectors,
+    size,
+    CHUNKS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    rows = tl.arange(0, BLOCK_M)
+    query_rows = query + tl.minimum(rows, num_vectors - 1)[:, None] * size
+    features = tl.arange(0, FEATURES)
+    q = tl.load(query_rows + features[None, :], mask=(features < size)[None, :], other=0.0)
+    document = tl.program_id(0)
+    begin = tl.load(cu_documents + document)
+    end = tl.load(cu_documents + document + 1)
+    top = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
+    for at in range(begin, end, BLOCK_N):
+        vectors = tl.minimum(at + tl.arange(0, BLOCK_N), end - 1)
+        document_rows = documents + vectors.to(tl.int64)[:, None] * size
+        s = _products(q, query_rows, document_rows, size, CHUNKS, FEATURES, PRECISION)
+        top = _nan_maximum(top, s)
+    best = tl.where(rows < num_vectors, tl.reduce(top, 1, _nan_maximum), 0.0)
+    tl.store(out + document, tl.sum(best, 0))
+
+
 class Tiles(NamedTuple):
     """Queries' bounds, and documents cut into tiles, each of one document's vectors.
 
@@ -214,6 +247,37 @@ def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
         DOCUMENTS=_SUM_DOCUMENTS,
         VECTORS=_SUM_VECTORS,
         num_warps=4,
+    )
+    return out
+
+
+def maxsim_of_one(query: Tensor, documents: Tensor, cu_documents: Tensor) -> Tensor:
+    """The same of one query of 1 to MAX_ONE_QUERY vectors.  cu_documents: int32, bounds.
+
+    Returns f32 [1, num_documents].
+    """
+    num_vectors, size = query.shape
+    num_documents = len(cu_documents) - 1
+    out = torch.empty((1, num_documents), dtype=torch.float32, device=query.device)
+    if num_documents == 0:
+        return out
+    features = min(_FEATURES, max(16, next_power_of_2(size)))
+    launch(
+        _one_query_kernel,
+        (num_documents,),
+        query,
+        documents,
+        cu_documents,
+        out,
+        num_vectors,
+        size,
+        CHUNKS=triton.cdiv(size, features),
+        FEATURES=features,
+        PRECISION=dot_precision(query.dtype),
+        BLOCK_M=max(16, next_power_of_2(num_vectors)),
+        BLOCK_N=_tile_vectors(query.dtype),
+        num_warps=4,
+        num_stages=1 if query.element_size() == 4 else 2,
     )
     return out
 
