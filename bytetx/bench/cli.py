@@ -23,6 +23,9 @@ app = typer.Typer(
     help="Measure bytetx and what a user would run instead, side by side.",
     no_args_is_help=True,
 )
+_OF_ONE_GPU = frozenset(
+    ["attention", "linear", "norm", "encoder", "decode", "latency", "text", "generate", "maxsim"]
+)
 _uses_triton = ContextVar("uses_triton", default=False)  # the option before the suite's name
 _PLOT_FOLDER = Path("benchmarks")
 
@@ -57,6 +60,7 @@ ModelOption = Annotated[
 
 @app.callback()
 def options(
+    context: typer.Context,
     triton: Annotated[
         bool,
         typer.Option(
@@ -66,6 +70,10 @@ def options(
         ),
     ] = False,
 ) -> None:
+    suite = context.invoked_subcommand
+    if triton and suite not in _OF_ONE_GPU:
+        known = ", ".join(sorted(_OF_ONE_GPU))
+        _fail(OptionError(f"--triton is for the suites of one GPU ({known}), not for {suite}"))
     _uses_triton.set(triton)
 
 

@@ -348,6 +348,9 @@ def test_triton_is_measured_with_the_native_kernels_off(
     monkeypatch.setattr(attention, "attention_suite", suite)
     arguments = ["attention", "--record", str(tmp_path / "records.jsonl")]
     assert "--triton measures nothing here: " in failure(["--triton", *arguments])
+    says = "--triton is for the suites of one GPU ("
+    assert says in failure(["--triton", "cpu", "--quick"], code=2)
+    assert "not for serve" in failure(["--triton", "serve"], code=2)
     monkeypatch.setattr(triton_backend, "why_no_triton", lambda device: None)
     for options in (["--triton"], []):
         assert CliRunner().invoke(app, [*options, *arguments]).exit_code == 0
