@@ -147,7 +147,8 @@ def serve(
         _option(
             _NETWORK,
             "REPLICAS",
-            "Whole servers that share the port, each on GPUs of its own; dead ones start again.",
+            "Whole servers that share the port, each on GPUs of its own, or all on the one that "
+            "--device cuda:N names; dead ones start again.",
         ),
     ] = 1,
     frontends: Annotated[

@@ -34,7 +34,7 @@ def serve_replicas(
         raise OptionError("--replicas share a port, not a --uds-path; drop one of them")
     if settings.frontends > 1:
         raise OptionError("--replicas and --frontends exclude each other")
-    devices = _devices(settings, num_replicas, visible_devices)
+    devices = replica_devices(settings, num_replicas, visible_devices)
     asyncio.run(_supervise(settings, devices))
 
 
@@ -51,14 +51,12 @@ def share_gpus(gpus: Sequence[str], num_replicas: int, *, tp: int) -> list[str]:
     return [",".join(gpus[i * tp : (i + 1) * tp]) for i in range(num_replicas)]
 
 
-def _devices(
+def replica_devices(
     settings: ServeSettings, num_replicas: int, visible_devices: str | None
 ) -> list[str | None]:
-    """The GPUs of each replica; None where they run on the CPU."""
+    """CUDA_VISIBLE_DEVICES of each replica; None where they run on the CPU."""
     if settings.device.startswith("cuda:"):
-        raise OptionError(
-            f"--device {settings.device} is one GPU; with --replicas give cuda: each has its own"
-        )
+        return [_shared_gpu(settings, visible_devices)] * num_replicas
     if settings.device == "cpu":
         return [None] * num_replicas
     import torch  # takes a second, which a server on the CPU need not wait for
@@ -68,6 +66,20 @@ def _devices(
         return [None] * num_replicas
     gpus = visible_devices.split(",") if visible_devices else [str(i) for i in range(num_gpus)]
     return list(share_gpus(gpus[:num_gpus], num_replicas, tp=settings.tp))
+
+
+def _shared_gpu(settings: ServeSettings, visible_devices: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of all replicas, where they share the one GPU that --device names."""
+    number = settings.device.removeprefix("cuda:")
+    gpus = None if not visible_devices else visible_devices.split(",")
+    if not number.isdecimal() or (gpus is not None and int(number) >= len(gpus)):
+        raise OptionError(f"--device {settings.device}: there is no such GPU")
+    if settings.tp > 1:
+        raise OptionError(
+            f"--device {settings.device} is one GPU, which --replicas would share, and --tp "
+            f"{settings.tp} needs several: give --device cuda"
+        )
+    return number if gpus is None else gpus[int(number)]
 
 
 async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> None:
@@ -110,6 +122,8 @@ def _replica(settings: ServeSettings, index: int, gpus: str | None, folder: str)
     """gpus: CUDA_VISIBLE_DEVICES; None: it runs on the CPU."""
     if gpus is None and settings.device == "auto":
         settings = replace(settings, device="cpu")
+    if gpus is not None and settings.device.startswith("cuda:"):
+        settings = replace(settings, device="cuda")  # the only one that it sees
     return ChildProcess(
         settings,
         ["bytetx.serve.replica_process", str(index), folder],

@@ -24,7 +24,7 @@ from bytetx.errors import OptionError
 from bytetx.serve.http_server import bind_tcp
 from bytetx.serve.records import Finished
 from bytetx.serve.replica_records import ReplicaRecorder, merge_pages, merge_stats
-from bytetx.serve.replicas import reserve_port, serve_replicas, share_gpus
+from bytetx.serve.replicas import replica_devices, reserve_port, serve_replicas, share_gpus
 from bytetx.serve.settings import ServeSettings, model_sources
 
 TEXTS = [text for text in SENTENCES if text][:5]
@@ -131,10 +131,19 @@ def test_each_replica_has_gpus_of_its_own() -> None:
         share_gpus(["0", "1", "2"], 2, tp=2)
 
 
+def test_replicas_share_the_gpu_that_is_named() -> None:
+    settings = replace(SETTINGS, device="cuda:1")
+    assert replica_devices(settings, 3, None) == ["1", "1", "1"]
+    assert replica_devices(settings, 2, "4,6") == ["6", "6"]
+    with pytest.raises(OptionError, match="--device cuda:1: there is no such GPU"):
+        replica_devices(settings, 2, "4")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"device": "cuda:1"}, "--device cuda:1 is one GPU"),
+        ({"device": "cuda:1", "tp": 2}, "--device cuda:1 is one GPU"),
+        ({"device": "cuda:x"}, "--device cuda:x: there is no such GPU"),
         ({"uds_path": Path("s")}, "drop one of them"),
         ({"frontends": 2}, "exclude each other"),
     ],
