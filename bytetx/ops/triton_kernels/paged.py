@@ -109,6 +109,14 @@ def _attend_pages(
     return acc, top, total
 
 
+@triton.jit
+def _keys_of_part(first, last, part, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The share of a part of the keys from `first` to `last`, in whole blocks."""
+    blocks_a_part = tl.cdiv(tl.cdiv(last - first, BLOCK_N), PARTS)
+    first += part * blocks_a_part * BLOCK_N
+    return first, tl.minimum(last, first + blocks_a_part * BLOCK_N)
+
+
 @triton.jit(
     do_not_specialize=[
         "batch_size",
@@ -178,9 +186,7 @@ def _paged_kernel(
         least = tl.maximum(num_keys - num_rows + first_row - window + 1, 0)
     first = least // BLOCK_N * BLOCK_N
     if PARTS > 1:
-        blocks_a_part = tl.cdiv(tl.cdiv(key_end - first, BLOCK_N), PARTS)
-        first += part * blocks_a_part * BLOCK_N
-        key_end = tl.minimum(key_end, first + blocks_a_part * BLOCK_N)
+        first, key_end = _keys_of_part(first, key_end, part, PARTS, BLOCK_N)
 
     features = tl.arange(0, BLOCK_D)
     token = (begin + row).to(tl.int64)
