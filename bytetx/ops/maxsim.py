@@ -45,8 +45,12 @@ def maxsim_scores(
             vectors, ends = _rows(
                 d, cu_documents, slice(first, min(first + at_once, num_documents))
             )
+            vectors = vectors.contiguous()
+            if len(cu_queries) == 2 and 0 < len(q) <= triton.MAX_ONE_QUERY:
+                blocks.append(triton.maxsim_of_one(q, vectors, _on_device(ends, d.device)))
+                continue
             tiles = triton.tiles_of(cu_queries, ends, d.dtype, d.device)
-            blocks.append(triton.maxsim(q, vectors.contiguous(), tiles))
+            blocks.append(triton.maxsim(q, vectors, tiles))
         out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if is_mean:
         seqlens = np.maximum(np.diff(cu_queries), 1)

@@ -1,5 +1,7 @@
 """The Triton kernels of rows and GEMMs against plain torch in f32: on a GPU, or interpreted."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -254,9 +256,12 @@ def test_scores_by_triton_are_those_without(
     options = {"empty_score": -1e9, "product_bytes": product_bytes, "is_mean": is_mean}
     monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: None)
     wanted = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
+    called = mock.Mock(wraps=triton_kernels.maxsim_of_one)
+    monkeypatch.setattr(triton_kernels, "maxsim_of_one", called)
     monkeypatch.setattr(maxsim, "triton_beside_native", lambda device: triton_kernels)
     got = maxsim.maxsim_scores(q, bounds[0], d, bounds[1], **options)
     torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-4)
+    assert bool(called.call_count) == (query_lengths == [5])
 
 
 def test_maxsim_does_not_hide_nan() -> None:

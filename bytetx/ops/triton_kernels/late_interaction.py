@@ -6,7 +6,7 @@ query's. The host cuts the documents into tiles, so that the loop over them is o
 For one query that fits a tile the host's time is what counts: a program scores a document.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,6 +60,38 @@ def _products(
     return acc
 
 
+@triton.jit
+def _query_tile(queries, rows, num_vectors, size, FEATURES: tl.constexpr):
+    """(addresses of the rows' vectors, their first features).
+
+    Rows past the end repeat the last: no product needs a mask, and no maximum changes.
+    """
+    query_rows = queries + tl.minimum(rows, num_vectors - 1).to(tl.int64)[:, None] * size
+    features = tl.arange(0, FEATURES)
+    q = tl.load(query_rows + features[None, :], mask=(features < size)[None, :], other=0.0)
+    return query_rows, q
+
+
+@triton.jit
+def _with_tile(
+    top,
+    q,
+    query_rows,
+    documents,
+    begin,
+    end,
+    size,
+    CHUNKS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The largest products so far, and those with a document's vectors from `begin` on."""
+    vectors = tl.minimum(begin + tl.arange(0, top.shape[1]), end - 1)
+    document_rows = documents + vectors.to(tl.int64)[:, None] * size
+    s = _products(q, query_rows, document_rows, size, CHUNKS, FEATURES, PRECISION)
+    return _nan_maximum(top, s)
+
+
 @triton.jit(do_not_specialize=["num_vectors", "num_documents", "a_program"])
 def _best_kernel(
     queries,
@@ -81,10 +113,7 @@ def _best_kernel(
 ):
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_query = rows < num_vectors
-    # Rows past the end repeat the last: no product needs a mask, and no maximum changes.
-    query_rows = queries + tl.minimum(rows, num_vectors - 1).to(tl.int64)[:, None] * size
-    features = tl.arange(0, FEATURES)
-    q = tl.load(query_rows + features[None, :], mask=(features < size)[None, :], other=0.0)
+    query_rows, q = _query_tile(queries, rows, num_vectors, size, FEATURES)
     document = tl.program_id(1) * a_program
     first = tl.load(first_tiles + document)
     last = tl.load(first_tiles + tl.minimum(document + a_program, num_documents))
@@ -92,10 +121,9 @@ def _best_kernel(
     for tile in range(first, last):
         begin = tl.load(begins + tile)
         end = tl.load(ends + tile)
-        vectors = tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1)
-        document_rows = documents + vectors.to(tl.int64)[:, None] * size
-        s = _products(q, query_rows, document_rows, size, CHUNKS, FEATURES, PRECISION)
-        top = _nan_maximum(top, s)
+        top = _with_tile(
+            top, q, query_rows, documents, begin, end, size, CHUNKS, FEATURES, PRECISION
+        )
         document = tl.load(finished + tile)
         if document >= 0:
             place = best + (rows.to(tl.int64) + tl.cast(document, tl.int64) * num_vectors)
@@ -143,18 +171,13 @@ def _one_query_kernel(
     BLOCK_N: tl.constexpr,
 ):
     rows = tl.arange(0, BLOCK_M)
-    query_rows = query + tl.minimum(rows, num_vectors - 1)[:, None] * size
-    features = tl.arange(0, FEATURES)
-    q = tl.load(query_rows + features[None, :], mask=(features < size)[None, :], other=0.0)
+    query_rows, q = _query_tile(query, rows, num_vectors, size, FEATURES)
     document = tl.program_id(0)
     begin = tl.load(cu_documents + document)
     end = tl.load(cu_documents + document + 1)
     top = tl.full((BLOCK_M, BLOCK_N), float("-inf"), tl.float32)
     for at in range(begin, end, BLOCK_N):
-        vectors = tl.minimum(at + tl.arange(0, BLOCK_N), end - 1)
-        document_rows = documents + vectors.to(tl.int64)[:, None] * size
-        s = _products(q, query_rows, document_rows, size, CHUNKS, FEATURES, PRECISION)
-        top = _nan_maximum(top, s)
+        top = _with_tile(top, q, query_rows, documents, at, end, size, CHUNKS, FEATURES, PRECISION)
     best = tl.where(rows < num_vectors, tl.reduce(top, 1, _nan_maximum), 0.0)
     tl.store(out + document, tl.sum(best, 0))
 
@@ -216,7 +239,6 @@ def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
     wanted = row_tiles * num_documents // (_WAVES * num_multiprocessors(device))
     a_program = max(1, min(_DOCUMENTS, wanted))
     if num_vectors > 0:
-        features = min(_FEATURES, max(16, next_power_of_2(size)))
         launch(
             _best_kernel,
             (row_tiles, triton.cdiv(num_documents, a_program)),
@@ -228,13 +250,8 @@ def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
             num_documents,
             a_program,
             size,
-            CHUNKS=triton.cdiv(size, features),
-            FEATURES=features,
-            PRECISION=dot_precision(queries.dtype),
             BLOCK_M=block_m,
-            BLOCK_N=_tile_vectors(queries.dtype),
-            num_warps=4,
-            num_stages=1 if is_f32 else 2,
+            **_meta(queries),
         )
     launch(
         _sum_kernel,
@@ -261,7 +278,6 @@ def maxsim_of_one(query: Tensor, documents: Tensor, cu_documents: Tensor) -> Ten
     out = torch.empty((1, num_documents), dtype=torch.float32, device=query.device)
     if num_documents == 0:
         return out
-    features = min(_FEATURES, max(16, next_power_of_2(size)))
     launch(
         _one_query_kernel,
         (num_documents,),
@@ -271,15 +287,24 @@ def maxsim_of_one(query: Tensor, documents: Tensor, cu_documents: Tensor) -> Ten
         out,
         num_vectors,
         size,
-        CHUNKS=triton.cdiv(size, features),
-        FEATURES=features,
-        PRECISION=dot_precision(query.dtype),
         BLOCK_M=max(16, next_power_of_2(num_vectors)),
-        BLOCK_N=_tile_vectors(query.dtype),
-        num_warps=4,
-        num_stages=1 if query.element_size() == 4 else 2,
+        **_meta(query),
     )
     return out
+
+
+def _meta(queries: Tensor) -> dict[str, Any]:
+    """What both kernels are compiled for, but for the rows of a tile."""
+    size = queries.shape[1]
+    features = min(_FEATURES, max(16, next_power_of_2(size)))
+    return {
+        "CHUNKS": triton.cdiv(size, features),
+        "FEATURES": features,
+        "PRECISION": dot_precision(queries.dtype),
+        "BLOCK_N": _tile_vectors(queries.dtype),
+        "num_warps": 4,
+        "num_stages": 1 if queries.dtype == torch.float32 else 2,
+    }
 
 
 def _tile_vectors(dtype: torch.dtype) -> int:
