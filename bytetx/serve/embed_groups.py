@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import orjson
 
 from bytetx.serve.calls import Call, Outcome
+from bytetx.tasks.futures import as_it_is, forward
 
 # Of a call that is worth it: one with much to compute gains nothing.
 _MAX_TEXTS, _MAX_CHARACTERS = 32, 4096
@@ -82,8 +82,7 @@ class EmbedGroups:
                 waiter.set_exception(error)
             return
         for (_, waiter), answer in zip(wanted, answers, strict=True):
-            answer.add_done_callback(partial(_pass_on, waiter))
-            waiter.add_done_callback(partial(_leave, answer))
+            forward(answer, waiter, as_it_is)
 
 
 def is_groupable(call: Call) -> bool:
@@ -94,21 +93,3 @@ def is_groupable(call: Call) -> bool:
     return all(type(text) is str for text in call.inputs) and (
         sum(map(len, call.inputs)) <= _MAX_CHARACTERS
     )
-
-
-def _pass_on(waiter: "asyncio.Future[Outcome]", answer: "asyncio.Future[Outcome]") -> None:
-    if answer.cancelled():
-        waiter.cancel()
-        return
-    error = answer.exception()
-    if waiter.done():
-        return  # its client left
-    if error is not None:
-        waiter.set_exception(error)
-    else:
-        waiter.set_result(answer.result())
-
-
-def _leave(answer: "asyncio.Future[Outcome]", waiter: "asyncio.Future[Outcome]") -> None:
-    if waiter.cancelled():
-        answer.cancel()

@@ -22,6 +22,7 @@ from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.embed_groups import EmbedGroups, is_groupable
 from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
+from bytetx.tasks.futures import forward
 from bytetx.tasks.rerank import YES_NO_FAMILIES
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.search import similarity as similarity_of
@@ -165,9 +166,7 @@ class LeftTruncation:
 async def _embed(served: ServedModel, call: Call) -> Outcome:
     """arrays: f32 [num_texts, dimensions]"""
     options, inputs, num_cut = await _prepared(served, call)
-    result = await served.model.embed(inputs, **options)
-    _check_finite(result.vectors)
-    return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
+    return _embed_outcome(await served.model.embed(inputs, **options), num_cut)
 
 
 def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Future[Outcome]]":
@@ -181,22 +180,13 @@ def _embed_each(served: ServedModel, calls: Sequence[Call]) -> "list[asyncio.Fut
 
 def _outcome_of(result: "asyncio.Future[Embeddings]") -> "asyncio.Future[Outcome]":
     outcome: asyncio.Future[Outcome] = result.get_loop().create_future()
-
-    def pass_on(_: object) -> None:
-        if outcome.done() or result.cancelled():
-            outcome.cancel()
-            return
-        try:
-            found = result.result()
-            _check_finite(found.vectors)
-        except Exception as error:
-            outcome.set_exception(error)
-        else:
-            outcome.set_result(Outcome(_timings(found.stats), arrays=(found.vectors,)))
-
-    result.add_done_callback(pass_on)
-    outcome.add_done_callback(lambda _: result.cancel())
+    forward(result, outcome, _embed_outcome)
     return outcome
+
+
+def _embed_outcome(result: Embeddings, num_cut: int = 0) -> Outcome:
+    _check_finite(result.vectors)
+    return Outcome(_timings(result.stats, num_cut), arrays=(result.vectors,))
 
 
 async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:

@@ -12,6 +12,7 @@ from bytetx.errors import InputError, QueueFullError
 from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.embed import VectorSink
+from bytetx.tasks.futures import as_it_is, forward
 from bytetx.tasks.reading_pool import ReadingPool
 from bytetx.tasks.results import Embeddings
 
@@ -126,18 +127,7 @@ class GroupedRun(CallRun[Embeddings]):
         answer = self.answers[number]
         if answer.done():
             return
-        task = self._spawn(self._alone(number))
-        answer.add_done_callback(lambda _: task.cancel())
-
-        def pass_on(_: object) -> None:
-            if answer.done() or task.cancelled():
-                answer.cancel()
-            elif (error := task.exception()) is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(task.result())
-
-        task.add_done_callback(pass_on)
+        forward(self._spawn(self._alone(number)), answer, as_it_is)
 
     def _spawn(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
         task = self._loop.create_task(work)
