@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -89,13 +90,16 @@ class GroupedRun(CallRun[Embeddings]):
             self.count([failure.index for failure in window.failures], failed=True)
 
     def count(self, indices: "np.ndarray | Sequence[int]", *, failed: bool = False) -> None:
-        """Texts that have a vector or none; of one thread at a time, as each has one result."""
-        owners = self._owners(np.asarray(indices, dtype=np.int64))
+        """Texts that have a vector or none.  From the engine's thread and those that tokenise, so
+        that the event loop alone keeps the numbers."""
+        owners = self._owners(np.array(indices, dtype=np.int64))
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._count, owners, failed)
+
+    def _count(self, owners: np.ndarray, failed: bool) -> None:
         self._has_failed[owners] |= failed
         np.subtract.at(self._num_left, owners, 1)
-        done = np.unique(owners[self._num_left[owners] == 0])
-        if len(done):
-            self._loop.call_soon_threadsafe(self._deliver, done.tolist())
+        self._deliver(np.unique(owners[self._num_left[owners] == 0]).tolist())
 
     def put_rows(self, indices: np.ndarray, results: Sequence[Any]) -> None:
         self._sink.put_rows(indices, results)
