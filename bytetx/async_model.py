@@ -127,6 +127,7 @@ class AsyncModel:
         check_draft_size(num_speculative_tokens)
         self._model, self._max_queued_requests = model, max_queued_requests
         self._max_queued_tokens = max_queued_tokens
+        self._max_window_texts = max(max_queued_requests // 4, 1)
         threads = tokenizer_threads or min(max(len(os.sched_getaffinity(0)) // 2, 1), 8)
         self._pool = ReadingPool(threads)
         self._engines = {
@@ -250,7 +251,7 @@ class AsyncModel:
             alone=lambda number: self.embed(calls[number], **options),
             sizes=[len(call) for call in calls],
             token_budget=model.token_budget,
-            max_window_texts=max(self._max_queued_requests // 4, 1),
+            max_window_texts=self._max_window_texts,
         )
         return run.start()
 
@@ -625,7 +626,7 @@ class AsyncModel:
             self._engines[model],
             self._pool,
             token_budget=model.token_budget,
-            max_window_texts=max(self._max_queued_requests // 4, 1),
+            max_window_texts=self._max_window_texts,
             priority=priority,
         )
         if timeout_s is None:
