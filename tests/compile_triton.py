@@ -122,7 +122,9 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     triton_kernels.pool(x, ends, mode="mean", first_tokens=None, normalize=False)
     tiles = triton_kernels.tiles_of(*[ends.numpy().astype(int)] * 2, dtype, ends.device)
     triton_kernels.maxsim(q[:, 0].contiguous(), k[:, 0].contiguous(), tiles)
-    triton_kernels.maxsim_of_one(q[:32, 0].contiguous(), k[:, 0].contiguous(), ends)
+    triton_kernels.maxsim_of_one(
+        q[:32, 0].contiguous(), k[:, 0].contiguous(), ends, empty_score=0.0
+    )
     floats, longs = torch.empty(total), torch.empty(total, dtype=torch.int64)
     limits = {"top_k": longs, "top_p": floats, "min_p": floats}
     triton_kernels.sample(x, floats, **limits, numbers=floats.double())

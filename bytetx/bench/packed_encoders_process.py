@@ -54,6 +54,10 @@ def _load(folder: Path, device: str, lengths: Any, ids: Any) -> Callable[[], Any
     options: dict[str, Any] = {"dtype": torch.bfloat16, "trust_remote_code": False}
     model: Any = ModernBertModel.from_pretrained(folder, **options)
     model = model.to(device).eval()
+    if not hasattr(model.config, "global_attn_every_n_layers"):
+        # Checkpoints of earlier transformers name it; what a later one saves has only the list.
+        kinds = model.config.layer_types
+        model.config.global_attn_every_n_layers = kinds.index("full_attention", 1)
     with flash_attn_package():  # torch's kernels where the folder has no flash-attn
         packed_encoders.pack(model)
         sums = torch.from_numpy(lengths).cumsum(0)

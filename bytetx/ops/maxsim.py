@@ -33,8 +33,16 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
-    at_once = max(1, product_bytes // (4 * max(1, len(q))))
     triton = triton_beside_native(d.device)
+    if triton is not None and len(cu_queries) == 2 and 0 < q.shape[0] <= triton.MAX_ONE_QUERY:
+        return triton.maxsim_of_one(
+            q.contiguous(),
+            d.contiguous(),
+            _on_device(cu_documents, d.device),
+            empty_score=empty_score,
+            is_mean=is_mean,
+        )
+    at_once = max(1, product_bytes // (4 * max(1, len(q))))
     if triton is None:
         out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)
         for some in cuts(cu_documents, at_once):
@@ -42,15 +50,10 @@ def maxsim_scores(
     else:
         num_documents, q, blocks = len(cu_documents) - 1, q.contiguous(), []
         for first in range(0, max(num_documents, 1), at_once):
-            vectors, ends = _rows(
-                d, cu_documents, slice(first, min(first + at_once, num_documents))
-            )
-            vectors = vectors.contiguous()
-            if len(cu_queries) == 2 and 0 < len(q) <= triton.MAX_ONE_QUERY:
-                blocks.append(triton.maxsim_of_one(q, vectors, _on_device(ends, d.device)))
-                continue
+            some = slice(first, min(first + at_once, num_documents))
+            vectors, ends = _rows(d, cu_documents, some)
             tiles = triton.tiles_of(cu_queries, ends, d.dtype, d.device)
-            blocks.append(triton.maxsim(q, vectors, tiles))
+            blocks.append(triton.maxsim(q, vectors.contiguous(), tiles))
         out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=1)
     if is_mean:
         seqlens = np.maximum(np.diff(cu_queries), 1)
@@ -64,6 +67,9 @@ def maxsim_scores(
 def cuts(ends: np.ndarray, most: int) -> Iterator[slice]:
     """Texts of at most so many rows together; one of more is alone.  ends: bounds [n + 1]."""
     start, count = 0, len(ends) - 1
+    if count > 0 and ends[-1] - ends[0] <= most:
+        yield slice(0, count)
+        return
     while start < count:
         stop = int(np.searchsorted(ends, ends[start] + most, side="right")) - 1
         yield slice(start, start := min(max(stop, start + 1), count))
@@ -84,7 +90,8 @@ def _blockwise(q: Tensor, seqlens: np.ndarray, documents: Tensor, ends: np.ndarr
 
 
 def _on_device(ends: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(ends.astype(np.int32)).to(device)
+    """int32.  The copy is staged before the call returns: the array need not live on."""
+    return torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
 
 
 def _operand(x: Tensor) -> Tensor:

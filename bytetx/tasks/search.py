@@ -70,6 +70,7 @@ class SearchResults:
         return (self[query] for query in range(len(self)))
 
 
+@torch.no_grad()  # and not inference_mode: callers may change what they get
 def similarity(
     a: Vectors | Packed,
     b: Vectors | Packed,
@@ -118,6 +119,7 @@ def maxsim(
     return similarity(queries, documents, function=function, device=device)
 
 
+@torch.no_grad()
 def semantic_search(
     queries: Vectors | Packed,
     corpus: Vectors | Packed,
@@ -226,6 +228,8 @@ class _Tokens:
         return cuts(self.cu_seqlens, num_tokens[device.type])
 
     def take(self, texts: slice, device: torch.device) -> "_Tokens":
+        if texts.stop - texts.start == len(self) and self.x.device == device:
+            return self
         bounds = self.cu_seqlens[texts.start : texts.stop + 1]
         return _Tokens(self.x[int(bounds[0]) : int(bounds[-1])].to(device), bounds - bounds[0])
 
@@ -271,8 +275,8 @@ def _tokens(name: str, given: object) -> _Tokens:
         x = _tensor(name, given[0])
         bounds = given[1].cpu() if isinstance(given[1], torch.Tensor) else given[1]
         cu_seqlens = np.asarray(bounds, dtype=np.int64)
-        is_whole = len(cu_seqlens) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(x)
-        if x.dim() != 2 or not is_whole or (np.diff(cu_seqlens) < 0).any():
+        is_whole = len(cu_seqlens) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == x.shape[0]
+        if x.dim() != 2 or not is_whole or (cu_seqlens[1:] < cu_seqlens[:-1]).any():
             raise OptionError(
                 f"{name}: cu_seqlens must rise from 0 to the rows of [total_vectors, dimensions], "
                 f"got {cu_seqlens[:1]} to {cu_seqlens[-1:]} for shape {tuple(x.shape)}"
@@ -302,7 +306,6 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     return given
 
 
-@torch.no_grad()  # and not inference_mode: callers may change what they get
 def _score_blocks(
     queries: "_Dense | _Sparse | _Tokens",
     corpus: "_Dense | _Sparse | _Tokens",

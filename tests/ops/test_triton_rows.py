@@ -231,17 +231,22 @@ def test_maxsim(dtype: torch.dtype, size: int) -> None:
 @pytest.mark.parametrize("dtype", GEMM_DTYPES)
 @pytest.mark.parametrize("num_vectors", [1, 32, 64])
 def test_maxsim_of_one_query(num_vectors: int, dtype: torch.dtype, size: int) -> None:
-    lengths = [3, 70, 1, 64]
+    lengths = [3, 70, 0, 1, 64]
     q = F.normalize(normal(num_vectors, size), dim=1).to(dtype)
     d = F.normalize(normal(sum(lengths), size), dim=1).to(dtype)
-    ours = triton_kernels.maxsim_of_one(q, d, ints(0, 3, 73, 74, 138))
-    assert ours.shape == (1, 4)
-    for own, document in zip(ours[0], d.double().split(lengths), strict=True):
-        right = (q.double() @ document.T).amax(1).sum()
-        assert abs(own - right) < 1e-4 * num_vectors
+    bounds = ints(0, 3, 73, 73, 74, 138)
+    sums = triton_kernels.maxsim_of_one(q, d, bounds, empty_score=-7.0)
+    means = triton_kernels.maxsim_of_one(q, d, bounds, empty_score=-7.0, is_mean=True)
+    assert sums.shape == means.shape == (1, 5)
+    assert sums[0, 2] == means[0, 2] == -7.0
+    for number, document in enumerate(d.double().split(lengths)):
+        if len(document):
+            right = (q.double() @ document.T).amax(1).mean()
+            assert abs(sums[0, number] - num_vectors * right) < 1e-4 * num_vectors
+            assert abs(means[0, number] - right) < 1e-4
     d[1, 0] = torch.nan
-    scores = triton_kernels.maxsim_of_one(q, d, ints(0, 3, 73, 74, 138))
-    assert scores.isnan().tolist() == [[True, False, False, False]]
+    scores = triton_kernels.maxsim_of_one(q, d, bounds, empty_score=-7.0)
+    assert scores.isnan().tolist() == [[True, False, False, False, False]]
 
 
 @pytest.mark.parametrize("query_lengths", [[5], [100], [3, 0, 9]], ids=str)

@@ -164,6 +164,8 @@ def _one_query_kernel(
     out,
     num_vectors,
     size,
+    divisor,
+    empty_score,
     CHUNKS: tl.constexpr,
     FEATURES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -179,7 +181,7 @@ def _one_query_kernel(
     for at in range(begin, end, BLOCK_N):
         top = _with_tile(top, q, query_rows, documents, at, end, size, CHUNKS, FEATURES, PRECISION)
     best = tl.where(rows < num_vectors, tl.reduce(top, 1, _nan_maximum), 0.0)
-    tl.store(out + document, tl.sum(best, 0))
+    tl.store(out + document, tl.where(begin < end, tl.sum(best, 0) / divisor, empty_score))
 
 
 class Tiles(NamedTuple):
@@ -268,9 +270,17 @@ def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
     return out
 
 
-def maxsim_of_one(query: Tensor, documents: Tensor, cu_documents: Tensor) -> Tensor:
+def maxsim_of_one(
+    query: Tensor,
+    documents: Tensor,
+    cu_documents: Tensor,
+    *,
+    empty_score: float,
+    is_mean: bool = False,
+) -> Tensor:
     """The same of one query of 1 to MAX_ONE_QUERY vectors.  cu_documents: int32, bounds.
 
+    empty_score: of a document without vectors.  is_mean: divide by the number of vectors.
     Returns f32 [1, num_documents].
     """
     num_vectors, size = query.shape
@@ -287,6 +297,8 @@ def maxsim_of_one(query: Tensor, documents: Tensor, cu_documents: Tensor) -> Ten
         out,
         num_vectors,
         size,
+        float(num_vectors if is_mean else 1),
+        float(empty_score),
         BLOCK_M=max(16, next_power_of_2(num_vectors)),
         **_meta(query),
     )
