@@ -241,7 +241,7 @@ def serve(
     record: RecordOption = None,
     case: CaseOption = None,
     model: ModelOption = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16, for every server.")] = "fp32",
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Of load that is measured, a case and server.")
@@ -257,6 +257,12 @@ def serve(
     ] = 1,
     frontends: Annotated[
         int, typer.Option(min=1, help="Processes of `bytetx serve` that share the port.")
+    ] = 1,
+    replicas: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Whole servers that share the port; --device cuda:0 is one GPU for all."
+        ),
     ] = 1,
     infinity_python: Annotated[
         Path | None,
@@ -276,6 +282,7 @@ def serve(
         rates=rate or (),
         num_generators=generators,
         frontends=frontends,
+        replicas=replicas,
         checkpoint=model,
         infinity_python=infinity_python,
         vllm_python=vllm_python,
@@ -285,6 +292,8 @@ def serve(
     words += [word for value in rate or () for word in ("--rate", f"{value:g}")]
     if frontends > 1:
         words += ["--frontends", str(frontends)]
+    if replicas > 1:
+        words += ["--replicas", str(replicas)]
     command = _command(shlex.join(["serve", *words]), case or [], model)
     try:
         suite = serve_suite(settings, patterns=case or [])

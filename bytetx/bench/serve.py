@@ -65,7 +65,7 @@ class Settings:
 
     rates: requests of one text a second, of cases of their own.
     num_generators: processes that send; one is enough for some thousand requests a second.
-    frontends: of `bytetx serve`.
+    frontends, replicas: of `bytetx serve`.
     """
 
     device: str
@@ -75,6 +75,7 @@ class Settings:
     rates: Sequence[float] = ()
     num_generators: int = 1
     frontends: int = 1
+    replicas: int = 1
     checkpoint: Path | None = None
     infinity_python: Path | None = None
     vllm_python: Path | None = None
@@ -238,14 +239,18 @@ class Contest:
         ours = values.pop("bytetx")
         if not math.isfinite(ours):
             raise BytetxError(f"bytetx serve answered nothing within the case; {'; '.join(notes)}")
-        shape |= {"frontends": self._settings.frontends}
+        shape |= {"frontends": self._settings.frontends, "replicas": self._settings.replicas}
         rivals = {name: value for name, value in values.items() if math.isfinite(value)}
         return Measurement(ours, rivals, None, shape, tuple(notes))
 
     def _commands(self) -> Iterator[Command]:
         settings, dtype = self._settings, DTYPES[self._settings.dtype]
         yield bytetx_server(
-            self._checkpoint, device=settings.device, dtype=dtype, frontends=settings.frontends
+            self._checkpoint,
+            device=settings.device,
+            dtype=dtype,
+            frontends=settings.frontends,
+            replicas=settings.replicas,
         )
         if settings.infinity_python is not None:
             yield infinity_server(

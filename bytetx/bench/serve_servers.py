@@ -1,6 +1,7 @@
 """HTTP servers that suite `serve` measures, each in a process of its own, and how to ask them."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ MODEL = "model"  # the name that requests ask for
 _START_S = 600.0  # until a server is ready; vLLM compiles before it is
 _STOP_S = 30.0
 _LOG_LINES = 3
+_LOG_BYTES = 1 << 20
 
 
 class ServerError(BytetxError):
@@ -33,12 +35,14 @@ class Command:
 
     arguments: {port} stands for its port.   path: of its route for embeddings, as OpenAI's.
     environment: what it needs beside this process's own, as `env` takes it.
+    ready_text: in its log once it is ready; None: as soon as it answers /health.
     """
 
     name: str
     arguments: Sequence[str]
     path: str
     environment: Sequence[str] = ()
+    ready_text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,19 @@ def request_body(texts: Sequence[str]) -> str:
     return json.dumps({"model": MODEL, "input": list(texts), "encoding_format": "float"})
 
 
-def bytetx_server(checkpoint: Path, *, device: str, dtype: str, frontends: int) -> Command:
+def bytetx_server(
+    checkpoint: Path, *, device: str, dtype: str, frontends: int, replicas: int
+) -> Command:
     """The server of this package, with the limits of requests raised beyond those of the suite."""
     arguments = [sys.executable, "-m", "bytetx", "serve", "--model", f"{MODEL}={checkpoint}"]
     arguments += ["--port", "{port}", "--device", device, "--dtype", dtype]
-    arguments += ["--frontends", str(frontends)]
-    return Command("bytetx", [*arguments, "--max-concurrent-requests", "4096"], "/v1/embeddings")
+    arguments += ["--frontends", str(frontends), "--replicas", str(replicas)]
+    return Command(
+        "bytetx",
+        [*arguments, "--max-concurrent-requests", "4096"],
+        "/v1/embeddings",
+        ready_text=f"({replicas} of {replicas})" if replicas > 1 else None,
+    )
 
 
 def infinity_server(python: Path, checkpoint: Path, *, device: str, dtype: str) -> Command:
@@ -123,7 +134,7 @@ def running(command: Command) -> Iterator[Server]:
             stderr=subprocess.STDOUT,
         )
         try:
-            _wait_until_ready(process, port)
+            _wait_until_ready(process, port, command.ready_text, log.fileno())
             yield Server(command.name, port, command.path)
         except _NotReady as error:
             log.seek(0)
@@ -137,16 +148,19 @@ class _NotReady(Exception):
     """Why a server is not ready."""
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+def _wait_until_ready(
+    process: subprocess.Popen[bytes], port: int, ready_text: str | None, log: int
+) -> None:
+    """log: the descriptor of its log, whose position is that of the process, too."""
     end = time.monotonic() + _START_S
     while time.monotonic() < end:
         if process.poll() is not None:
             raise _NotReady(f"ended with exit code {process.returncode} before it was ready")
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+        if ready_text is None or ready_text.encode() in os.pread(log, _LOG_BYTES, 0):
+            url = f"http://127.0.0.1:{port}/health"
+            with suppress(OSError), urllib.request.urlopen(url, timeout=5):
                 return
-        except OSError:
-            time.sleep(0.1)
+        time.sleep(0.1)
     raise _NotReady(f"was not ready after {_START_S:.0f} s")
 
 

@@ -35,13 +35,14 @@ def maxsim_scores(
         q, d = q.float(), d.float()
     triton = triton_beside_native(d.device)
     if triton is not None and len(cu_queries) == 2 and 0 < q.shape[0] <= triton.MAX_ONE_QUERY:
-        return triton.maxsim_of_one(
+        scores: Tensor = triton.maxsim_of_one(
             q.contiguous(),
             d.contiguous(),
             _on_device(cu_documents, d.device),
             empty_score=empty_score,
             is_mean=is_mean,
         )
+        return scores
     at_once = max(1, product_bytes // (4 * max(1, len(q))))
     if triton is None:
         out = torch.empty((len(cu_queries) - 1, len(cu_documents) - 1), device=d.device)

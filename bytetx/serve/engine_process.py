@@ -16,7 +16,7 @@ from bytetx.errors import DeviceLostError
 from bytetx.serve.calls import Call, Outcome, Timings
 from bytetx.serve.engine import LocalBackend
 from bytetx.serve.errors import ServeError
-from bytetx.serve.heap import settle_heap
+from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.loading import close_models, load_models, warm_up
 from bytetx.serve.metrics import Metrics
 from bytetx.serve.records import Finished
@@ -40,7 +40,7 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
             os.unlink(path)
         calls = EngineCalls(backend, metrics)
         server = await asyncio.get_running_loop().create_unix_server(calls.protocol, path)
-        settle_heap()
+        settle_interpreter()
         say_ready()
         async with server:
             await ends.wait()

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bytetx.errors import OptionError
 from bytetx.serve.app import build_app
-from bytetx.serve.heap import settle_heap
+from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.records import METRICS_TYPE, Recorder
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.site import Site
@@ -75,7 +75,7 @@ async def run_site(
     try:
         if await _start(site, start, ends):
             site.phase = "ready"
-            settle_heap()
+            settle_interpreter()
             on_ready()
             await ends.wait()
             await _drain(site, ends)

@@ -254,7 +254,8 @@ def test_a_server_that_ends_says_why() -> None:
 def test_a_server_is_ready_when_it_says_so_and_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "server.py"
     program.write_text(
-        "import json, sys\n"
+        "import json, sys, threading\n"
+        "from pathlib import Path\n"
         "from http.server import BaseHTTPRequestHandler, HTTPServer\n"
         "class Handler(BaseHTTPRequestHandler):\n"
         "    def do_GET(self):\n"
@@ -265,9 +266,16 @@ def test_a_server_is_ready_when_it_says_so_and_is_stopped(tmp_path: Path) -> Non
         "        rows = [{'index': i, 'embedding': [len(t), 1]} for i, t in enumerate(texts)]\n"
         "        self.send_response(200 if texts != ['bad'] else 422); self.end_headers()\n"
         "        self.wfile.write(json.dumps({'data': rows[::-1]}).encode())\n"
+        "def say():\n"
+        "    Path(sys.argv[2]).touch(); print('replica 1 is ready (2 of 2)', flush=True)\n"
+        "threading.Timer(0.5, say).start()\n"
         "HTTPServer(('127.0.0.1', int(sys.argv[1])), Handler).serve_forever()\n"
     )
-    command = Command("rival", [sys.executable, str(program), "{port}"], "/e", ("A=1",))
+    said = tmp_path / "said"
+    arguments = [sys.executable, str(program), "{port}", str(said)]
+    command = Command("rival", arguments, "/e", ("A=1",))
+    with running(replace(command, ready_text="(2 of 2)")):
+        assert said.exists()
     with running(command) as server:
         assert server.embed(["a", "bcd"]).tolist() == [[1, 1], [3, 1]]
         with pytest.raises(ServerError, match="rival answers 422"):
