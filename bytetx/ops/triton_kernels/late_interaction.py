@@ -6,6 +6,7 @@ query's. The host cuts the documents into tiles, so that the loop over them is o
 For one query that fits a tile the host's time is what counts: a program scores a document.
 """
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,15 +308,19 @@ def maxsim_of_one(
 
 def _meta(queries: Tensor) -> dict[str, Any]:
     """What both kernels are compiled for, but for the rows of a tile."""
-    size = queries.shape[1]
+    return _meta_of(queries.dtype, queries.shape[1], dot_precision(queries.dtype))
+
+
+@cache  # 15 us of a call of 150 on a slow host
+def _meta_of(dtype: torch.dtype, size: int, precision: str) -> dict[str, Any]:
     features = min(_FEATURES, max(16, next_power_of_2(size)))
     return {
         "CHUNKS": triton.cdiv(size, features),
         "FEATURES": features,
-        "PRECISION": dot_precision(queries.dtype),
-        "BLOCK_N": _tile_vectors(queries.dtype),
+        "PRECISION": precision,
+        "BLOCK_N": _tile_vectors(dtype),
         "num_warps": 4,
-        "num_stages": 1 if queries.dtype == torch.float32 else 2,
+        "num_stages": 1 if dtype == torch.float32 else 2,
     }
 
 
