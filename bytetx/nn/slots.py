@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
+import numpy as np
 import torch
 
 from bytetx.nn.kv_cache import KvCache
@@ -44,18 +46,16 @@ class SlottedTransformer(Transformer):
         if on_kv is not None:
             raise ValueError("on_kv must be None: each slot has the keys of its own sequences")
         assigned = self._assign(batch)
-        rows = [_rows(batch, sequences) for sequences in assigned]
-        order = torch.cat(rows).to(batch.device)
-        offsets = [0]
-        for own in rows:
-            offsets.append(offsets[-1] + len(own))
+        rows, offsets = _rows(batch.seqlens.numpy(), assigned)
+        order = _uploaded(rows, batch.device)
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             found = self._slots.all_gather(x, offsets)
             return torch.empty_like(found).index_copy_(0, order, found)
 
         slot = self._slots.rank
-        own_batch = take_sequences(batch, assigned[slot], rows[slot])
+        own_rows = order[offsets[slot] : offsets[slot + 1]]
+        own_batch = take_sequences(batch, assigned[slot], own_rows)
         on_own = None if on_layer is None else (lambda x: on_layer(gather(x)))
         return gather(self._local.forward(own_batch, cache=cache, on_layer=on_own))
 
@@ -72,27 +72,37 @@ class SlottedTransformer(Transformer):
         return found
 
 
-def _rows(batch: PackedBatch, sequences: Sequence[int]) -> torch.Tensor:
-    """The rows of these sequences, one after the other: int64, on the host."""
-    ends = batch.seqlens.cumsum(0, dtype=torch.int64)
-    starts = ends - batch.seqlens
-    pieces = [torch.arange(int(starts[i]), int(ends[i])) for i in sequences]
-    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64)
+def _rows(seqlens: np.ndarray, assigned: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
+    """The rows of all slots' sequences, slot after slot, int64; and where each slot's begin."""
+    order = np.fromiter(chain.from_iterable(assigned), np.int64)
+    counts = seqlens[order]
+    ends = np.cumsum(counts)
+    starts = np.cumsum(seqlens) - seqlens  # in the batch
+    rows = np.arange(counts.sum()) + np.repeat(starts[order] - (ends - counts), counts)
+    last = np.cumsum([0, *map(len, assigned)])
+    return rows, np.concatenate([[0], ends])[last].tolist()
 
 
-def take_sequences(batch: PackedBatch, sequences: Sequence[int], rows: torch.Tensor) -> PackedBatch:
-    """A batch of some of a batch's sequences, whose rows are `rows`."""
-    chosen, index = torch.tensor(sequences, dtype=torch.int64), rows.to(batch.device)
-    seqlens = batch.seqlens[chosen]
-    cu_seqlens = torch.zeros(len(sequences) + 1, dtype=torch.int32)
-    cu_seqlens[1:] = seqlens.cumsum(0)
+def _uploaded(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Without waiting for what the device does; the copy is staged before the call returns."""
+    return torch.from_numpy(x).to(device, non_blocking=True)
+
+
+def take_sequences(
+    batch: PackedBatch, sequences: Sequence[int], index: torch.Tensor
+) -> PackedBatch:
+    """A batch of some of a batch's sequences.  index: their rows, int64, on its device."""
+    chosen = np.array(sequences, dtype=np.int64)
+    seqlens = batch.seqlens[torch.from_numpy(chosen)]
+    cu_seqlens = np.zeros(len(sequences) + 1, dtype=np.int32)
+    np.cumsum(seqlens.numpy(), out=cu_seqlens[1:])
 
     def taken(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x[index]
 
     past = batch.past
     if past is not None:
-        which = chosen.to(batch.device)
+        which = _uploaded(chosen, batch.device)
         past = replace(
             past,
             page_table=past.page_table[which],
@@ -105,7 +115,7 @@ def take_sequences(batch: PackedBatch, sequences: Sequence[int], rows: torch.Ten
         input_ids=batch.input_ids[index],
         position_ids=batch.position_ids[index],
         token_type_ids=taken(batch.token_type_ids),
-        cu_seqlens=cu_seqlens.to(batch.device),
+        cu_seqlens=_uploaded(cu_seqlens, batch.device),
         seqlens=seqlens,
         max_seqlen=int(seqlens.max()) if len(sequences) else 0,
         inputs_embeds=taken(batch.inputs_embeds),
