@@ -14,12 +14,14 @@ import torch.nn.functional as F
 
 from bytetx.errors import InputError
 from bytetx.executor.launch import connect_to_leader, rendezvous_store, spawn
+from bytetx.ops.linear import linear, prepare_linear
 from bytetx.parallel.grid import Grid, divisors
 from bytetx.parallel.planner.machine import Kind, load_machine, wire_bytes
 from bytetx.parallel.tp import GroupCollectives, Store, gpu_of, join_group, prefix_store
 
 _Timer = Callable[[Callable[[], object]], float]
 _ROUNDS = 7  # the median of them
+_LAUNCHES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +109,7 @@ def _measure(store: Store, *, rank: int, size: int) -> str:
 
     gemms = [(m, _gemm_tflops(m, sizes, dtype, device, slowest_us)) for m in sizes.gemm_rows]
     attention = _attention_tflops(dtype, device, slowest_us)
+    host_us = _host_us(group.collectives, dtype, device) if is_cuda else (0.0, 0.0)
     copied = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device)
     hbm = 2 * sizes.copy_bytes / slowest_us(copied.clone) / 1e3
     links = []
@@ -117,7 +120,7 @@ def _measure(store: Store, *, rank: int, size: int) -> str:
         assert axes is not None  # z has more than one rank
         kinds: tuple[Kind, ...] = ("all_gather", "all_reduce")
         links += [_fit(axes.z, inner, kind, sizes.payloads, device, slowest_us) for kind in kinds]
-    return _toml(size, device, gemms, attention, hbm, links)
+    return _toml(size, device, gemms, attention, hbm, links, host_us)
 
 
 def _groups(size: int) -> list[tuple[int, int]]:
@@ -152,6 +155,31 @@ def _attention_tflops(dtype: torch.dtype, device: torch.device, slowest_us: _Tim
     q = torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)
     flop = 4 * tokens**2 * heads * head_dim
     return flop / slowest_us(lambda: F.scaled_dot_product_attention(q, q, q)) / 1e6
+
+
+def _host_us(
+    collectives: GroupCollectives, dtype: torch.dtype, device: torch.device
+) -> tuple[float, float]:
+    """What rank 0 needs to launch a small linear layer, and a small gather; the GPU keeps up."""
+    size = collectives.size
+    x = torch.zeros(16, 1024, dtype=dtype, device=device)
+    weight = prepare_linear(torch.zeros(1024, 1024, dtype=dtype, device=device), prepack=False)
+    received = torch.zeros(1024 * size, dtype=torch.uint8, device=device)
+    sent = received[:1024].clone()
+
+    def launched_us(run: Callable[[], object]) -> float:
+        times = []
+        for _ in range(_LAUNCHES):
+            started = time.perf_counter()
+            run()
+            times.append((time.perf_counter() - started) * 1e6)
+        _wait(device)
+        return sorted(times)[_LAUNCHES // 2]
+
+    op_us = launched_us(lambda: linear(x, weight))
+    if size == 1:
+        return op_us, 0.0
+    return op_us, launched_us(partial(_gather, collectives, received, sent))
 
 
 def _fit(
@@ -202,6 +230,7 @@ def _toml(
     attention: float,
     hbm: float,
     links: Sequence[_Link],
+    host_us: tuple[float, float],
 ) -> str:
     name, memory, sms = "CPU processes of one machine, gloo", 8.0, torch.get_num_threads()
     if device.type == "cuda":
@@ -241,6 +270,10 @@ def _toml(
         f"table_gbps = [{table}]  # ranks inside, ranks, rate of all-gathers",
         f"gbps = {min((link.gbps for link in gathers), default=1.0):.4f}",
         f"all_reduce_gbps = {min((link.gbps for link in sums), default=1.0):.4f}",
+        "",
+        "[host]  # of launching without a CUDA graph; 0 on CPUs, which compute meanwhile",
+        f"op_us = {host_us[0]:.2f}",
+        f"collective_us = {host_us[1]:.2f}",
         "",
         "[inter]  # other nodes were not measured: 100 Gb/s is an assumption",
         "alpha_us_per_gpu = 10.0",

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from tiny import one_thread  # noqa: F401  (a fixture)
 
@@ -12,6 +13,7 @@ from bytetx.errors import InputError
 from bytetx.executor import calibrate
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.planner.machine import load_machine
+from bytetx.parallel.tp import GroupCollectives
 
 
 def test_the_fit_of_a_link() -> None:
@@ -51,3 +53,10 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(calibrate.torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match="needs 2 GPUs"):
         calibrate.calibrate_to_file(tmp_path / "m.toml", ranks=2)
+
+
+def test_the_host_is_measured_by_launches() -> None:
+    alone = GroupCollectives(None, rank=0, size=1)
+    op_us, collective_us = calibrate._host_us(alone, torch.float32, torch.device("cpu"))
+    assert 0 < op_us < 1e5
+    assert collective_us == 0

@@ -11,6 +11,7 @@ import pytest
 from bytetx.errors import InputError, OptionError
 from bytetx.parallel.grid import Grid, grids_of, parse_grid
 from bytetx.parallel.planner import axonn2024, report
+from bytetx.parallel.planner.cost import TransferCost
 from bytetx.parallel.planner.ledger import local_sizes, pass_transfers
 from bytetx.parallel.planner.machine import load_machine, machine_names, wire_bytes
 from bytetx.parallel.planner.plan import plan
@@ -159,6 +160,37 @@ def test_gathers_hide_from_the_number_of_tokens_of_the_closed_form() -> None:
         return found.exposed_s / found.latency_s
 
     assert exposed_share(2 * 1775) < 0.02 < 0.3 < exposed_share(1775 // 2)
+
+
+def test_what_no_graph_replays_takes_the_host_its_time() -> None:
+    machine = replace(load_machine("h200-nvlink"), host_op_us=70.0, host_collective_us=400.0)
+    options = {"machine": machine, "gpus": 2, "lengths": [512] * 4}
+    small = plan("bert-large", **options)
+    host_us = {"data2": 24 * 6 * 70 + 400, "z2": 24 * (6 * 70 + 400) + 400}
+    for grid, wanted in host_us.items():
+        cost = small.explain(grid).prefill
+        assert cost.host_us == wanted
+        assert cost.total_us == pytest.approx(wanted)
+        assert cost.waiting_us == pytest.approx(wanted - cost.compute_us - cost.exposed_us)
+        assert small.explain(grid).waiting_s == pytest.approx(cost.waiting_us / 1e6)
+    assert small.explain("x2").prefill.host_us > 2 * host_us["z2"]
+    assert plan("bert-large", **options | {"gpus": 1}).best.prefill.host_us == 0
+    large = plan("bert-large", **options | {"lengths": [512] * 400})
+    assert large.explain("data2").prefill.waiting_us == 0
+    chat = plan("llama-70b", **options | {"output_tokens": 8})
+    assert chat.explain("y2").prefill.host_us > 0
+    decode = chat.explain("y2").decode
+    assert decode is not None and decode.host_us == 0  # replayed on both ranks
+
+
+def test_sums_of_y_are_hidden_where_it_is_the_only_axis() -> None:
+    def sums_of_y(grid: str) -> TransferCost:
+        cost = plan("llama-70b", gpus=4, lengths=2048, batch=8, memory_gib=1000).explain(grid)
+        return next(row for row in cost.prefill.transfers if row.transfer.what.startswith("sums"))
+
+    alone, beside = sums_of_y("y4"), sums_of_y("z2.y2")
+    assert alone.exposed_us < 0.5 * alone.wait_us
+    assert beside.exposed_us == beside.wait_us and not beside.hides_behind
 
 
 def test_memory_is_divided() -> None:

@@ -3,6 +3,7 @@
 First-order: a product takes its FLOP or its bytes, whichever is longer; a collective takes a
 latency and its bytes over the bandwidth of its group (bytetx.parallel.planner.machine). Gathers of
 weights run beside the layer before; a share of tensor parallelism's sums is hidden by kernels.
+What no CUDA graph replays takes at least as long as the host needs to launch it.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,11 @@ from bytetx.parallel.grid import Grid, gathered_numbers
 from bytetx.parallel.planner.ledger import LocalSizes, Transfer, pass_transfers
 from bytetx.parallel.planner.machine import Machine
 from bytetx.parallel.planner.shapes import ModelShape
+
+# What the host launches in a layer: products, attention and norms; where hidden features are
+# divided (x), also the sums, squares and statistics of norms. Fitted to two H100s.
+_LAYER_OPS, _LAYER_OPS_OF_X = 6, 27
+_FUSED_OPS = 2  # a product with its collective in one kernel, and what it waits for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +34,14 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """Of the rank whose slot takes longest.  head_us: the products with the vocabulary."""
+    """Of the rank whose slot takes longest.
+
+    host_us: of launching all of it; 0 where a CUDA graph replays the pass.
+    """
 
     compute_us: float
     transfers: tuple[TransferCost, ...]
+    host_us: float = 0.0
 
     @property
     def exposed_us(self) -> float:
@@ -42,8 +52,13 @@ class PassCost:
         return sum(row.wait_us - row.exposed_us for row in self.transfers)
 
     @property
+    def waiting_us(self) -> float:
+        """What the GPU waits for the host."""
+        return max(0.0, self.host_us - self.compute_us - self.exposed_us)
+
+    @property
     def total_us(self) -> float:
-        return self.compute_us + self.exposed_us
+        return self.compute_us + self.exposed_us + self.waiting_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +100,9 @@ def pass_cost(
     work: Work,
     *,
     itemsize: int,
+    is_replayed: bool = False,
 ) -> PassCost:
+    """is_replayed: a CUDA graph holds the pass, with its collectives."""
     products = _products_us(shape, machine, local, work, itemsize=itemsize)
     layer_us = products + _others_us(shape, machine, local, work, itemsize=itemsize)
     head_us = 0.0
@@ -108,7 +125,23 @@ def pass_cost(
         _weights_cost(t, grid, machine, beside_us) if cost is None else cost
         for t, cost in zip(transfers, costs, strict=True)
     ]
-    return PassCost(shape.num_layers * layer_us + head_us, tuple(rows))
+    host_us = 0.0 if is_replayed else _host_us(shape, grid, machine, transfers)
+    return PassCost(shape.num_layers * layer_us + head_us, tuple(rows), host_us)
+
+
+def _host_us(
+    shape: ModelShape, grid: Grid, machine: Machine, transfers: Sequence[Transfer]
+) -> float:
+    fused = sum(t.count for t in transfers if _is_fused(t, grid, machine))
+    collectives = sum(t.count for t in transfers) - fused
+    ops = shape.num_layers * (_LAYER_OPS_OF_X if grid.x > 1 else _LAYER_OPS) + _FUSED_OPS * fused
+    return ops * machine.host_op_us + collectives * machine.host_collective_us
+
+
+def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
+    """Whether a kernel computes and communicates at once, as where y is the only axis."""
+    is_y_alone = grid.y == grid.size
+    return is_y_alone and transfer.axis == "y" and transfer.is_of_layer and machine.fused_y > 0
 
 
 def _activation_cost(
@@ -118,8 +151,7 @@ def _activation_cost(
     if transfer.axis == "z":
         return None
     size, wait = _wait_us(transfer, grid, machine)
-    is_fused = transfer.axis == "y" and transfer.is_of_layer and machine.fused_y > 0
-    if not is_fused:
+    if not _is_fused(transfer, grid, machine):
         return TransferCost(transfer, size, wait, wait, "")
     hideable = min(wait, products_us * shape.num_layers)
     return TransferCost(transfer, size, wait, wait - machine.fused_y * hideable, "its GEMMs")

@@ -21,6 +21,8 @@ class Machine:
     inter_gbps: of a node's links, which the groups of its GPUs share.  fused_y: the share of the
     hideable part of tensor parallelism's communication that kernels hide behind their GEMMs.
     gemm_table: (rows, tflops) from measurements, largest first; empty where one rate serves all.
+    host_op_us, host_collective_us: what the host needs to launch one without a CUDA graph; 0 where
+    that was not measured.
     """
 
     name: str
@@ -44,6 +46,8 @@ class Machine:
     inter_gbps: float
     fused_y: float
     gemm_table: tuple[tuple[int, float], ...] = ()
+    host_op_us: float = 0.0
+    host_collective_us: float = 0.0
 
     def link_gbps(self, inner: int, size: int, *, is_all_reduce: bool) -> float:
         """The bandwidth of a rank in a group; inner: ranks closer together than its neighbours.
@@ -128,6 +132,7 @@ def load_machine(machine: "Machine | str | Path") -> Machine:
 
 def _from_table(name: str, values: dict[str, Any]) -> Machine:
     gpu, intra, inter = values["gpu"], values["intra"], values["inter"]
+    host = values.get("host", {})
     table = {(p, g): float(gibps) * GIB / 1e9 for p, g, gibps in intra.get("table_gibps", ())}
     table |= {(p, g): float(gbps) for p, g, gbps in intra.get("table_gbps", ())}
     flat = float(intra.get("gbps", 0.0))
@@ -159,4 +164,6 @@ def _from_table(name: str, values: dict[str, Any]) -> Machine:
         inter_gbps=float(inter["gibps"]) * GIB / 1e9 if "gibps" in inter else float(inter["gbps"]),
         fused_y=float(values.get("overlap", {}).get("fused_y", 0.0)),
         gemm_table=tuple(rates),
+        host_op_us=float(host.get("op_us", 0.0)),
+        host_collective_us=float(host.get("collective_us", 0.0)),
     )

@@ -62,6 +62,11 @@ class PlannedGrid:
         return self._sum(lambda cost: cost.hidden_us)
 
     @property
+    def waiting_s(self) -> float:
+        """What GPUs wait for their hosts to launch."""
+        return self._sum(lambda cost: cost.waiting_us)
+
+    @property
     def texts_per_s(self) -> float:
         return self.num_texts / self.latency_s
 
@@ -87,6 +92,7 @@ class PlannedGrid:
             "compute_s": self.compute_s,
             "exposed_communication_s": self.exposed_s,
             "hidden_communication_s": self.hidden_s,
+            "waiting_for_the_host_s": self.waiting_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "texts_per_s": self.texts_per_s * self.num_instances,
             "memory_bytes": self.memory.total,
@@ -294,13 +300,19 @@ def _cost(
     itemsize: int,
 ) -> PlannedGrid:
     local, num_texts = local_sizes(shape, grid), len(traffic.seqlens)
-    prefill = pass_cost(shape, grid, machine, local, work, itemsize=itemsize)
+    is_replayed = grid.size == 1
+    prefill = pass_cost(
+        shape, grid, machine, local, work, itemsize=itemsize, is_replayed=is_replayed
+    )
     decode, kv_rows, output = None, 0, traffic.output_tokens
     if output:
         rows = -(-num_texts // grid.num_slots)
         kv_rows = work.rows + rows * output
         step = Work(rows, num_texts, 0.0, kv_rows - rows * output // 2, num_texts)
-        decode = pass_cost(shape, grid, machine, local, step, itemsize=itemsize)
+        is_replayed = grid.y == grid.size  # all ranks replay decode steps together
+        decode = pass_cost(
+            shape, grid, machine, local, step, itemsize=itemsize, is_replayed=is_replayed
+        )
     planned = PlannedGrid(
         grid=grid,
         prefill=prefill,

@@ -36,7 +36,17 @@ def _named(grids: Sequence[PlannedGrid]) -> str:
 
 
 def _table(plan: Plan, grids: Iterable[PlannedGrid]) -> str:
-    heads = ["grid", "GPUs", "latency", "compute", "exposed", "hidden", "memory", "tokens/s/GPU"]
+    heads = [
+        "grid",
+        "GPUs",
+        "latency",
+        "compute",
+        "exposed",
+        "hidden",
+        "host",
+        "memory",
+        "tokens/s/GPU",
+    ]
     rows = [heads + (["texts/s"] if plan.traffic.rate else [])]
     for one in grids:
         row = [
@@ -46,6 +56,7 @@ def _table(plan: Plan, grids: Iterable[PlannedGrid]) -> str:
             duration(one.compute_s),
             duration(one.exposed_s),
             duration(one.hidden_s),
+            duration(one.waiting_s),
             f"{one.memory.total / GIB:.1f} GiB",
             f"{one.tokens_per_s_per_gpu:,.0f}",
         ]
@@ -82,6 +93,7 @@ def ledger_text(plan: Plan, planned: PlannedGrid) -> str:
         total = (
             f"{name}: {duration(cost.total_us / 1e6)} = {duration(cost.compute_us / 1e6)} of "
             f"compute + {duration(cost.exposed_us / 1e6)} of exposed communication"
+            + (f" + {duration(cost.waiting_us / 1e6)} for the host" if cost.waiting_us else "")
         )
         lines += [total, _columns(rows) if cost.transfers else "no communication", ""]
     memory = planned.memory
