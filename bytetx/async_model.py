@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, TypeVar
 
 import numpy.typing as npt
@@ -32,18 +33,11 @@ from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
 
 T = TypeVar("T")
 
-_EMBED_OPTIONS: dict[str, Any] = {  # those of `embed` where a caller gives none
-    "task": None,
-    "prompt": None,
-    "prompt_name": None,
-    "dimensions": None,
-    "pooling": None,
-    "normalize": None,
-    "precision": "float32",
-    "ranges": None,
-    "overflow": None,
-    "stride": 0,
-    "truncate": False,
+# Those of `embed` where a caller gives none.
+_EMBED_OPTIONS = {
+    name: parameter.default
+    for name, parameter in signature(Model.embed).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name in signature(Model._embed_call).parameters
 }
 # Options with which texts are cut or results depend on all texts, or that read an adapter first.
 _CUT_OR_JOINED = {"task", "overflow", "stride", "precision", "ranges"}
@@ -245,7 +239,7 @@ class AsyncModel:
         texts = [text for call in calls for text in call]
         model = self._model._route(None)
         run = GroupedRun(
-            model._embed_call(texts, **_EMBED_OPTIONS | options, on_error="return"),
+            model._embed_call(texts, **_EMBED_OPTIONS | options | {"on_error": "return"}),
             self._engines[model],
             self._pool,
             alone=lambda number: self.embed(calls[number], **options),
