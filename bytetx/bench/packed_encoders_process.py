@@ -57,7 +57,8 @@ def _load(folder: Path, device: str, lengths: Any, ids: Any) -> Callable[[], Any
     if not hasattr(model.config, "global_attn_every_n_layers"):
         # Checkpoints of earlier transformers name it; what a later one saves has only the list.
         kinds = model.config.layer_types
-        model.config.global_attn_every_n_layers = kinds.index("full_attention", 1)
+        later = (i for i in range(1, len(kinds)) if kinds[i] == "full_attention")
+        model.config.global_attn_every_n_layers = next(later, len(kinds))
     with flash_attn_package():  # torch's kernels where the folder has no flash-attn
         packed_encoders.pack(model)
         sums = torch.from_numpy(lengths).cumsum(0)

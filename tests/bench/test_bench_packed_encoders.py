@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 TINY = {
     "hidden_size": 64,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 5,  # the first and the fourth see all tokens
     "num_attention_heads": 2,
     "intermediate_size": 128,
     "vocab_size": 100,
@@ -45,6 +45,7 @@ def pack(model):
     from flash_attn import flash_attn_varlen_func
     import module_of_a_pth_file
     assert next(model.parameters()).dtype == torch.bfloat16
+    assert model.config.global_attn_every_n_layers == 3
     return model
 
 def get_engine(model):
