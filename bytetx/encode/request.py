@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bytetx.errors import InputError
+from bytetx.runtime.rows import rows_of
 
 # A padded run is counted in batches of this size, sentence-transformers' default.
 _PADDED_BATCH_SIZE = 32
@@ -79,10 +80,7 @@ class Requests:
     def take(self, rows: np.ndarray) -> "Requests":
         """The texts at `rows`, in that order."""
         seqlens = self.seqlens[rows]
-        ends = np.cumsum(seqlens)
-        shifts = self.cu_seqlens[rows] - (ends - seqlens)  # from a token's new index to its old one
-        tokens = np.repeat(shifts, seqlens)
-        tokens += np.arange(len(tokens))
+        tokens = rows_of(self.cu_seqlens[rows], seqlens)
         types, prompts, alignments = self.token_type_ids, self.prompt_tokens, self.alignments
         return Requests(
             self.indices[rows],

@@ -90,8 +90,7 @@ def load_sharded(
     dtype = resolve_dtype(dtype, device, saved=saved_dtype(folder, spec))
     shared_bytes = 0
     # Kernels over the peers' memory are for ranks that are all on y.
-    is_y_alone = grid.y == grid.size
-    if shares_memory and is_y_alone and device.type == "cuda" and dtype in DTYPE_NAMES:
+    if shares_memory and grid.is_y_alone and device.type == "cuda" and dtype in DTYPE_NAMES:
         shared_bytes = workspace_bytes(
             max_tokens=token_budget(spec, device),
             hidden_size=spec.hidden_size,
@@ -139,7 +138,7 @@ def load_on_ranks(
 
 def _device_of_rank_0(device: str | torch.device, grid: Grid) -> torch.device:
     resolved = resolve_device(device)
-    size, given = grid.size, f"tp={grid.y}" if grid.y == grid.size else f"grid {grid}"
+    size, given = grid.size, f"tp={grid.y}" if grid.is_y_alone else f"grid {grid}"
     if resolved.type == "cuda":
         if resolved.index:
             raise InputError(f"{given} takes GPUs 0 to {size - 1}, got device {str(device)!r}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import assign_sequences
 from bytetx.parallel.tp import GroupCollectives
+from bytetx.runtime.rows import rows_of
 
 
 class SlottedTransformer(Transformer):
@@ -75,12 +76,10 @@ class SlottedTransformer(Transformer):
 def _rows(seqlens: np.ndarray, assigned: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
     """The rows of all slots' sequences, slot after slot, int64; and where each slot's begin."""
     order = np.fromiter(chain.from_iterable(assigned), np.int64)
-    counts = seqlens[order]
-    ends = np.cumsum(counts)
-    starts = np.cumsum(seqlens) - seqlens  # in the batch
-    rows = np.arange(counts.sum()) + np.repeat(starts[order] - (ends - counts), counts)
-    last = np.cumsum([0, *map(len, assigned)])
-    return rows, np.concatenate([[0], ends])[last].tolist()
+    starts = np.cumsum(seqlens, dtype=np.int64) - seqlens  # in the batch
+    rows = rows_of(starts[order], seqlens[order])
+    counts = [int(seqlens[own].sum()) for own in assigned]
+    return rows, [0, *accumulate(counts)]
 
 
 def _uploaded(x: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -42,6 +42,11 @@ class Grid:
         """Parts that a batch's sequences are divided into: data * z."""
         return self.data * self.z
 
+    @property
+    def is_y_alone(self) -> bool:
+        """Whether no other axis has more than one rank: tensor parallelism, or one device."""
+        return self.y == self.size
+
     def length(self, axis: str) -> int:
         """Ranks along one of AXES."""
         return int(getattr(self, axis))

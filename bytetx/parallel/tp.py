@@ -129,7 +129,7 @@ def join_group(
         collectives = GroupCollectives(backend, rank=rank, size=size)
         collectives.all_reduce(torch.zeros(1, device=device))  # a group that cannot work fails here
         axes = None
-        if grid is not None and grid.y < grid.size:
+        if grid is not None and not grid.is_y_alone:
             axes = _join_axes(store, grid, rank=rank, device=device, rows=rows)
     workspace = None
     if workspace_bytes and device.type == "cuda":

@@ -140,8 +140,8 @@ def _host_us(
 
 def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
     """Whether a kernel computes and communicates at once, as where y is the only axis."""
-    is_y_alone = grid.y == grid.size
-    return is_y_alone and transfer.axis == "y" and transfer.is_of_layer and machine.fused_y > 0
+    is_of_y = transfer.axis == "y" and transfer.is_of_layer
+    return grid.is_y_alone and is_of_y and machine.fused_y > 0
 
 
 def _activation_cost(

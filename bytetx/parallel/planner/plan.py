@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -300,19 +301,14 @@ def _cost(
     itemsize: int,
 ) -> PlannedGrid:
     local, num_texts = local_sizes(shape, grid), len(traffic.seqlens)
-    is_replayed = grid.size == 1
-    prefill = pass_cost(
-        shape, grid, machine, local, work, itemsize=itemsize, is_replayed=is_replayed
-    )
+    cost = partial(pass_cost, shape, grid, machine, local, itemsize=itemsize)
+    prefill = cost(work, is_replayed=grid.size == 1)
     decode, kv_rows, output = None, 0, traffic.output_tokens
     if output:
         rows = -(-num_texts // grid.num_slots)
         kv_rows = work.rows + rows * output
         step = Work(rows, num_texts, 0.0, kv_rows - rows * output // 2, num_texts)
-        is_replayed = grid.y == grid.size  # all ranks replay decode steps together
-        decode = pass_cost(
-            shape, grid, machine, local, step, itemsize=itemsize, is_replayed=is_replayed
-        )
+        decode = cost(step, is_replayed=grid.is_y_alone)  # all ranks replay it together
     planned = PlannedGrid(
         grid=grid,
         prefill=prefill,
