@@ -122,7 +122,7 @@ struct PagedPlanParams {
 };
 
 // Tokens of a prefill tile; 0 where the heads are too many, and decode items serve all pieces.
-int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads);
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim);
 int64_t paged_plan_bytes(const PagedPlanParams& p);
 void paged_plan(const PagedPlanParams& p, const Launch& launch);
 

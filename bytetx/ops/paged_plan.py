@@ -84,7 +84,7 @@ def plan_paged_attention(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         window=min(window, native.MAX_WINDOW),
-        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads),
+        tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
     )
     plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
@@ -172,7 +172,7 @@ def has_paged_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    tile_tokens: Callable[[int, int], int]
+    tile_tokens: Callable[[int, int, int], int]
     bytes: Callable[[PagedPlanParams, int], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]

@@ -5,7 +5,8 @@
 #include "common/launch.cuh"
 #include "common/tensor_map.cuh"
 #include "cuda/attention_kernels.cuh"
-#include "cuda/attention_pipeline.cuh"
+#include "cuda/attention_maps.cuh"
+#include "cuda/attention_packed.cuh"
 #include "cuda/attention_plan.cuh"
 #include "cuda/attention_split.cuh"
 #include "ops.h"
@@ -24,6 +25,7 @@ struct TileTiling {
     static constexpr int kConsumerRegisters = 0;
     static constexpr bool kChangesScores = kChanges;
     static constexpr bool kQInRegisters = false;
+    static constexpr bool kGroupsKeys = false;
     static constexpr int kMinCtas = kHeadDim > 128
                                         ? 2
                                         : (kHeadDim <= 64 ? 5 : 3) - (kChanges && kHeadDim <= 64);
@@ -44,6 +46,7 @@ struct PipelineTiling {
     static constexpr int kConsumerRegisters = kIsWide ? 232 : 160;
     static constexpr bool kChangesScores = false;
     static constexpr bool kQInRegisters = !kIsWide;
+    static constexpr bool kGroupsKeys = false;
 };
 
 struct SplitTiling {
@@ -54,9 +57,10 @@ struct SplitTiling {
     static constexpr int kConsumerRegisters = 0;
     static constexpr bool kChangesScores = false;
     static constexpr bool kQInRegisters = false;
+    static constexpr bool kGroupsKeys = false;
 };
 
-// Boxes of kRows token rows and C::kBoxColumns features of one head; what lies outside is zero.
+// Boxes of box_rows token rows and C::kBoxColumns features of one head.
 template <typename C>
 CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t stride, int heads,
                      int box_rows) {
@@ -65,20 +69,7 @@ CUtensorMap make_map(const PlannedAttentionParams& p, const void* rows, int64_t 
     const cuuint64_t strides[2] = {cuuint64_t(p.head_dim) * kElementBytes,
                                    cuuint64_t(stride) * kElementBytes};
     const cuuint32_t box[3] = {C::kBoxColumns, 1, cuuint32_t(box_rows)};
-    const cuuint32_t steps[3] = {1, 1, 1};
-    CUtensorMap map;
-    const CUresult status = tensor_map_encoder()(
-        &map,
-        p.dtype == DType::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        3, const_cast<void*>(rows), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-        C::kBoxColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (status != CUDA_SUCCESS) {
-        throw std::invalid_argument("attention: no tensor map (CUresult " + std::to_string(status) +
-                                    ") for head_dim " + std::to_string(p.head_dim) +
-                                    ", row stride " + std::to_string(stride));
-    }
-    return map;
+    return encode_map<C>(p.dtype, rows, sizes, strides, box);
 }
 
 template <typename C>
@@ -149,8 +140,9 @@ template <typename T, int kHeadDim>
 void launch_pipeline(const PlannedAttentionParams& p, int num_tiles, cudaStream_t stream) {
     using Tiling = PipelineTiling<kHeadDim>;
     using C = TileTypes<T, kHeadDim, Tiling>;
-    constexpr auto kKernel = pipeline_kernel<C>;
-    constexpr int kSmemBytes = sizeof(PipelineSmem<C>);
+    using Source = PackedSource<C>;
+    constexpr auto kKernel = pipeline_kernel<C, Source>;
+    constexpr int kSmemBytes = sizeof(PipelineSmem<C, Source>);
     allow_smem_once<kKernel>(kSmemBytes);
     const dim3 grid(std::min(num_sms(), num_tiles * p.num_heads));
     const dim3 block(128 * (C::kNumWarpgroups + 1));

@@ -23,8 +23,10 @@ constexpr int kTileRows = 64;      // rows of one wgmma
 constexpr int kChunkColumns = 16;  // columns that a warp skips together: one step of P V
 constexpr int kElementBytes = 2;
 
-// Tiles of kHeadDim features: 64 rows of queries, kKeys of keys and values.
-template <typename T, int kHeadDim, int kKeys>
+// Tiles of kHeadDim features: 64 rows of queries, kKeys of keys and values. kGroupsKeys: eight keys
+// with all their features lie next to one another, as boxes of pages arrive, else all keys of as
+// many features as a box has.
+template <typename T, int kHeadDim, int kKeys, bool kGroupsKeys = false>
 struct TileShapes {
     using Element = T;
     static constexpr int kDim = kHeadDim;
@@ -37,8 +39,10 @@ struct TileShapes {
                                     cute::GMMA::Layout_K_SW64_Atom<T>>;
     using LayoutQ = decltype(cute::tile_to_shape(
         Atom{}, cute::Shape<cute::Int<kTileRows>, cute::Int<kHeadDim>>{}));
+    using OrderK = std::conditional_t<kGroupsKeys, cute::Step<cute::_2, cute::_1>,
+                                      cute::Step<cute::_1, cute::_2>>;
     using LayoutK = decltype(cute::tile_to_shape(
-        Atom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>{}));
+        Atom{}, cute::Shape<cute::Int<kBlockN>, cute::Int<kHeadDim>>{}, OrderK{}));
     using LayoutVt = decltype(cute::composition(
         LayoutK{}, cute::make_layout(cute::Shape<cute::Int<kHeadDim>, cute::Int<kBlockN>>{},
                                      cute::Stride<cute::Int<kBlockN>, cute::_1>{})));
@@ -57,14 +61,28 @@ struct TileShapes {
                                    cute::GMMA::Major::K, cute::GMMA::Major::MN>()));
 };
 
-// Byte offset of (row, column) in a swizzled 64-row tile, as wgmma reads it.
+// A byte offset in a tile, swizzled as wgmma reads it.
+template <typename C>
+__device__ __forceinline__ uint32_t swizzle(uint32_t offset) {
+    // 16-byte pieces of a row that are permuted
+    constexpr uint32_t kBits = C::kBoxColumns * kElementBytes / 16 - 1;
+    return offset ^ ((offset >> 7 & kBits) << 4);
+}
+
+// Byte offset of (row, column) in a tile of 64 rows.
 template <typename C>
 __device__ __forceinline__ uint32_t tile_offset(int row, int column) {
     constexpr int kRowBytes = C::kBoxColumns * kElementBytes;
-    constexpr uint32_t kBits = kRowBytes / 16 - 1;  // 16-byte pieces of a row that are permuted
-    const uint32_t offset = (column / C::kBoxColumns * kTileRows + row) * kRowBytes +
-                            column % C::kBoxColumns * kElementBytes;
-    return offset ^ ((offset >> 7 & kBits) << 4);
+    return swizzle<C>((column / C::kBoxColumns * kTileRows + row) * kRowBytes +
+                      column % C::kBoxColumns * kElementBytes);
+}
+
+// The same in a tile whose keys lie in groups of eight.
+template <typename C>
+__device__ __forceinline__ uint32_t grouped_offset(int key, int column) {
+    constexpr int kRowBytes = C::kBoxColumns * kElementBytes, kBoxes = C::kDim / C::kBoxColumns;
+    const int row = (key / 8 * kBoxes + column / C::kBoxColumns) * 8 + key % 8;
+    return swizzle<C>(row * kRowBytes + column % C::kBoxColumns * kElementBytes);
 }
 
 // Makes the start of a tile in shared memory, the same in every lane, known as such: from there on

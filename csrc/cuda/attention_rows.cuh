@@ -35,8 +35,6 @@ struct SoftmaxRows {
         cute::Shape<cute::Int<kTileRows>, cute::Int<C::kDim>>{}));
     int tid;  // in the warpgroup
     int lane;
-    int base;                  // first row
-    int num_rows;              // from there on: rows after them see nothing of their own
     int origin;                // first key of the tile
     int2 seen[2];              // of the thread's columns from there on, those of its two rows
     int full_begin, full_end;  // keys that every row of the warp sees
@@ -44,8 +42,9 @@ struct SoftmaxRows {
     float sum[2];              // of this thread's weights
     AccO out;
 
+    // The thread's two rows, of the 64.
     __device__ __forceinline__ int row(int half) const {
-        return base + (tid / 32) * 16 + lane / 4 + 8 * half;
+        return (tid / 32) * 16 + lane / 4 + 8 * half;
     }
 
     __device__ __forceinline__ void clear() {

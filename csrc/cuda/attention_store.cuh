@@ -22,17 +22,15 @@ __device__ __forceinline__ uint32_t probe_finite(uint32_t word, uint32_t probe) 
     return probe;
 }
 
-// One warp computes one row of one head from the keys of its own sequence, in f32.
-template <typename C>
-__device__ __forceinline__ void recompute_row(const Params& p, int row, int head) {
+// One warp computes one row from the keys of its own sequence, in f32.
+template <typename C, typename Target>
+__device__ __forceinline__ void recompute_row(const Target& target, int row) {
     using T = typename C::Element;
     constexpr int kSlots = (C::kDim + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int kv_head = head / p.group;
-    const int2 bounds = key_bounds(p, p.row_bounds[row], row);
-    const T* q = static_cast<const T*>(p.q_rows) + row * p.q_stride + head * p.head_dim;
-    const T* k = static_cast<const T*>(p.k_rows) + kv_head * p.head_dim;
-    const T* v = static_cast<const T*>(p.v_rows) + kv_head * p.head_dim;
+    const int head_dim = target.head_dim();
+    const int2 bounds = target.bounds(row);
+    const T* q = target.query(row);
     float row_max = -INFINITY, sum = 0.0f, out[kSlots] = {};
 #pragma unroll 1
     for (int first = bounds.x; first < bounds.y; first += 32) {
@@ -40,19 +38,12 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
         float score = -INFINITY;
         if (key < bounds.y) {
             score = 0.0f;
+            const T* k = target.key(key);
 #pragma unroll 1
-            for (int d = 0; d < p.head_dim; ++d) {
-                score += static_cast<float>(q[d]) * static_cast<float>(k[key * p.k_stride + d]);
+            for (int d = 0; d < head_dim; ++d) {
+                score += static_cast<float>(q[d]) * static_cast<float>(k[d]);
             }
-            score *= p.softmax_scale;
-            if (C::kChangesScores && p.softcap > 0.0f) {
-                score = p.softcap * tanhf(score / p.softcap);
-            }
-            if (C::kChangesScores && p.relative_bias != nullptr) {
-                const int distance = bias_position(p, key) - bias_position(p, row);
-                score += p.relative_bias[int64_t{head} * (2 * p.bias_span - 1) + p.bias_span - 1 +
-                                         distance];
-            }
+            score = target.score(score, row, key);
         }
         float next = row_max;
 #pragma unroll 1
@@ -64,29 +55,30 @@ __device__ __forceinline__ void recompute_row(const Params& p, int row, int head
 #pragma unroll 1
         for (int i = 0; i < min(32, bounds.y - first); ++i) {
             const float shared_weight = __shfl_sync(kFullMask, weight, i);
+            const T* v = target.value(first + i);
             sum += shared_weight;
             for (int slot = 0; slot < kSlots; ++slot) {
-                const int d = min(slot * 32 + lane, p.head_dim - 1);
-                out[slot] += shared_weight * static_cast<float>(v[(first + i) * p.v_stride + d]);
+                const int d = min(slot * 32 + lane, head_dim - 1);
+                out[slot] += shared_weight * static_cast<float>(v[d]);
             }
         }
     }
-    T* to = static_cast<T*>(p.out) + row * p.out_stride + head * p.head_dim;
+    T* to = target.result(row);
     for (int slot = 0; slot < kSlots; ++slot) {
         const int d = slot * 32 + lane;
-        if (d < p.head_dim) to[d] = static_cast<T>(out[slot] / sum);
+        if (d < head_dim) to[d] = static_cast<T>(out[slot] / sum);
     }
 }
 
 // Recomputes those of 16 rows that a quad of lanes calls broken: lane / 4 is the row, +8 for [1].
-// Takes scalars: a reference to the tile would move its registers to local memory.
-template <typename C>
-__device__ __forceinline__ void recompute_broken(const Params& p, int first, int num_rows, int head,
+// Takes scalars: a reference to the rows would move their registers to local memory.
+template <typename C, typename Target>
+__device__ __forceinline__ void recompute_broken(const Target& target, int first, int num_rows,
                                                  unsigned broken0, unsigned broken1) {
 #pragma unroll 1
     for (int row = 0; row < min(16, num_rows); ++row) {
         const unsigned lanes = row < 8 ? broken0 : broken1;
-        if (lanes >> (row % 8 * 4) & 0xf) recompute_row<C>(p, first + row, head);
+        if (lanes >> (row % 8 * 4) & 0xf) recompute_row<C>(target, first + row);
     }
 }
 
@@ -102,30 +94,31 @@ __device__ __forceinline__ uint4 gather_piece(uint4 words, int lane) {
     return high ? uint4{c, d, far.x, far.y} : uint4{low.x, low.y, c, d};
 }
 
-// Writes the warpgroup's rows, 64 bytes of a row a quad and store.
-template <typename C>
-__device__ __forceinline__ void store_tile(RowTile<C>& tile) {
+// Writes the warpgroup's rows, 64 bytes of a row a quad and store. target: where a row's results go,
+// and what it is computed from, should it be computed again.
+template <typename C, typename Target>
+__device__ __forceinline__ void store_rows(SoftmaxRows<C>& rows, int num_rows,
+                                           const Target& target) {
     using T = typename C::Element;
-    const Params& p = tile.p;
-    const int warp_row = tile.tid / 32 * 16;
+    const int warp_row = rows.tid / 32 * 16;
     uint32_t probe[2] = {0, 0};  // stays +-0 until it meets a value that is no number
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float inverse = reciprocal_approx(quad_sum(tile.sum[half]));
-        const int row = warp_row + tile.lane / 4 + 8 * half;
-        T* out = static_cast<T*>(p.out) + (tile.base + row) * p.out_stride + tile.head * p.head_dim;
+        const float inverse = reciprocal_approx(quad_sum(rows.sum[half]));
+        const int row = warp_row + rows.lane / 4 + 8 * half;
+        T* out = target.result(row);
 #pragma unroll
         for (int j = 0; j < C::kDim / 8; j += 4) {
             uint32_t words[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int at = 4 * (j + i) + 2 * half;
-                words[i] = pack_pair<T>(tile.out(at) * inverse, tile.out(at + 1) * inverse);
+                words[i] = pack_pair<T>(rows.out(at) * inverse, rows.out(at + 1) * inverse);
                 probe[half] = probe_finite<T>(words[i], probe[half]);
             }
-            const uint4 piece = gather_piece({words[0], words[1], words[2], words[3]}, tile.lane);
-            const int column = 8 * (j + tile.lane % 4);
-            if (row < tile.num_rows && column < p.head_dim) {
+            const uint4 piece = gather_piece({words[0], words[1], words[2], words[3]}, rows.lane);
+            const int column = 8 * (j + rows.lane % 4);
+            if (row < num_rows && column < target.head_dim()) {
                 *reinterpret_cast<uint4*>(out + column) = piece;
             }
         }
@@ -134,9 +127,50 @@ __device__ __forceinline__ void store_tile(RowTile<C>& tile) {
     const unsigned broken1 = __ballot_sync(kFullMask, (probe[1] & 0x7fff7fff) != 0);
     if ((broken0 | broken1) != 0) {
         __syncwarp();  // orders the rows above before the same rows from other lanes
-        recompute_broken<C>(p, tile.base + warp_row, tile.num_rows - warp_row, tile.head, broken0,
-                            broken1);
+        recompute_broken<C>(target, warp_row, num_rows - warp_row, broken0, broken1);
     }
+}
+
+// Packed rows of one head, from row `base` on.
+template <typename C>
+struct PackedTarget {
+    using T = typename C::Element;
+    const Params& p;
+    int base, head;
+
+    __device__ __forceinline__ int head_dim() const { return p.head_dim; }
+    __device__ __forceinline__ T* result(int row) const {
+        return static_cast<T*>(p.out) + (base + row) * p.out_stride + head * p.head_dim;
+    }
+    __device__ __forceinline__ int2 bounds(int row) const {
+        return key_bounds(p, p.row_bounds[base + row], base + row);
+    }
+    __device__ __forceinline__ const T* query(int row) const {
+        return static_cast<const T*>(p.q_rows) + (base + row) * p.q_stride + head * p.head_dim;
+    }
+    __device__ __forceinline__ const T* key(int key) const {
+        return static_cast<const T*>(p.k_rows) + key * p.k_stride + head / p.group * p.head_dim;
+    }
+    __device__ __forceinline__ const T* value(int key) const {
+        return static_cast<const T*>(p.v_rows) + key * p.v_stride + head / p.group * p.head_dim;
+    }
+    __device__ __forceinline__ float score(float product, int row, int key) const {
+        float score = product * p.softmax_scale;
+        if constexpr (C::kChangesScores) {
+            if (p.softcap > 0.0f) score = p.softcap * tanhf(score / p.softcap);
+            if (p.relative_bias != nullptr) {
+                const int distance = bias_position(p, key) - bias_position(p, base + row);
+                score += p.relative_bias[int64_t{head} * (2 * p.bias_span - 1) + p.bias_span - 1 +
+                                         distance];
+            }
+        }
+        return score;
+    }
+};
+
+template <typename C>
+__device__ __forceinline__ void store_tile(RowTile<C>& tile) {
+    store_rows<C>(tile, tile.num_rows, PackedTarget<C>{tile.p, tile.base, tile.head});
 }
 
 }  // namespace bytetx::attention

@@ -38,14 +38,18 @@ template <typename C>
 struct RowTile : SoftmaxRows<C> {
     using T = typename C::Element;
     using Rows = SoftmaxRows<C>;
-    using Rows::base, Rows::lane, Rows::num_rows, Rows::out, Rows::row, Rows::tid;
+    using Rows::lane, Rows::out, Rows::tid;
     const Params& p;
+    int base;      // first row
+    int num_rows;  // from there on: rows after them see nothing of their own
     int head;
 
     __device__ __forceinline__ explicit RowTile(const Params& params) : p(params) {
         tid = static_cast<int>(threadIdx.x) % 128;
         lane = static_cast<int>(threadIdx.x) % 32;
     }
+
+    __device__ __forceinline__ int row(int half) const { return base + Rows::row(half); }
 
     // sequences: row_bounds of the warpgroup's 64 rows, in global or shared memory. keys: the
     // tile's; rows of other tiles see none, from the last one on.
@@ -61,7 +65,7 @@ struct RowTile : SoftmaxRows<C> {
         int2 bounds[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int local = min(row(half) - base, num_rows - 1);
+            const int local = min(Rows::row(half), num_rows - 1);
             bounds[half] =
                 is_used ? key_bounds(p, sequences[local], base + local) : make_int2(keys.y, keys.y);
         }

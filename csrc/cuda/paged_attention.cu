@@ -22,7 +22,8 @@
 namespace bytetx {
 namespace paged {
 
-void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);  // paged_prefill.cu
+template <int kHeadDim>
+void launch_prefill(const PlannedPagedAttentionParams& p, cudaStream_t stream);  // paged_prefill_d*
 void launch_cluster(const PlannedPagedAttentionParams& p, const DecodeParams& rows,
                     cudaStream_t stream);  // paged_cluster.cu
 
@@ -158,7 +159,10 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
             launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
         });
     }
-    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) paged::launch_prefill(p, stream);
+    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) {
+        dispatch_at_least<64, 96, 128>(
+            p.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
+    }
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
     if (threadIdx.x == 0) {
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
-                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), 0, 0};
+                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), {}};
     }
     const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
     for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};
@@ -202,6 +202,11 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 }  // namespace paged
+
+int32_t paged_tile_tokens(int32_t num_heads, int32_t num_kv_heads, int32_t head_dim) {
+    constexpr int kWarpgroupRows = 64;
+    return paged::prefill_warpgroups(head_dim) * (kWarpgroupRows / (num_heads / num_kv_heads));
+}
 
 int64_t paged_plan_bytes(const PagedPlanParams& p) {
     const paged::PlanSizes sizes = paged::plan_sizes(p);

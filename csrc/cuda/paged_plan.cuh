@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "cache_ops.h"
+#include "cuda/attention_plan.cuh"
 
 namespace bytetx::paged {
 
@@ -61,9 +62,11 @@ struct alignas(16) PagedTile {
 struct alignas(16) PagedHeader {
     int num_items;
     int num_tiles;
-    unsigned next_tile;  // of the running prefill kernel; 0 between launches
-    unsigned done_ctas;
+    attention::Counters counters;  // of the prefill kernel
 };
+
+// Warpgroups of 64 rows that a prefill tile has.
+constexpr int prefill_warpgroups(int head_dim) { return attention::pipeline_rows(head_dim) / 64; }
 
 // How many units of one row and key head there may be, by which rows find their kernel: a matter of
 // the batch's size, never of what is in it.

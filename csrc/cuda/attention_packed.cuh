@@ -1,0 +1,84 @@
+// Packed rows as a source of pipeline_kernel: tiles that take no notice of where sequences begin,
+// from the plan of attention_plan.cu; queries, keys and values by TMA.
+#pragma once
+
+#include "cuda/attention_pipeline.cuh"
+#include "cuda/attention_tile.cuh"
+
+namespace bytetx::attention {
+
+template <typename C>
+struct PackedSource {
+    using T = typename C::Element;
+    using Params = attention::Params;
+    static constexpr int kProducerWarps = 1;
+    static constexpr bool kThreadsCopy = false;
+    static constexpr int kRows = C::kNumWarpgroups * kTileRows;
+
+    struct Item {
+        int base, rows, begin, end;
+        int head;
+
+        __device__ __forceinline__ bool is_any() const { return rows > 0; }
+        __device__ __forceinline__ Item uniform() const {
+            return {bytetx::uniform(base), bytetx::uniform(rows), bytetx::uniform(begin),
+                    bytetx::uniform(end), bytetx::uniform(head)};
+        }
+    };
+    struct Slot {
+        alignas(128) int2 row_bounds[kRows + 2];  // from an even row: a bulk copy's are 16 bytes
+        alignas(16) Item item;
+    };
+    const Params& p;
+
+    __device__ __forceinline__ explicit PackedSource(const Params& params) : p(params) {}
+
+    __device__ __forceinline__ int num_items() const { return *p.used_tiles * p.num_heads; }
+    __device__ __forceinline__ Counters& counters() const { return *p.counters; }
+    __device__ __forceinline__ int share(int value, Slot&) const { return bytetx::uniform(value); }
+
+    __device__ __forceinline__ Item read_item(int index) const {
+        const int4 tile = p.tiles[index / p.num_heads];
+        return {tile.x, tile.y, tile.z, tile.w, index % p.num_heads};
+    }
+
+    __device__ __forceinline__ void fetch_q(T* q, Slot& slot, uint64_t* full,
+                                            const Item& item) const {
+        constexpr int kBoundsBytes = sizeof(slot.row_bounds);
+        FullBarrier::arrive_and_expect_tx(
+            full, C::kNumWarpgroups * C::kQElements * kElementBytes + kBoundsBytes);
+#pragma unroll
+        for (int w = 0; w < C::kNumWarpgroups; ++w) {
+            load_tile<C, kTileRows>(p.q, full, q + w * C::kQElements, item.head,
+                                    item.base + w * kTileRows);
+        }
+        cute::SM90_BULK_COPY_G2S::copy(p.row_bounds + item.base / 2 * 2, full, slot.row_bounds,
+                                       kBoundsBytes);
+    }
+
+    __device__ __forceinline__ void start_keys(const Item&, int) const {}
+
+    __device__ __forceinline__ void fetch_kv(T* k, T* v, uint64_t* full, const Item& item, int row,
+                                             int thread) const {
+        if (thread != 0) return;
+        FullBarrier::arrive_and_expect_tx(full, 2 * C::kKvBytes);
+        load_tile<C, C::kBlockN>(p.k, full, k, item.head / p.group, row);
+        load_tile<C, C::kBlockN>(p.v, full, v, item.head / p.group, row);
+    }
+
+    __device__ __forceinline__ int num_rows(const Item& item, int warpgroup) const {
+        return item.rows - warpgroup * kTileRows;
+    }
+    __device__ __forceinline__ int2 bounds(const Slot& slot, const Item& item, int warpgroup,
+                                           int row) const {
+        const int in_tile = warpgroup * kTileRows + row;
+        return key_bounds(p, slot.row_bounds[item.base % 2 + in_tile], item.base + in_tile);
+    }
+    __device__ __forceinline__ float power_scale() const { return p.power_scale; }
+
+    __device__ __forceinline__ PackedTarget<C> target(const Item& item, int warpgroup) const {
+        return {p, item.base + warpgroup * kTileRows, item.head};
+    }
+};
+
+}  // namespace bytetx::attention
