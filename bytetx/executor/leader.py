@@ -34,7 +34,7 @@ from bytetx.executor.messages import (
 )
 from bytetx.executor.torchrun import TorchrunLeader
 from bytetx.nn.executor import Executor
-from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import check_grid, connect_ranks, grid_blocks, grid_transformer
 from bytetx.nn.heads import LmHead, MaskedLMHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
@@ -46,7 +46,6 @@ from bytetx.nn.loading import (
     resolve_dtype,
     saved_dtype,
 )
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
@@ -122,8 +121,7 @@ def load_on_ranks(
         folder, device=group.device, dtype=dtype, blocks=blocks, on_tensor=workers.check
     )
     workers.wait_for_replies()
-    if isinstance(blocks, ShardedBlocks):
-        blocks.sync_kernel_support(checkpoint.transformer.layers.weights)
+    connect_ranks(blocks, checkpoint.transformer)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
     if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
         heads = replace(

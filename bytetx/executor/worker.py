@@ -28,10 +28,9 @@ from bytetx.executor.messages import (
     flat_size,
 )
 from bytetx.executor.torchrun import TorchrunRank
-from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import connect_ranks, grid_blocks, grid_transformer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.loading import Heads, load_shard, load_spec
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
 from bytetx.parallel.tp import Store, TpGroup, end_rendezvous, gpu_of, join_group
 
@@ -185,8 +184,7 @@ class _Worker:
             on_tensor=self._leader.step,
         )
         self._leader.reply()
-        if isinstance(blocks, ShardedBlocks):
-            blocks.sync_kernel_support(local.layers.weights)
+        connect_ranks(blocks, local)
         self._loaded = grid_transformer(local, self._group)
 
     @torch.inference_mode()

@@ -51,6 +51,14 @@ def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
     return blocks
 
 
+def connect_ranks(blocks: Blocks, transformer: Transformer) -> None:
+    """Once all ranks have loaded, which all call it."""
+    if isinstance(blocks, ShardedBlocks):
+        blocks.sync_kernel_support(transformer.layers.weights)
+    if blocks.weight_gather is not None:
+        blocks.weight_gather.connect()
+
+
 def grid_transformer(local: Transformer, group: TpGroup) -> Transformer:
     """What runs whole batches: with slots, a part of each on every one of them."""
     if group.axes is None or group.axes.slots.size == 1:

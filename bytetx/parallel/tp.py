@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.nccl import loopback_sockets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
+
+if TYPE_CHECKING:  # it imports triton, which CPUs do not need
+    from bytetx.parallel.symmetric import PeerReads
 
 Store = dist.Store
 Work = dist.Work
@@ -62,6 +65,7 @@ class TpGroup:
         return sum(collectives.num_begun for collectives in self._all_collectives())
 
     def _all_collectives(self) -> "list[GroupCollectives]":
+        """Those of all ranks, and of this rank's axes."""
         axes = self.axes
         own = [] if axes is None else [axes.y.collectives, axes.x, axes.z, axes.slots]
         return [self.collectives, *own]
@@ -155,8 +159,18 @@ def _join_axes(
 ) -> AxisGroups:
     """Every rank joins the groups of its axes in the same order."""
 
-    def join(name: str, members: tuple[int, ...]) -> GroupCollectives:
-        return join_axis(store, name, members, rank=rank, device=device, num_ranks=grid.size)
+    def join(
+        name: str, members: tuple[int, ...], *, is_read: bool = False
+    ) -> GroupCollectives:
+        return join_axis(
+            store,
+            name,
+            members,
+            rank=rank,
+            device=device,
+            num_ranks=grid.size,
+            reads_peers=is_read,
+        )
 
     y = join("y", grid.group("y", rank))
     scheme = rows or row_scheme(device.type, grid.y)
@@ -165,7 +179,7 @@ def _join_axes(
         rank,
         TpGroup(grid.coordinates(rank).y, grid.y, device, y, None, scheme),
         join("x", grid.group("x", rank)),
-        join("z", grid.group("z", rank)),
+        join("z", grid.group("z", rank), is_read=True),
         join("slots", grid.slots(rank)),
     )
     for collectives in (y, groups.x, groups.z, groups.slots):
@@ -181,10 +195,12 @@ def join_axis(
     rank: int,
     device: torch.device,
     num_ranks: int,
+    reads_peers: bool = False,
 ) -> "GroupCollectives":
     """Joins the group of `members`, which all call it; a group of one needs no communication.
 
     num_ranks: of the whole grid; where there are fewer GPUs, ranks share them.
+    reads_peers: where their GPUs can, its ranks read one another's memory.
     """
     own, size = members.index(rank), len(members)
     if size == 1:
@@ -194,6 +210,14 @@ def join_axis(
     backend = _backend(shared, rank=own, size=size, device=device, shares_gpus=is_shared)
     collectives = GroupCollectives(backend, rank=own, size=size)
     collectives.all_reduce(torch.zeros(1, device=device))
+    if reads_peers and device.type == "cuda":
+        from bytetx.parallel.symmetric import allow_shared_gpus, peer_reads
+
+        if is_shared:
+            allow_shared_gpus()
+        gpus = [gpu_of(member).index for member in members]
+        memory = dist.PrefixStore("memory", shared)
+        collectives.peer_reads = peer_reads(memory, backend, device=device, gpus=gpus)
     return collectives
 
 
@@ -272,6 +296,8 @@ class GroupCollectives:
         self.num_begun = 0  # collectives; the same on all ranks when they have done the same
         # (kind, bytes of what is gathered or summed) -> how often.
         self.counts: Counter[tuple[str, int]] = Counter()
+        # What lets these ranks read one another's memory; None where they cannot.
+        self.peer_reads: PeerReads | None = None
 
     @property
     def rank(self) -> int:
@@ -280,6 +306,11 @@ class GroupCollectives:
     @property
     def size(self) -> int:
         return self._size
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold these collectives: NCCL's, or none at all."""
+        return not self._is_gloo
 
     def _begin(self) -> _Collectives:
         assert self._backend is not None  # no rank calls one after abort
@@ -353,8 +384,12 @@ class GroupCollectives:
         On GPUs it runs beside what the current stream does next, and after what it did before.
         The Work's wait() comes before received is read.
         """
-        self._count("all_gather", received.numel(), received)
+        self.count_all_gather(received)
         return self._begin()._allgather_base(received, sent)
+
+    def count_all_gather(self, received: Tensor) -> None:
+        """Adds a gather to the ledger, which this rank may also do by copies of its own."""
+        self._count("all_gather", received.numel(), received)
 
     def start_all_reduce(self, partial: Tensor) -> dist.Work | None:
         """Begins to sum `partial` of every rank in its own memory, in its own dtype.
