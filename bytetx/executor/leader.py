@@ -34,7 +34,7 @@ from bytetx.executor.messages import (
 )
 from bytetx.executor.torchrun import TorchrunLeader
 from bytetx.nn.executor import Executor
-from bytetx.nn.grid_blocks import check_grid, connect_ranks, grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import check_grid, grid_blocks, grid_transformer
 from bytetx.nn.heads import LmHead, MaskedLMHead
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
@@ -121,7 +121,7 @@ def load_on_ranks(
         folder, device=group.device, dtype=dtype, blocks=blocks, on_tensor=workers.check
     )
     workers.wait_for_replies()
-    connect_ranks(blocks, checkpoint.transformer)
+    local = grid_transformer(checkpoint.transformer, group)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
     if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
         heads = replace(
@@ -129,7 +129,6 @@ def load_on_ranks(
             masked_lm=_group_masked_lm(heads.masked_lm, executor),
             lm=_group_lm(heads.lm, executor),
         )
-    local = grid_transformer(checkpoint.transformer, group)
     transformer = _GroupTransformer(local, executor)
     return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
 
@@ -334,8 +333,13 @@ class _GroupTransformer(Transformer):
 
     @property
     def is_capturable(self) -> bool:
-        """Only decode steps are: other passes send a message each time."""
+        """Passes send a message each time; each rank may replay its own layers."""
         return False
+
+    @property
+    def captures_decode_steps(self) -> bool:
+        """Workers run those of y alone as graphs."""
+        return self._executor.grid.is_y_alone and self.layers.is_capturable
 
     @torch.inference_mode()
     def forward(
@@ -354,10 +358,10 @@ class _GroupTransformer(Transformer):
             return self._whole.forward(batch, cache=cache, on_layer=on_layer)
         with executor.step():
             cache_id = None if cache is None else executor.cache_id(cache)
-            executor.send(
-                forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
-            )
-            executor.broadcast(flat_batch(batch))
+            message = forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
+            executor.send(message)
+            if message.numbers is None:
+                executor.broadcast(flat_batch(batch))
             return self._whole.forward(batch, cache=cache, on_layer=on_layer)
 
 

@@ -26,9 +26,10 @@ from bytetx.executor.messages import (
     batch_of,
     decode,
     flat_size,
+    numbers_of,
 )
 from bytetx.executor.torchrun import TorchrunRank
-from bytetx.nn.grid_blocks import connect_ranks, grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.loading import Heads, load_shard, load_spec
 from bytetx.nn.transformer import Transformer
@@ -184,13 +185,15 @@ class _Worker:
             on_tensor=self._leader.step,
         )
         self._leader.reply()
-        connect_ranks(blocks, local)
         self._loaded = grid_transformer(local, self._group)
 
     @torch.inference_mode()
     def _forward(self, message: Forward) -> None:
-        flat = torch.empty(flat_size(message), dtype=torch.int32, device=self._group.device)
-        batch = batch_of(message, self._group.collectives.broadcast(flat))
+        flat = numbers_of(message)
+        if flat is None:
+            flat = torch.empty(flat_size(message), dtype=torch.int32, device=self._group.device)
+            self._group.collectives.broadcast(flat)
+        batch = batch_of(message, flat)
         cache = None if message.past is None else self._caches[message.past[0]]
         on_layer = _ignore if message.wants_layers else None
         self._transformer.forward(batch, cache=cache, on_layer=on_layer)

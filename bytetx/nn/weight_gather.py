@@ -22,11 +22,12 @@ _NUM_SLOTS = 2  # the layer that runs, and the one that is being gathered
 @dataclass(frozen=True, slots=True)
 class LayerShard:
     """layer: with empty weights in its linear layers.  numbers: this rank's part of them, one after
-    the other and padded to equal parts.  shapes: of the weights."""
+    the other and padded to equal parts.  shapes: of the weights.  index: among those kept."""
 
     layer: LayerWeights
     numbers: Tensor
     shapes: tuple[torch.Size, ...]
+    index: int
 
 
 class WeightGather:
@@ -82,10 +83,11 @@ class WeightGather:
         elif padded != self._slots[0].numel():
             raise ValueError(f"layers of {self._slots[0].numel()} and {padded} weights differ")
         own = flat.view(self._group.size, -1)[self._group.rank]
-        shard = self._place_of(self._num_kept, own).copy_(own)
+        index = self._num_kept
         self._num_kept += 1
+        shard = self._place_of(index, own).copy_(own)
         shapes = tuple(weight.shape for weight in weights)
-        return LayerShard(_with_weights(layer, [shard.new_empty(0)] * 4), shard, shapes)
+        return LayerShard(_with_weights(layer, [shard.new_empty(0)] * 4), shard, shapes, index)
 
     def _place_of(self, index: int, own: Tensor) -> Tensor:
         """Where the shard kept as number `index` lies."""
@@ -112,10 +114,9 @@ class WeightGather:
         peers = self._group.peer_reads.connect(self._region)
         if peers is None or self._region is None:
             return
-        start = self._region.data_ptr()
         self._copies = ShardCopies(
             [view.view(self._slots[0].dtype) for view in peers.views],
-            [(s.numbers.data_ptr() - start) // s.numbers.element_size() for s in self._shards],
+            [shard.index * shard.numbers.numel() for shard in self._shards],
             owner=peers.owner,
         )
         self.prepare()

@@ -61,10 +61,10 @@ class TpGroup:
         return None if self.workspace is None else self.workspace.fault_text()
 
     def num_collectives(self) -> int:
-        """Collectives that this rank has begun; those of replayed graphs do not count."""
-        return sum(collectives.num_begun for collectives in self._all_collectives())
+        """Collectives that this rank has begun; those of replayed decode steps do not count."""
+        return sum(collectives.num_begun for collectives in self.all_collectives())
 
-    def _all_collectives(self) -> "list[GroupCollectives]":
+    def all_collectives(self) -> "list[GroupCollectives]":
         """Those of all ranks, and of this rank's axes."""
         axes = self.axes
         own = [] if axes is None else [axes.y.collectives, axes.x, axes.z, axes.slots]
@@ -78,7 +78,7 @@ class TpGroup:
         # them are destroyed, which a thread that waits for these kernels can do only after that.
         threads = [
             Thread(target=collectives.abort, name="bytetx-abort", daemon=True)
-            for collectives in self._all_collectives()
+            for collectives in self.all_collectives()
         ]
         for aborting in threads:
             aborting.start()
@@ -159,9 +159,7 @@ def _join_axes(
 ) -> AxisGroups:
     """Every rank joins the groups of its axes in the same order."""
 
-    def join(
-        name: str, members: tuple[int, ...], *, is_read: bool = False
-    ) -> GroupCollectives:
+    def join(name: str, members: tuple[int, ...], *, is_read: bool = False) -> GroupCollectives:
         return join_axis(
             store,
             name,
@@ -280,6 +278,17 @@ class _Collectives(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Collectives that a group has begun, and their ledger: see GroupCollectives.counts."""
+
+    num_begun: int
+    counts: Counter[tuple[str, int]]
+
+    def __sub__(self, earlier: "Tally") -> "Tally":
+        return Tally(self.num_begun - earlier.num_begun, self.counts - earlier.counts)
+
+
 class GroupCollectives:
     """Collectives on the current stream; see bytetx.ops.comm_gemm.Collectives.
 
@@ -320,6 +329,19 @@ class GroupCollectives:
     def _count(self, kind: str, numbers: int, x: Tensor) -> None:
         self.counts[kind, numbers * x.element_size()] += 1
 
+    def tally(self) -> Tally:
+        """What was counted so far."""
+        return Tally(self.num_begun, self.counts.copy())
+
+    def add(self, tally: Tally) -> None:
+        """Counts what a replayed graph does."""
+        self.num_begun += tally.num_begun
+        self.counts.update(tally.counts)
+
+    def restore(self, tally: Tally) -> None:
+        """Counts nothing of what came after a tally: it was captured, and will not run."""
+        self.num_begun, self.counts = tally.num_begun, tally.counts.copy()
+
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[local rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
         sizes = [row_offsets[i + 1] - row_offsets[i] for i in range(self._size)]
@@ -341,6 +363,18 @@ class GroupCollectives:
             return received[: row_offsets[-1]]  # only the last shard is shorter
         pieces = received.view(self._size, largest, *tail)
         return torch.cat([pieces[i, :rows] for i, rows in enumerate(sizes)])
+
+    def all_gather_padded(self, shard: Tensor, *, num_rows: int) -> Tensor:
+        """[rows, ...] of every rank -> [size * rows, ...], in the order of ranks.
+
+        num_rows: those of all ranks that are no padding, for the ledger.
+        """
+        if self._size == 1 or not shard.numel():
+            return shard
+        self._count("all_gather", num_rows * shard.shape[1:].numel(), shard)
+        received = shard.new_empty((self._size * len(shard), *shard.shape[1:]))
+        self._begin()._allgather_base(received, shard).wait()
+        return received
 
     def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[total rows, n] of every rank -> the sum's local rows; f32 where gloo sums halves."""

@@ -14,7 +14,7 @@ from ranks import on_ranks
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 
 from bytetx.nn import weight_gather
-from bytetx.nn.grid_blocks import connect_ranks, grid_blocks, grid_transformer
+from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.loading import load_checkpoint, load_shard, load_spec
 from bytetx.nn.slots import SlottedTransformer
 from bytetx.nn.weight_gather import WeightGather
@@ -102,7 +102,6 @@ def on_copies(
         group.axes.z.peer_reads = SharedReads(regions, group.rank, works)  # type: ignore[assignment]
         blocks = grid_blocks(spec, group)
         local, _ = load_shard(folder, blocks, dtype=torch.float32, device=group.device)
-        connect_ranks(blocks, local)
         transformer, gather = grid_transformer(local, group), blocks.weight_gather
         assert isinstance(transformer, SlottedTransformer) and isinstance(gather, WeightGather)
         return do(transformer, gather, group)
