@@ -79,9 +79,8 @@ class PassGraphs:
             captured.graph.replay()
             states = _kept(captured).output
         else:
-            states = self._forward(
-                layout, batch.seqlens, source.to(self._device, non_blocking=True)
-            )
+            block = source.to(self._device, non_blocking=True)
+            states = _forward(self._transformer, layout, batch.seqlens, block)
             if self._output is None or len(self._output) < len(states):
                 rows = 1 << (len(states) - 1).bit_length()
                 self._output = states.new_empty((rows, *states.shape[1:]))
@@ -93,25 +92,13 @@ class PassGraphs:
         """Frees the graphs once they have run; False where there were none."""
         return self._graphs.clear()
 
-    def _forward(
-        self, layout: BatchLayout, seqlens: torch.Tensor, block: torch.Tensor
-    ) -> torch.Tensor:
-        bucket = layout.bucket
-        max_seqlen = min(bucket.total_tokens, self._transformer.spec.max_positions)
-        batch, _ = layout.read(block, seqlens=seqlens, max_seqlen=max_seqlen)
-        return self._transformer.forward(batch)
-
     def _capture(self, layout: BatchLayout, seqlens: torch.Tensor) -> CapturedStep | None:
         """All graphs write to one output, which whoever reads it does before the next one runs."""
         rows = layout.bucket.total_tokens
         if self._output is None or len(self._output) < rows:
             return None  # an eager pass of these sizes was of another cache
         kept = _Kept(self._output[:rows])
-
-        def compute(block: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            kept.output.copy_(self._forward(layout, seqlens, block))
-            return ()
-
+        compute = partial(_store, kept.output, self._transformer, layout, seqlens)
         before = [collectives.tally() for collectives in self._collectives]
         captured = self._graphs.capture(
             layout, compute, num_ints=layout.num_ints, total_tokens=rows, keep=kept
@@ -133,6 +120,26 @@ class PassGraphs:
         if not sys.is_finalizing() and graphs is not None:
             with suppress(RuntimeError):
                 graphs.clear()
+
+
+def _forward(
+    transformer: Transformer, layout: BatchLayout, seqlens: torch.Tensor, block: torch.Tensor
+) -> torch.Tensor:
+    """The hidden states of a padded batch, from its block on the device."""
+    max_seqlen = min(layout.bucket.total_tokens, transformer.spec.max_positions)
+    batch, _ = layout.read(block, seqlens=seqlens, max_seqlen=max_seqlen)
+    return transformer.forward(batch)
+
+
+def _store(
+    output: torch.Tensor,
+    transformer: Transformer,
+    layout: BatchLayout,
+    seqlens: torch.Tensor,
+    block: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    output.copy_(_forward(transformer, layout, seqlens, block))
+    return ()
 
 
 class _Kept:

@@ -2,18 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Barrier
 
 import pytest
 import torch
-from fake_cuda import FakeStream
+from peer_regions import Regions, SharedReads, without_streams
 from ranks import on_ranks
 from tiny import one_thread, random_ids, save, tiny_model  # noqa: F401  (one_thread is a fixture)
 
-from bytetx.nn import weight_gather
 from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.loading import load_checkpoint, load_shard, load_spec
 from bytetx.nn.slots import SlottedTransformer
@@ -28,46 +24,9 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
 SEQLENS = [40, 1, 33, 0, 12, 7, 40, 2]
 
 
-@dataclass
-class Regions:
-    """The memory of all ranks, which are threads."""
-
-    size: int
-    found: dict[int, torch.Tensor | None] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.arrived = Barrier(self.size)
-
-
-@dataclass
-class SharedReads:
-    """As bytetx.parallel.symmetric.PeerReads. works: whether ranks find one another's memory."""
-
-    regions: Regions
-    rank: int
-    works: bool = True
-
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        return torch.full((num_bytes,), 255, dtype=torch.uint8)  # NaN, until it is written
-
-    def connect(self, memory: torch.Tensor) -> "Views | None":
-        self.regions.found[self.rank] = memory
-        self.regions.arrived.wait(60)
-        ranks = range(self.regions.size)
-        return Views([self.regions.found[i] for i in ranks]) if self.works else None
-
-
-@dataclass
-class Views:
-    views: list[torch.Tensor]
-    owner: object = None
-
-
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
-    monkeypatch.setattr(weight_gather, "OnStream", lambda stream: nullcontext())
+    without_streams(monkeypatch)
 
 
 @pytest.fixture(scope="module", params=[3, 4], ids=["odd", "even"])
