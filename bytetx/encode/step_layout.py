@@ -35,7 +35,8 @@ class EncodeLayout:
         """The step with views of a device block; `seqlens` stays that of the texts alone."""
         seqlens = step.batch.seqlens
         batch, columns = self.batch.read(block, seqlens=seqlens, max_seqlen=max_seqlen)
-        if self.bucket.total_tokens == step.batch.total_tokens:
+        sizes = step.batch.total_tokens, step.batch.batch_size
+        if sizes == (self.bucket.total_tokens, self.bucket.batch_size):  # without padding
             batch = replace(batch, on_host=step.batch)
         return Step(step.requests, batch, columns["prompt_tokens"])
 
