@@ -72,6 +72,7 @@ class PackedBatch:
     past: where the sequences' keys and values lie, in a step of generation; else None.
     on_host: the same batch in host memory, where it is at hand: other ranks are sent it, or a part
         of it is packed again, without a wait for the device.
+    allows_capture: whether the ranks of a group may capture the pass as a CUDA graph.
     """
 
     input_ids: torch.Tensor
@@ -85,6 +86,7 @@ class PackedBatch:
     bad_ids: torch.Tensor | None = None
     past: Past | None = None
     on_host: "PackedBatch | None" = None
+    allows_capture: bool = True
 
     @property
     def host(self) -> "PackedBatch | None":

@@ -88,6 +88,7 @@ class Forward:
     past: (cache_id, max_pages, page_size, max_kv_seqlen).
     has_prompts: the past has the prompts' lengths.
     wants_layers: rank 0 gathers every layer's output.
+    allows_capture: see PackedBatch.
     """
 
     total_tokens: int
@@ -98,6 +99,7 @@ class Forward:
     past: tuple[int, int, int, int] | None
     has_prompts: bool
     wants_layers: bool
+    allows_capture: bool = True
     numbers: bytes | None = None
 
 
@@ -150,7 +152,7 @@ def _flat_form(tag: int, kind: type, layout: str) -> _Form:
 _MAX_NUMBERS_BYTES = 1 << 20
 _HEADS: tuple[str, ...] = get_args(Head)
 _LOGITS = struct.Struct("<BBQ")
-_FORWARD = struct.Struct("<BQI????IIII??I")
+_FORWARD = struct.Struct("<BQI?????IIII??I")
 
 
 def _write_logits(message: Logits) -> bytes:
@@ -172,6 +174,7 @@ def _write_forward(message: Forward) -> bytes:
         message.has_bias_positions,
         message.has_prompts,
         message.wants_layers,
+        message.allows_capture,
         *(past or (0, 0, 0, 0)),
         past is not None,
         message.numbers is not None,
@@ -181,9 +184,10 @@ def _write_forward(message: Forward) -> bytes:
 
 
 def _read_forward(data: bytes) -> Forward:
-    _, tokens, longest, types, positions, prompts, layers, a, b, c, d, has_past, has_numbers, n = (
-        _FORWARD.unpack_from(data)
+    (_, tokens, longest, types, positions, prompts, layers, captures, *rest) = _FORWARD.unpack_from(
+        data
     )
+    *cache, has_past, has_numbers, n = rest
     end = _FORWARD.size + n
     seqlens, numbers = data[_FORWARD.size : end], data[end:]
     if len(seqlens) != n or n % 4:
@@ -191,8 +195,8 @@ def _read_forward(data: bytes) -> Forward:
     lengths = np.frombuffer(seqlens, dtype="<i4")
     if (lengths < 0).any() or lengths.sum(dtype=np.int64) != tokens:
         raise ValueError(f"{len(lengths)} lengths do not sum to {tokens} tokens")
-    past = (a, b, c, d) if has_past else None
-    message = Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
+    past = (cache[0], cache[1], cache[2], cache[3]) if has_past else None
+    message = Forward(tokens, seqlens, longest, types, positions, past, prompts, layers, captures)
     if not has_numbers and not numbers:
         return message
     if not has_numbers or len(numbers) != 4 * flat_size(message):
@@ -271,6 +275,7 @@ def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: b
         else (cache_id, past.page_table.shape[1], past.page_size, past.max_kv_seqlen),
         past is not None and past.prompt_seqlens is not None,
         wants_layers,
+        batch.allows_capture,
     )
     if host is None or 4 * flat_size(message) > _MAX_NUMBERS_BYTES:
         return message
@@ -321,6 +326,7 @@ def batch_of(message: Forward, flat: torch.Tensor) -> PackedBatch:
         max_seqlen=message.max_seqlen,
         bias_positions=bias_positions,
         past=past,
+        allows_capture=message.allows_capture,
     )
 
 

@@ -52,11 +52,12 @@ class PassGraphs:
     def num_graphs(self) -> int:
         return len(self._graphs)
 
-    def run(self, batch: PackedBatch) -> torch.Tensor | None:
+    def run(self, batch: PackedBatch, *, captures: bool = True) -> torch.Tensor | None:
         """Hidden states of a batch on the host: its rows, and behind them those of fillers.
 
         The next run may overwrite them. None where the batch is not one for graphs, on every rank
         that has the same sizes.
+        captures: False runs it eagerly, padded all the same, so that it gives the same bits.
         """
         if any(x is not None for x in (batch.inputs_embeds, batch.bias_positions, batch.past)):
             return None
@@ -69,10 +70,10 @@ class PassGraphs:
         source = pinned.tensor[: layout.num_ints]
         if (gather := self._transformer.blocks.weight_gather) is not None:
             gather.prepare()
-        captured = self._graphs.find(layout)
+        captured = self._graphs.find(layout) if captures else None
         if captured is not None:
             self._add(_kept(captured).tallies)
-        elif self._graphs.is_due(layout):
+        elif captures and self._graphs.is_due(layout):
             captured = self._capture(layout, batch.seqlens)
         if captured is not None:
             captured.block.copy_(source, non_blocking=True)
@@ -179,7 +180,7 @@ class GraphedTransformer(Transformer):
     ) -> torch.Tensor:
         host, graphs = batch.host, self._graphs
         if graphs is not None and host is not None and cache is None and on_layer is None:
-            states = graphs.run(host)
+            states = graphs.run(host, captures=batch.allows_capture)
             if states is not None:
                 return states[: batch.total_tokens].clone()
         here = on_device(batch, self.embeddings.word.device)

@@ -73,7 +73,8 @@ class SlottedTransformer(Transformer):
         """Hidden states of this slot's sequences and of fillers behind them; None: run eagerly."""
         if self._graphs is None or batch.host is None:
             return None
-        return self._graphs.run(take_sequences(batch.host, own, torch.from_numpy(own_rows)))
+        own_batch = take_sequences(batch.host, own, torch.from_numpy(own_rows))
+        return self._graphs.run(own_batch, captures=batch.allows_capture)
 
     def _gather(self, x: torch.Tensor, rows: "_Rows", places: torch.Tensor) -> torch.Tensor:
         """This slot's rows, with or without more behind them -> those of the batch, in order."""

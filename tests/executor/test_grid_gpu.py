@@ -11,6 +11,7 @@ from tiny import random_ids, save
 from tiny_decoders import tiny_decoder
 
 from bytetx import Model, SamplingParams, load
+from bytetx.ops.native import why_no_kernel
 from bytetx.parallel.grid import Grid, assign_sequences
 from bytetx.parallel.planner.ledger import count_transfers, local_sizes, pass_transfers
 from bytetx.parallel.planner.shapes import shape_of
@@ -53,9 +54,20 @@ def test_replayed_passes(bert: Path, grid: str) -> None:
             found, wanted = (m.embed(texts, normalize=True).vectors for m in (model, one))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCES[torch.float16][0])
         local = model.transformer._whole  # of rank 0
-        assert local._graphs is not None
+        if local._graphs is None:
+            pytest.skip(why_no_kernel("varlen_attention", torch.device("cuda", 0)) or "no graphs")
         assert local._graphs.num_graphs > 0
         assert not local._graphs._graphs._refused
+
+
+@pytest.mark.parametrize("grid", ["z2", "y2"])
+def test_graphs_give_the_bits_of_eager_passes(bert: Path, grid: str) -> None:
+    texts = random_ids([40, 3, 17])
+    with load(bert, device="cuda", dtype=torch.float16, grid=grid) as model:
+        eager = Model(model.checkpoint, cuda_graphs=False)
+        wanted = eager.embed(texts).vectors
+        for _ in range(4):
+            np.testing.assert_array_equal(model.embed(texts).vectors, wanted)
 
 
 def test_the_ledger_of_replayed_gathers(bert: Path) -> None:

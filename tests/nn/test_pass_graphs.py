@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,15 @@ def test_replays_give_one_devices_answers(
 
 
 def test_what_is_no_pass_of_sequences_alone_runs_without(folders: dict[str, Path]) -> None:
-    """A batch with positions of its own, and one whose layers are asked for."""
+    """One whose layers are asked for, one with positions of its own, and one that may not."""
     batch = batch_of(folders["bert"], [20, 5])
+    positioned = replace(batch, bias_positions=batch.position_ids)
 
     def do(transformer: Transformer, group: TpGroup) -> int:
         for _ in range(3):
             transformer.forward(batch, on_layer=lambda x: None)
+            transformer.forward(positioned)
+            transformer.forward(replace(batch, allows_capture=False))
         return transformer._graphs.num_graphs  # type: ignore[attr-defined]
 
     assert on_grid(folders["bert"], "data2", do) == [0, 0]
