@@ -59,9 +59,9 @@ class SlottedTransformer(Transformer):
         if cache is None and on_layer is None:
             states = self._replay(batch, own, own_rows)
             if states is not None:
-                return self._gather(states, rows, *self._upload(rows.places))
+                return self._gather(states, rows, *self._upload(rows.places()))
         here = on_device(batch, self.embeddings.word.device)
-        places, index = self._upload(rows.places, own_rows)
+        places, index = self._upload(rows.places(), own_rows)
         own_batch = take_sequences(here, own, index)
         on_own = None if on_layer is None else (lambda x: on_layer(self._gather(x, rows, places)))
         x = self._local.forward(own_batch, cache=cache, on_layer=on_own)
@@ -99,21 +99,23 @@ class SlottedTransformer(Transformer):
 
 
 class _Rows:
-    """Which rows of a batch each slot has, and where they lie once they are gathered.
-
-    places: int32 [total_tokens], of each row among those of all slots, `largest` of each.
-    """
+    """Which rows of a batch each slot has, and where they lie once `largest` of each are gathered."""
 
     def __init__(self, seqlens: np.ndarray, assigned: Sequence[Sequence[int]]):
         order = np.fromiter(chain.from_iterable(assigned), np.int64)
         starts = np.cumsum(seqlens, dtype=np.int64) - seqlens  # in the batch
         self._rows = rows_of(starts[order], seqlens[order])  # of all slots, one after the other
-        counts = np.array([seqlens[own].sum(dtype=np.int64) for own in assigned])
-        self._ends = counts.cumsum()
-        self.largest = int(counts.max())
-        moved = np.arange(len(assigned)) * self.largest - (self._ends - counts)
-        self.places = np.empty(len(self._rows), np.int32)
-        self.places[self._rows] = np.arange(len(self._rows)) + np.repeat(moved, counts)
+        self._counts = np.array([seqlens[own].sum(dtype=np.int64) for own in assigned])
+        self._ends = self._counts.cumsum()
+        self.largest = int(self._counts.max())
+
+    def places(self) -> np.ndarray:
+        """int32 [total_tokens]: of each row of the batch, its place among those gathered."""
+        slots = np.arange(len(self._counts))
+        moved = slots * self.largest - (self._ends - self._counts)
+        found = np.empty(len(self._rows), np.int32)
+        found[self._rows] = np.arange(len(self._rows)) + np.repeat(moved, self._counts)
+        return found
 
     def of(self, slot: int) -> np.ndarray:
         """int64, those of one slot's sequences."""

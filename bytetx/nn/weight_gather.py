@@ -117,6 +117,7 @@ class WeightGather:
         self._copies = ShardCopies(
             [view.view(self._slots[0].dtype) for view in peers.views],
             [shard.index * shard.numbers.numel() for shard in self._shards],
+            rank=self._group.rank,
             owner=peers.owner,
         )
         self.prepare()
@@ -177,10 +178,14 @@ class ShardCopies:
     Copy engines move them, where a collective's kernels would take SMs from the layer that runs.
     """
 
-    def __init__(self, regions: Sequence[Tensor], starts: Sequence[int], *, owner: object):
+    def __init__(
+        self, regions: Sequence[Tensor], starts: Sequence[int], *, rank: int, owner: object
+    ):
         """regions: of each rank, [numbers].  starts: where each layer's shard begins, the same in
         every region.  owner: keeps them alive."""
         self._regions, self._starts, self._owner = regions, starts, owner
+        # Each rank begins with the next one: no two read from the same GPU at once.
+        self._order = [(rank + step) % len(regions) for step in range(1, len(regions) + 1)]
         self._side = torch.cuda.Stream(regions[0].device)
 
     def start(self, received: Tensor, i: int) -> "ShardCopies":
@@ -189,8 +194,8 @@ class ShardCopies:
         place = slice(self._starts[i], self._starts[i] + pieces.shape[1])
         self._side.wait_stream(torch.cuda.current_stream())
         with OnStream(self._side):
-            for piece, region in zip(pieces, self._regions, strict=True):
-                piece.copy_(region[place])
+            for source in self._order:
+                pieces[source].copy_(self._regions[source][place])
         return self
 
     def wait(self) -> None:
