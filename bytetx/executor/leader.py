@@ -129,6 +129,7 @@ def load_on_ranks(
             masked_lm=_group_masked_lm(heads.masked_lm, executor),
             lm=_group_lm(heads.lm, executor),
         )
+    executor.release = local.release
     transformer = _GroupTransformer(local, executor)
     return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
 
@@ -244,6 +245,8 @@ class GroupExecutor(Executor):
         self._dropped: deque[int] = deque()  # ids of caches that are gone here
         self._num_caches = 0
         self._last_step: torch.cuda.Event | None = None
+        # Frees this rank's graphs, which hold collectives of the group.
+        self.release: Callable[[], object] = lambda: None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -300,6 +303,7 @@ class GroupExecutor(Executor):
             self.group.collectives.broadcast(tensor)
 
     def close(self) -> None:
+        self.release()
         self.workers.close()
 
     def send(self, message: Message) -> None:

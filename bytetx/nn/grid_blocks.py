@@ -6,7 +6,7 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.feature_blocks import FeatureBlocks
-from bytetx.nn.pass_graphs import GraphedTransformer, PassGraphs
+from bytetx.nn.pass_graphs import GraphedTransformer, PassGraphs, RankTransformer
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.slots import SlottedTransformer
 from bytetx.nn.transformer import Transformer
@@ -52,7 +52,7 @@ def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
     return blocks
 
 
-def grid_transformer(local: Transformer, group: TpGroup) -> Transformer:
+def grid_transformer(local: Transformer, group: TpGroup) -> RankTransformer:
     """What runs whole batches on this rank: with slots, a part of each.
 
     Once all ranks have loaded, which all call it.

@@ -161,13 +161,23 @@ def _layout(bucket: Bucket, *, has_token_types: bool) -> BatchLayout:
     return BatchLayout(bucket, has_token_types=has_token_types)
 
 
-class GraphedTransformer(Transformer):
-    """A rank's part of a model whose passes without a cache are graphs where their batch is known
-    on the host. The batch may lie on the host alone."""
+class RankTransformer(Transformer):
+    """What runs whole batches on a rank of a group. A batch may lie on the host alone."""
 
     def __init__(self, local: Transformer, graphs: PassGraphs | None):
+        """local: this rank's part of the model.  graphs: of its passes, or None."""
         vars(self).update(vars(local))
         self._local, self._graphs = local, graphs
+
+    def release(self) -> None:
+        """Frees the graphs once they have run."""
+        if self._graphs is not None:
+            self._graphs.clear()
+
+
+class GraphedTransformer(RankTransformer):
+    """Runs its part of every sequence: a pass without a cache is a graph where its batch is known
+    on the host."""
 
     @torch.inference_mode()
     def forward(

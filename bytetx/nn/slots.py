@@ -9,7 +9,7 @@ import torch
 
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
-from bytetx.nn.pass_graphs import PassGraphs, on_device
+from bytetx.nn.pass_graphs import PassGraphs, RankTransformer, on_device
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import assign_sequences
@@ -18,7 +18,7 @@ from bytetx.runtime.rows import rows_of
 from bytetx.runtime.upload import Uploader
 
 
-class SlottedTransformer(Transformer):
+class SlottedTransformer(RankTransformer):
     """A transformer that runs its slot's sequences of a batch and gathers those of all slots.
 
     Every rank is called with the whole batch and returns the hidden states of all of it. Whole
@@ -31,8 +31,8 @@ class SlottedTransformer(Transformer):
         self, local: Transformer, slots: GroupCollectives, graphs: PassGraphs | None = None
     ):
         """graphs: of local's passes; slots replay different ones, as their rows demand."""
-        vars(self).update(vars(local))
-        self._local, self._slots, self._graphs = local, slots, graphs
+        super().__init__(local, graphs)
+        self._slots = slots
         self._upload = Uploader(self.embeddings.word.device).upload
 
     @property
@@ -99,7 +99,7 @@ class SlottedTransformer(Transformer):
 
 
 class _Rows:
-    """Which rows of a batch each slot has, and where they lie once `largest` of each are gathered."""
+    """Which rows of a batch each slot has.  largest: the most that one has."""
 
     def __init__(self, seqlens: np.ndarray, assigned: Sequence[Sequence[int]]):
         order = np.fromiter(chain.from_iterable(assigned), np.int64)
@@ -110,7 +110,8 @@ class _Rows:
         self.largest = int(self._counts.max())
 
     def places(self) -> np.ndarray:
-        """int32 [total_tokens]: of each row of the batch, its place among those gathered."""
+        """int32 [total_tokens]: of each row of the batch, where it is once `largest` rows of each
+        slot are gathered."""
         slots = np.arange(len(self._counts))
         moved = slots * self.largest - (self._ends - self._counts)
         found = np.empty(len(self._rows), np.int32)
