@@ -70,6 +70,9 @@ class PackedBatch:
     bad_ids: int32 [3] on a GPU, what bytetx.ops.embedding.embed writes there of ids that no host
         checked; None where the host did.
     past: where the sequences' keys and values lie, in a step of generation; else None.
+    on_host: the same batch in host memory, where it is at hand: other ranks are sent it, or a part
+        of it is packed again, without a wait for the device.
+    allows_capture: whether the ranks of a group may capture the pass as a CUDA graph.
     """
 
     input_ids: torch.Tensor
@@ -82,6 +85,13 @@ class PackedBatch:
     bias_positions: torch.Tensor | None = None
     bad_ids: torch.Tensor | None = None
     past: Past | None = None
+    on_host: "PackedBatch | None" = None
+    allows_capture: bool = True
+
+    @property
+    def host(self) -> "PackedBatch | None":
+        """This batch in host memory, as far as that needs no copy."""
+        return self if self.device.type == "cpu" else self.on_host
 
     @property
     def batch_size(self) -> int:

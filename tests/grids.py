@@ -30,7 +30,8 @@ GREEDY = bytetx.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def answers(model: bytetx.Model, family: str) -> list[np.ndarray]:
     if family in ENCODERS:
-        return [np.asarray(model.embed([text for text in SENTENCES if 0 < len(text) < 60]))]
+        texts = [text for text in SENTENCES if 0 < len(text) < 60]
+        return [np.asarray(model.embed(texts, truncate=True))]
     prompts = random_ids([5, 13, 20, 2, 30, 1, 1])
     found = [np.asarray([one.log_likelihood for one in model.score(prompts)])]
     for options in ({}, {"kv_cache_tokens": 160}):  # the second one preempts

@@ -16,6 +16,7 @@ runs at its own size. The outputs of padding are cut off.
 import sys
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -82,9 +83,10 @@ class CudaQueue:
             else:
                 block = source.to(self._device, non_blocking=True)
                 max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=bucket is not None)
-                outputs = task.compute(
-                    self._transformer, layout.read(block, step, max_seqlen=max_seqlen)
-                )
+                here = layout.read(block, step, max_seqlen=max_seqlen)
+                if self._graphs is None:
+                    here = replace(here, batch=replace(here.batch, allows_capture=False))
+                outputs = task.compute(self._transformer, here)
             if capture is not None and bucket is not None:
                 num_rows = exact.batch_size if capture.rows == "sequences" else exact.total_tokens
                 outputs = tuple(output[:num_rows] for output in outputs)

@@ -146,5 +146,6 @@ def _piece(step: Step, requests: Requests, texts: slice, tokens: slice) -> Step:
         cu_seqlens=cu_seqlens if tokens.start == 0 else cu_seqlens - tokens.start,
         seqlens=batch.seqlens[texts],
         max_seqlen=int(requests.seqlens.max(initial=0)),
+        on_host=None,
     )
     return Step(requests, own, None if prompts is None else prompts[texts])

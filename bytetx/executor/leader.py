@@ -46,7 +46,6 @@ from bytetx.nn.loading import (
     resolve_dtype,
     saved_dtype,
 )
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.comm_workspace import workspace_bytes
 from bytetx.ops.linear import DTYPE_NAMES
@@ -122,8 +121,7 @@ def load_on_ranks(
         folder, device=group.device, dtype=dtype, blocks=blocks, on_tensor=workers.check
     )
     workers.wait_for_replies()
-    if isinstance(blocks, ShardedBlocks):
-        blocks.sync_kernel_support(checkpoint.transformer.layers.weights)
+    local = grid_transformer(checkpoint.transformer, group)
     executor, heads = GroupExecutor(group, workers, spec), checkpoint.heads
     if blocks.shard is not None:  # the vocabulary is divided over y; else rank 0 has all of it
         heads = replace(
@@ -131,7 +129,7 @@ def load_on_ranks(
             masked_lm=_group_masked_lm(heads.masked_lm, executor),
             lm=_group_lm(heads.lm, executor),
         )
-    local = grid_transformer(checkpoint.transformer, group)
+    executor.release = local.release
     transformer = _GroupTransformer(local, executor)
     return replace(checkpoint, transformer=transformer, heads=heads, executor=executor)
 
@@ -247,6 +245,8 @@ class GroupExecutor(Executor):
         self._dropped: deque[int] = deque()  # ids of caches that are gone here
         self._num_caches = 0
         self._last_step: torch.cuda.Event | None = None
+        # Frees this rank's graphs, which hold collectives of the group.
+        self.release: Callable[[], object] = lambda: None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -303,6 +303,7 @@ class GroupExecutor(Executor):
             self.group.collectives.broadcast(tensor)
 
     def close(self) -> None:
+        self.release()
         self.workers.close()
 
     def send(self, message: Message) -> None:
@@ -336,8 +337,13 @@ class _GroupTransformer(Transformer):
 
     @property
     def is_capturable(self) -> bool:
-        """Only decode steps are: other passes send a message each time."""
+        """Passes send a message each time; each rank may replay its own layers."""
         return False
+
+    @property
+    def captures_decode_steps(self) -> bool:
+        """Workers run those of y alone as graphs."""
+        return self._executor.grid.is_y_alone and self.layers.is_capturable
 
     @torch.inference_mode()
     def forward(
@@ -356,10 +362,10 @@ class _GroupTransformer(Transformer):
             return self._whole.forward(batch, cache=cache, on_layer=on_layer)
         with executor.step():
             cache_id = None if cache is None else executor.cache_id(cache)
-            executor.send(
-                forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
-            )
-            executor.broadcast(flat_batch(batch))
+            message = forward_message(batch, cache_id=cache_id, wants_layers=on_layer is not None)
+            executor.send(message)
+            if message.numbers is None:
+                executor.broadcast(flat_batch(batch))
             return self._whole.forward(batch, cache=cache, on_layer=on_layer)
 
 

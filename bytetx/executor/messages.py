@@ -8,7 +8,7 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -81,11 +81,14 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Run a forward pass; a broadcast of its device tensors follows, as one tensor.
+    """Run a forward pass.
 
-    seqlens: int32 on the host.  past: (cache_id, max_pages, page_size, max_kv_seqlen).
+    seqlens: int32.  numbers: the batch's other int32s, as of flat_batch, where they are few and on
+    rank 0's host; None: a broadcast of them follows, as one device tensor.
+    past: (cache_id, max_pages, page_size, max_kv_seqlen).
     has_prompts: the past has the prompts' lengths.
     wants_layers: rank 0 gathers every layer's output.
+    allows_capture: see PackedBatch.
     """
 
     total_tokens: int
@@ -96,6 +99,8 @@ class Forward:
     past: tuple[int, int, int, int] | None
     has_prompts: bool
     wants_layers: bool
+    allows_capture: bool = True
+    numbers: bytes | None = None
 
 
 Message = Join | Load | NewCache | DropCache | Logits | Decode | Forward
@@ -143,9 +148,11 @@ def _flat_form(tag: int, kind: type, layout: str) -> _Form:
     return _Form(write, read)
 
 
+# A socket takes some hundred MB/s; a collective of devices starts as late as some 100 KB arrive.
+_MAX_NUMBERS_BYTES = 1 << 20
 _HEADS: tuple[str, ...] = get_args(Head)
 _LOGITS = struct.Struct("<BBQ")
-_FORWARD = struct.Struct("<BQI????IIII?")
+_FORWARD = struct.Struct("<BQI?????IIII??I")
 
 
 def _write_logits(message: Logits) -> bytes:
@@ -167,24 +174,34 @@ def _write_forward(message: Forward) -> bytes:
         message.has_bias_positions,
         message.has_prompts,
         message.wants_layers,
+        message.allows_capture,
         *(past or (0, 0, 0, 0)),
         past is not None,
+        message.numbers is not None,
+        len(message.seqlens),
     )
-    return fixed + message.seqlens
+    return b"".join([fixed, message.seqlens, message.numbers or b""])
 
 
 def _read_forward(data: bytes) -> Forward:
-    _, tokens, longest, types, positions, prompts, layers, a, b, c, d, has_past = (
-        _FORWARD.unpack_from(data)
+    (_, tokens, longest, types, positions, prompts, layers, captures, *rest) = _FORWARD.unpack_from(
+        data
     )
-    seqlens = data[_FORWARD.size :]
-    if len(seqlens) % 4:
-        raise ValueError(f"lengths of {len(seqlens)} bytes are not int32")
+    *cache, has_past, has_numbers, n = rest
+    end = _FORWARD.size + n
+    seqlens, numbers = data[_FORWARD.size : end], data[end:]
+    if len(seqlens) != n or n % 4:
+        raise ValueError(f"{len(seqlens)} of {n} bytes are no int32 lengths")
     lengths = np.frombuffer(seqlens, dtype="<i4")
     if (lengths < 0).any() or lengths.sum(dtype=np.int64) != tokens:
         raise ValueError(f"{len(lengths)} lengths do not sum to {tokens} tokens")
-    past = (a, b, c, d) if has_past else None
-    return Forward(tokens, seqlens, longest, types, positions, past, prompts, layers)
+    past = (cache[0], cache[1], cache[2], cache[3]) if has_past else None
+    message = Forward(tokens, seqlens, longest, types, positions, past, prompts, layers, captures)
+    if not has_numbers and not numbers:
+        return message
+    if not has_numbers or len(numbers) != 4 * flat_size(message):
+        raise ValueError(f"{len(numbers)} bytes are not the numbers of {tokens} tokens")
+    return replace(message, numbers=numbers)
 
 
 # Join and Load are sent once per model: JSON of a list whose items are checked one by one.
@@ -246,8 +263,8 @@ _FORMS_BY_TAG = {_TAGS[kind]: form for kind, form in _FORMS.items()}
 def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: bool) -> Forward:
     if batch.inputs_embeds is not None:
         raise InputError("inputs_embeds cannot be given to a model loaded with tp")
-    past = batch.past
-    return Forward(
+    past, host = batch.past, batch.host
+    message = Forward(
         batch.total_tokens,
         batch.seqlens.numpy().tobytes(),
         batch.max_seqlen,
@@ -258,11 +275,22 @@ def forward_message(batch: PackedBatch, *, cache_id: int | None, wants_layers: b
         else (cache_id, past.page_table.shape[1], past.page_size, past.max_kv_seqlen),
         past is not None and past.prompt_seqlens is not None,
         wants_layers,
+        batch.allows_capture,
     )
+    if host is None or 4 * flat_size(message) > _MAX_NUMBERS_BYTES:
+        return message
+    return replace(message, numbers=flat_batch(host).numpy().tobytes())
+
+
+def numbers_of(message: Forward) -> torch.Tensor | None:
+    """What flat_batch gave rank 0, on the host, where it is in the message."""
+    if message.numbers is None:
+        return None
+    return torch.from_numpy(np.frombuffer(message.numbers, dtype=np.int32).copy())
 
 
 def flat_batch(batch: PackedBatch) -> torch.Tensor:
-    """The batch's device tensors, concatenated, int32."""
+    """The batch's tensors but for the lengths, concatenated, int32."""
     tensors = [batch.input_ids, batch.position_ids, batch.cu_seqlens]
     tensors += [t for t in (batch.token_type_ids, batch.bias_positions) if t is not None]
     if (past := batch.past) is not None:
@@ -298,6 +326,7 @@ def batch_of(message: Forward, flat: torch.Tensor) -> PackedBatch:
         max_seqlen=message.max_seqlen,
         bias_positions=bias_positions,
         past=past,
+        allows_capture=message.allows_capture,
     )
 
 

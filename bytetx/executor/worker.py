@@ -26,12 +26,12 @@ from bytetx.executor.messages import (
     batch_of,
     decode,
     flat_size,
+    numbers_of,
 )
 from bytetx.executor.torchrun import TorchrunRank
 from bytetx.nn.grid_blocks import grid_blocks, grid_transformer
 from bytetx.nn.kv_cache import KvCache, allocate_cache
 from bytetx.nn.loading import Heads, load_shard, load_spec
-from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.transformer import Transformer
 from bytetx.parallel.tp import Store, TpGroup, end_rendezvous, gpu_of, join_group
 
@@ -185,14 +185,15 @@ class _Worker:
             on_tensor=self._leader.step,
         )
         self._leader.reply()
-        if isinstance(blocks, ShardedBlocks):
-            blocks.sync_kernel_support(local.layers.weights)
         self._loaded = grid_transformer(local, self._group)
 
     @torch.inference_mode()
     def _forward(self, message: Forward) -> None:
-        flat = torch.empty(flat_size(message), dtype=torch.int32, device=self._group.device)
-        batch = batch_of(message, self._group.collectives.broadcast(flat))
+        flat = numbers_of(message)
+        if flat is None:
+            flat = torch.empty(flat_size(message), dtype=torch.int32, device=self._group.device)
+            self._group.collectives.broadcast(flat)
+        batch = batch_of(message, flat)
         cache = None if message.past is None else self._caches[message.past[0]]
         on_layer = _ignore if message.wants_layers else None
         self._transformer.forward(batch, cache=cache, on_layer=on_layer)

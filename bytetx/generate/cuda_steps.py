@@ -158,7 +158,7 @@ class CudaSteps:
     @property
     def is_capturable(self) -> bool:
         """Whether the paged ops have a kernel; the reference reads lengths on the host."""
-        layers, layer = self._transformer.layers, self._cache.layers[0]
+        layer = self._cache.layers[0]
         num_kv_heads, head_dim = layer.k_cache.shape[2:]
         has_kernel = launches_by_sizes(
             layer.k_cache.dtype,
@@ -168,7 +168,7 @@ class CudaSteps:
             max_seqlen=2,
             device=layer.k_cache.device,
         )
-        return layers.is_capturable and has_kernel
+        return self._transformer.captures_decode_steps and has_kernel
 
     def __del__(self) -> None:
         # A graph must not be destroyed while it runs; clear() waits for it.

@@ -21,8 +21,6 @@ class FeatureBlocks(ShardedBlocks):
     Embeddings are whole on every x rank, and so is attention: x saves products, not these.
     """
 
-    is_capturable = False
-
     def __init__(self, spec: ModelSpec, axes: AxisGroups):
         y = axes.y
         super().__init__(spec, y, shard_model(spec, rank=y.rank, size=y.size))

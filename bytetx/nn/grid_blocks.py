@@ -1,9 +1,12 @@
 """How a rank of a group runs its part of a model, on any grid: its blocks and its transformer."""
 
+import torch
+
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.errors import InputError
 from bytetx.nn.blocks import Blocks, LocalBlocks
 from bytetx.nn.feature_blocks import FeatureBlocks
+from bytetx.nn.pass_graphs import GraphedTransformer, PassGraphs, RankTransformer
 from bytetx.nn.sharded_blocks import ShardedBlocks
 from bytetx.nn.slots import SlottedTransformer
 from bytetx.nn.transformer import Transformer
@@ -44,15 +47,39 @@ def grid_blocks(spec: ModelSpec, group: TpGroup) -> Blocks:
         blocks = ShardedBlocks(spec, y, shard_model(spec, rank=y.rank, size=y.size))
     else:
         blocks = LocalBlocks(spec)
-    if axes.grid.num_slots > 1:
-        blocks.is_capturable = False
     if axes.z.size > 1:
         blocks.weight_gather = WeightGather(axes.z)
     return blocks
 
 
-def grid_transformer(local: Transformer, group: TpGroup) -> Transformer:
-    """What runs whole batches: with slots, a part of each on every one of them."""
-    if group.axes is None or group.axes.slots.size == 1:
-        return local
-    return SlottedTransformer(local, group.axes.slots)
+def grid_transformer(local: Transformer, group: TpGroup) -> RankTransformer:
+    """What runs whole batches on this rank: with slots, a part of each.
+
+    Once all ranks have loaded, which all call it.
+    """
+    blocks, axes = local.blocks, group.axes
+    if isinstance(blocks, ShardedBlocks):
+        blocks.sync_kernel_support(local.layers.weights)
+    if blocks.weight_gather is not None:
+        blocks.weight_gather.connect()
+    graphs = None
+    if _all_capture(local, group):
+        groups = group.all_collectives()
+        graphs = PassGraphs(local, collectives=groups, device=group.device)
+    if axes is None or axes.slots.size == 1:
+        return GraphedTransformer(local, graphs)
+    return SlottedTransformer(local, axes.slots, graphs)
+
+
+def _all_capture(local: Transformer, group: TpGroup) -> bool:
+    """Whether every rank can capture its passes: their shards may differ, and with them kernels."""
+    if group.device.type != "cuda":
+        return False
+    gather = local.blocks.weight_gather
+    captures = (
+        local.is_capturable
+        and all(collectives.is_capturable for collectives in group.all_collectives())
+        and (gather is None or gather.is_capturable)
+    )
+    lacking = torch.tensor([float(not captures)], device=group.device)
+    return not group.collectives.all_reduce(lacking).item()

@@ -184,9 +184,10 @@ class _LayerReader:
         if gather is not None:
             assert isinstance(gather, WeightGather)  # the one kind there is
             shards: dict[str, LayerShard] = {}
+            num_layers = len(set(names))
             for i, name in enumerate(names):
                 if name not in shards:
-                    shards[name] = gather.keep(self.layer(i))
+                    shards[name] = gather.keep(self.layer(i), num_layers=num_layers)
             return [gather.place(shards[name]) for name in names]
         read: dict[str, LayerWeights] = {}
         for i, name in enumerate(names):

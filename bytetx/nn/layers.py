@@ -155,6 +155,8 @@ class Layers:
                 embedded = None
             if on_layer:
                 on_layer(rows.gather(h) if is_last else self._sums(rows.gather(x)))
+        if gather is not None:
+            gather.end()
         return rows.gather(h)
 
     def _sums(self, x: torch.Tensor) -> torch.Tensor:

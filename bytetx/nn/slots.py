@@ -2,32 +2,38 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import torch
 
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
+from bytetx.nn.pass_graphs import PassGraphs, RankTransformer, on_device
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import assign_sequences
 from bytetx.parallel.tp import GroupCollectives
 from bytetx.runtime.rows import rows_of
+from bytetx.runtime.upload import Uploader
 
 
-class SlottedTransformer(Transformer):
+class SlottedTransformer(RankTransformer):
     """A transformer that runs its slot's sequences of a batch and gathers those of all slots.
 
     Every rank is called with the whole batch and returns the hidden states of all of it. Whole
     sequences go to a slot: balanced by their work, or, of sequences with a cache, by the first page
     of their keys, so that each finds its keys where it wrote them. Sequences that share pages must
-    share the first one.
+    share the first one. The batch may lie on the host alone.
     """
 
-    def __init__(self, local: Transformer, slots: GroupCollectives):
-        vars(self).update(vars(local))
-        self._local, self._slots = local, slots
+    def __init__(
+        self, local: Transformer, slots: GroupCollectives, graphs: PassGraphs | None = None
+    ):
+        """graphs: of local's passes; slots replay different ones, as their rows demand."""
+        super().__init__(local, graphs)
+        self._slots = slots
+        self._upload = Uploader(self.embeddings.word.device).upload
 
     @property
     def is_capturable(self) -> bool:
@@ -47,18 +53,37 @@ class SlottedTransformer(Transformer):
         if on_kv is not None:
             raise ValueError("on_kv must be None: each slot has the keys of its own sequences")
         assigned = self._assign(batch)
-        rows, offsets = _rows(batch.seqlens.numpy(), assigned)
-        order = _uploaded(rows, batch.device)
+        own = assigned[self._slots.rank]
+        rows = _Rows(batch.seqlens.numpy(), assigned)
+        own_rows = rows.of(self._slots.rank)
+        if cache is None and on_layer is None:
+            states = self._replay(batch, own, own_rows)
+            if states is not None:
+                return self._gather(states, rows, *self._upload(rows.places()))
+        here = on_device(batch, self.embeddings.word.device)
+        places, index = self._upload(rows.places(), own_rows)
+        own_batch = take_sequences(here, own, index)
+        on_own = None if on_layer is None else (lambda x: on_layer(self._gather(x, rows, places)))
+        x = self._local.forward(own_batch, cache=cache, on_layer=on_own)
+        return self._gather(x, rows, places)
 
-        def gather(x: torch.Tensor) -> torch.Tensor:
-            found = self._slots.all_gather(x, offsets)
-            return torch.empty_like(found).index_copy_(0, order, found)
+    def _replay(
+        self, batch: PackedBatch, own: Sequence[int], own_rows: np.ndarray
+    ) -> torch.Tensor | None:
+        """Hidden states of this slot's sequences and of fillers behind them; None: run eagerly."""
+        if self._graphs is None or batch.host is None:
+            return None
+        own_batch = take_sequences(batch.host, own, torch.from_numpy(own_rows))
+        return self._graphs.run(own_batch, captures=batch.allows_capture)
 
-        slot = self._slots.rank
-        own_rows = order[offsets[slot] : offsets[slot + 1]]
-        own_batch = take_sequences(batch, assigned[slot], own_rows)
-        on_own = None if on_layer is None else (lambda x: on_layer(gather(x)))
-        return gather(self._local.forward(own_batch, cache=cache, on_layer=on_own))
+    def _gather(self, x: torch.Tensor, rows: "_Rows", places: torch.Tensor) -> torch.Tensor:
+        """This slot's rows, with or without more behind them -> those of the batch, in order."""
+        sent = x[: rows.largest]
+        if len(sent) < rows.largest:
+            sent = x.new_empty((rows.largest, *x.shape[1:]))
+            sent[: len(x)] = x
+        received = self._slots.all_gather_padded(sent.contiguous(), num_rows=len(places))
+        return received.index_select(0, places)
 
     def _assign(self, batch: PackedBatch) -> list[list[int]]:
         """The sequences of each slot; the same on every rank."""
@@ -73,18 +98,29 @@ class SlottedTransformer(Transformer):
         return found
 
 
-def _rows(seqlens: np.ndarray, assigned: Sequence[Sequence[int]]) -> tuple[np.ndarray, list[int]]:
-    """The rows of all slots' sequences, slot after slot, int64; and where each slot's begin."""
-    order = np.fromiter(chain.from_iterable(assigned), np.int64)
-    starts = np.cumsum(seqlens, dtype=np.int64) - seqlens  # in the batch
-    rows = rows_of(starts[order], seqlens[order])
-    counts = [int(seqlens[own].sum()) for own in assigned]
-    return rows, [0, *accumulate(counts)]
+class _Rows:
+    """Which rows of a batch each slot has.  largest: the most that one has."""
 
+    def __init__(self, seqlens: np.ndarray, assigned: Sequence[Sequence[int]]):
+        order = np.fromiter(chain.from_iterable(assigned), np.int64)
+        starts = np.cumsum(seqlens, dtype=np.int64) - seqlens  # in the batch
+        self._rows = rows_of(starts[order], seqlens[order])  # of all slots, one after the other
+        self._counts = np.array([seqlens[own].sum(dtype=np.int64) for own in assigned])
+        self._ends = self._counts.cumsum()
+        self.largest = int(self._counts.max())
 
-def _uploaded(x: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Without waiting for what the device does; the copy is staged before the call returns."""
-    return torch.from_numpy(x).to(device, non_blocking=True)
+    def places(self) -> np.ndarray:
+        """int32 [total_tokens]: of each row of the batch, where it is once `largest` rows of each
+        slot are gathered."""
+        slots = np.arange(len(self._counts))
+        moved = slots * self.largest - (self._ends - self._counts)
+        found = np.empty(len(self._rows), np.int32)
+        found[self._rows] = np.arange(len(self._rows)) + np.repeat(moved, self._counts)
+        return found
+
+    def of(self, slot: int) -> np.ndarray:
+        """int64, those of one slot's sequences."""
+        return self._rows[self._ends[slot - 1] if slot else 0 : self._ends[slot]]
 
 
 def take_sequences(
@@ -120,4 +156,10 @@ def take_sequences(
         inputs_embeds=taken(batch.inputs_embeds),
         bias_positions=taken(batch.bias_positions),
         past=past,
+        on_host=None,
     )
+
+
+def _uploaded(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Without waiting for what the device does; the copy is staged before the call returns."""
+    return torch.from_numpy(x).to(device, non_blocking=True)

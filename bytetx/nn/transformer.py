@@ -136,6 +136,11 @@ class Transformer:
             )
         return fits and self.layers.is_capturable
 
+    @property
+    def captures_decode_steps(self) -> bool:
+        """Whether its decode steps may be CUDA graphs, with kernels that take pages."""
+        return self.layers.is_capturable
+
     def interrupted_by(self, run: Callable[[], None]) -> "Transformer":
         """The same model, whose forward calls `run` before each linear layer of a local block.
 

@@ -3,7 +3,8 @@
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from uuid import uuid4
 
@@ -18,6 +19,9 @@ from bytetx.ops.comm_workspace import NUM_FLAGS, Workspace, make_workspace
 logger = logging.getLogger("bytetx")
 
 _ALIGNMENT_BYTES = 1024
+_NO_SHARED_MEMORY = "ranks share no memory, NCCL is used instead: %s"
+# Ranks that exchange the handles of their memory have met right before.
+_EXCHANGE_TIMEOUT = timedelta(minutes=2)
 
 
 def symmetric_workspace(
@@ -29,7 +33,7 @@ def symmetric_workspace(
     process: peers may read it as long as they run.
     """
     rank, size = backend.rank(), backend.size()
-    has_access = _accesses_all(device, size)
+    has_access = _accesses_all(device, range(min(size, torch.cuda.device_count())))
     if not _all_agree(store, "access", rank=rank, size=size, answer=has_access):
         return None
     buffer_bytes = -(-buffer_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -37,10 +41,88 @@ def symmetric_workspace(
     try:
         workspace = _shared(store, backend, device=device, buffer_bytes=buffer_bytes)
     except RuntimeError as error:
-        logger.warning("ranks share no memory, NCCL is used instead: %s", error)
+        logger.warning(_NO_SHARED_MEMORY, error)
     has_memory = workspace is not None
     has_all = _all_agree(store, "has", rank=rank, size=size, answer=has_memory)
     return workspace if has_all else None
+
+
+class PeerReads:
+    """Memory that this rank makes for the others of its group to read, each of them as much."""
+
+    def __init__(self, store: dist.Store, backend: Backend, device: torch.device):
+        """Every rank of the group makes one, while it joins."""
+        self._rank, self._size, self._device = backend.rank(), backend.size(), device
+        self._store = NumberedStore(store)
+        self._name, self._group = _register(self._store, backend)
+        self._num_connected = 0
+
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
+        """uint8 [num_bytes] on this rank, not initialised; None where there is no such memory.
+
+        Every rank calls it alike.
+        """
+        try:
+            return symm_mem.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except RuntimeError as error:
+            logger.warning(_NO_SHARED_MEMORY, error)
+            return None
+
+    def connect(self, memory: torch.Tensor | None) -> "PeerViews | None":
+        """What allocate gave each rank, its contents written; None where a rank has none.
+
+        All ranks call it at about the same time.
+        """
+        torch.cuda.synchronize(self._device)
+        views = None
+        if self._agree("has", memory is not None):
+            assert memory is not None
+            try:
+                views = self._exchange(memory)
+            except RuntimeError as error:
+                logger.warning(_NO_SHARED_MEMORY, error)
+        has_all = self._agree("reads", views is not None)
+        self._num_connected += 1
+        return views if has_all else None
+
+    def _exchange(self, memory: torch.Tensor) -> "PeerViews":
+        handle = _SymmetricMemory.rendezvous(memory, self._name)
+        sizes = (memory.numel(),)
+        views = [
+            memory if rank == self._rank else handle.get_buffer(rank, sizes, torch.uint8)
+            for rank in range(self._size)
+        ]
+        return PeerViews(views, (handle, memory))
+
+    def _agree(self, what: str, answer: bool) -> bool:
+        """Also a barrier: every rank has come here."""
+        key = f"{what}-{self._num_connected}"
+        return _all_agree(self._store, key, rank=self._rank, size=self._size, answer=answer)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerViews:
+    """The memory of every rank as this device reads it, uint8, in the order of ranks.
+
+    owner: keeps it alive.
+    """
+
+    views: Sequence[torch.Tensor]
+    owner: object
+
+
+def peer_reads(
+    store: dist.Store, backend: Backend, *, device: torch.device, gpus: Iterable[int]
+) -> PeerReads | None:
+    """What every rank of a group calls while it joins; None where one cannot read another's.
+
+    gpus: of the group's ranks.
+    """
+    rank, size = backend.rank(), backend.size()
+    has_access = _accesses_all(device, gpus)
+    if not _all_agree(store, "access", rank=rank, size=size, answer=has_access):
+        return None
+    return PeerReads(store, backend, device)
 
 
 def disable_multicast() -> None:
@@ -51,11 +133,16 @@ def disable_multicast() -> None:
     os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
+def allow_shared_gpus() -> None:
+    """For ranks that share a GPU, in this process."""
+    os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+
 def _shared(
     store: dist.Store, backend: Backend, *, device: torch.device, buffer_bytes: int
 ) -> Workspace:
     if backend.size() > torch.cuda.device_count():
-        os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+        allow_shared_gpus()
     numbered = NumberedStore(store)
     name, group = _register(numbered, backend)
     flag_bytes, copy_bytes = 4 * NUM_FLAGS, buffer_bytes // 4
@@ -98,14 +185,13 @@ class NumberedStore(dist.Store):
         self._store.set(self._numbered(key), value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        return self._store.get(self._numbered(key))
+        numbered = self._numbered(key)
+        # The store's own time is short once all ranks have joined (bytetx.parallel.tp).
+        self._store.wait([numbered], _EXCHANGE_TIMEOUT)
+        return self._store.get(numbered)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        numbered = [self._numbered(key) for key in keys]
-        if timeout is None:
-            self._store.wait(numbered)
-        else:
-            self._store.wait(numbered, timeout)
+        self._store.wait([self._numbered(key) for key in keys], timeout or _EXCHANGE_TIMEOUT)
 
     def _numbered(self, key: str) -> str:
         """The key, with the number of the exchange within this group in place of torch's."""
@@ -119,11 +205,9 @@ class NumberedStore(dist.Store):
         return f"{kind}/{self._numbers[kind, number]}/{rank}"
 
 
-def _accesses_all(device: torch.device, size: int) -> bool:
-    """Rank i has GPU i, or shares one: the launcher guarantees it."""
-    count = min(size, torch.cuda.device_count())
-    others = [i for i in range(count) if i != device.index]
-    return all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
+def _accesses_all(device: torch.device, gpus: Iterable[int]) -> bool:
+    others = {gpu for gpu in gpus if gpu != device.index}
+    return all(torch.cuda.can_device_access_peer(device.index, gpu) for gpu in others)
 
 
 def _all_agree(store: dist.Store, what: str, *, rank: int, size: int, answer: bool) -> bool:

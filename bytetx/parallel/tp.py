@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.nccl import loopback_sockets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
+
+if TYPE_CHECKING:  # it imports triton, which CPUs do not need
+    from bytetx.parallel.symmetric import PeerReads
 
 Store = dist.Store
 Work = dist.Work
@@ -58,10 +61,11 @@ class TpGroup:
         return None if self.workspace is None else self.workspace.fault_text()
 
     def num_collectives(self) -> int:
-        """Collectives that this rank has begun; those of replayed graphs do not count."""
-        return sum(collectives.num_begun for collectives in self._all_collectives())
+        """Collectives that this rank has begun; those of replayed decode steps do not count."""
+        return sum(collectives.num_begun for collectives in self.all_collectives())
 
-    def _all_collectives(self) -> "list[GroupCollectives]":
+    def all_collectives(self) -> "list[GroupCollectives]":
+        """Those of all ranks, and of this rank's axes."""
         axes = self.axes
         own = [] if axes is None else [axes.y.collectives, axes.x, axes.z, axes.slots]
         return [self.collectives, *own]
@@ -74,7 +78,7 @@ class TpGroup:
         # them are destroyed, which a thread that waits for these kernels can do only after that.
         threads = [
             Thread(target=collectives.abort, name="bytetx-abort", daemon=True)
-            for collectives in self._all_collectives()
+            for collectives in self.all_collectives()
         ]
         for aborting in threads:
             aborting.start()
@@ -155,8 +159,16 @@ def _join_axes(
 ) -> AxisGroups:
     """Every rank joins the groups of its axes in the same order."""
 
-    def join(name: str, members: tuple[int, ...]) -> GroupCollectives:
-        return join_axis(store, name, members, rank=rank, device=device, num_ranks=grid.size)
+    def join(name: str, members: tuple[int, ...], *, is_read: bool = False) -> GroupCollectives:
+        return join_axis(
+            store,
+            name,
+            members,
+            rank=rank,
+            device=device,
+            num_ranks=grid.size,
+            reads_peers=is_read,
+        )
 
     y = join("y", grid.group("y", rank))
     scheme = rows or row_scheme(device.type, grid.y)
@@ -165,7 +177,7 @@ def _join_axes(
         rank,
         TpGroup(grid.coordinates(rank).y, grid.y, device, y, None, scheme),
         join("x", grid.group("x", rank)),
-        join("z", grid.group("z", rank)),
+        join("z", grid.group("z", rank), is_read=True),
         join("slots", grid.slots(rank)),
     )
     for collectives in (y, groups.x, groups.z, groups.slots):
@@ -181,10 +193,12 @@ def join_axis(
     rank: int,
     device: torch.device,
     num_ranks: int,
+    reads_peers: bool = False,
 ) -> "GroupCollectives":
     """Joins the group of `members`, which all call it; a group of one needs no communication.
 
     num_ranks: of the whole grid; where there are fewer GPUs, ranks share them.
+    reads_peers: where their GPUs can, its ranks read one another's memory.
     """
     own, size = members.index(rank), len(members)
     if size == 1:
@@ -194,6 +208,14 @@ def join_axis(
     backend = _backend(shared, rank=own, size=size, device=device, shares_gpus=is_shared)
     collectives = GroupCollectives(backend, rank=own, size=size)
     collectives.all_reduce(torch.zeros(1, device=device))
+    if reads_peers and device.type == "cuda":
+        from bytetx.parallel.symmetric import allow_shared_gpus, peer_reads
+
+        if is_shared:
+            allow_shared_gpus()
+        gpus = [gpu_of(member).index for member in members]
+        memory = dist.PrefixStore("memory", shared)
+        collectives.peer_reads = peer_reads(memory, backend, device=device, gpus=gpus)
     return collectives
 
 
@@ -256,6 +278,17 @@ class _Collectives(Protocol):
     def abort(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Collectives that a group has begun, and their ledger: see GroupCollectives.counts."""
+
+    num_begun: int
+    counts: Counter[tuple[str, int]]
+
+    def __sub__(self, earlier: "Tally") -> "Tally":
+        return Tally(self.num_begun - earlier.num_begun, self.counts - earlier.counts)
+
+
 class GroupCollectives:
     """Collectives on the current stream; see bytetx.ops.comm_gemm.Collectives.
 
@@ -272,6 +305,8 @@ class GroupCollectives:
         self.num_begun = 0  # collectives; the same on all ranks when they have done the same
         # (kind, bytes of what is gathered or summed) -> how often.
         self.counts: Counter[tuple[str, int]] = Counter()
+        # What lets these ranks read one another's memory; None where they cannot.
+        self.peer_reads: PeerReads | None = None
 
     @property
     def rank(self) -> int:
@@ -281,6 +316,11 @@ class GroupCollectives:
     def size(self) -> int:
         return self._size
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a CUDA graph can hold these collectives: NCCL's, or none at all."""
+        return not self._is_gloo
+
     def _begin(self) -> _Collectives:
         assert self._backend is not None  # no rank calls one after abort
         self.num_begun += 1
@@ -288,6 +328,19 @@ class GroupCollectives:
 
     def _count(self, kind: str, numbers: int, x: Tensor) -> None:
         self.counts[kind, numbers * x.element_size()] += 1
+
+    def tally(self) -> Tally:
+        """What was counted so far."""
+        return Tally(self.num_begun, self.counts.copy())
+
+    def add(self, tally: Tally) -> None:
+        """Counts what a replayed graph does."""
+        self.num_begun += tally.num_begun
+        self.counts.update(tally.counts)
+
+    def restore(self, tally: Tally) -> None:
+        """Counts nothing of what came after a tally: it was captured, and will not run."""
+        self.num_begun, self.counts = tally.num_begun, tally.counts.copy()
 
     def all_gather(self, shard: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[local rows, ...] of every rank -> [total rows, ...], in the order of ranks."""
@@ -310,6 +363,18 @@ class GroupCollectives:
             return received[: row_offsets[-1]]  # only the last shard is shorter
         pieces = received.view(self._size, largest, *tail)
         return torch.cat([pieces[i, :rows] for i, rows in enumerate(sizes)])
+
+    def all_gather_padded(self, shard: Tensor, *, num_rows: int) -> Tensor:
+        """[rows, ...] of every rank -> [size * rows, ...], in the order of ranks.
+
+        num_rows: those of all ranks that are no padding, for the ledger.
+        """
+        if self._size == 1 or not shard.numel():
+            return shard
+        self._count("all_gather", num_rows * shard.shape[1:].numel(), shard)
+        received = shard.new_empty((self._size * len(shard), *shard.shape[1:]))
+        self._begin()._allgather_base(received, shard).wait()
+        return received
 
     def reduce_scatter(self, partial: Tensor, row_offsets: Sequence[int]) -> Tensor:
         """[total rows, n] of every rank -> the sum's local rows; f32 where gloo sums halves."""
@@ -353,8 +418,12 @@ class GroupCollectives:
         On GPUs it runs beside what the current stream does next, and after what it did before.
         The Work's wait() comes before received is read.
         """
-        self._count("all_gather", received.numel(), received)
+        self.count_all_gather(received)
         return self._begin()._allgather_base(received, sent)
+
+    def count_all_gather(self, received: Tensor) -> None:
+        """Adds a gather to the ledger, which this rank may also do by copies of its own."""
+        self._count("all_gather", received.numel(), received)
 
     def start_all_reduce(self, partial: Tensor) -> dist.Work | None:
         """Begins to sum `partial` of every rank in its own memory, in its own dtype.

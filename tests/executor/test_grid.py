@@ -14,6 +14,7 @@ from bytetx import Model, SamplingParams, load, plan
 from bytetx.cli.commands import main
 from bytetx.errors import InputError, OptionError
 from bytetx.executor import load as executor_load
+from bytetx.executor import messages
 from bytetx.executor.messages import Join, decode, encode
 from bytetx.parallel.grid import Grid
 
@@ -52,6 +53,19 @@ def test_prompts_with_equal_beginnings(llama: Path, shared: Model) -> None:
     for _ in range(2):
         found, wanted = (m.generate(prompts, GREEDY) for m in (shared, local))
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
+
+
+def test_batches_that_no_message_holds_are_broadcast(
+    llama: Path, shared: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local, prompts = load(llama, device="cpu"), random_ids(PROMPTS)
+    begun = shared.checkpoint.executor.group.collectives.num_begun
+    shared.score(prompts)
+    assert shared.checkpoint.executor.group.collectives.num_begun == begun
+    monkeypatch.setattr(messages, "_MAX_NUMBERS_BYTES", 0)
+    for ours, theirs in zip(shared.score(prompts), local.score(prompts), strict=True):
+        assert abs(ours.log_likelihood - theirs.log_likelihood) < 1e-3
+    assert shared.checkpoint.executor.group.collectives.num_begun > begun
 
 
 def test_a_model_of_several_ranks_is_not_pickled(shared: Model) -> None:

@@ -1,5 +1,6 @@
 """Models on grids of two GPUs, over NCCL, against the same checkpoints on one GPU."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,10 @@ from tiny import random_ids, save
 from tiny_decoders import tiny_decoder
 
 from bytetx import Model, SamplingParams, load
+from bytetx.ops.native import why_no_kernel
+from bytetx.parallel.grid import Grid, assign_sequences
+from bytetx.parallel.planner.ledger import count_transfers, local_sizes, pass_transfers
+from bytetx.parallel.planner.shapes import shape_of
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -38,6 +43,76 @@ def test_an_encoder(bert: Path, grid: str, dtype: torch.dtype) -> None:
             np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCES[dtype][0])
 
 
+@pytest.mark.parametrize("grid", GRIDS)
+def test_replayed_passes(bert: Path, grid: str) -> None:
+    """Batches of one bucket and of several, again and again: eager, captured, replayed; slots have
+    different buckets, and one of them none of the texts at times."""
+    one = load(bert, device="cuda", dtype=torch.float16)
+    batches = [random_ids(lengths) for lengths in ([40, 3], [39, 5], [40], [40] * 6 + [9], [7])]
+    with load(bert, device="cuda", dtype=torch.float16, grid=grid) as model:
+        for texts in batches * 4:
+            found, wanted = (m.embed(texts, normalize=True).vectors for m in (model, one))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCES[torch.float16][0])
+        local = model.transformer._whole  # of rank 0
+        if local._graphs is None:
+            pytest.skip(why_no_kernel("varlen_attention", torch.device("cuda", 0)) or "no graphs")
+        assert local._graphs.num_graphs > 0
+        assert not local._graphs._graphs._refused
+
+
+@pytest.mark.parametrize("grid", ["z2", "y2"])
+def test_graphs_give_the_bits_of_eager_passes(bert: Path, grid: str) -> None:
+    texts = random_ids([40, 3, 17])
+    with load(bert, device="cuda", dtype=torch.float16, grid=grid) as model:
+        eager = Model(model.checkpoint, cuda_graphs=False)
+        wanted = eager.embed(texts).vectors
+        for _ in range(4):
+            np.testing.assert_array_equal(model.embed(texts).vectors, wanted)
+
+
+def test_the_ledger_of_replayed_gathers(bert: Path) -> None:
+    """z's gathers are copies, as many and as large as the planner says."""
+    shape, texts = shape_of(bert), random_ids([40, 13, 25, 30])
+    with load(bert, device="cuda", dtype=torch.float16, grid="z2") as model:
+        gather = model.transformer.blocks.weight_gather
+        if gather._copies is None:
+            pytest.skip("these GPUs do not read one another's memory")
+        group = model.checkpoint.executor.group
+        slots = assign_sequences([40, 13, 25, 30], 2, hidden_size=shape.hidden_size)
+        transfers = pass_transfers(
+            shape,
+            Grid(z=2),
+            local_sizes(shape, Grid(z=2), rank=0),
+            num_rows=sum(len(texts[i]) for i in slots[0]),
+            total_rows=108,
+            itemsize=2,
+            row_scheme=None,
+        )
+        for _ in range(5):
+            before, begun = group.axes.counts(), group.axes.z.num_begun
+            model.embed(texts)
+            assert group.axes.counts() - before == count_transfers(transfers)
+            assert group.axes.z.num_begun == begun
+        assert model.transformer._whole._graphs.num_graphs == 1
+
+
+def test_two_threads_share_the_graphs(bert: Path) -> None:
+    """Each with a stream of its own."""
+    batches = [random_ids([40, 13 + i]) for i in range(2)]
+    one = load(bert, device="cuda", dtype=torch.float16)
+    wanted = [one.embed(texts, normalize=True).vectors for texts in batches]
+    with load(bert, device="cuda", dtype=torch.float16, grid="z2") as model:
+
+        def run(i: int) -> None:
+            own = Model(model.checkpoint)
+            for _ in range(20):
+                found = own.embed(batches[i], normalize=True).vectors
+                np.testing.assert_allclose(found, wanted[i], rtol=0, atol=1e-2)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(run, range(2)))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("family", DECODERS)
@@ -49,8 +124,9 @@ def test_a_decoder(family: str, grid: str, dtype: torch.dtype, tmp_path: Path) -
 
     one = load(path, device="cuda", dtype=dtype)
     with load(path, device="cuda", dtype=dtype, grid=grid) as model:
-        found, wanted = scores(model), scores(one)
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCES[dtype][1])
+        wanted = scores(one)
+        for _ in range(3):  # eager, captured, replayed
+            np.testing.assert_allclose(scores(model), wanted, rtol=0, atol=TOLERANCES[dtype][1])
         if grid != "x2" and dtype == torch.float32:
             answers = [m.generate(prompts, GREEDY) for m in (model, one)]
             tokens, expected = ([a.token_ids for a in found] for found in answers)

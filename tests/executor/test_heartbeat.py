@@ -37,6 +37,7 @@ MESSAGES = [
     Decode(2, 256, 1 << 20, True, False),
     Forward(5, struct.pack("<2i", 2, 3), 3, True, False, None, False, True),
     Forward(9, struct.pack("<i", 9), 9, False, True, (1, 2, 16, 31), True, False),
+    Forward(2, struct.pack("<i", 2), 2, False, False, None, False, False, False, b"x" * 4 * 6),
 ]
 
 

@@ -165,22 +165,30 @@ def test_gathers_hide_from_the_number_of_tokens_of_the_closed_form() -> None:
 def test_what_no_graph_replays_takes_the_host_its_time() -> None:
     machine = replace(load_machine("h200-nvlink"), host_op_us=70.0, host_collective_us=400.0)
     options = {"machine": machine, "gpus": 2, "lengths": [512] * 4}
-    small = plan("bert-large", **options)
+    chat = plan("bert-large", **options | {"output_tokens": 8})  # its prompts are not replayed
     host_us = {"data2": 24 * 6 * 70 + 400, "z2": 24 * (6 * 70 + 400) + 400}
     for grid, wanted in host_us.items():
-        cost = small.explain(grid).prefill
+        cost = chat.explain(grid).prefill
         assert cost.host_us == wanted
         assert cost.total_us == pytest.approx(wanted)
         assert cost.waiting_us == pytest.approx(wanted - cost.compute_us - cost.exposed_us)
-        assert small.explain(grid).waiting_s == pytest.approx(cost.waiting_us / 1e6)
-    assert small.explain("x2").prefill.host_us > 2 * host_us["z2"]
-    assert plan("bert-large", **options | {"gpus": 1}).best.prefill.host_us == 0
-    large = plan("bert-large", **options | {"lengths": [512] * 400})
-    assert large.explain("data2").prefill.waiting_us == 0
-    chat = plan("llama-70b", **options | {"output_tokens": 8})
-    assert chat.explain("y2").prefill.host_us > 0
+    assert chat.explain("x2").prefill.host_us > 2 * host_us["z2"]
     decode = chat.explain("y2").decode
+    assert chat.explain("y2").prefill.host_us > 0
     assert decode is not None and decode.host_us == 0  # replayed on both ranks
+    large = plan("bert-large", **options | {"lengths": [512] * 400, "output_tokens": 8})
+    assert large.explain("data2").prefill.waiting_us == 0
+
+
+def test_of_a_replayed_pass_the_host_launches_the_gather_of_rows() -> None:
+    machine = replace(load_machine("h200-nvlink"), host_op_us=70.0, host_collective_us=400.0)
+    options = {"machine": machine, "gpus": 2, "lengths": [512] * 4}
+    found = plan("bert-large", **options)
+    for grid, wanted in {"data2": 400, "z2": 400, "y2": 0, "x2": 0}.items():
+        assert found.explain(grid).prefill.host_us == wanted
+    assert plan("bert-large", **options | {"gpus": 1}).best.prefill.host_us == 0
+    short = plan("bert-large", **options | {"lengths": [1, 1]}).explain("data2")
+    assert short.waiting_s == pytest.approx(short.prefill.waiting_us / 1e6)
 
 
 def test_sums_of_y_are_hidden_where_it_is_the_only_axis() -> None:

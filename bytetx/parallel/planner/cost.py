@@ -36,7 +36,7 @@ class TransferCost:
 class PassCost:
     """Of the rank whose slot takes longest.
 
-    host_us: of launching all of it; 0 where a CUDA graph replays the pass.
+    host_us: of launching what no CUDA graph replays.
     """
 
     compute_us: float
@@ -102,7 +102,7 @@ def pass_cost(
     itemsize: int,
     is_replayed: bool = False,
 ) -> PassCost:
-    """is_replayed: a CUDA graph holds the pass, with its collectives."""
+    """is_replayed: a CUDA graph holds the layers, with their collectives."""
     products = _products_us(shape, machine, local, work, itemsize=itemsize)
     layer_us = products + _others_us(shape, machine, local, work, itemsize=itemsize)
     head_us = 0.0
@@ -125,13 +125,20 @@ def pass_cost(
         _weights_cost(t, grid, machine, beside_us) if cost is None else cost
         for t, cost in zip(transfers, costs, strict=True)
     ]
-    host_us = 0.0 if is_replayed else _host_us(shape, grid, machine, transfers)
+    host_us = _host_us(shape, grid, machine, transfers, is_replayed=is_replayed)
     return PassCost(shape.num_layers * layer_us + head_us, tuple(rows), host_us)
 
 
 def _host_us(
-    shape: ModelShape, grid: Grid, machine: Machine, transfers: Sequence[Transfer]
+    shape: ModelShape,
+    grid: Grid,
+    machine: Machine,
+    transfers: Sequence[Transfer],
+    *,
+    is_replayed: bool,
 ) -> float:
+    if is_replayed:  # but for the rows of all slots, which are gathered behind it
+        return machine.host_collective_us * sum(t.count for t in transfers if t.axis == "slots")
     fused = sum(t.count for t in transfers if _is_fused(t, grid, machine))
     collectives = sum(t.count for t in transfers) - fused
     ops = shape.num_layers * (_LAYER_OPS_OF_X if grid.x > 1 else _LAYER_OPS) + _FUSED_OPS * fused

@@ -302,7 +302,8 @@ def _cost(
 ) -> PlannedGrid:
     local, num_texts = local_sizes(shape, grid), len(traffic.seqlens)
     cost = partial(pass_cost, shape, grid, machine, local, itemsize=itemsize)
-    prefill = cost(work, is_replayed=grid.size == 1)
+    # Each rank replays its layers, but those of a generation's prompts, which go over pages.
+    prefill = cost(work, is_replayed=grid.size == 1 or not traffic.output_tokens)
     decode, kv_rows, output = None, 0, traffic.output_tokens
     if output:
         rows = -(-num_texts // grid.num_slots)

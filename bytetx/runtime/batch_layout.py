@@ -1,0 +1,74 @@
+"""BatchLayout: a packed batch without a cache as one int32 block, padded to a bucket's sizes."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from bytetx.packed import PackedBatch
+from bytetx.runtime.buckets import FILLER_TOKENS, Bucket
+from bytetx.runtime.step_layout import Field, StepLayout
+
+
+class BatchLayout:
+    """The block of a batch of a bucket's sizes. Two of equal sizes are equal."""
+
+    def __init__(self, bucket: Bucket, *, has_token_types: bool, columns: Sequence[str] = ()):
+        """columns: names of further arrays that have a number for each sequence."""
+        self.bucket, self._key = bucket, (bucket, has_token_types, tuple(columns))
+        tokens = ("input_ids", "position_ids", *(("token_type_ids",) if has_token_types else ()))
+        fields = [Field("cu_seqlens", (bucket.batch_size + 1,))]
+        fields += [Field(name, (bucket.batch_size,)) for name in columns]
+        fields += [Field(name, (bucket.total_tokens,)) for name in tokens]
+        self._block = StepLayout(fields)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BatchLayout) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def num_ints(self) -> int:
+        return self._block.num_ints
+
+    def write(
+        self, block: np.ndarray, batch: PackedBatch, columns: Mapping[str, np.ndarray] | None = None
+    ) -> None:
+        """Fills a host block from a batch on the host; tokens beyond its own are zeros."""
+        arrays = {
+            "cu_seqlens": self._cu_seqlens(batch),
+            "input_ids": batch.input_ids.numpy(),
+            "position_ids": batch.position_ids.numpy(),
+            **(columns or {}),
+        }
+        if batch.token_type_ids is not None:
+            arrays["token_type_ids"] = batch.token_type_ids.numpy()
+        self._block.write(block, arrays)
+
+    def read(
+        self, block: torch.Tensor, *, seqlens: torch.Tensor, max_seqlen: int
+    ) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
+        """The batch as views of a device block, and the further columns.
+
+        seqlens: those of the sequences alone, without fillers.
+        """
+        views = self._block.views(block)
+        batch = PackedBatch(
+            input_ids=views.pop("input_ids"),
+            position_ids=views.pop("position_ids"),
+            token_type_ids=views.pop("token_type_ids", None),
+            cu_seqlens=views.pop("cu_seqlens"),
+            seqlens=seqlens,
+            max_seqlen=max_seqlen,
+        )
+        return batch, views
+
+    def _cu_seqlens(self, batch: PackedBatch) -> np.ndarray:
+        """The texts', then empty sequences, then fillers over the rows that the bucket adds."""
+        bucket, num_tokens = self.bucket, batch.total_tokens
+        cu_seqlens = np.full(bucket.batch_size + 1, num_tokens, dtype=np.int32)
+        cu_seqlens[: batch.batch_size + 1] = batch.cu_seqlens.numpy()
+        ends = num_tokens + FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1)
+        cu_seqlens[bucket.num_texts + 1 :] = np.minimum(ends, bucket.total_tokens)
+        return cu_seqlens
