@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bytetx.ops import triton_kernels
-from bytetx.ops.padding import IdTables, PackedIds, PaddedIds
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
     disentangled,

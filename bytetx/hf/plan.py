@@ -95,6 +95,10 @@ class Snapshot:
         self.addresses = addresses(self.tensors)
         self.read_values.seal()
 
+    def is_in_place(self) -> bool:
+        """Whether the parameters' memory is where it was: what a graph reads is there."""
+        return addresses(self.tensors) == self.addresses
+
     def is_current(self) -> bool:
         """Whether the model is unchanged since the snapshot."""
         return (
@@ -104,7 +108,7 @@ class Snapshot:
             and all(map(is_, map(dict.get, self.dicts, repeat("forward")), self.own_forwards))
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
-            and addresses(self.tensors) == self.addresses
+            and self.is_in_place()
             and list(map(_version, self.copied)) == self.copied_versions
             and self.read_values.are_current()
         )

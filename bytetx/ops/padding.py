@@ -1,53 +1,14 @@
 """A padded batch to packed rows and back: checks, choice of kernel."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from bytetx.ops import reference
 from bytetx.ops.check import describe, require_contiguous, require_tensor
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_backend import triton_beside_native
 
 _IDS = (torch.int32, torch.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedIds:
-    """What a caller gave for a padded batch; the columns of each tensor are contiguous.
-
-    input_ids: int32 or int64 [num_rows, num_columns].
-    mask: [num_rows, num_columns] of any dtype but complex, non-zero = token; None: all are tokens.
-    token_type_ids, position_ids: int32 or int64 [1 or num_rows, num_columns], or None.
-    """
-
-    input_ids: Tensor
-    mask: Tensor | None
-    token_type_ids: Tensor | None = None
-    position_ids: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PackedIds:
-    """Where packed rows are written; all int32 and contiguous.
-
-    cu_seqlens: [num_sequences + 1].  input_ids, position_ids: [num_tokens].
-    token_type_ids: [num_tokens], or None where the model has none.
-    """
-
-    cu_seqlens: Tensor
-    input_ids: Tensor
-    position_ids: Tensor
-    token_type_ids: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class IdTables:
-    """How many rows the tables have that ids are looked up in; 0 where there is no table."""
-
-    word: int
-    position: int
-    token_type: int
 
 
 def count_tokens(mask: Tensor) -> Tensor:

@@ -3,14 +3,12 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from bytetx.ops.padding import IdTables, PackedIds, PaddedIds
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 
 # Elements of one materialised bias block, [num_heads, rows, seqlen] in f32: 64 MiB whatever the
 # lengths are, and one block for every sequence that a model with 512 positions can have.
@@ -481,14 +479,14 @@ def count_tokens(mask: Tensor) -> Tensor:
 
 
 def pack_padded(
-    padded: "PaddedIds",
-    packed: "PackedIds",
+    padded: PaddedIds,
+    packed: PackedIds,
     *,
     num_texts: int,
     filler_tokens: int,
     position_offset: int,
     seqlens: Tensor | None,
-    tables: "IdTables | None",
+    tables: IdTables | None,
     bad_ids: Tensor | None,
 ) -> Tensor | None:
     """See ops.padding.pack_padded.  Never synchronises with the device."""

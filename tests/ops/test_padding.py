@@ -6,7 +6,7 @@ import torch
 
 from bytetx.hf.padding import padded_layout, position_ids_of
 from bytetx.ops import padding, reference
-from bytetx.ops.padding import IdTables, PackedIds, PaddedIds
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BACKENDS = ["reference", "triton"]

@@ -1,16 +1,12 @@
 """A padded batch to packed rows and back; lengths stay on the device."""
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels.launch import address_or, launch
-
-if TYPE_CHECKING:
-    from bytetx.ops.padding import IdTables, PackedIds, PaddedIds
 
 _BLOCK = 256
 _PLACES, _COLUMNS = 8, 256
@@ -210,14 +206,14 @@ def _pack_kernel(
 
 
 def pack_padded(
-    padded: "PaddedIds",
-    packed: "PackedIds",
+    padded: PaddedIds,
+    packed: PackedIds,
     *,
     num_texts: int,
     filler_tokens: int,
     position_offset: int,
     seqlens: Tensor | None,
-    tables: "IdTables | None",
+    tables: IdTables | None,
     bad_ids: Tensor | None,
 ) -> Tensor | None:
     """ops.padding.pack_padded on checked arguments: a program a row, and one for what is behind."""
