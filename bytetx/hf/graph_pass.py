@@ -15,7 +15,7 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
@@ -103,8 +103,7 @@ class GraphPasses:
         """Whether there are buckets for a batch.  facts: None where it was not measured."""
         if num_columns > self.transformer.spec.max_positions:
             return False
-        total_tokens = num_rows * num_columns if facts is None else facts.total_tokens
-        return total_tokens > 0 and self._bucket(num_rows, total_tokens) is not None
+        return self._layout(num_rows, num_columns, facts) is not None
 
     def run(
         self,
@@ -119,18 +118,11 @@ class GraphPasses:
         bad_ids: int32 [3] on the device, where ids outside their tables are noted.
         """
         num_rows, num_columns = padded.input_ids.shape
-        if facts is None:
-            bucket = self._bucket(num_rows, num_rows * num_columns)
-            assert bucket is not None  # `takes` said so
-            # Every place may be a pad.
-            bucket = replace(bucket, num_fillers=-(-bucket.total_tokens // FILLER_TOKENS))
-        else:
-            bucket = self._bucket(num_rows, facts.total_tokens)
-            assert bucket is not None
-            if not facts.has_pads:
-                padded = replace(padded, mask=None)
-        has_types = self.transformer.spec.num_token_types > 0
-        layout = encode_layout(bucket, has_token_types=has_types)
+        layout = self._layout(num_rows, num_columns, facts)
+        assert layout is not None  # `takes` said so
+        bucket = layout.bucket
+        if facts is not None and not facts.has_pads:
+            padded = replace(padded, mask=None)
         seqlens = None
         if facts is not None and facts.device_seqlens is not None and padded.mask is not None:
             seqlens = facts.device_seqlens.to(self.device, non_blocking=True)
@@ -172,8 +164,16 @@ class GraphPasses:
             with suppress(RuntimeError):
                 graphs.clear()
 
-    def _bucket(self, num_rows: int, total_tokens: int) -> Bucket | None:
-        return bucket_of(total_tokens, num_rows, max_tokens=self._max_tokens)
+    def _layout(
+        self, num_rows: int, num_columns: int, facts: MaskFacts | None
+    ) -> EncodeLayout | None:
+        return _layout_of(
+            num_rows,
+            num_rows * num_columns if facts is None else facts.total_tokens,
+            max_tokens=self._max_tokens,
+            is_measured=facts is not None,
+            has_types=self.transformer.spec.num_token_types > 0,
+        )
 
     def _find_graph(self, layout: EncodeLayout, wants: Wants) -> CapturedStep | None:
         key = (layout, wants)
@@ -231,6 +231,22 @@ class GraphPasses:
             word, width = self.transformer.embeddings.word, self.transformer.spec.output_size
             self._states[room] = torch.empty((room, width), dtype=word.dtype, device=self.device)
         return self._states[room][:tokens]
+
+
+@lru_cache(maxsize=1024)  # of a call of one text it would be 5 of 55 us before the launch
+def _layout_of(
+    num_rows: int, total_tokens: int, *, max_tokens: int, is_measured: bool, has_types: bool
+) -> EncodeLayout | None:
+    """The layout of a batch's bucket; None where there is none, or no token.
+
+    total_tokens: where the batch is not measured all its places, of which each may be a pad.
+    """
+    bucket = bucket_of(total_tokens, num_rows, max_tokens=max_tokens)
+    if bucket is None or total_tokens == 0:
+        return None
+    if not is_measured:
+        bucket = replace(bucket, num_fillers=-(-bucket.total_tokens // FILLER_TOKENS))
+    return encode_layout(bucket, has_token_types=has_types)
 
 
 def _tables_of(transformer: Transformer) -> IdTables:
