@@ -1,12 +1,14 @@
 """A padded batch to packed rows and back: checks, choice of kernel."""
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from bytetx.ops import reference
+from bytetx.ops import padding_kernel, reference
 from bytetx.ops.check import describe, require_contiguous, require_tensor
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
-from bytetx.ops.triton_backend import triton_beside_native
+from bytetx.ops.triton_backend import triton_kernels
 
 _IDS = (torch.int32, torch.int64)
 
@@ -15,11 +17,10 @@ def count_tokens(mask: Tensor) -> Tensor:
     """int32 [3, num_rows]: each row's tokens, its runs of tokens, and whether it starts with one.
 
     mask: [num_rows, num_columns] of any dtype but complex, non-zero = token; columns contiguous.
-    One kernel on a GPU with Triton.  Raises ValueError where mask is no such tensor.
+    One kernel on a GPU.  Raises ValueError where mask is no such tensor.
     """
     _check_rows("mask", mask, mask.shape[:1])
-    triton = triton_beside_native(mask.device)
-    counts: Tensor = (triton or reference).count_tokens(mask)
+    counts: Tensor = _backend(mask.device).count_tokens(mask)
     return counts
 
 
@@ -53,8 +54,7 @@ def pack_padded(
     _check(padded, packed, num_texts=num_texts, seqlens=seqlens)
     if (tables is None) != (bad_ids is None):
         raise ValueError("tables and bad_ids must be given both, or neither")
-    triton = triton_beside_native(padded.input_ids.device)
-    rows: Tensor | None = (triton or reference).pack_padded(
+    rows: Tensor | None = _backend(padded.input_ids.device).pack_padded(
         padded,
         packed,
         num_texts=num_texts,
@@ -78,9 +78,15 @@ def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
     require_contiguous("x", x)
     require_tensor("rows", rows, shape=(None,), dtypes=(torch.int32,), device=x.device)
     require_contiguous("rows", rows)
-    triton = triton_beside_native(x.device)
-    unpacked: Tensor = (triton or reference).unpack_padded(x, rows)
+    unpacked: Tensor = _backend(x.device).unpack_padded(x, rows)
     return unpacked
+
+
+def _backend(device: torch.device) -> ModuleType:
+    """The module whose functions take checked arguments on this device."""
+    if padding_kernel.has_kernels(device):
+        return padding_kernel
+    return triton_kernels(device) or reference
 
 
 def _check(padded: PaddedIds, packed: PackedIds, *, num_texts: int, seqlens: Tensor | None) -> None:

@@ -1,33 +1,36 @@
-"""A padded batch to packed rows and back, against Layout's plain torch: kernel and reference."""
+"""A padded batch to packed rows and back, on every backend, against Layout's plain torch."""
 
 import numpy as np
 import pytest
 import torch
 
 from bytetx.hf.padding import padded_layout, position_ids_of
-from bytetx.ops import padding, reference
+from bytetx.ops import padding, padding_kernel, reference
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BACKENDS = ["reference", "triton"]
-MASKS = [torch.bool, torch.int64, torch.int32, torch.uint8, torch.float32]
+BACKENDS = ["reference", "triton", "native"]
+MASKS = [torch.bool, torch.int64, torch.int32, torch.uint8, torch.float32, torch.float16]
 POISON = -77
-
-
-@pytest.fixture(params=DEVICES)
-def device(request):
-    return request.param
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     """The functions of one backend in the op's place; without a GPU Triton interprets them."""
+    kernels = reference
     if request.param == "triton":
         pytest.importorskip("triton")
         from bytetx.ops import triton_kernels as kernels
-    else:
-        kernels = None
-    monkeypatch.setattr(padding, "triton_beside_native", lambda device: kernels)
+    elif request.param == "native":
+        kernels = padding_kernel
+    monkeypatch.setattr(padding, "_backend", lambda device: kernels)
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, backend):
+    if backend == "native" and request.param == "cpu":
+        pytest.skip("the native kernels are for GPUs")
     return request.param
 
 
@@ -60,7 +63,10 @@ def buffers(num_tokens, num_sequences, device, *, has_types=True):
 def test_counts(backend, device, shape, dtype):
     for holes in (False, True):
         mask = mask_of(*shape, holes=holes)
-        counts = padding.count_tokens(mask.to(device, dtype)).cpu()
+        given = mask.to(device, dtype)
+        if dtype.is_floating_point:
+            given = -given  # -0 is zero, too
+        counts = padding.count_tokens(given).cpu()
         edges = torch.nn.functional.pad(mask.int(), (1, 0)).diff(dim=1)
         want = torch.stack((mask.sum(1), (edges == 1).sum(1), mask[:, 0])).int()
         assert torch.equal(counts, want)
