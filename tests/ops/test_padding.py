@@ -192,6 +192,7 @@ def test_unpacking(backend, device, width, dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"input_ids": torch.zeros((2, 3, 1), dtype=torch.int64)}, "input_ids must be int32"),
         ({"input_ids": torch.zeros(2, 3)}, "input_ids must be int32 or int64"),
         ({"mask": torch.ones(2, 4)}, r"mask must be a matrix \[2, 3\]"),
         ({"position_ids": torch.zeros((3, 3), dtype=torch.int64)}, "position_ids must be"),
