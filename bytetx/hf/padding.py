@@ -126,13 +126,15 @@ def read_mask(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> Mas
         seqlens = torch.full((num_rows,), num_columns, dtype=torch.int32)
         return MaskFacts(num_rows, num_columns, seqlens, num_rows * num_columns)
     counts = count_tokens(mask if mask.stride(1) == 1 else mask.contiguous())
-    host = counts.cpu()
-    seqlens, num_runs, starts = host
+    seqlens, num_runs, starts = counts.cpu()
+    total_tokens = int(seqlens.sum())
+    if total_tokens == num_rows * num_columns:
+        return MaskFacts(num_rows, num_columns, seqlens, total_tokens)
     return MaskFacts(
         num_rows,
         num_columns,
         seqlens,
-        total_tokens=int(seqlens.sum()),
+        total_tokens,
         starts_with_padding=bool(((seqlens > 0) & (starts == 0)).any()),
         has_holes=bool((num_runs > 1).any()),
         device_seqlens=counts[0],

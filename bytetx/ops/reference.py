@@ -474,8 +474,9 @@ def count_tokens(mask: Tensor) -> Tensor:
     if is_token.numel() == 0:
         return torch.zeros((3, len(mask)), dtype=torch.int32, device=mask.device)
     # A run of tokens begins where a token follows a pad or the row's start.
-    num_runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
-    return torch.stack((is_token.sum(1), num_runs, is_token[:, 0].long())).int()
+    starts = is_token[:, 0]
+    num_runs = (is_token[:, 1:] > is_token[:, :-1]).sum(1, dtype=torch.int32) + starts
+    return torch.stack((is_token.sum(1, dtype=torch.int32), num_runs, starts.int()))
 
 
 def pack_padded(
