@@ -498,10 +498,11 @@ def test_replays_on_a_gpu(family, side):
         for seqlens in ([30], SEQLENS, [47, 1, 0, 13, 40] * 6, [48] * 30):
             inputs = on_gpu(padded_inputs(seqlens, side=side))
             outputs = [wrapped(**inputs)[0] for _ in range(4)]
-            for have in outputs[1:]:
-                assert torch.equal(have, outputs[0])
+            for have in outputs[2:]:  # the first ran eagerly, the others are one graph
+                assert torch.equal(have, outputs[1])
             if 0 not in seqlens:  # of which the stock model makes what it likes
-                assert_as_exact_as_stock(outputs[0], stock, exact, inputs)
+                for have in outputs[:2]:
+                    assert_as_exact_as_stock(have, stock, exact, inputs)
     assert passes_of(wrapped).num_graphs >= 4
 
 
@@ -525,7 +526,8 @@ def test_streams_and_threads_share_the_graphs_on_a_gpu():
     _, _, wrapped = gpu_pair()
     batches = [on_gpu(padded_inputs([n, 100, 101 - n])) for n in (1, 20, 50, 90)]
     with torch.inference_mode():
-        wants = [wrapped(**inputs)[0] for inputs in batches]
+        for _ in range(3):
+            wants = [wrapped(**inputs)[0] for inputs in batches]
     torch.cuda.synchronize()
 
     def run(number):
