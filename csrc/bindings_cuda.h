@@ -8,6 +8,7 @@
 #include "comm_ops.h"
 #include "gate_ops.h"
 #include "linear_norm_ops.h"
+#include "padding_ops.h"
 
 namespace bytetx {
 
@@ -94,6 +95,9 @@ void bind_cuda(py::module_& m) {
     bind(m, "paged_plan", &paged_plan);
     bind(m, "planned_paged_attention", &planned_paged_attention);
     bind(m, "rotary_write_kv", &rotary_write_kv);
+    bind(m, "count_tokens", &count_tokens);
+    bind(m, "pack_padded", &pack_padded);
+    bind(m, "unpack_padded", &unpack_padded);
     bind_comm(m);
 }
 

@@ -13,19 +13,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bytetx.ops import triton_kernels
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.triton_kernels import (
     attention,
     disentangled,
     gemm,
     late_interaction,
     norms,
+    padding,
     paged,
     rows,
     sampling,
     sequences,
 )
 
-MODULES = (attention, disentangled, gemm, late_interaction, norms, paged, rows, sampling, sequences)
+MODULES = (
+    *(attention, disentangled, gemm, late_interaction, norms),
+    *(padding, paged, rows, sampling, sequences),
+)
 POINTERS = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -33,6 +38,7 @@ POINTERS = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 _ALIGNMENT = 16
 
@@ -129,6 +135,19 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
     limits = {"top_k": longs, "top_p": floats, "min_p": floats}
     triton_kernels.sample(x, floats, **limits, numbers=floats.double())
     triton_kernels.argmax(x, slot_indices=ends, last_tokens=ends)
+    padded, packed = (
+        torch.zeros((4, mean_tokens), dtype=torch.int64),
+        PackedIds(ends, ids, ids, ids),
+    )
+    sizes = {"num_texts": 4, "filler_tokens": 64, "position_offset": 2}
+    for mask in (None, padded, padded.bool()):
+        for seqlens in (None, ends[:4]):
+            given = PaddedIds(padded, mask, padded)
+            triton_kernels.pack_padded(
+                given, packed, **sizes, seqlens=seqlens, tables=IdTables(9, 9, 2), bad_ids=ends
+            )
+    triton_kernels.unpack_padded(x, ids)
+    triton_kernels.count_tokens(padded.bool())
 
 
 def main(capabilities: list[int]) -> None:

@@ -14,11 +14,15 @@ NAMES = ("input_ids", "position_ids", "token_type_ids")  # the order of an op's 
 
 
 @dataclass(frozen=True, slots=True)
-class _Words:
+class Words:
     """on_device: int32 [3] that kernels write.  on_host: pinned, what it was after a call."""
 
     on_device: torch.Tensor
     on_host: torch.Tensor
+
+    def send(self) -> None:
+        """Copies them to the host, after what was launched before."""
+        self.on_host.copy_(self.on_device, non_blocking=True)
 
 
 class BadIds:
@@ -29,7 +33,7 @@ class BadIds:
     """
 
     def __init__(self) -> None:
-        self._words: dict[tuple[int, int], _Words] = {}
+        self._words: dict[tuple[int, int], Words] = {}
 
     def run_forward(
         self,
@@ -45,24 +49,24 @@ class BadIds:
         """
         words = None
         if batch.device.type == "cuda":
-            words = self._words_on(batch.device)
+            words = self.words_on(batch.device)
         else:
             _check_on_host(batch, transformer)
         if words is not None:
             batch = replace(batch, bad_ids=words.on_device)
         x = transformer.forward(batch, on_layer=on_layer, on_kv=on_kv)
         if words is not None:
-            words.on_host.copy_(words.on_device, non_blocking=True)
+            words.send()
         return x
 
-    def _words_on(self, device: torch.device) -> _Words | None:
+    def words_on(self, device: torch.device) -> Words | None:
         """The calling thread's on this GPU; None where none can be had."""
         key = _key_of(device)
         if key not in self._words:
             if torch.cuda.is_current_stream_capturing():  # pinned memory cannot be had now
                 return None
             with torch.inference_mode(False):
-                self._words[key] = _Words(
+                self._words[key] = Words(
                     torch.zeros(3, dtype=torch.int32, device=device),
                     torch.zeros(3, dtype=torch.int32, pin_memory=True),
                 )
@@ -80,7 +84,7 @@ class BadIds:
             return
         if not torch.cuda.is_current_stream_capturing():
             words.on_device.zero_()
-            words.on_host.copy_(words.on_device, non_blocking=True)
+            words.send()
             torch.cuda.current_stream(device).synchronize()  # older copies may not have ended
         sizes = _table_sizes(transformer)
         named = [

@@ -65,6 +65,7 @@ class CausalForward(PackedForward):
     """
 
     outputs = CAUSAL_OUTPUTS
+    has_graphs = False  # a call gives its keys and values, which a graph would have to own
 
     def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
         self.engines = EngineCache()

@@ -17,18 +17,22 @@ from bytetx.errors import InputError
 from bytetx.hf import arguments
 from bytetx.hf.arguments import Inputs
 from bytetx.hf.bad_ids import BadIds
+from bytetx.hf.graph_pass import MOST_UNMEASURED, GraphPasses, PaddedRows, Wants, takes_graphs
 from bytetx.hf.notice import Notices
 from bytetx.hf.padding import (
     Layout,
+    MaskFacts,
     as_int32,
     packed_layout,
     padded_layout,
     position_ids_of,
+    read_mask,
 )
 from bytetx.hf.pads import loss_reads_pads, selects_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.hf.pooler import run_pooler
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.padded_ids import PaddedIds
 from bytetx.packed import PackedBatch
 from bytetx.runtime.forking import computing
 
@@ -241,6 +245,7 @@ class PackedForward(StandIn):
     """
 
     outputs = OUTPUTS
+    has_graphs = True
 
     def __init__(self, module: "PreTrainedModel", *, pads: str = "zeros"):
         super().__init__(module)
@@ -248,6 +253,8 @@ class PackedForward(StandIn):
         self.notices = Notices()
         self.bad_ids = BadIds()
         self.plan: Plan | None = None
+        # The graphs of a plan's transformer, None where it can have none.
+        self.graphs: tuple[Transformer, GraphPasses | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "pads": self.pads}
@@ -264,10 +271,109 @@ class PackedForward(StandIn):
         call = _HEAD_CALL.get()
         if call is not None and call.base is not self.module:
             call = None
-        packed = self.run_packed(arguments.bind(self.names, args, kwargs), call)
+        given = arguments.bind(self.names, args, kwargs)
+        if self.has_graphs:
+            found = self._run_graph(given, call)
+            if found is not None:
+                inputs, rows = found
+                return self._output(self._fields_of(rows), return_dict=inputs.return_dict)
+        packed = self.run_packed(given, call)
         if packed is None:
             return self.original(*args, **kwargs)
         return self._output(self._fields(packed, call), return_dict=packed.inputs.return_dict)
+
+    def _run_graph(
+        self, given: dict[str, Any], call: HeadCall | None
+    ) -> tuple[Inputs, PaddedRows] | None:
+        """Runs the call as a CUDA graph; None where it has to be looked at more closely.
+
+        On a GPU that is idle, what the host does before the launch is time of the call.  So the
+        launch comes before the larger part of the checks, and its result is dropped where they
+        find that the model was changed: the plan's parameters live on until then.
+        """
+        plan, passes = self._plan_with_graphs()
+        if plan is None or passes is None:
+            return None
+        if call is not None and call.cu_seqlens is not None:
+            return None
+        if any(given.get(name) is not None for name in arguments.PACKED_NAMES):
+            return None
+        inputs = arguments.read_inputs(given, config=self.module.config, cu_seqlens=None)
+        reason = None if arguments.has_tokens(inputs) else "no tokens"
+        reason = reason or self._mode_reason() or _plan_reason(plan, inputs)
+        reason = reason or self._argument_reason(given, inputs)
+        if reason is not None or not plan.snapshot.is_in_place():
+            return None
+        padded = _padded_ids(inputs, passes)
+        if padded is None:
+            return None
+        facts = None
+        num_rows, num_columns = padded.input_ids.shape
+        if self._measures(inputs, call, passes):
+            facts = read_mask(inputs.attention_mask, num_rows, num_columns)
+            if self._facts_reason(inputs, facts, call, passes.transformer) is not None:
+                return None
+        if not passes.takes(num_rows, num_columns, facts):
+            return None
+        self.bad_ids.raise_found(passes.transformer)
+        only_first = call is not None and call.only_first
+        has_pooler = getattr(self.module, "pooler", None) is not None
+        wants = Wants(padded=not only_first, first=only_first or has_pooler)
+        with computing(passes.device):
+            words = self.bad_ids.words_on(passes.device) if passes.device.type == "cuda" else None
+            try:
+                rows = passes.run(
+                    padded, wants, facts=facts, bad_ids=None if words is None else words.on_device
+                )
+            except torch.OutOfMemoryError:
+                if not passes.release_memory():
+                    raise
+                return None
+            if words is not None:
+                words.send()
+        if plan.snapshot.is_same_model():
+            return inputs, rows
+        if words is not None:
+            words.on_device.zero_()  # of tables that the model no longer has
+            words.send()
+        return None
+
+    def _plan_with_graphs(self) -> tuple[Plan | None, GraphPasses | None]:
+        """The plan as it is, or the first one; and its graphs, None where it can have none."""
+        plan = self.plan  # read once: another thread may be moving the model
+        if plan is None:
+            if self._mode_reason() is not None:
+                return None, None
+            plan = self.current_plan()
+        transformer, graphs = plan.transformer, self.graphs
+        if transformer is None:
+            return plan, None
+        if graphs is None or graphs[0] is not transformer:
+            passes = GraphPasses(transformer) if takes_graphs(transformer) else None
+            self.graphs = graphs = transformer, passes
+        return plan, graphs[1]
+
+    def _measures(self, inputs: Inputs, call: HeadCall | None, passes: GraphPasses) -> bool:
+        """Whether the mask is read before the pass, for which the host waits for a GPU."""
+        mask = inputs.attention_mask
+        if mask is None or _is_on_host(mask) or mask.numel() > MOST_UNMEASURED:
+            return True
+        reads_pads = call is not None and (call.reads_first or call.reads_pads)
+        return (
+            reads_pads or self.pads == "stock" or _READS_MASKED.get() or passes.depends_on_distances
+        )
+
+    def _facts_reason(
+        self, inputs: Inputs, facts: MaskFacts, call: HeadCall | None, transformer: Transformer
+    ) -> str | None:
+        """Why a batch is none for a graph, or None."""
+        if facts.has_pads and _READS_MASKED.get():
+            return "masked tokens are part of the result"
+        if facts.has_holes and _counts_holes(transformer):
+            return "distances are of columns"
+        if self.pads == "stock" and _shows_pads(inputs, facts, call):
+            return "the caller reads pads"
+        return layout_reason(facts, call, transformer)
 
     def run_packed(self, given: dict[str, Any], call: HeadCall | None) -> PackedPass | None:
         """Runs the call on packed rows; None, with a notice, where the original must run."""
@@ -290,7 +396,7 @@ class PackedForward(StandIn):
             layout = _layout_of(inputs)  # where it waits for a GPU, earlier calls have ended
             self.bad_ids.raise_found(transformer)
             reason = self._layout_reason(inputs, layout, call, transformer)
-            if reason is None and _READS_MASKED.get() and layout.token_indices is not None:
+            if reason is None and _READS_MASKED.get() and layout.has_pads:
                 return None  # the hidden states of masked tokens are part of the result
             if reason is None and self.pads == "stock" and _shows_pads(inputs, layout, call):
                 return None  # the caller chose this with wrap(pads="stock")
@@ -314,7 +420,7 @@ class PackedForward(StandIn):
 
     def forget(self) -> None:
         """Drops what was built over the old parameters."""
-        self.plan = None
+        self.plan = self.graphs = None
 
     def _mode_reason(self) -> str | None:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
@@ -353,6 +459,17 @@ class PackedForward(StandIn):
             fields["hidden_states"] = (*map(layout.scatter, packed.layers[:-1]), last)
         return fields
 
+    def _fields_of(self, rows: PaddedRows) -> dict[str, Any]:
+        """The same of a pass that gave padded rows."""
+        first = None if rows.first is None else rows.first.unsqueeze(1)
+        fields: dict[str, Any] = {
+            "last_hidden_state": first if rows.padded is None else rows.padded
+        }
+        if getattr(self.module, "pooler", None) is not None:
+            assert first is not None  # _run_graph asks for it
+            fields["pooler_output"] = run_pooler(self.module, first)
+        return fields
+
     def _output(self, fields: dict[str, Any], *, return_dict: bool) -> Any:
         from transformers import modeling_outputs
 
@@ -379,6 +496,34 @@ def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
     return None
 
 
+def _is_on_host(mask: torch.Tensor) -> bool:
+    """Whether reading it waits for no GPU."""
+    return mask.device.type == "cpu"
+
+
+def _padded_ids(inputs: Inputs, passes: GraphPasses) -> PaddedIds | None:
+    """The call's tensors for a graph; None where they are not what graphs take."""
+    ids, mask, device = inputs.input_ids, inputs.attention_mask, passes.device
+    if ids is None or inputs.inputs_embeds is not None or inputs.output_hidden_states:
+        return None
+    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None  # the caller captures the kernels themselves
+    types = inputs.token_type_ids if passes.transformer.spec.num_token_types else None
+    shapes = (ids.shape, (1, ids.shape[1]))
+    given = (ids, types, inputs.position_ids)
+    for t in given:
+        if t is not None and not (
+            isinstance(t, torch.Tensor)
+            and t.dtype in (torch.int64, torch.int32)
+            and t.shape in shapes
+            and t.device == device
+        ):
+            return None
+    if mask is not None and mask.device != device:
+        mask = mask.to(device, non_blocking=True)
+    return PaddedIds(ids, mask, types, inputs.position_ids).with_contiguous_columns()
+
+
 def _layout_of(inputs: Inputs) -> Layout:
     main = inputs.main
     if inputs.cu_seqlens is None:
@@ -391,14 +536,16 @@ def _layout_of(inputs: Inputs) -> Layout:
     return packed_layout(inputs.cu_seqlens, main.shape[1], main.device)
 
 
-def layout_reason(layout: Layout, call: HeadCall | None, transformer: Transformer) -> str | None:
+def layout_reason(
+    layout: Layout | MaskFacts, call: HeadCall | None, transformer: Transformer
+) -> str | None:
     """Why a padded batch needs the original forward, or None."""
     if call is not None and call.reads_first and layout.starts_with_padding:
         return (
             "the head reads the first column, and a row starts with padding; "
             "set tokenizer.padding_side = 'right' to run on bytetx"
         )
-    if call is not None and call.reads_pads and layout.token_indices is not None:
+    if call is not None and call.reads_pads and layout.has_pads:
         return (
             "the head's output depends on the values at pads; to run on bytetx, set labels at pads "
             "to -100 and let logits_to_keep select tokens"
@@ -428,9 +575,9 @@ def _has_windows(spec: ModelSpec) -> bool:
     return any(spec.layer_spec.window_of(layer) for layer in range(spec.num_layers))
 
 
-def _shows_pads(inputs: Inputs, layout: Layout, call: HeadCall | None) -> bool:
+def _shows_pads(inputs: Inputs, layout: Layout | MaskFacts, call: HeadCall | None) -> bool:
     """Whether the call's output has values at pads."""
-    if layout.token_indices is None:
+    if not layout.has_pads:
         return False
     is_seen = call is None or call.shows_pads or inputs.output_hidden_states
     return is_seen or bool((layout.seqlens == 0).any())

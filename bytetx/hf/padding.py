@@ -6,8 +6,34 @@ import torch
 import torch.nn.functional as F
 
 from bytetx.errors import InputError
+from bytetx.ops.padding import count_tokens
 
 _INT32 = torch.iinfo(torch.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFacts:
+    """What the host knows of a padded batch's mask.
+
+    seqlens: int32 [num_rows] on the host, each row's tokens.  starts_with_padding, has_holes: see
+    Layout.  device_seqlens: seqlens on the mask's device, None where all places are tokens.
+    """
+
+    num_rows: int
+    num_columns: int
+    seqlens: torch.Tensor
+    total_tokens: int
+    starts_with_padding: bool = False
+    has_holes: bool = False
+    device_seqlens: torch.Tensor | None = None
+
+    @property
+    def has_pads(self) -> bool:
+        return self.total_tokens < self.num_rows * self.num_columns
+
+    @property
+    def max_seqlen(self) -> int:
+        return int(self.seqlens.max()) if self.seqlens.numel() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,10 @@ class Layout:
     @property
     def total_tokens(self) -> int:
         return self.columns.shape[0]
+
+    @property
+    def has_pads(self) -> bool:
+        return self.token_indices is not None
 
     @property
     def max_seqlen(self) -> int:
@@ -87,6 +117,30 @@ def as_int32(name: str, ids: torch.Tensor) -> torch.Tensor:
     return ids.to(torch.int32)
 
 
+def read_mask(mask: torch.Tensor | None, num_rows: int, num_columns: int) -> MaskFacts:
+    """The facts of a mask [num_rows, num_columns], non-zero = token, or None.
+
+    Waits once for a GPU that holds the mask.
+    """
+    if mask is None:
+        seqlens = torch.full((num_rows,), num_columns, dtype=torch.int32)
+        return MaskFacts(num_rows, num_columns, seqlens, num_rows * num_columns)
+    counts = count_tokens(mask if mask.stride(1) == 1 else mask.contiguous())
+    seqlens, num_runs, starts = counts.cpu()
+    total_tokens = int(seqlens.sum())
+    if total_tokens == num_rows * num_columns:
+        return MaskFacts(num_rows, num_columns, seqlens, total_tokens)
+    return MaskFacts(
+        num_rows,
+        num_columns,
+        seqlens,
+        total_tokens,
+        starts_with_padding=bool(((seqlens > 0) & (starts == 0)).any()),
+        has_holes=bool((num_runs > 1).any()),
+        device_seqlens=counts[0],
+    )
+
+
 def padded_layout(
     mask: torch.Tensor | None, num_rows: int, num_columns: int, device: torch.device
 ) -> Layout:
@@ -94,26 +148,23 @@ def padded_layout(
 
     Waits for a GPU once, for the lengths.
     """
-    if mask is None:
+    if mask is not None:
+        mask = mask.to(device)
+    facts = read_mask(mask, num_rows, num_columns)
+    if mask is None or not facts.has_pads:
         return _full_layout(num_rows, num_columns, device)
-    is_token = mask.to(device=device, dtype=torch.bool)
-    seqlens = is_token.sum(1)
-    # A row is one run of tokens where exactly one token follows a pad or the row's start.
-    num_runs = (is_token[:, 1:] & ~is_token[:, :-1]).sum(1) + is_token[:, 0]
-    facts = torch.stack((seqlens, num_runs, is_token[:, 0].long())).cpu()
-    total_tokens = int(facts[0].sum())
-    if total_tokens == num_rows * num_columns:
-        return _full_layout(num_rows, num_columns, device)
-    token_indices = torch.nonzero_static(is_token.flatten(), size=total_tokens).squeeze(1)
+    is_token = mask.bool().flatten()
+    token_indices = torch.nonzero_static(is_token, size=facts.total_tokens).squeeze(1)
+    assert facts.device_seqlens is not None  # of a mask
     return Layout(
         num_rows=num_rows,
         num_columns=num_columns,
         token_indices=token_indices,
         columns=token_indices % num_columns,
-        cu_seqlens=F.pad(seqlens.cumsum(0), (1, 0)).to(torch.int32),
-        seqlens=facts[0].to(torch.int32),
-        starts_with_padding=bool(((facts[0] > 0) & (facts[2] == 0)).any()),
-        has_holes=bool((facts[1] > 1).any()),
+        cu_seqlens=F.pad(facts.device_seqlens.cumsum(0), (1, 0)).to(torch.int32),
+        seqlens=facts.seqlens,
+        starts_with_padding=facts.starts_with_padding,
+        has_holes=facts.has_holes,
     )
 
 

@@ -95,8 +95,16 @@ class Snapshot:
         self.addresses = addresses(self.tensors)
         self.read_values.seal()
 
+    def is_in_place(self) -> bool:
+        """Whether the parameters' memory is where it was: what a graph reads is there."""
+        return addresses(self.tensors) == self.addresses
+
     def is_current(self) -> bool:
         """Whether the model is unchanged since the snapshot."""
+        return self.is_in_place() and self.is_same_model()
+
+    def is_same_model(self) -> bool:
+        """Whether all but the places of the parameters' memory is unchanged."""
         return (
             all(map(is_, map(dict.get, self.parents, self.names), self.modules))
             and list(map(len, self.parents)) == self.num_children
@@ -104,7 +112,6 @@ class Snapshot:
             and all(map(is_, map(dict.get, self.dicts, repeat("forward")), self.own_forwards))
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
-            and addresses(self.tensors) == self.addresses
             and list(map(_version, self.copied)) == self.copied_versions
             and self.read_values.are_current()
         )

@@ -62,7 +62,11 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     cache and CUDA graphs are reused by later calls, until the model is moved or unwrapped.
 
     Ids outside their tables raise InputError: on a CPU at once; on a GPU the call gives NaN in the
-    rows that depend on them, and the thread's next packed call raises.
+    rows that depend on them, and the thread's first packed call after the GPU has run it raises.
+
+    Encoders in f16 or bf16 on a GPU run as CUDA graphs, at most 64 of them, which hold memory until
+    the model is moved, changed or unwrapped.  Outputs are new tensors.  Threads and streams may
+    share the model.  Batches of up to 1024 places, pads included, wait for no GPU.
 
     The parameters are shared, not copied: query, key and value of a layer become views of one
     storage, and so do gate and value; GPT-2's weights are laid out by columns in place.  Gemma's

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
+
 # Elements of one materialised bias block, [num_heads, rows, seqlen] in f32: 64 MiB whatever the
 # lengths are, and one block for every sequence that a model with 512 positions can have.
 _MAX_BIAS_ELEMENTS = 1 << 24
@@ -464,3 +466,80 @@ def _reduce_segments(
     divisor = total[:, -1:].clamp(min=1e-9)
     mean = total[:, :-1] / (divisor.sqrt() if mode == "mean_sqrt_len_tokens" else divisor)
     return mean.float()
+
+
+def count_tokens(mask: Tensor) -> Tensor:
+    """int32 [3, num_rows]; see ops.padding.count_tokens.  Never synchronises with the device."""
+    is_token = mask.bool()
+    if is_token.numel() == 0:
+        return torch.zeros((3, len(mask)), dtype=torch.int32, device=mask.device)
+    # A run of tokens begins where a token follows a pad or the row's start.
+    starts = is_token[:, 0]
+    num_runs = (is_token[:, 1:] > is_token[:, :-1]).sum(1, dtype=torch.int32) + starts
+    return torch.stack((is_token.sum(1, dtype=torch.int32), num_runs, starts.int()))
+
+
+def pack_padded(
+    padded: PaddedIds,
+    packed: PackedIds,
+    *,
+    num_texts: int,
+    filler_tokens: int,
+    position_offset: int,
+    seqlens: Tensor | None,
+    tables: IdTables | None,
+    bad_ids: Tensor | None,
+) -> Tensor | None:
+    """See ops.padding.pack_padded.  Never synchronises with the device."""
+    ids, mask, types = padded.input_ids, padded.mask, padded.token_type_ids
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    num_tokens, flat = packed.input_ids.shape[0], is_token.flatten()
+    places = flat.cumsum(0) - 1
+    # The pads' go to a row behind all, which is cut off.
+    targets = torch.where(flat, places, num_tokens).clamp(max=num_tokens)
+    positions = padded.position_ids
+    if positions is None and position_offset == 0:
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
+    elif positions is None:
+        pad = position_offset - 1
+        is_counted = ids != pad
+        positions = is_counted.cumsum(1) * is_counted + pad
+    rows_of = (
+        (ids, packed.input_ids, None if tables is None else tables.word),
+        (positions, packed.position_ids, None if tables is None else tables.position),
+        (types, packed.token_type_ids, None if tables is None else tables.token_type),
+    )
+    for i, (given, out, num_rows) in enumerate(rows_of):
+        if given is None:
+            if out is not None:
+                out.zero_()
+            continue
+        found = _as_int32(given).expand(ids.shape).reshape(-1)
+        if out is not None:
+            behind = torch.zeros(num_tokens + 1, dtype=torch.int32, device=ids.device)
+            out.copy_(behind.scatter_(0, targets, found)[:num_tokens])
+        if num_rows and bad_ids is not None and found.numel():
+            is_bad = flat & ((found < 0) | (found >= num_rows))
+            bad = found[is_bad.int().argmax()]
+            bad_ids[i] = torch.where(is_bad.any(), bad, bad_ids[i])
+    lengths, ends = is_token.sum(1), packed.cu_seqlens
+    total = flat.sum()
+    fillers = torch.arange(1, len(ends) - num_texts, device=ids.device) * filler_tokens
+    ends.copy_(total.int().expand(len(ends)))
+    ends[: len(ids)] = lengths.cumsum(0) - lengths
+    ends[num_texts + 1 :] = (total + fillers).clamp(max=num_tokens)
+    return None if mask is None else torch.where(flat, places, -1).int()
+
+
+def _as_int32(ids: Tensor) -> Tensor:
+    """What is too large stays too large for every table, instead of wrapping round."""
+    limits = torch.iinfo(torch.int32)
+    return ids if ids.dtype == torch.int32 else ids.clamp(limits.min, limits.max).int()
+
+
+def unpack_padded(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows], zeros for -1; see ops.padding.unpack_padded."""
+    if x.shape[0] == 0:
+        return torch.zeros((len(rows), x.shape[1]), dtype=x.dtype, device=x.device)
+    found = x[rows.clamp(min=0)]
+    return found.masked_fill_((rows < 0).unsqueeze(1), 0)

@@ -1,4 +1,4 @@
-"""OnStream: torch.cuda.stream without its checks."""
+"""OnStream: torch.cuda.stream without its checks.  StreamOrder: work of several streams in turn."""
 
 import torch
 
@@ -27,3 +27,34 @@ def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
     torch._C._cuda_setStream(
         stream_id=stream_id, device_index=device_index, device_type=device_type
     )
+
+
+class StreamOrder:
+    """Makes the work that is launched inside, on whichever stream is current, run in that order.
+
+    For memory that calls on several streams share. The device is current inside. The owner has a
+    lock around it.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._last: int | None = None  # the stream of the last work
+        self._is_done: torch.cuda.Event | None = None
+
+    def __enter__(self) -> None:
+        index = self._device.index
+        self._device_index = torch._C._cuda_getDevice()
+        if self._device_index != index:
+            torch._C._cuda_setDevice(index)
+        own = torch._C._cuda_getCurrentRawStream(index)
+        if self._is_done is None:
+            self._is_done = torch.cuda.Event()
+        elif own != self._last:
+            self._is_done.wait()
+        self._last = own
+
+    def __exit__(self, *error: object) -> None:
+        assert self._is_done is not None  # made on entry
+        self._is_done.record()
+        if self._device_index != self._device.index:
+            torch._C._cuda_setDevice(self._device_index)

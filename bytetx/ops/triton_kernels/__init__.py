@@ -14,6 +14,7 @@ from bytetx.ops.triton_kernels.late_interaction import (
     tiles_of,
 )
 from bytetx.ops.triton_kernels.norms import embed, norm
+from bytetx.ops.triton_kernels.padding import count_tokens, pack_padded, unpack_padded
 from bytetx.ops.triton_kernels.paged import paged_attention
 from bytetx.ops.triton_kernels.rows import gate_rows, pool, rotary, write_kv
 from bytetx.ops.triton_kernels.sampling import argmax, sample
@@ -22,6 +23,7 @@ from bytetx.ops.triton_kernels.sequences import sequence_bounds
 __all__ = [
     "MAX_ONE_QUERY",
     "argmax",
+    "count_tokens",
     "disentangled_attention",
     "embed",
     "gate_rows",
@@ -29,12 +31,14 @@ __all__ = [
     "maxsim",
     "maxsim_of_one",
     "norm",
+    "pack_padded",
     "paged_attention",
     "pool",
     "rotary",
     "sample",
     "sequence_bounds",
     "tiles_of",
+    "unpack_padded",
     "varlen_attention",
     "write_kv",
 ]
