@@ -14,6 +14,9 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 import bytetx
 from bytetx.errors import OptionError
 from bytetx.model import Model
+from bytetx.nn import sentence_modules as modules
+from bytetx.nn.batch_invariance import invariant_modules
+from bytetx.ops.linear import prepare_linear
 from bytetx.ops.linear_plan import gating_tilings, plan_invariant, tilings
 from bytetx.ops.paged import paged_attention
 from bytetx.sampling_params import SamplingParams
@@ -21,6 +24,13 @@ from bytetx.sampling_params import SamplingParams
 LONGEST = 300  # tokens of a text: several tiles of attention and of GEMMs
 CPU_DTYPES = ["float32", "bfloat16"]
 GPU_DTYPES = ["float16", "bfloat16"]
+# Sizes that the tensor-core kernels take; the vocabulary of 269 words is not among them.
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
+WIDE_CAUSAL = {
+    "qwen3": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
+    "qwen3-window": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64},
+    "gpt2": {"n_embd": 128, "n_head": 4, "n_inner": 256},
+}
 
 
 def load(folder: Path, device: str, dtype: str, **options: object) -> Model:
@@ -57,8 +67,8 @@ def test_embed_alone_in_a_batch_and_in_small_steps(tmp_path: Path, family: str, 
 
 
 def test_embed_through_sentence_modules(tmp_path: Path) -> None:
-    modules = [Pooling(48, "mean"), Dense(48, 20), Normalize()]
-    folder = save_sentence_model(tmp_path, modules)
+    parts = [Pooling(48, "mean"), Dense(48, 20), Normalize()]
+    folder = save_sentence_model(tmp_path, parts)
     check_embed(load(folder, "cpu", "float32"), folder, "cpu", "float32")
 
 
@@ -192,35 +202,50 @@ def test_a_pickled_model_stays_batch_invariant(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 @pytest.mark.parametrize("family", ["bert", "modernbert", "deberta-v2", "mpnet"])
 def test_gpu_embed(tmp_path: Path, family: str, dtype: str) -> None:
-    folder = save_checkpoint(tmp_path, family, max_position_embeddings=LONGEST + 2)
+    folder = save_checkpoint(tmp_path, family, max_position_embeddings=LONGEST + 2, **WIDE)
     check_embed(load(folder, "cuda", dtype), folder, "cuda", dtype)
 
 
 @pytest.mark.gpu
-def test_gpu_embed_through_sentence_modules(tmp_path: Path) -> None:
-    modules = [Pooling(48, "mean"), Dense(48, 20), Normalize()]
-    folder = save_sentence_model(tmp_path, modules)
-    check_embed(load(folder, "cuda", "float16"), folder, "cuda", "float16")
+def test_gpu_sentence_modules() -> None:
+    """In f32, and of sizes for which no tensor-core kernel is."""
+    torch.manual_seed(0)
+    weight, bias = torch.randn(20, 48, device="cuda"), torch.randn(20, device="cuda")
+    dense = modules.Dense(prepare_linear(weight, bias, prepack=False), torch.tanh, False, None)
+    chain = (*invariant_modules([dense]), modules.Normalize())
+    x = torch.randn(700, 48, device="cuda")
+
+    def run(rows: torch.Tensor) -> torch.Tensor:
+        for module in chain:
+            rows = module(rows)
+        return rows
+
+    wanted = run(x)
+    exact = torch.tanh(x.double() @ weight.double().T + bias.double())
+    exact /= exact.norm(dim=1, keepdim=True)
+    assert (wanted.double() - exact).abs().max() < 1e-5  # f32, sums of 48 products of about 1
+    for first, last in ((0, 1), (3, 70), (100, 700)):
+        assert torch.equal(run(x[first:last].clone()), wanted[first:last])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
 def test_gpu_score(tmp_path: Path, dtype: str) -> None:
-    folder = save_causal(tmp_path, max_position_embeddings=LONGEST)
+    folder = save_causal(tmp_path, max_position_embeddings=LONGEST, **WIDE_CAUSAL["qwen3"])
     check_scores(load(folder, "cuda", dtype), folder, "cuda", dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", GPU_DTYPES)
-@pytest.mark.parametrize("family", ["qwen3", "qwen3-window", "gpt2"])
+@pytest.mark.parametrize("family", WIDE_CAUSAL)
 def test_gpu_generate(tmp_path: Path, family: str, dtype: str) -> None:
-    check_generation(load(save_causal(tmp_path, family), "cuda", dtype))
+    check_generation(load(save_causal(tmp_path, family, **WIDE_CAUSAL[family]), "cuda", dtype))
 
 
 @pytest.mark.gpu
 def test_gpu_refuses_what_cannot_promise_it(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="dtype float32 on a GPU; use float16 or bfloat16"):
         load(save_checkpoint(tmp_path / "bert"), "cuda", "float32")
-    model = load(save_causal(tmp_path / "bloom", "bloom"), "cuda", "float16")
+    model = load(save_causal(tmp_path / "bloom", "bloom", hidden_size=64), "cuda", "float16")
     with pytest.raises(OptionError, match="bloom cannot generate on cuda:0: .* ALiBi"):
         model.generate([[5, 6]], SamplingParams(max_tokens=1))
