@@ -18,6 +18,7 @@ from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.task_adapters import read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
@@ -442,6 +443,9 @@ def _load_model(
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
     weights, prepack = weights.cast(dtype), device.type == "cpu"
+    reader = StagedReader(device) if device.type == "cuda" else None
+    if reader is not None:
+        weights = weights.read_by(reader)
     # A weight that is gathered has the plain layout.
     prepacks_layers = prepack and (blocks is None or blocks.weight_gather is None)
     try:
@@ -470,6 +474,9 @@ def _load_model(
             f"the weights do not fit the memory of {device} in {dtype}: {error}; free memory "
             "there, or load them in float16 or with tp"
         ) from error
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 def check_placement(device: str, dtype: str) -> None:
