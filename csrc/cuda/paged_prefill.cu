@@ -32,6 +32,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
     params.group_inverse = (65536u + params.group - 1) / params.group;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
+    params.halves_last = !p.plan.batch_invariant;
     const auto kernel = prefill_kernel<C>;
     constexpr int kSmemBytes = sizeof(PrefillSmem<C>);
     allow_smem(kernel, kSmemBytes);

@@ -50,7 +50,8 @@ struct PrefillParams {
     unsigned group_inverse;  // 2^16 / group, rounded up: divides rows of a tile exactly
     int head_dim;
     int window;
-    float scale;  // of scores, to powers of two
+    bool halves_last;  // a last step of half the keys, where a row's bits may depend on its piece
+    float scale;       // of scores, to powers of two
     ScoreChange change;
 
     __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
@@ -330,7 +331,7 @@ __device__ __forceinline__ void consume_tiles(const PrefillParams& p, PrefillSme
                 release(&s.k_empty[stage]);
                 if (p.change.is_any()) change_scores(p, work, rows, scores, first);
             };
-            if (own.y - first <= kN / 2) {
+            if (p.halves_last && own.y - first <= kN / 2) {
                 rows.template attend<kN / 2>(q_tile, s.k[stage], s.v[stage], first, on_scores,
                                              wait_v);
             } else {
