@@ -1,5 +1,6 @@
 """Batch-invariant mode: the bits of a sequence alone, in batches, permuted, cached, in pieces."""
 
+import asyncio
 import pickle
 from functools import partial
 from itertools import pairwise
@@ -16,6 +17,7 @@ from bytetx.errors import OptionError
 from bytetx.model import Model
 from bytetx.nn import sentence_modules as modules
 from bytetx.nn.batch_invariance import invariant_modules
+from bytetx.ops.int8_linear import why_no_int8_linear
 from bytetx.ops.linear import prepare_linear
 from bytetx.ops.linear_plan import gating_tilings, plan_invariant, tilings
 from bytetx.ops.paged import paged_attention
@@ -64,6 +66,26 @@ def check_embed(model: Model, folder: Path, device: str, dtype: str) -> None:
 def test_embed_alone_in_a_batch_and_in_small_steps(tmp_path: Path, family: str, dtype: str) -> None:
     folder = save_checkpoint(tmp_path, family, max_position_embeddings=LONGEST + 2)
     check_embed(load(folder, "cpu", dtype), folder, "cpu", dtype)
+
+
+@pytest.mark.skipif(why_no_int8_linear() is not None, reason="int8 does not run on this CPU")
+def test_embed_in_8_bits(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, max_position_embeddings=LONGEST + 2)
+    check_embed(load(folder, "cpu", "int8"), folder, "cpu", "int8")
+
+
+def test_awaited_one_by_one(tmp_path: Path) -> None:
+    """Calls of others share the steps of AsyncModel."""
+    model = load(save_checkpoint(tmp_path), "cpu", "bfloat16")
+    inputs = random_ids(20, longest=model.spec.max_positions)
+
+    async def embed_all() -> list[np.ndarray]:
+        queue = bytetx.AsyncModel(model)
+        found = await asyncio.gather(*(queue.embed([text]) for text in inputs))
+        await queue.aclose()
+        return [np.asarray(vectors)[0] for vectors in found]
+
+    assert np.array_equal(np.stack(asyncio.run(embed_all())), np.asarray(model.embed(inputs)))
 
 
 def test_embed_through_sentence_modules(tmp_path: Path) -> None:
@@ -127,7 +149,7 @@ def check_generation(model: Model, *, vocab_size: int = 90) -> None:
 
 
 @pytest.mark.parametrize("dtype", CPU_DTYPES)
-@pytest.mark.parametrize("family", ["qwen3", "bloom", "qwen3-window", "gpt2"])
+@pytest.mark.parametrize("family", ["qwen3", "bloom", "qwen3-window", "gpt2", "mixtral"])
 def test_generate_with_prefixes_pieces_and_preemption(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
