@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_step(const T* x, int64_t num_rows, int64_t 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     linear_any_kernel(const __grid_constant__ LinearAnyParams p) {
     __shared__ __align__(16) float a[kStep][kPitch], b[kStep][kPitch];
     const int64_t m = int64_t{blockIdx.x} * kTile, n = int64_t{blockIdx.y} * kTile;
