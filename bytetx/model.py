@@ -84,6 +84,7 @@ def load(
     grid: str | Grid | None = None,
     token_budget: int | None = None,
     cuda_graphs: bool = True,
+    batch_invariant: bool = False,
     group_timeout: float = DEFAULT_LIMIT_S,
     revision: str | None = None,
     local_files_only: bool = False,
@@ -103,6 +104,9 @@ def load(
     docs/distributed.md says when to use which.
     token_budget: tokens of one forward pass, which bound its memory; None is a good default.
     cuda_graphs: replay repeated steps as CUDA graphs where the GPU's kernels allow it; same bits.
+    batch_invariant: a text's results have the same bits whatever else is in its batch, found
+    prefixes and pieces of prompts included: on CPUs in float32, bfloat16 and int8, on Hopper GPUs
+    in half types, which become slower; docs/batch_invariance.md.
     group_timeout: with tp, seconds after which a process that is stopped ends the group with a
     GroupError; one that runs, but makes no progress, has ten times as long. math.inf: no limit.
     Raises CheckpointError where the checkpoint cannot be run, InputError for a wrong option.
@@ -117,6 +121,7 @@ def load(
             dtype=dtype,
             token_budget=token_budget,
             group_timeout=group_timeout,
+            batch_invariant=batch_invariant,
         )
     return Model(checkpoint, token_budget=token_budget, cuda_graphs=cuda_graphs)
 
@@ -203,6 +208,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
             dtype=checkpoint.quantization or checkpoint.dtype,
             token_budget=self.token_budget,
             cuda_graphs=self.cuda_graphs,
+            batch_invariant=checkpoint.batch_invariant,
         )
         return again, ()
 

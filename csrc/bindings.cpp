@@ -52,7 +52,7 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
 
 int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t batch_size,
                               int num_heads, int num_kv_heads, int head_dim, int window,
-                              int num_threads) {
+                              bool batch_invariant, int num_threads) {
     PagedAttentionParams p{};
     p.cu_seqlens = pointer<int32_t>(cu_seqlens);
     p.kv_seqlens = pointer<int32_t>(kv_seqlens);
@@ -61,6 +61,7 @@ int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t ba
     p.num_kv_heads = num_kv_heads;
     p.head_dim = head_dim;
     p.window = window;
+    p.batch_invariant = batch_invariant;
     return paged_attention_workspace_bytes(p, num_threads);
 }
 

@@ -77,6 +77,7 @@ void bind_cuda(py::module_& m) {
     m.attr("arch") = "sm_90a";
     m.def("linear_tilings", [] { return list_tilings(num_linear_tilings(), linear_tiling); });
     bind(m, "linear", &linear);
+    bind(m, "linear_any", &linear_any);
     bind(m, "gate_rows", &gate_rows);
     m.def("linear_norm_workspace_bytes", &linear_norm_workspace_bytes);
     bind(m, "linear_norm", &linear_norm);

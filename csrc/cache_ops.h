@@ -101,6 +101,8 @@ struct PagedAttentionParams {
     float softmax_scale;
     float softcap;  // 0: none
     DType dtype;    // f32 or bf16 on a CPU
+    // A row has the same bits in a piece of one row as in any other; decode reads keys slower.
+    bool batch_invariant;
 };
 
 // cuda only. What each CTA of planned_paged_attention does, from lengths on the device: made once a
@@ -119,6 +121,9 @@ struct PagedPlanParams {
     int32_t num_kv_heads;
     int32_t window;
     int32_t tile_tokens;  // paged_tile_tokens()
+    // A row has the same bits in pieces of any size and in any batch: all go through prefill tiles,
+    // and tile_tokens must not be 0.
+    bool batch_invariant;
 };
 
 // Tokens of a prefill tile; 0 where the heads are too many, and decode items serve all pieces.

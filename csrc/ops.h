@@ -147,6 +147,19 @@ int32_t num_linear_tilings();
 LinearTiling linear_tiling(int32_t index);
 void linear(const LinearParams& p, const Launch& launch);
 
+// cuda only. d = a b^T + bias of any size, each element one chain of sums in f32 in the order of k.
+struct LinearAnyParams {
+    const void* a;     // [m, k], dtype, contiguous
+    const void* b;     // [n, k]
+    const void* bias;  // [n], or null for none
+    void* d;           // [m, n]
+    int64_t m;
+    int64_t n;
+    int64_t k;
+    DType dtype;
+};
+void linear_any(const LinearAnyParams& p, const Launch& launch);
+
 // cuda only. d = act(a_scale b_scale (a b^T) + bias), a and b E4M3, f32 accumulation.
 struct Fp8LinearParams {
     const uint8_t* a;      // [m, k], contiguous and 16-byte aligned like all operands
@@ -242,10 +255,12 @@ struct AttentionPlanParams {
     int32_t tile_rows;     // 64, 128 or 192, from attention_tile_rows()
     int32_t window;        // as in PlannedAttentionParams
     bool causal;
+    bool batch_invariant;  // every sequence opens a tile, of 64 rows
 };
 
 int32_t attention_tile_rows(int64_t batch_size, int64_t total_tokens, int32_t head_dim);
-int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows);
+int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows,
+                             bool batch_invariant);
 void attention_plan(const AttentionPlanParams& p, const Launch& launch);
 
 // cuda only. As varlen_attention on f16 and bf16, with masks and grouped key heads. Rows that
@@ -275,6 +290,7 @@ struct PlannedAttentionParams {
     float softmax_scale;  // > 0
     float softcap;        // 0: none
     DType dtype;
+    bool batch_invariant;  // as the plan's: one kernel for all lengths and batches
 };
 
 void planned_attention(const PlannedAttentionParams& p, const Launch& launch);

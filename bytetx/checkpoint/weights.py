@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -92,6 +92,14 @@ class SavedTensor:
     def torch_dtype(self) -> torch.dtype:
         return _DTYPES[self.dtype]
 
+    def require_floating(self) -> None:
+        """Raises CheckpointError for a dtype that weights cannot have."""
+        if self.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
+                f"of {', '.join(_DTYPES)}"
+            )
+
     def at(self, index: int) -> "SavedTensor":
         """One of the tensors that this one stacks along its first dim."""
         num_bytes = self.num_bytes // self.shape[0]
@@ -105,11 +113,7 @@ class SavedTensor:
         The file is not mapped: its pages would stay in memory next to the prepacked copies, and
         truncating the file would kill the process.
         """
-        if self.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{self.path}: tensor {self.name!r} has dtype {self.dtype}, weights must be one "
-                f"of {', '.join(_DTYPES)}"
-            )
+        self.require_floating()
         shape = list(self.shape)
         if part is not None:
             shape[part.dim] = sum(map(len, part.ranges))
@@ -219,6 +223,14 @@ class LowRank:
             place += len(wanted)
 
 
+class TensorReader(Protocol):
+    """What reads a saved tensor, such as StagedReader onto a GPU."""
+
+    def read(
+        self, saved: SavedTensor, dtype: torch.dtype, *, part: Part | None = None
+    ) -> torch.Tensor: ...
+
+
 class Weights(Mapping[str, torch.Tensor]):
     """Tensors of a checkpoint by canonical name: the base model's without prefix, heads as saved.
 
@@ -249,11 +261,21 @@ class Weights(Mapping[str, torch.Tensor]):
         self._added: Mapping[str, Sequence[LowRank]] = {}
         self._dtype: torch.dtype | None = None
         self._on_tensor = on_tensor
+        self._reader: TensorReader | None = None
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """These tensors in another dtype, cast while they are read; `used` is shared."""
         other = copy.copy(self)
         other._dtype = dtype
+        return other
+
+    def read_by(self, reader: TensorReader) -> "Weights":
+        """These tensors, read by `reader` to where it puts them; `used` is shared.
+
+        Those that something is added to are read on the host, as without it.
+        """
+        other = copy.copy(self)
+        other._reader = reader
         return other
 
     def change(
@@ -295,6 +317,8 @@ class Weights(Mapping[str, torch.Tensor]):
             self._on_tensor()
         self.used.add(name)
         saved, added = self._saved[name], self._added.get(name)
+        if added is None and self._reader is not None:
+            return self._reader.read(saved, self._dtype or saved.torch_dtype, part=part)
         if added is None:
             return saved.read(self._dtype, part=part)
         tensor = saved.read(torch.float32, part=part)

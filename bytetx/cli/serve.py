@@ -59,6 +59,14 @@ def serve(
     ] = None,
     device: Annotated[str, _option(_MODEL, "DEVICE", "auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, _option(_MODEL, "DTYPE", DTYPE_HELP)] = "auto",
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="The same bits for a text whatever else is in its batch; slower on a GPU.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False,
     tensor_parallel_size: Annotated[
         int,
         _option(
@@ -220,6 +228,7 @@ def serve(
         local_files_only=offline,
         device=device,
         dtype=dtype,
+        batch_invariant=batch_invariant,
         tp=tensor_parallel_size,
         threads=threads,
         accepts_any_name=len(sources) == 1 and not are_named,

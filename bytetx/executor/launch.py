@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,27 +22,36 @@ from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 # Ranks arrive within the seconds that their imports take, on a busy machine as well.
 RENDEZVOUS_TIMEOUT = timedelta(seconds=120)
 _WORKER_CODE = (
-    "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
+    "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); {early}"
     "from {module} import main; main(sys.argv[2:])"
 )
+# Before torch is imported, so that both take the time of the longer one.
+_EARLY_CODE = "from bytetx.executor.early_context import begin_context; begin_context({gpu}); "
 
 
 def spawn(
-    size: int, *, module: str, num_threads: int, limit_s: float = DEFAULT_LIMIT_S
+    size: int,
+    *,
+    module: str,
+    num_threads: int,
+    limit_s: float = DEFAULT_LIMIT_S,
+    gpus: Sequence[int] | None = None,
 ) -> tuple[Workers, dist.Store]:
     """Starts ranks 1 to size - 1 on this machine: each runs `main` of a module.
 
-    num_threads: of torch, in each of them.  limit_s: see bytetx.executor.heartbeat.
+    num_threads: of torch, in each of them.  limit_s: see bytetx.executor.heartbeat.  gpus: of each
+    rank, by index; None where they compute on CPUs.
     They end with this process, however it ends.
     """
     folder = new_rendezvous_folder()
     channels, processes = [], []
     path = [str(Path(__file__).parents[2]), *sys.path]
-    code = _WORKER_CODE.format(module=module)
     try:
         for rank in range(1, size):
             ours, theirs = socket.socketpair()
             channels.append(Channel(ours))
+            early = "" if gpus is None else _EARLY_CODE.format(gpu=gpus[rank])
+            code = _WORKER_CODE.format(module=module, early=early)
             arguments = [rank, size, theirs.fileno(), folder, num_threads]
             with theirs:
                 process = subprocess.Popen(

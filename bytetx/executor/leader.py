@@ -8,6 +8,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 
@@ -52,7 +53,7 @@ from bytetx.ops.linear import DTYPE_NAMES
 from bytetx.packed import PackedBatch
 from bytetx.parallel.grid import Grid
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
-from bytetx.parallel.tp import TpGroup, end_rendezvous, join_group
+from bytetx.parallel.tp import TpGroup, end_rendezvous, gpu_of, join_group
 
 # Between checks of the workers while this rank joins the group.
 _CHECK_SECONDS = 0.1
@@ -157,6 +158,7 @@ def start_ranks(
     grid: Grid | None = None,
 ) -> tuple[Workers, TpGroup]:
     """The workers, and the group that this rank has joined with them; they close together."""
+    is_cuda = device.type == "cuda"
     if isinstance(ranks, int):
         size = ranks
         workers, store = spawn(
@@ -164,15 +166,18 @@ def start_ranks(
             module="bytetx.executor.worker",
             num_threads=max(1, torch.get_num_threads() // ranks),
             limit_s=group_timeout,
+            gpus=[_index_of(gpu_of(rank)) for rank in range(size)] if is_cuda else None,
         )
     else:
         size = ranks.size
         workers, store = ranks.workers(group_timeout)
     device_type: DeviceType = "cpu"
-    if device.type == "cuda":
+    if is_cuda:
         torch.cuda.set_device(device)
         device_type = "cuda"
     try:
+        if is_cuda:
+            _prepare(device, shares_memory=shared_bytes > 0)
         workers.wait_for_replies()  # they are there: their rendezvous at the store has an end
         workers.send(encode(Join(device_type, shared_bytes, rows, grid)))
         group = _join_while_healthy(
@@ -197,6 +202,18 @@ def start_ranks(
         _give_up(workers, error)
         raise
     return workers, group
+
+
+def _index_of(gpu: torch.device) -> int:
+    assert gpu.index is not None  # gpu_of names one
+    return gpu.index
+
+
+def _prepare(device: torch.device, *, shares_memory: bool) -> None:
+    """This rank's context and what joining imports, while the workers still import torch."""
+    torch.zeros(1, device=device)
+    if shares_memory:
+        import_module("bytetx.parallel.symmetric")
 
 
 def _join_while_healthy(workers: Workers, join: Callable[[], TpGroup]) -> TpGroup:

@@ -36,6 +36,7 @@ def load_ranks(
     token_budget: int | None,
     group_timeout: float,
     grid: str | Grid | None = None,
+    batch_invariant: bool = False,
 ) -> LoadedCheckpoint:
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
@@ -46,7 +47,12 @@ def load_ranks(
     if isinstance(tp, int) and axes is not None:
         tp = axes.size
     if tp == 1:
-        return load_checkpoint(folder, device=device, dtype=dtype)
+        return load_checkpoint(folder, device=device, dtype=dtype, batch_invariant=batch_invariant)
+    if batch_invariant:
+        raise OptionError(
+            "batch_invariant runs in one process, for sums over ranks are taken in an order that "
+            f"depends on the batch, and this asks for {_named(tp, axes)}; leave out one of the two"
+        )
     if read_router(folder) is not None:
         raise OptionError("a model with a Router does not run with tp; load it with tp=1")
     # Imported here: torch.distributed imports slowly, and few models are sharded.
@@ -69,6 +75,12 @@ def load_ranks(
         group_timeout=float(group_timeout),
         grid=axes,
     )
+
+
+def _named(tp: "int | TorchrunLeader", axes: Grid | None) -> str:
+    if axes is not None:
+        return f"grid {axes}"
+    return f"tp={tp}" if isinstance(tp, int) else f"the {tp.size} ranks of torchrun"
 
 
 # Machine files of the planner, by what torch calls the GPU.

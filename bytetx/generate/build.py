@@ -16,6 +16,7 @@ from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.model_runner import ModelRunner
 from bytetx.generate.output_processor import DetokenizerFactory
 from bytetx.generate.scheduler import Scheduler
+from bytetx.nn.batch_invariance import check_invariant_generation
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache, allocate_cache, page_bytes
 from bytetx.nn.loading import LoadedCheckpoint
@@ -97,9 +98,12 @@ def generation_sizes(
     kv_cache_tokens: by default what max_num_seqs sequences of typical length need, at most a share
     of the memory (on a GPU, of the free memory).  max_num_seqs: at most token_budget.
     num_speculative_tokens: the most tokens of a draft; 0: there are none.
-    Raises InputError where one is not a positive integer, or num_speculative_tokens out of range.
+    Raises InputError where one is not a positive integer, or num_speculative_tokens out of range;
+    OptionError where a batch-invariant model cannot generate so.
     """
     spec, device = checkpoint.spec, checkpoint.device
+    if checkpoint.batch_invariant:
+        check_invariant_generation(spec, device)
     is_cuda = device.type == "cuda"
     if max_num_seqs is None:
         max_num_seqs = min(_CUDA_SEQS if is_cuda else _CPU_SEQS, token_budget)

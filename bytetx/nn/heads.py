@@ -10,6 +10,7 @@ from bytetx.errors import CheckpointError
 from bytetx.nn.blocks import Blocks, NormWeight
 from bytetx.nn.tensors import TensorLoader
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
+from bytetx.ops.log_softmax import log_softmax
 from bytetx.ops.norm import layer_norm
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
@@ -115,9 +116,8 @@ class LmHead:
         out = torch.empty(rows.shape[0], device=x.device)
         for first in range(0, rows.shape[0], block):
             some = slice(first, first + block)
-            logits = self.forward(x[rows[some]]).float()
-            picked = logits.gather(1, targets[some, None]).squeeze(1)
-            out[some] = picked - logits.logsumexp(dim=1)
+            logprobs = log_softmax(self.forward(x[rows[some]]))
+            out[some] = logprobs.gather(1, targets[some, None]).squeeze(1)
         return out
 
 
@@ -257,7 +257,8 @@ def load_lm(
         if not torch.equal(saved, word):
             return LmHead(load.linear_from(saved, bias), *more)
     prepack = load.prepack and word.nbytes <= _MAX_COPIED_HEAD_BYTES
-    return LmHead(prepare_linear(word, bias, prepack=prepack), *more)
+    decoder = prepare_linear(word, bias, prepack=prepack, batch_invariant=load.batch_invariant)
+    return LmHead(decoder, *more)
 
 
 def _local_vocab(blocks: Blocks | None) -> Part | None:

@@ -68,6 +68,7 @@ def load_layers(
         buckets=load_buckets(spec, load.device),
         convolution=load_convolution(spec, load),
         is_interleaved=load.shares and layer_spec.qkv == "interleaved",
+        batch_invariant=load.batch_invariant,
     )
 
 

@@ -79,12 +79,14 @@ class Layers:
         buckets: torch.Tensor | None = None,
         convolution: Convolution | None = None,
         is_interleaved: bool = False,
+        batch_invariant: bool = False,
     ):
         """final_norm: None where the layers are post-norm.  tables: of each rotation that
         spec.layer_spec names.  relative_bias: f32 [num_heads, 2 * max_positions - 1], see
         varlen_attention.  alibi_slopes: f32 [num_heads], the same bias of causal layers over keys
         in pages.  buckets: of disentangled attention, int32 [2 * max_positions - 1].
         is_interleaved: qkv has rows of one key head's q, k and v after another.
+        batch_invariant: attention takes one kernel for all batches; the weights say it of theirs.
         """
         self.spec, self.layer_spec, self.blocks = spec, spec.layer_spec, blocks
         self.weights, self.final_norm = list(weights), final_norm
@@ -92,6 +94,7 @@ class Layers:
         self.relative_bias, self.alibi_slopes = relative_bias, alibi_slopes
         self.is_interleaved = is_interleaved
         self.buckets, self.convolution = buckets, convolution
+        self.batch_invariant = batch_invariant
 
     @property
     def is_capturable(self) -> bool:
@@ -192,6 +195,7 @@ class Layers:
                 window=window,
                 has_bias=self.relative_bias is not None,
                 softcap=self.layer_spec.softcap,
+                batch_invariant=self.batch_invariant,
             )
         return plan_paged_attention(
             batch.cu_seqlens,
@@ -203,6 +207,7 @@ class Layers:
             num_kv_heads=self.blocks.num_kv_heads,
             head_dim=self.spec.head_dim,
             window=window,
+            batch_invariant=self.batch_invariant,
         )
 
     def _attention_half(
@@ -332,6 +337,7 @@ class Layers:
                 softcap=self.layer_spec.softcap,
                 alibi_slopes=self.alibi_slopes,
                 plan=plan,
+                batch_invariant=self.batch_invariant,
             ).flatten(1)
         if layer.q_norm is None:  # q's heads and k's lie side by side
             self._rotate_heads(by_head[:, : heads[0] + heads[1]], i, step)
@@ -435,6 +441,7 @@ def _attend_paged(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     plan: PagedPlan | None,
+    batch_invariant: bool,
 ) -> torch.Tensor:
     """Attention over all keys in the pages, those of this step among them."""
     past = batch.past
@@ -453,6 +460,7 @@ def _attend_paged(
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         plan=plan,
+        batch_invariant=batch_invariant,
         # The kernel right before this one is _write_kv's, which waits for those before it.
         early_read=EarlyRead.KEYS if past.allows_early_read else EarlyRead.TABLES,
     )

@@ -18,10 +18,16 @@ from bytetx.checkpoint.lora import merge_lora
 from bytetx.checkpoint.router import RouterSpec, read_router
 from bytetx.checkpoint.side_files import TEXT, TOKEN_IDS, check_fields, read_json
 from bytetx.checkpoint.spec import ModelSpec, build_spec
+from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.task_adapters import read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError
+from bytetx.nn.batch_invariance import (
+    check_batch_invariant,
+    invariant_linear,
+    invariant_modules,
+)
 from bytetx.nn.blocks import Blocks
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import (
@@ -87,7 +93,7 @@ class LoadedCheckpoint:
     router, routes: of a model whose task chooses a route; what is loaded is the default one.
     static_weights: f32 [vocab_size], of a route of SparseStaticEmbedding without a transformer.
     unused_tensors: names in the files that nothing here reads.  num_parameters: in the files, of
-    the whole model where ranks share it.
+    the whole model where ranks share it.  batch_invariant: see nn/batch_invariance.py.
     """
 
     folder: Path
@@ -112,6 +118,7 @@ class LoadedCheckpoint:
     router: RouterSpec | None = None
     routes: Mapping[str, "LoadedCheckpoint"] = field(default_factory=dict)
     static_weights: np.ndarray | None = None
+    batch_invariant: bool = False
     executor: Executor = field(default_factory=Executor)
 
 
@@ -120,6 +127,7 @@ def load_checkpoint(
     *,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    batch_invariant: bool = False,
     blocks: Blocks | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> LoadedCheckpoint:
@@ -132,7 +140,13 @@ def load_checkpoint(
     if router is None:
         sentence = load_sentence_spec(folder)
         return _load(
-            folder, sentence, device=device, dtype=dtype, blocks=blocks, on_tensor=on_tensor
+            folder,
+            sentence,
+            device=device,
+            dtype=dtype,
+            batch_invariant=batch_invariant,
+            blocks=blocks,
+            on_tensor=on_tensor,
         )
     loaded: dict[Path, LoadedCheckpoint] = {}
     routes: dict[str, LoadedCheckpoint] = {}
@@ -140,7 +154,9 @@ def load_checkpoint(
     for sentence in specs.values():
         place = sentence.adapter or sentence.folder
         if sentence.static is None and place not in loaded:
-            loaded[place] = _load(folder, sentence, device=device, dtype=dtype)
+            loaded[place] = _load(
+                folder, sentence, device=device, dtype=dtype, batch_invariant=batch_invariant
+            )
     if not loaded:
         raise CheckpointError(f"{router.path}: no route has a Transformer module")
     for name, sentence in specs.items():
@@ -155,6 +171,8 @@ def _as_route(checkpoint: LoadedCheckpoint, sentence: SentenceSpec) -> LoadedChe
     route none."""
     if sentence.static is None:
         modules = load_modules(sentence.modules, device=checkpoint.device)
+        if checkpoint.batch_invariant:
+            modules = invariant_modules(modules)
         tokenizer = _load_tokenizer(sentence, checkpoint.spec)
         return replace(checkpoint, sentence=sentence, modules=modules, tokenizer=tokenizer)
     weights = load_static_weights(sentence.static)
@@ -172,6 +190,7 @@ def _load(
     *,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    batch_invariant: bool,
     blocks: Blocks | None = None,
     on_tensor: Callable[[], None] | None = None,
 ) -> LoadedCheckpoint:
@@ -182,6 +201,16 @@ def _load(
     quantization = wanted_quantization(dtype, spec, device)
     dtype = resolve_dtype(dtype, device, saved=_preferred_dtype(spec, weights.dtype))
     check_fits(weights.num_parameters, dtype, device, parts=_num_parts(spec, blocks))
+    adapters = read_task_adapters(sentence.folder, config, weights, spec)
+    if batch_invariant:
+        check_batch_invariant(
+            spec,
+            sentence,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            has_adapters=adapters is not None,
+        )
     transformer, heads = _load_model(
         spec,
         weights,
@@ -190,19 +219,11 @@ def _load(
         blocks=blocks,
         quantization=quantization,
         may_lack_head=sentence.is_declared,
+        batch_invariant=batch_invariant,
     )
-    token_head = partial(
-        load_token_head,
-        sentence.folder,
-        in_features=spec.output_size,
-        dtype=dtype,
-        device=device,
+    modules, token_modules, token_weight = _load_sentence_parts(
+        sentence, spec, weights, device=device, dtype=dtype, batch_invariant=batch_invariant
     )
-    token_modules = _load_token_modules(sentence, spec, weights, device=device)
-    projection = token_head("colbert_linear", out_features=None)
-    if sentence.multi_vector is None and projection is not None:
-        token_modules = (Projection(projection), Normalize())
-    adapters = read_task_adapters(sentence.folder, config, weights, spec)
     tasks = None
     if adapters is not None:
         tasks = TaskTransformers(
@@ -214,7 +235,7 @@ def _load(
         folder=folder,
         spec=spec,
         sentence=sentence,
-        modules=load_modules(sentence.modules, device=device),
+        modules=modules,
         transformer=transformer,
         heads=heads,
         tokenizer=_load_tokenizer(sentence, spec),
@@ -227,9 +248,42 @@ def _load(
         dtype=dtype,
         quantization=quantization,
         num_parameters=weights.num_parameters,
-        token_weight=token_head("sparse_linear", out_features=1),
+        token_weight=token_weight,
         token_modules=token_modules,
         tasks=tasks,
+        batch_invariant=batch_invariant,
+    )
+
+
+def _load_sentence_parts(
+    sentence: SentenceSpec,
+    spec: ModelSpec,
+    weights: Weights,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    batch_invariant: bool,
+) -> tuple[tuple[Module, ...], tuple[Module, ...], LinearWeight | None]:
+    """(modules, token_modules, token_weight), as of LoadedCheckpoint."""
+    token_head = partial(
+        load_token_head,
+        sentence.folder,
+        in_features=spec.output_size,
+        dtype=dtype,
+        device=device,
+    )
+    token_modules = _load_token_modules(sentence, spec, weights, device=device)
+    projection = token_head("colbert_linear", out_features=None)
+    if sentence.multi_vector is None and projection is not None:
+        token_modules = (Projection(projection), Normalize())
+    token_weight = token_head("sparse_linear", out_features=1)
+    modules = load_modules(sentence.modules, device=device)
+    if not batch_invariant:
+        return modules, token_modules, token_weight
+    return (
+        invariant_modules(modules),
+        invariant_modules(token_modules),
+        invariant_linear(token_weight),
     )
 
 
@@ -385,9 +439,13 @@ def _load_model(
     blocks: Blocks | None,
     may_lack_head: bool,
     quantization: Quantization | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Transformer, Heads]:
     """may_lack_head: the head that `architectures` names may be absent."""
     weights, prepack = weights.cast(dtype), device.type == "cpu"
+    reader = StagedReader(device) if device.type == "cuda" else None
+    if reader is not None:
+        weights = weights.read_by(reader)
     # A weight that is gathered has the plain layout.
     prepacks_layers = prepack and (blocks is None or blocks.weight_gather is None)
     try:
@@ -399,8 +457,15 @@ def _load_model(
             prepack=prepacks_layers and quantization is None,
             blocks=blocks,
             quantization=quantization,
+            batch_invariant=batch_invariant,
         )
-        loader = TensorLoader(weights, dtype=dtype, device=device, prepack=prepack)
+        loader = TensorLoader(
+            weights,
+            dtype=dtype,
+            device=device,
+            prepack=prepack,
+            batch_invariant=batch_invariant,
+        )
         return transformer, _load_heads(spec, loader, transformer, may_lack=may_lack_head)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -409,6 +474,9 @@ def _load_model(
             f"the weights do not fit the memory of {device} in {dtype}: {error}; free memory "
             "there, or load them in float16 or with tp"
         ) from error
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 def check_placement(device: str, dtype: str) -> None:

@@ -38,7 +38,7 @@ from bytetx.errors import CheckpointError, OptionError
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
-from bytetx.ops.pooling import POOLING_MODES
+from bytetx.ops.pooling import POOLING_MODES, pool
 from bytetx.ops.reference import activate
 
 # torch's sigmoid, softplus, Mish and ELU round differently in their vector code and in the scalar
@@ -205,7 +205,11 @@ class LayerNorm:
 @dataclass(frozen=True, slots=True)
 class Normalize:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.normalize(x, dim=-1)
+        """x: f32 [n, size]. On a GPU one kernel, in which no row depends on how many there are."""
+        if not x.is_cuda:
+            return F.normalize(x, dim=-1)
+        ends = torch.arange(len(x) + 1, dtype=torch.int32, device=x.device)
+        return pool(x.contiguous(), ends, mode="cls", normalize=True, max_seqlen=1)
 
 
 @dataclass(frozen=True, slots=True)

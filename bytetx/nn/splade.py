@@ -66,7 +66,8 @@ def pad_vocabulary(head: MaskedLMHead) -> MaskedLMHead:
         return head
     weight = F.pad(w.weight, (0, 0, 0, extra))
     bias = None if w.bias is None else F.pad(w.bias, (0, extra))
-    return replace(head, decoder=prepare_linear(weight, bias, prepack=False))
+    decoder = prepare_linear(weight, bias, prepack=False, batch_invariant=w.batch_invariant)
+    return replace(head, decoder=decoder)
 
 
 @torch.inference_mode()

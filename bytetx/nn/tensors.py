@@ -26,10 +26,14 @@ class TensorLoader:
         device: torch.device | str,
         prepack: bool,
         shares: bool = False,
+        batch_invariant: bool = False,
     ):
-        """shares: the tensors are the caller's, and are not held twice for a faster layout."""
+        """shares: the tensors are the caller's, and are not held twice for a faster layout.
+
+        batch_invariant: of the linear layers, as of LinearWeight.
+        """
         self.tensors, self.dtype, self.device, self.prepack = tensors, dtype, device, prepack
-        self.shares = shares
+        self.shares, self.batch_invariant = shares, batch_invariant
 
     def require(self, names: Iterable[str]) -> None:
         """Raises CheckpointError that lists every name the checkpoint lacks."""
@@ -118,7 +122,9 @@ class TensorLoader:
 
     def linear_from(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
         """A linear from tensors at hand: weight [n, k], bias [n]."""
-        return prepare_linear(weight, bias, prepack=self.prepack)
+        return prepare_linear(
+            weight, bias, prepack=self.prepack, batch_invariant=self.batch_invariant
+        )
 
     def gated(
         self,
@@ -132,7 +138,9 @@ class TensorLoader:
         if self.shares and (gate_bias is None) == (up_bias is None):
             stacked = self.fused_linear([(gate, gate_bias), (up, up_bias)])
             return GatedWeight(stacked, gate.shape[0], gate.shape[0])
-        return prepare_gated(gate, up, **biases, prepack=self.prepack)
+        return prepare_gated(
+            gate, up, **biases, prepack=self.prepack, batch_invariant=self.batch_invariant
+        )
 
 
 def add_offset(weight: torch.Tensor, offset: float) -> torch.Tensor:

@@ -92,6 +92,7 @@ class Transformer:
         blocks: Blocks | None = None,
         shares: bool = False,
         quantization: Quantization | None = None,
+        batch_invariant: bool = False,
     ) -> "Transformer":
         """Builds the model from named tensors (names as in spec.embeddings and spec.layer).
 
@@ -100,10 +101,18 @@ class Transformer:
         layout that they have, so that a caller who owns them does not hold them twice.
         quantization: of what an encoder's layers multiply; dtype is that of everything else: f16 or
         bf16 with fp8, f32 or bf16 with int8.
+        batch_invariant: a sequence's bits do not depend on its batch (nn/batch_invariance.py).
         Raises CheckpointError naming every missing tensor, or the first of a wrong shape, of a
         dtype that is not floating, or with a value that is not finite.
         """
-        load = TensorLoader(tensors, dtype=dtype, device=device, prepack=prepack, shares=shares)
+        load = TensorLoader(
+            tensors,
+            dtype=dtype,
+            device=device,
+            prepack=prepack,
+            shares=shares,
+            batch_invariant=batch_invariant,
+        )
         load.require(_tensor_names(spec))
         if spec.extra_layer in tensors:
             raise CheckpointError(

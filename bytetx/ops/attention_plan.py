@@ -22,8 +22,9 @@ class AttentionPlan:
 
     buffer: uint8, in the layout of csrc/cuda/attention_plan.cuh.  tile_rows: token rows a tile
     holds.  With Triton's kernel, buffer is what sequence_bounds gives and tile_rows is 0.  The rest
-    is what the plan was made for and holds for.  A native kernel counts in the buffer, so the calls
-    that share a plan run one after the other, as in one stream.
+    is what the plan was made for and holds for; with batch_invariant every sequence opens a tile.
+    A native kernel counts in the buffer, so the calls that share a plan run one after the other, as
+    in one stream.
     """
 
     buffer: Tensor
@@ -32,6 +33,7 @@ class AttentionPlan:
     total_tokens: int
     causal: bool
     window: int
+    batch_invariant: bool = False
 
 
 def plan_attention(
@@ -43,12 +45,15 @@ def plan_attention(
     window: int = 0,
     has_bias: bool = False,
     softcap: float = 0.0,
+    batch_invariant: bool = False,
 ) -> AttentionPlan | None:
     """Plans one batch for varlen_attention; None where no kernel takes a plan, or nothing to do.
 
     cu_seqlens: int32 [batch_size + 1].  total_tokens: rows of q; where it is more than
     cu_seqlens[-1], the rows past that are padding, which no sequence reads and nobody writes.
     causal, window, head_dim, has_bias, softcap: as the calls that will use the plan.
+    batch_invariant: every sequence opens a tile and one kernel runs them all, so that a sequence's
+    bits depend on it alone; of the native kernel.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     batch_size = cu_seqlens.shape[0] - 1
@@ -63,8 +68,9 @@ def plan_attention(
     kernels = _kernels(cu_seqlens.device)
     # Wide tiles have no kernel that changes scores: a head_dim of 0 asks for narrow ones.
     is_plain = not has_bias and softcap == 0
-    tile_rows = kernels.tile_rows(batch_size, total_tokens, head_dim if is_plain else 0)
-    num_bytes = kernels.plan_bytes(batch_size, total_tokens, tile_rows)
+    takes_wide = is_plain and not batch_invariant
+    tile_rows = kernels.tile_rows(batch_size, total_tokens, head_dim if takes_wide else 0)
+    num_bytes = kernels.plan_bytes(batch_size, total_tokens, tile_rows, batch_invariant)
     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=cu_seqlens.device)
     kernels.plan(
         cu_seqlens.data_ptr(),
@@ -75,9 +81,11 @@ def plan_attention(
         tile_rows,
         window,
         causal,
+        batch_invariant,
         *native.launch_args(cu_seqlens.device),
     )
-    return AttentionPlan(buffer, tile_rows, batch_size, total_tokens, causal, window)
+    sizes = (tile_rows, batch_size, total_tokens)
+    return AttentionPlan(buffer, *sizes, causal, window, batch_invariant)
 
 
 def takes_plan(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> bool:
@@ -133,6 +141,7 @@ def run_planned(
         softmax_scale,
         softcap,
         native.DTYPE_CODES[q.dtype],
+        plan.batch_invariant,
         *native.launch_args(q.device),
     )
     return out

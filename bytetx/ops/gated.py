@@ -15,7 +15,7 @@ from bytetx.ops.linear import (
     prepare_linear,
     run_kernel,
 )
-from bytetx.ops.linear_plan import LinearPlan, plan_gated
+from bytetx.ops.linear_plan import LinearPlan, plan_gated, plan_invariant
 from bytetx.ops.triton_backend import triton_kernels
 
 GATES = ("gelu", "gelu_tanh", "silu")
@@ -44,10 +44,12 @@ def prepare_gated(
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     prepack: bool,
+    batch_invariant: bool = False,
 ) -> GatedWeight:
     """One weight of gate [n, k] and up [n, k], with both biases [n] or neither; a copy.
 
-    prepack: as prepare_linear's.  Raises ValueError on shape, dtype or device mismatch.
+    prepack, batch_invariant: as prepare_linear's.
+    Raises ValueError on shape, dtype or device mismatch.
     """
     require_tensor("gate", gate, shape=(None, None))
     require_tensor("up", up, shape=tuple(gate.shape), dtypes=(gate.dtype,), device=gate.device)
@@ -60,7 +62,9 @@ def prepare_gated(
         for name, t in (("gate_bias", gate_bias), ("up_bias", up_bias)):
             require_tensor(name, t, shape=(n,), dtypes=(gate.dtype,), device=gate.device)
         bias = _in_turn(gate_bias, up_bias, block)
-    return GatedWeight(prepare_linear(_in_turn(gate, up, block), bias, prepack=prepack), n, block)
+    both = _in_turn(gate, up, block)
+    fused = prepare_linear(both, bias, prepack=prepack, batch_invariant=batch_invariant)
+    return GatedWeight(fused, n, block)
 
 
 def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
@@ -76,6 +80,7 @@ def gated_linear(x: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
     if activation not in GATES:
         raise ValueError(f"activation must be one of {', '.join(GATES)}, got {activation!r}")
     if w.has_kernel and not torch.compiler.is_compiling():
+        x = x.clone() if fused.batch_invariant and not is_aligned(x) else x
         plan = _plan(x, fused)
         if plan.tiling is not None:
             return run_kernel(x, fused, plan=plan, activation=activation, is_gated=True)
@@ -101,6 +106,8 @@ def gate(both: Tensor, w: GatedWeight, *, activation: str) -> Tensor:
 def _plan(x: Tensor, fused: LinearWeight) -> LinearPlan:
     if not is_aligned(x):
         return LinearPlan(None)
+    if fused.batch_invariant:
+        return plan_invariant(fused.n, fused.k, is_gated=True)
     return plan_gated(x.shape[0], fused.n, fused.k, dtype=DTYPE_NAMES[fused.dtype])
 
 

@@ -15,6 +15,7 @@ from bytetx.ops.linear_plan import (
     RESIDUAL,
     LinearPlan,
     leaves_residual,
+    plan_invariant,
     plan_linear,
 )
 from bytetx.ops.rows import num_tile_rows, padded, tile_rows, whole_tiles
@@ -53,6 +54,7 @@ class LinearWeight:
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
+    batch_invariant: a row's bits do not depend on the other rows, nor on how many there are.
     """
 
     weight: Tensor
@@ -63,13 +65,17 @@ class LinearWeight:
     is_prepacked: bool
     has_kernel: bool
     int8: Int8Weight | None = None
+    batch_invariant: bool = False
 
 
-def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool) -> LinearWeight:
+def prepare_linear(
+    weight: Tensor, bias: Tensor | None = None, *, prepack: bool, batch_invariant: bool = False
+) -> LinearWeight:
     """A LinearWeight of weight [n, k] and bias [n]; plain weights are kept without a copy.
 
     prepack: lay the weight out for oneDNN once (a copy), where that helps: f32 or bf16 on a CPU
     with oneDNN; elsewhere the plain weight is kept.
+    batch_invariant: as of LinearWeight; on a GPU with the native kernels.
     """
     require_tensor("weight", weight, shape=(None, None))
     n, k = weight.shape
@@ -80,7 +86,16 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, *, prepack: bool)
         dense = weight.detach().contiguous()
         weight = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
     takes_kernel = _has_kernel(weight, bias)
-    return LinearWeight(weight, bias, n, k, weight.dtype, is_prepacked, takes_kernel)
+    return LinearWeight(
+        weight,
+        bias,
+        n,
+        k,
+        weight.dtype,
+        is_prepacked,
+        takes_kernel,
+        batch_invariant=batch_invariant,
+    )
 
 
 def quantize_linear(w: LinearWeight) -> LinearWeight:
@@ -102,7 +117,8 @@ def linear(
     x: [m, k] in w's dtype, contiguous.  activation: one of ACTIVATIONS.  residual: [m, n].
     Returns a new [m, n].  A row's result does not depend on the other rows; bitwise with oneDNN
     (plain f32 weights: from torch 2.13 on), and on Hopper among batches whose plan is the same
-    (bytetx/ops/linear_plan.py).  8-bit weights: each row of x is rounded to 8 bits as well.
+    (bytetx/ops/linear_plan.py), or all where w is batch-invariant.  8-bit weights: each row of x is
+    rounded to 8 bits as well.
     Raises ValueError on shape, dtype or device mismatch, or an unknown activation.
     """
     require_tensor("x", x, shape=(None, w.k), dtypes=(w.dtype,), device=w.weight.device)
@@ -134,6 +150,8 @@ def fuses_residual(m: int, w: LinearWeight) -> bool:
     """Whether `linear` on m rows adds a residual for free; else whoever reads d next should."""
     if torch.compiler.is_compiling() or not w.has_kernel:
         return False
+    if w.batch_invariant:
+        return True  # one rounding for all m
     return not leaves_residual(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype])
 
 
@@ -149,6 +167,8 @@ def primitives_bytes(weights: Iterable[LinearWeight], *, most_rows: int) -> int:
 def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
+    if w.batch_invariant:
+        return _linear_invariant(x, w, activation=activation, residual=residual)
     if not w.has_kernel or not is_aligned(x):
         # A product alone is cuBLAS's; the epilogue saves a pass over what it gives.
         triton = triton_kernels(x.device) if activation != "none" else None
@@ -166,6 +186,38 @@ def _linear_cuda(x: Tensor, w: LinearWeight, *, activation: str, residual: Tenso
     fused = residual if fuses else None
     d = run_kernel(x, w, plan=plan, activation=activation, residual=fused)
     return d if residual is None or fuses else d.add_(residual)
+
+
+def _linear_invariant(
+    x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None
+) -> Tensor:
+    """linear on a GPU by one plan for every number of rows."""
+    if not w.has_kernel:
+        d = reference.activate(_linear_any(x, w), activation)
+        return d if residual is None else d.add_(residual)
+    x = x if is_aligned(x) else x.clone()
+    fused = None
+    if residual is not None and activation == "none":
+        fused = residual if is_aligned(residual) else residual.clone()
+    plan = plan_invariant(w.n, w.k)
+    d = run_kernel(x, w, plan=plan, activation=activation, residual=fused)
+    return d if residual is None or fused is not None else d.add_(residual)
+
+
+def _linear_any(x: Tensor, w: LinearWeight) -> Tensor:
+    """x @ w.T + bias by the kernel that takes any size and dtype."""
+    d = x.new_empty((x.shape[0], w.n))
+    weight = w.weight.contiguous()
+    operands = (x, weight, w.bias, d)
+    native.require_kernel("linear_any", x.device)(
+        *(0 if t is None else t.data_ptr() for t in operands),
+        x.shape[0],
+        w.n,
+        w.k,
+        native.DTYPE_CODES[x.dtype],
+        *native.launch_args(x.device),
+    )
+    return d
 
 
 def run_kernel(

@@ -97,7 +97,7 @@ def _workspace_for(
 ) -> Tensor | None:
     """This stream's; None where two kernels run instead."""
     m = x.shape[0]
-    if m == 0 or not takes_kernel(x, w, residual, norm_weight, norm_bias):
+    if m == 0 or w.batch_invariant or not takes_kernel(x, w, residual, norm_weight, norm_bias):
         return None
     if not norms_rows(m, w.n, w.k, dtype=DTYPE_NAMES[w.dtype]):
         return None

@@ -1,6 +1,7 @@
 """How a GEMM on a Hopper GPU is cut: a measured table, and a rule where the table has no line."""
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ _WORDS, _WORDS_ROWS = 1 << 16, 256
 _GATED_COLUMNS = (64, 128)  # of tiles that can gate
 _SPLIT_KS = (1, 2, 3, 4, 6, 8)
 _SPLIT_FEATURES = 128  # k that each of several CTAs of a tile has at least
+# Rows for which a tiling that serves all numbers of rows is chosen.
+_INVARIANT_ROWS = (32, 128, 512, 2048, 8192, 32768)
 
 # Of the prediction: microseconds of a launch, and of a block of features of a tile, which is as
 # long as its products or its operands' way from L2 take. Products: of one SM at full clock, and
@@ -144,6 +147,25 @@ def plan_gated(m: int, n: int, k: int, *, dtype: str) -> LinearPlan:
     if any(tiling.index == plan.tiling for tiling in able):
         return plan
     return _by_rule(able, m, n, k)
+
+
+@lru_cache(_MAX_PLANS)
+def plan_invariant(n: int, k: int, *, is_gated: bool = False) -> LinearPlan:
+    """The plan of a product of n columns and k features that holds for every number of rows.
+
+    One tiling and one CTA for all of k: a row's sums are taken in one order, whatever m is. Of the
+    tilings the one whose predicted time, over that of the fastest plan, has the least geometric
+    mean for numbers of rows between 32 and 32768.
+    """
+    able = gating_tilings() if is_gated else list(tilings())
+    if not able:
+        return LinearPlan(None)
+    fastest = {m: ranked_plans(able, m, n, k)[0][0] for m in _INVARIANT_ROWS}
+
+    def loss(tiling: Tiling) -> float:
+        return sum(math.log(_predicted_us(tiling, 1, m, n, k) / fastest[m]) for m in fastest)
+
+    return LinearPlan(min(able, key=loss).index)
 
 
 def gating_tilings() -> list[Tiling]:

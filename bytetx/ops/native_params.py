@@ -47,3 +47,4 @@ class PagedPlanParams(NamedTuple):
     num_kv_heads: int
     window: int
     tile_tokens: int
+    batch_invariant: bool = False

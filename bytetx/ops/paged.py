@@ -44,6 +44,7 @@ def paged_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     plan: PagedPlan | None = None,
+    batch_invariant: bool = False,
     early_read: EarlyRead = EarlyRead.NOTHING,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -64,6 +65,8 @@ def paged_attention(
     wants one, the call makes its own.  On a GPU's kernels cu_seqlens may end before total_tokens:
     rows past its end are padding, and are not written.  max_seqlen and max_kv_seqlen may be larger
     than the longest there.
+    batch_invariant: a row's bits depend on its own keys alone, not on how many rows of its sequence
+    are in this call, nor on other sequences; of the native kernels, on a GPU without slopes.
     early_read: what may be read, on a GPU, before the kernel right before this call has ended.
     out: contiguous [total_tokens, num_heads, head_dim], or None for a new tensor.
     Returns out, q's dtype; accumulates in f32.
@@ -104,7 +107,7 @@ def paged_attention(
     has_work = q.shape[0] > 0 and kv_seqlens.shape[0] > 0
     if has_work and takes_paged_plan(q, k_cache, v_cache, softmax_scale, max_seqlen=max_seqlen):
         longest = (max_seqlen, max_kv_seqlen)
-        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, longest, window)
+        plan = _plan_for(plan, q, k_cache, cu_seqlens, kv_seqlens, longest, window, batch_invariant)
         operands = (q, k_cache, v_cache, page_table)
         return run_planned(*operands, plan, **options, early_read=early_read, out=out)
     options |= {"cu_seqlens": cu_seqlens, "page_table": page_table, "kv_seqlens": kv_seqlens}
@@ -117,7 +120,7 @@ def paged_attention(
         triton.paged_attention(q, k_cache, v_cache, **options, longest=longest, out=out)
         return out
     if _has_kernel(q, k_cache):
-        return run_kernel(q, k_cache, v_cache, **options, out=out)
+        return run_kernel(q, k_cache, v_cache, **options, batch_invariant=batch_invariant, out=out)
     attended = reference.paged_attention(q, k_cache, v_cache, **options)
     return attended if out is None else out.copy_(attended)
 
@@ -172,10 +175,11 @@ def _plan_for(
     kv_seqlens: Tensor,
     longest: tuple[int, int],
     window: int,
+    batch_invariant: bool,
 ) -> PagedPlan:
     """longest: (max_seqlen, max_kv_seqlen)."""
     if plan is not None:
-        _check_plan(plan, q, k_cache, kv_seqlens, window)
+        _check_plan(plan, q, k_cache, kv_seqlens, window, batch_invariant)
         return plan
     plan = plan_paged_attention(
         cu_seqlens,
@@ -187,23 +191,37 @@ def _plan_for(
         num_kv_heads=k_cache.shape[2],
         head_dim=q.shape[2],
         window=window,
+        batch_invariant=batch_invariant,
     )
     assert plan is not None  # takes_paged_plan said that there is a kernel
     return plan
 
 
 def _check_plan(
-    plan: PagedPlan, q: Tensor, k_cache: Tensor, kv_seqlens: Tensor, window: int
+    plan: PagedPlan,
+    q: Tensor,
+    k_cache: Tensor,
+    kv_seqlens: Tensor,
+    window: int,
+    batch_invariant: bool,
 ) -> None:
     params = plan.params
     heads = (params.num_heads, params.num_kv_heads, plan.head_dim)
-    made_for = (params.batch_size, params.total_tokens, *heads, plan.window)
+    made_for = (params.batch_size, params.total_tokens, *heads, plan.window, params.batch_invariant)
     total_tokens, num_heads, head_dim = q.shape
-    wanted = (len(kv_seqlens), total_tokens, num_heads, k_cache.shape[2], head_dim, window)
+    wanted = (
+        len(kv_seqlens),
+        total_tokens,
+        num_heads,
+        k_cache.shape[2],
+        head_dim,
+        window,
+        batch_invariant,
+    )
     if made_for != wanted:
         raise ValueError(
             "plan must be of this step: (batch_size, total_tokens, num_heads, num_kv_heads, "
-            f"head_dim, window) is {wanted}, the plan's {made_for}; make it with "
+            f"head_dim, window, batch_invariant) is {wanted}, the plan's {made_for}; make it with "
             "plan_paged_attention"
         )
 
@@ -227,6 +245,7 @@ def run_kernel(
     window: int,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    batch_invariant: bool = False,
     out: Tensor | None = None,
     isa: str = "auto",
 ) -> Tensor:
@@ -238,7 +257,7 @@ def run_kernel(
     launch = native.launch_args(q.device, isa)
     heads = (num_heads, num_kv_heads, head_dim, min(window, native.MAX_WINDOW))
     lengths = (cu_seqlens.data_ptr(), kv_seqlens.data_ptr(), batch_size)
-    num_bytes = workspace_bytes(*lengths, *heads, launch[2])
+    num_bytes = workspace_bytes(*lengths, *heads, batch_invariant, launch[2])
     workspace = torch.empty(num_bytes, dtype=torch.uint8)
     if out is None:
         out = empty_rows(total_tokens, q.shape[1:], q.dtype)
@@ -259,6 +278,7 @@ def run_kernel(
         softmax_scale,
         softcap,
         native.DTYPE_CODES[q.dtype],
+        batch_invariant,
         *launch,
     )
     return out
@@ -323,7 +343,7 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor, head_dim: int, *, like: Tenso
 
 native.register(
     paged_attention,
-    without=["plan", "early_read", "out"],
+    without=["plan", "batch_invariant", "early_read", "out"],
     fake=lambda q, *_, **__: q.new_empty(q.shape),
 )
 native.register(write_kv, mutates=["k_cache", "v_cache"], fake=lambda *_, **__: None)

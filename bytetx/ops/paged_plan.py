@@ -58,6 +58,7 @@ def plan_paged_attention(
     num_kv_heads: int,
     head_dim: int,
     window: int = 0,
+    batch_invariant: bool = False,
 ) -> PagedPlan | None:
     """Plans one step for paged_attention; None where no kernel takes a plan, or nothing to do.
 
@@ -65,6 +66,8 @@ def plan_paged_attention(
     total_tokens: rows of q; where it is more than cu_seqlens[-1], the rows past that are padding,
     which nobody reads or writes.  max_seqlen, max_kv_seqlen: tokens, of the longest or more.
     num_heads, num_kv_heads, head_dim, window: as the calls that will use the plan.
+    batch_invariant: one kernel runs decode rows and prefill pieces, so that a row's bits depend on
+    its own keys alone; see has_invariant_kernel.
     Costs one small kernel and no synchronisation, so that a captured graph can hold it.
     """
     device, batch_size = cu_seqlens.device, kv_seqlens.shape[0]
@@ -85,6 +88,7 @@ def plan_paged_attention(
         num_kv_heads=num_kv_heads,
         window=min(window, native.MAX_WINDOW),
         tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
+        batch_invariant=batch_invariant,
     )
     plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
@@ -128,6 +132,15 @@ def fits_kernel(num_heads: int, num_kv_heads: int, head_dim: int, max_seqlen: in
         return False
     is_wide = head_dim > 128
     return not is_wide or (max_seqlen <= 1 and num_heads // num_kv_heads <= _MAX_WIDE_GROUP)
+
+
+def has_invariant_kernel(
+    num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+) -> bool:
+    """Whether decode rows and prefill pieces of these heads can go through one native kernel."""
+    if not has_paged_kernel(device) or not fits_kernel(num_heads, num_kv_heads, head_dim, 2):
+        return False
+    return int(_kernels(device).tile_tokens(num_heads, num_kv_heads, head_dim)) > 0
 
 
 def run_planned(

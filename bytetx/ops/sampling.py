@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bytetx.ops.check import require_tensor
+from bytetx.ops.log_softmax import log_softmax
 
 # Logits are told apart by 1 / 128 over 32 below the largest one, where a CPU looks for the end of a
 # nucleus: the tokens of one such step are few and are sorted, the others are only summed. Sorting
@@ -159,7 +160,7 @@ def top_logprobs(logits: Tensor, token_ids: Tensor, *, k: int) -> TopLogprobs:
     k: at most vocab_size are given; 0 gives the chosen ones alone.
     """
     require_tensor("logits", logits, shape=(None, None))
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = log_softmax(logits)
     chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
     ranks = (logprobs > chosen).sum(dim=-1, dtype=torch.int32) + 1
     values, ids = logprobs.topk(min(k, logits.shape[1]), dim=-1)

@@ -27,6 +27,7 @@ def _load_model(source: ModelSource, settings: ServeSettings) -> ServedModel:
         source.path,
         device=settings.device,
         dtype=settings.dtype,
+        batch_invariant=settings.batch_invariant,
         tp=settings.tp,
         token_budget=settings.max_batch_tokens,
         revision=settings.revision,

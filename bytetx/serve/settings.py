@@ -40,6 +40,7 @@ class ServeSettings:
     local_files_only: bool = False
     device: str = "auto"
     dtype: str = "auto"
+    batch_invariant: bool = False
     tp: int = 1
     threads: int | None = None
     accepts_any_name: bool = False

@@ -13,6 +13,7 @@ from bytetx.encode.step import Step
 from bytetx.errors import InputError
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
+from bytetx.ops.log_softmax import log_softmax
 from bytetx.tasks.results import Fill
 
 logger = logging.getLogger("bytetx")
@@ -59,7 +60,7 @@ class FillMaskTask:
 
     def _best(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and token ids [n, top_k] of mask rows [n, hidden_size]."""
-        scores = self.head.forward(rows).float().softmax(dim=-1)  # [n, vocab_size]
+        scores = log_softmax(self.head.forward(rows)).exp()  # [n, vocab_size]
         if self.target_ids is None:
             best, token_ids = scores.topk(min(self.top_k, scores.shape[1]))
             return best, token_ids

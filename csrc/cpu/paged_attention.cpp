@@ -3,7 +3,8 @@
 // A sequence with one row (decode) is cut by runs of kDecodeKeys keys, and where these are few by
 // heads of k and v; the thread that ends the last run of some heads merges them.  Any other is cut
 // as in attention.cpp.  Runs depend on nothing but the sequence and other cuts move no bit, so that
-// a result is bitwise the same in any batch and on any number of threads.
+// a result is bitwise the same in any batch and on any number of threads.  A row alone differs in
+// the last bits from the same row of a longer piece, unless batch_invariant sends it to the tiles.
 //
 // workspace:  the queue's | first partial result of each sequence, in words, int64 [batch_size] |
 //             runs ended, int32 [batch_size, num_kv_heads] | partial results [sequence, run, head]
@@ -69,9 +70,10 @@ int32_t first_key(const AttentionInput& in, int64_t sequence) {
 struct PagedWork {
     const AttentionInput& in;
     TileWork tiles;
+    bool has_decode = true;
     int32_t kv_heads = 1;  // of one decode item
 
-    bool is_decode(int64_t sequence) const { return in.num_queries(sequence) == 1; }
+    bool is_decode(int64_t sequence) const { return has_decode && in.num_queries(sequence) == 1; }
     int32_t first_run(int64_t sequence) const { return first_key(in, sequence) / kDecodeKeys; }
     int32_t num_runs(int64_t sequence) const {
         return (in.num_keys(sequence) - 1) / kDecodeKeys + 1 - first_run(sequence);
@@ -232,7 +234,7 @@ class Decoder {
 
 int64_t paged_attention_workspace_bytes(const PagedAttentionParams& p, int num_threads) {
     const AttentionInput in = input_of(p);
-    return Layout({in, {in}, 1}, p.batch_size, num_threads).end;
+    return Layout({in, {in}, !p.batch_invariant}, p.batch_size, num_threads).end;
 }
 
 void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
@@ -241,7 +243,7 @@ void paged_attention(const PagedAttentionParams& p, const Launch& launch) {
     const AttentionInput in = input_of(p);
     check_sequences(p, in);
     const AttentionKernels kernels = cpu::choose_attention(cpu::resolve_isa(launch.isa), p.dtype);
-    PagedWork work{in, {in}, 1};
+    PagedWork work{in, {in}, !p.batch_invariant};
     const Layout layout(work, p.batch_size, launch.num_threads);
     require(p.workspace_bytes >= layout.end,
             ("workspace must have " + std::to_string(layout.end) + " bytes").c_str(),

@@ -22,10 +22,10 @@
 // (one exponential a score, 16 a clock and SM) and wgmma in nearly equal parts. Fractions:
 // docs/kernels/attention.md.
 //
-// A row's result depends on its batch in two ways, both in the last bits: where in a tile its
-// sequence starts decides in which groups of 16 the matrix unit adds products, and the mean length
-// and the number of tiles decide between the kernels. Sequences longer than a tile start one, so
-// under one choice of kernel theirs never change.
+// Without batch_invariant, a row's result depends on its batch in two ways, both in the last bits:
+// where in a tile its sequence starts decides in which groups of 16 the matrix unit adds products,
+// and the mean length and the number of tiles decide between the kernels. Sequences longer than a
+// tile start one, so under one choice of kernel theirs never change.
 //
 // Sources: FlashAttention-2 (arXiv 2307.08691) and -3 (arXiv 2407.08608) for the tile's arithmetic,
 // ByteTransformer (arXiv 2210.03052) for packed rows; tiles across sequences are our own.

@@ -155,22 +155,24 @@ void launch_attention(const PlannedAttentionParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim>
 void launch_typed(const PlannedAttentionParams& p, cudaStream_t stream) {
-    const auto num_tiles = static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows));
+    const auto num_tiles =
+        static_cast<int>(max_tiles(p.batch_size, p.total_tokens, p.tile_rows, p.batch_invariant));
     const bool changes_scores = p.relative_bias != nullptr || p.softcap > 0.0f;
     if constexpr (kHeadDim <= kMaxSharedDim) {
-        if (p.tile_rows == pipeline_rows(kHeadDim) && !changes_scores) {
+        if (p.tile_rows == pipeline_rows(kHeadDim) && !changes_scores && !p.batch_invariant) {
             return launch_pipeline<T, kHeadDim>(p, num_tiles, stream);
         }
     }
     if (p.tile_rows != kTileRows) {
         throw std::invalid_argument("planned_attention: a plan of " + std::to_string(p.tile_rows) +
-                                    " rows a tile is not for this head_dim, bias or softcap");
+                                    " rows a tile is not for this head_dim, bias, softcap or "
+                                    "batch_invariant");
     }
     if (changes_scores) return launch_tiles<T, kHeadDim, true>(p, num_tiles, stream);
     if constexpr (kHeadDim <= 64) {
         // A GPU with room for all tiles at once, and steps to share: two a sequence or more.
         const bool is_few = num_tiles * p.num_heads <= 2 * num_sms();
-        if (is_few && p.total_tokens >= 2 * kTileRows * p.batch_size) {
+        if (is_few && !p.batch_invariant && p.total_tokens >= 2 * kTileRows * p.batch_size) {
             return launch_split<T, kHeadDim>(p, num_tiles, stream);
         }
     }

@@ -74,6 +74,7 @@ struct PackedSource {
         const int in_tile = warpgroup * kTileRows + row;
         return key_bounds(p, slot.row_bounds[item.base % 2 + in_tile], item.base + in_tile);
     }
+    __device__ __forceinline__ bool halves_last() const { return true; }
     __device__ __forceinline__ float power_scale() const { return p.power_scale; }
 
     __device__ __forceinline__ PackedTarget<C> target(const Item& item, int warpgroup) const {

@@ -28,6 +28,7 @@
 //   fetch_q(...), start_keys(...), fetch_kv(...)                   the producer's part
 //   num_rows(item, warpgroup), bounds(slot, item, warpgroup, row)  which keys a row sees
 //   power_scale(), change(...), target(item, warpgroup)            scores, results
+//   halves_last()               whether a last step may have half the keys
 //
 // Bytes: keys and values from L2 once a tile and head. Bound by the latency of a step; queries in
 // registers save a third of what wgmma reads from shared memory, and 11 % of the time at 4096
@@ -202,12 +203,13 @@ struct Consumer {
 
     __device__ __forceinline__ void attend(const typename C::Element* q_tile, int first, int end) {
         if constexpr (C::kQInRegisters) return attend_apart(q_tile, first, end);
-        if (end - first <= kTail) {
+        const int tail = source.halves_last() ? kTail : 0;
+        if (end - first <= tail) {
             start<kTail>(q_tile, first, true);
             return finish<kTail>();
         }
         start<kN>(q_tile, first, end - first <= kN);
-        for (first += kN; end - first > kTail; first += kN) {
+        for (first += kN; end - first > tail; first += kN) {
             step<kN>(q_tile, first, end - first <= kN);
         }
         if (first >= end) return finish<kN>();
@@ -221,7 +223,8 @@ struct Consumer {
         uint32_t q[C::kDim / 4];
         rows.load_q(q, q_tile);
         release_queries();
-        for (; end - first > kTail; first += kN) step_apart<kN>(q, first);
+        const int tail = source.halves_last() ? kTail : 0;
+        for (; end - first > tail; first += kN) step_apart<kN>(q, first);
         if (first < end) step_apart<kTail>(q, first);
     }
 

@@ -7,6 +7,9 @@
 // mean length of 20 one key tile instead of two, and at 102 to 512 tokens 141 instead of 157 us
 // (H200, 12 heads of 64, f16, 2026-11-21).
 //
+// With batch_invariant every sequence opens a tile, and none shares one: which keys meet in a step,
+// and so every bit, depends on the sequence alone.
+//
 // That packing is sequential, but a tile that opens at a sequence decides alone where the next one
 // opens: CTA 0 lets one thread a sequence find that place, doubles these jumps until they span a
 // block of sequences, and marks what the first sequence reaches. A batch of few sequences takes few
@@ -46,6 +49,7 @@ struct PlanKernelParams {
     int tile_rows;
     int window;
     bool causal;
+    bool batch_invariant;
 };
 
 // How early the tiles of a sequence run: 0 where it is short.
@@ -70,6 +74,7 @@ __device__ Opening find_opening(const PlanKernelParams& p, int sequence) {
     if (start == stop) return {start, stop, 0, sequence + 1, stop};
     // Divides only where it must: the division costs more than all the rest.
     const int full = stop - start <= p.tile_rows ? 0 : (stop - start - 1) / p.tile_rows;
+    if (p.batch_invariant) return {start, stop, full, sequence + 1, stop};
     const int limit = start + (full + 1) * p.tile_rows;
     int low = sequence + 1, step = 1;  // the sequences before `low` fit
     while (low + step <= p.batch_size && p.cu_seqlens[low + step] <= limit) {
@@ -229,15 +234,18 @@ __global__ void __launch_bounds__(kThreads, 1)
 }  // namespace
 }  // namespace attention
 
-int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows) {
-    const int64_t tiles = attention::max_tiles(batch_size, total_tokens, tile_rows);
+int64_t attention_plan_bytes(int64_t batch_size, int64_t total_tokens, int32_t tile_rows,
+                             bool batch_invariant) {
+    const int64_t tiles =
+        attention::max_tiles(batch_size, total_tokens, tile_rows, batch_invariant);
     const int64_t rows = attention::padded_rows(total_tokens, tile_rows);
     return sizeof(int4) * (1 + 2 * tiles) + sizeof(int2) * rows;
 }
 
 void attention_plan(const AttentionPlanParams& p, const Launch& launch) {
     using namespace attention;
-    const int64_t needed = attention_plan_bytes(p.batch_size, p.total_tokens, p.tile_rows);
+    const int64_t needed =
+        attention_plan_bytes(p.batch_size, p.total_tokens, p.tile_rows, p.batch_invariant);
     if (p.batch_size <= 0 || p.total_tokens <= 0 || p.total_tokens > INT32_MAX / 2 ||
         p.tile_rows <= 0 || p.tile_rows >= 1 << kRowsBits || p.plan_bytes < needed) {
         throw std::invalid_argument(
@@ -247,14 +255,15 @@ void attention_plan(const AttentionPlanParams& p, const Launch& launch) {
     }
     const DeviceGuard guard(launch.device);
     const int64_t rows = padded_rows(p.total_tokens, p.tile_rows);
-    const int64_t tiles = max_tiles(p.batch_size, p.total_tokens, p.tile_rows);
+    const int64_t tiles = max_tiles(p.batch_size, p.total_tokens, p.tile_rows, p.batch_invariant);
     const PlanKernelParams params{p.cu_seqlens,
                                   view_plan(p.plan, tiles),
                                   static_cast<int>(p.batch_size),
                                   static_cast<int>(rows),
                                   p.tile_rows,
                                   p.window,
-                                  p.causal};
+                                  p.causal,
+                                  p.batch_invariant};
     const auto num_ctas = static_cast<unsigned>(1 + (rows + kThreads - 1) / kThreads);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     launch_kernel(plan_kernel, LaunchShape{num_ctas, kThreads, 0, stream}, params);

@@ -20,10 +20,12 @@ constexpr int kMaxSharedDim = 128;
 // Rows of a tile that several warpgroups share.
 constexpr int pipeline_rows(int head_dim) { return head_dim > 64 ? 128 : 192; }
 
-// Two neighbouring tiles hold more than tile_rows rows between them, else they were one; and every
-// sequence opens at most one tile that is not full.
-inline int64_t max_tiles(int64_t batch_size, int64_t total_tokens, int64_t tile_rows) {
+// Two neighbouring tiles hold more than tile_rows rows between them, else they were one, unless
+// every sequence opens a tile; and every sequence opens at most one tile that is not full.
+inline int64_t max_tiles(int64_t batch_size, int64_t total_tokens, int64_t tile_rows,
+                         bool batch_invariant) {
     const int64_t full = total_tokens / tile_rows;
+    if (batch_invariant) return full + batch_size + 1;
     return std::min(2 * full + 1, full + batch_size) + 1;
 }
 

@@ -136,7 +136,7 @@ void launch_rows(const NormParams& p, const Launch& launch, cudaStream_t stream)
 // for 256 of 1024 bf16 with their sums, 1.6 by a warp each. Where results are much of what L2 holds
 // there are two warps' rows a CTA, and as many CTAs as that takes: 38.3 us for 32k of 768 f16 with
 // residual, 39.7 one after another, 40.8 a warp a CTA; fewer ones are faster one after another
-// (H200). A row's bits are the same but for the first way.
+// (H200). A row's bits are the same in each way (see sum_row).
 template <typename T, typename Tiling, RowNorm kNorm>
 void launch_full_rows(const NormParams& p, const Launch& launch, cudaStream_t stream) {
     constexpr int kMaxRowsSmallCta = 264;     // two CTAs an SM of an H200

@@ -8,7 +8,9 @@
 // product. Sequences of one row go to the decode kernel (paged_decode.cuh), or where they are few
 // to clusters (paged_cluster.cuh), longer pieces to the prefill kernel. A sequence's result depends
 // on its own rows, keys and lengths, and on whether the batch is small or large (paged_plan.cuh),
-// never on the other sequences.
+// never on the other sequences. With batch_invariant, all go to the prefill kernel, in which a
+// row's bits depend on its own keys alone, not on the piece that it is in (but with slopes, whose
+// scores are taken from the tile's first token).
 
 #include <cstdint>
 #include <stdexcept>
@@ -61,9 +63,12 @@ void check(const PlannedPagedAttentionParams& p) {
              std::to_string(p.head_dim) + " features, got " +
              std::to_string(p.plan.num_heads / p.plan.num_kv_heads));
     }
-    if (p.head_dim > 128 && p.plan.max_seqlen > 1) {
-        fail("one row a sequence of heads above 128 features, got " +
+    if (p.head_dim > 128 && (p.plan.max_seqlen > 1 || p.plan.batch_invariant)) {
+        fail("one row a sequence of heads above 128 features, not batch-invariant, got " +
              std::to_string(p.plan.max_seqlen));
+    }
+    if (p.plan.batch_invariant && p.alibi_slopes != nullptr) {
+        fail("no slopes where it is batch-invariant");
     }
     if (p.page_size <= 0 || (p.page_size & (p.page_size - 1)) != 0) {
         fail("a page_size that is a power of two, got " + std::to_string(p.page_size));
@@ -151,6 +156,15 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     if (p.plan.total_tokens == 0 || p.plan.batch_size == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
+    const auto run_tiles = [&] {
+        dispatch_at_least<64, 96, 128>(
+            p.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
+    };
+    if (p.plan.batch_invariant) {
+        run_tiles();
+        BYTETX_CUDA_CHECK(cudaGetLastError());
+        return;
+    }
     if (paged::uses_clusters(p.plan)) {
         paged::launch_cluster(p, decode_params(p), stream);
     } else {
@@ -159,10 +173,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
             launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
         });
     }
-    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) {
-        dispatch_at_least<64, 96, 128>(
-            p.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
-    }
+    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) run_tiles();
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -37,6 +37,7 @@ struct PlanKernelParams {
     int window;
     int tile_tokens;
     int max_keys;
+    bool batch_invariant;
 };
 
 // What one sequence needs, or all before it.
@@ -91,7 +92,7 @@ struct Piece {
         keys = p.kv_seqlens[sequence];
         if (tokens <= 0 || keys < tokens) tokens = 0;
         if (tokens == 0) return;
-        is_tiled = p.tile_tokens > 0 && tokens > 1;
+        is_tiled = p.tile_tokens > 0 && (tokens > 1 || p.batch_invariant);
         if (p.window > 0) first_visible = max(0, keys - tokens + 1 - p.window);
         first_key = first_visible / kStepKeys * kStepKeys;
         chunk_keys = chunk_length(keys - first_key);
@@ -223,19 +224,23 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                     " bytes, got " + std::to_string(p.plan_bytes));
     }
     if (paged::uses_clusters(p) && p.max_seqlen <= 1) return;  // nobody would read it
+    if (p.batch_invariant && p.tile_tokens <= 0) {
+        throw std::invalid_argument("paged_plan needs tile_tokens > 0 where it is batch-invariant");
+    }
     const DeviceGuard guard(launch.device);
     const paged::PlanSizes sizes = paged::plan_sizes(p);
     const paged::PlanKernelParams params{p.cu_seqlens,
                                          p.kv_seqlens,
                                          paged::view_plan(p.plan, sizes),
                                          sizes,
-                                         !paged::uses_clusters(p),
+                                         !paged::uses_clusters(p) && !p.batch_invariant,
                                          static_cast<int>(p.batch_size),
                                          p.num_heads / p.num_kv_heads,
                                          p.num_kv_heads,
                                          p.window,
                                          p.tile_tokens,
-                                         std::max(p.max_kv_seqlen, 1)};
+                                         std::max(p.max_kv_seqlen, 1),
+                                         p.batch_invariant};
     const LaunchShape shape{1, paged::kThreads, 0, static_cast<cudaStream_t>(launch.stream)};
     launch_kernel(paged::plan_kernel, shape, params);
 }

@@ -79,7 +79,7 @@ inline int64_t row_units(const PagedPlanParams& p) {
 // of 16384 24 either way (H200, 2026-11-21).
 inline bool uses_clusters(const PagedPlanParams& p) {
     constexpr int64_t kFewUnits = 64;  // half the SMs
-    return p.tile_tokens > 0 && row_units(p) <= kFewUnits;
+    return p.tile_tokens > 0 && row_units(p) <= kFewUnits && !p.batch_invariant;
 }
 
 // How one sequence's keys are cut into chunks, a function of its own keys alone: into chunks of up
@@ -113,9 +113,9 @@ struct PlanSizes {
 inline PlanSizes plan_sizes(const PagedPlanParams& p) {
     const int64_t group = p.num_heads / p.num_kv_heads;
     const int64_t pieces = std::min(p.batch_size, p.total_tokens);
-    const int64_t tiles =
-        p.tile_tokens > 0 && p.max_seqlen > 1 ? p.total_tokens / p.tile_tokens + p.batch_size : 0;
-    if (uses_clusters(p)) return {0, 0, tiles, 0, 0};
+    const bool has_tiles = p.tile_tokens > 0 && (p.max_seqlen > 1 || p.batch_invariant);
+    const int64_t tiles = has_tiles ? p.total_tokens / p.tile_tokens + p.batch_size : 0;
+    if (uses_clusters(p) || p.batch_invariant) return {0, 0, tiles, 0, 0};
     // Without tiles every piece is cut into units of kUnitRows rows, else those of one token.
     const int64_t rows = p.tile_tokens > 0 ? pieces * group : p.total_tokens * group;
     const int64_t units = p.tile_tokens > 0 ? pieces * ((group + kUnitRows - 1) / kUnitRows)

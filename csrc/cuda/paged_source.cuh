@@ -50,6 +50,7 @@ struct PrefillParams {
     unsigned group_inverse;  // 2^16 / group, rounded up: divides rows of a tile exactly
     int head_dim;
     int window;
+    bool halves_last;  // a last step of half the keys, where a row's bits may depend on its piece
     float softmax_scale;
     float power_scale;  // the same for powers of two
     ScoreChange change;
@@ -164,6 +165,7 @@ struct PrefillSource {
                                            int row) const {
         return target(item, warpgroup).bounds(row);
     }
+    __device__ __forceinline__ bool halves_last() const { return p.halves_last; }
     __device__ __forceinline__ float power_scale() const { return p.power_scale; }
 
     __device__ __forceinline__ PrefillTarget<C> target(const Item& item, int warpgroup) const {

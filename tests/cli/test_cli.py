@@ -226,6 +226,8 @@ def test_ctrl_c_says_how_to_go_on(
     assert "is unfinished" in bytetx(*arguments).err
     ran = bytetx(*arguments, "--resume", "--dtype", "bf16")
     assert ran.code == 1 and "dtype was 'float32' and is 'bfloat16' now" in ran.err
+    ran = bytetx(*arguments, "--resume", "--dtype", "fp32", "--batch-invariant")
+    assert ran.code == 1 and "batch_invariant" in ran.err
     ran = bytetx(*arguments, "--resume", "--dtype", "float32")  # fp32 was taken for another dtype
     assert ran.code == 0 and "900 texts" in ran.err
     assert Path("v.npy").read_bytes() == Path("whole.npy").read_bytes()
@@ -385,3 +387,16 @@ def test_repr_of_a_model_says_what_it_is(encoder: Path, tmp_path: Path) -> None:
     snapshot = tmp_path / "models--org--name" / "snapshots" / "0123abc"
     shutil.copytree(encoder, snapshot)
     assert repr(api.load(snapshot, dtype="bf16")).endswith("max 40 tokens, org/name)")
+
+
+def test_batch_invariant_vectors(bytetx: Bytetx, encoder: Path) -> None:
+    """Of each line alone the bits that it has among the others; ranks are refused in one line."""
+    Path("all.txt").write_text("\n".join(TEXTS) + "\n")
+    assert bytetx("embed", "all.txt", "-m", encoder, "-o", "a.npy", "--batch-invariant").code == 0
+    Path("one.txt").write_text(TEXTS[2] + "\n")
+    assert bytetx("embed", "one.txt", "-m", encoder, "-o", "o.npy", "--batch-invariant").code == 0
+    assert np.array_equal(np.load("o.npy")[0], np.load("a.npy")[2])
+    shared = ("embed", "all.txt", "-m", encoder, "-o", "b.npy", "--batch-invariant", "--tp", 2)
+    ran = bytetx(*shared)
+    assert ran.code == 2
+    assert "batch_invariant runs in one process" in ran.err

@@ -296,6 +296,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
         "output": options.output_suffix,
         # Only where it is given, so that jobs of before can be resumed.
         **({} if options.grid is None else {"grid": options.grid}),
+        **({"batch_invariant": True} if options.batch_invariant else {}),
         **task.options,
     }
 
@@ -317,6 +318,7 @@ def _load(options: JobOptions, folder: Path) -> Any:
             grid=options.grid,
             token_budget=options.token_budget,
             group_timeout=options.group_timeout,
+            batch_invariant=options.batch_invariant,
         )
     except StepError:
         raise

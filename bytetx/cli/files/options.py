@@ -95,6 +95,15 @@ class JobOptions:
             rich_help_panel=_MODEL,
         ),
     ] = DEFAULT_LIMIT_S
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="The same bits for a text whatever else is in its batch; slower on a GPU, not "
+            "with --tp.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = False
     column: Annotated[
         list[str] | None,
         typer.Option(
