@@ -11,7 +11,8 @@
 #include <string>
 
 #include "common/check.cuh"
-#include "cuda/linear_tilings.cuh"
+#include "gemm/launchers.h"
+#include "gemm/tilings.cuh"
 
 namespace bytetx {
 namespace {
@@ -21,18 +22,23 @@ struct Entry {
     void (*launch)(const LinearParams&, cudaStream_t);
 };
 
+template <typename Tile>
+constexpr Entry entry(const char* name) {
+    return {gemm::tiling_of<Tile>(name, Tile::kIsForSmallM), gemm::launch_linear<Tile>};
+}
+
 constexpr Entry kEntries[] = {
-    {{"128x192", 128, 192, false}, gemm::linear_128x192},
-    {{"192x128", 192, 128, false}, gemm::linear_192x128},
-    {{"128x128", 128, 128, false}, gemm::linear_128x128},
-    {{"192x128-single", 192, 128, false}, gemm::linear_192x128_single},
-    {{"small-m-64x32", 64, 32, true}, gemm::linear_small_m_64x32},
-    {{"small-m-64x64", 64, 64, true}, gemm::linear_small_m_64x64},
-    {{"small-m-64x96", 64, 96, true}, gemm::linear_small_m_64x96},
-    {{"small-m-128x64", 128, 64, true}, gemm::linear_small_m_128x64},
-    {{"small-m-128x96", 128, 96, true}, gemm::linear_small_m_128x96},
-    {{"small-m-128x128", 128, 128, true}, gemm::linear_small_m_128x128},
-    {{"small-m-192x128", 192, 128, true}, gemm::linear_small_m_192x128},
+    entry<gemm::Tile128x192>("128x192"),
+    entry<gemm::Tile192x128>("192x128"),
+    entry<gemm::Tile128x128>("128x128"),
+    entry<gemm::Tile192x128Single>("192x128-single"),
+    entry<gemm::SmallM64x32>("small-m-64x32"),
+    entry<gemm::SmallM64x64>("small-m-64x64"),
+    entry<gemm::SmallM64x96>("small-m-64x96"),
+    entry<gemm::SmallM128x64>("small-m-128x64"),
+    entry<gemm::SmallM128x96>("small-m-128x96"),
+    entry<gemm::SmallM128x128>("small-m-128x128"),
+    entry<gemm::SmallM192x128>("small-m-192x128"),
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

@@ -1,11 +1,8 @@
-// The tiling of 128 rows and 128 columns: see linear_kernel.cuh.
-#include "cuda/linear_launch.cuh"
-#include "cuda/linear_tilings.cuh"
+// The tiling of 128 rows and 128 columns.
+#include "gemm/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-void linear_128x128(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<Tiling<2, 128, 7, 2>>(p, stream);
-}
+template void launch_linear<Tile128x128>(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -1,11 +1,8 @@
-// The tiling of 192 rows and 128 columns: see linear_kernel.cuh.
-#include "cuda/linear_launch.cuh"
-#include "cuda/linear_tilings.cuh"
+// The tiling of 192 rows and 128 columns.
+#include "gemm/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-void linear_192x128(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<Tiling<3, 128, 5, 2>>(p, stream);
-}
+template void launch_linear<Tile192x128>(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

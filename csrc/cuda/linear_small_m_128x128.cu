@@ -1,11 +1,8 @@
-// The tiling of 128 rows and 128 columns for small m: see linear_small_m.cuh.
-#include "cuda/linear_launch.cuh"
-#include "cuda/linear_tilings.cuh"
+// The tiling of 128 rows and 128 columns for small m.
+#include "gemm/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-void linear_small_m_128x128(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<SmallMTiling<2, 1, 128, 4>>(p, stream);
-}
+template void launch_linear<SmallM128x128>(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -1,11 +1,8 @@
-// The tiling of 64 rows and 64 columns for small m: see linear_small_m.cuh.
-#include "cuda/linear_launch.cuh"
-#include "cuda/linear_tilings.cuh"
+// The tiling of 64 rows and 64 columns for small m.
+#include "gemm/linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-void linear_small_m_64x64(const LinearParams& p, cudaStream_t stream) {
-    launch_tiling<SmallMTiling<1, 1, 64>>(p, stream);
-}
+template void launch_linear<SmallM64x64>(const LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
