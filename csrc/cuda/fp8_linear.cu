@@ -3,7 +3,7 @@
 //   d = act(a_scale b_scale (a b^T) + bias)        a [m, k], b [n, k] E4M3; d [m, n] f16 or bf16,
 //   d = e4m3(act(...) / d_scale)                   or E4M3 with one scale for all
 //
-// The kernel is fp8_linear_kernel.cuh's: persistent, two warpgroups that alternate, each on its own
+// The kernel is gemm/kernel.cuh with gemm/fp8_epilogue.cuh: persistent, two warpgroups that alternate, each on its own
 // tiles, one's end of a tile under the other's products. Accumulators grow in the matrix unit from
 // the first feature to the last: it keeps about 14 bits of each addition, which is far below what
 // rounding operands to E4M3 has cost (docs/kernels/fp8-linear.md has both). Bound by the matrix
@@ -13,7 +13,8 @@
 #include <string>
 
 #include "common/check.cuh"
-#include "cuda/fp8_linear_tilings.cuh"
+#include "gemm/launchers.h"
+#include "gemm/tilings.cuh"
 
 namespace bytetx {
 namespace {
@@ -23,10 +24,15 @@ struct Entry {
     void (*launch)(const Fp8LinearParams&, cudaStream_t);
 };
 
+template <typename Tile>
+constexpr Entry entry(const char* name, bool is_small_m) {
+    return {gemm::tiling_of<Tile>(name, is_small_m), gemm::launch_fp8_linear<Tile>};
+}
+
 constexpr Entry kEntries[] = {
-    {{"128x128", 128, 128, false}, gemm::fp8_linear_128x128},
-    {{"64x128", 64, 128, true}, gemm::fp8_linear_64x128},
-    {{"64x64", 64, 64, true}, gemm::fp8_linear_64x64},
+    entry<gemm::Fp8Tile128x128>("128x128", false),
+    entry<gemm::Fp8Tile64x128>("64x128", true),
+    entry<gemm::Fp8Tile64x64>("64x64", true),
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

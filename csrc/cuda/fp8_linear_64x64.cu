@@ -1,11 +1,8 @@
-// The FP8 tiling of 64 rows and 64 columns: see fp8_linear_kernel.cuh.
-#include "cuda/fp8_linear_launch.cuh"
-#include "cuda/fp8_linear_tilings.cuh"
+// The FP8 tiling of 64 rows and 64 columns.
+#include "gemm/fp8_linear_launch.cuh"
 
 namespace bytetx::gemm {
 
-void fp8_linear_64x64(const Fp8LinearParams& p, cudaStream_t stream) {
-    launch_fp8_tiling<Tiling<1, 64, 12, 1>>(p, stream);
-}
+template void launch_fp8_linear<Fp8Tile64x64>(const Fp8LinearParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -1,22 +1,14 @@
-// The end of a tile of the FP8 GEMM: scales, bias, activation, and rounding to Out.
+// The epilogue of a GEMM of E4M3 rows: scales, bias, activation, and rounding to Out.
 //
-// A thread's sums lie as in linear_epilogue.cuh. It goes through them by groups of columns, so that
-// what belongs to columns is read once for all of its rows.
+// A thread goes through its sums by groups of columns, so that what belongs to columns is read once
+// for all of its rows. Scales and biases wait in registers while the products run.
 #pragma once
 
 #include <cuda_fp8.h>
 
-#include "cuda/linear_epilogue.cuh"
+#include "gemm/epilogue.cuh"
 
 namespace bytetx::gemm {
-
-// Features in the tensor maps of `Params` are pairs of E4M3; its bias and residual are null.
-struct Fp8Params : Params {
-    const float* a_scale;     // [m], or null for ones
-    const float* b_scale;     // [n]
-    const float* float_bias;  // [n], or null for zeros
-    float inverse_d_scale;    // E4M3: what act() is multiplied by before it is rounded
-};
 
 // gelu_erf() for results that become E4M3, which is a 16th of their value off: a polynomial of
 // degree 3 leaves 1/370 of the value, below 1e-3 4e-4. Its leading coefficient is negative, so z
@@ -31,49 +23,52 @@ __device__ __forceinline__ float gelu_erf_coarse(float x) {
     return fmaf(-z, exp2_approx(log2_tail), positive);
 }
 
-template <typename C, Epilogue kEpilogue, typename Out>
-struct Fp8TileEpilogue {
-    static constexpr int kRowsOfThread = 2 * C::kRowBlocks;
-    static constexpr int kColumnGroups = C::kTileN / kPermutedRows;
+template <typename C, ActivationForm kForm, typename Out>
+struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
+    struct Inputs {
+        const float* a_scale;   // [m], or null for ones
+        const float* b_scale;   // [n]
+        const float* bias;      // [n], or null for zeros
+        float inverse_d_scale;  // E4M3: what act() is multiplied by before it is rounded
+        ActivationConstants activation;
+    };
+    using Layout = TileLayout<C>;
+    using Layout::kColumnGroups;
+    using Layout::kRowsOfThread;
+    static constexpr bool kWaitsFirst = true;
     static constexpr bool kIsFp8 = sizeof(Out) == 1;
     struct Columns {
         float scale[8], bias[8];
     };
     static_assert(C::kRowBlocks * C::kTileN <= 256, "sums leave no room for Columns");
-    const Fp8Params& p;
-    int m, n;  // first row, first column
-    int lane = static_cast<int>(threadIdx.x) % 32;
-    int first_row = m + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16 + lane / 4;
-    int first_column = n + lane % 4 * 8;
+    const Inputs& in;
     float row_scale[kRowsOfThread] = {};
     Columns columns[kColumnGroups] = {};
 
-    __device__ __forceinline__ int row(int i) const { return first_row + i / 2 * 64 + i % 2 * 8; }
-
-    // Sum e (of 8) of the thread's row i and column group q.
-    __device__ __forceinline__ static constexpr int at(int i, int q, int e) {
-        return i / 2 * (C::kTileN / 2) + 16 * q + e / 2 * 4 + i % 2 * 2 + e % 2;
-    }
-
-    __device__ __forceinline__ bool has_group(int q) const { return n + q * kPermutedRows < p.n; }
+    template <typename K>
+    __device__ __forceinline__ Fp8Epilogue(const K& k, int m, int n, int)
+        : Layout(k.p, m, n), in(k.p.epilogue) {}
 
     // Before the products, so that nothing is waited for after them. Addresses outside are moved
     // inside instead of skipped: a branch around each load would let them come one by one.
-    __device__ __forceinline__ void begin() {
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) {
+        wait();
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            row_scale[i] = p.a_scale == nullptr ? 1.0f : p.a_scale[min(row(i), p.m - 1)];
+            row_scale[i] = in.a_scale == nullptr ? 1.0f : in.a_scale[min(this->row(i), this->p.m - 1)];
         }
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
-            const int column = first_column + (has_group(q) ? q * kPermutedRows : 0);
-            load_eight(columns[q].scale, p.b_scale + column);
-            if (p.float_bias != nullptr) load_eight(columns[q].bias, p.float_bias + column);
+            const int column = this->first_column + (this->has_group(q) ? q * kPermutedRows : 0);
+            load_eight(columns[q].scale, in.b_scale + column);
+            if (in.bias != nullptr) load_eight(columns[q].bias, in.bias + column);
         }
+        cute::clear(sums);
     }
 
     template <typename Accumulators>
-    __device__ __forceinline__ void store(const Accumulators& sums) const {
+    __device__ __forceinline__ void finish(const Accumulators& sums) const {
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
             const Columns& group = columns[q];
@@ -82,9 +77,9 @@ struct Fp8TileEpilogue {
                 float x[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] = fmaf(sums(at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
+                    x[e] = fmaf(sums(this->at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
                 }
-                if (row(i) < p.m && has_group(q)) store_eight(x, i, q);
+                if (this->row(i) < this->p.m && this->has_group(q)) store_eight(x, i, q);
             }
         }
     }
@@ -97,8 +92,8 @@ struct Fp8TileEpilogue {
     }
 
     __device__ __forceinline__ void store_eight(const float (&x)[8], int i, int q) const {
-        Out* out = static_cast<Out*>(p.d) + int64_t{m} * p.n +
-                   ((row(i) - m) * p.n + first_column + q * kPermutedRows);
+        Out* out = static_cast<Out*>(this->p.d) + int64_t{this->m} * this->p.n +
+                   ((this->row(i) - this->m) * this->p.n + this->first_column + q * kPermutedRows);
         if constexpr (kIsFp8) {
             uint32_t words[2];
 #pragma unroll
@@ -111,8 +106,8 @@ struct Fp8TileEpilogue {
             uint32_t words[4];
 #pragma unroll
             for (int e = 0; e < 8; e += 2) {
-                words[e / 2] = pack(activate<kEpilogue>(x[e], p.activation),
-                                    activate<kEpilogue>(x[e + 1], p.activation), Out{});
+                words[e / 2] = pack(activate<kForm>(x[e], in.activation),
+                                    activate<kForm>(x[e + 1], in.activation), Out{});
             }
             *reinterpret_cast<uint4*>(out) = make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -124,8 +119,8 @@ struct Fp8TileEpilogue {
     }
 
     __device__ __forceinline__ float quantized(float x) const {
-        if constexpr (kEpilogue == Epilogue::erf) return gelu_erf_coarse(x) * p.inverse_d_scale;
-        return activate<kEpilogue>(x, p.activation) * p.inverse_d_scale;
+        if constexpr (kForm == ActivationForm::erf) return gelu_erf_coarse(x) * in.inverse_d_scale;
+        return activate<kForm>(x, in.activation) * in.inverse_d_scale;
     }
 };
 
