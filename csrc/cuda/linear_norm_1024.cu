@@ -1,11 +1,8 @@
-// Rows of 1024 columns: see linear_norm_kernel.cuh.
-#include "cuda/linear_norm_launch.cuh"
-#include "cuda/linear_norm_tilings.cuh"
+// Rows of 1024 columns.
+#include "gemm/linear_norm_launch.cuh"
 
 namespace bytetx::gemm {
 
-void linear_norm_1024(const LinearNormParams& p, cudaStream_t stream) {
-    launch_row_norm_tiling<RowNorm1024>(p, stream);
-}
+template void launch_linear_norm<RowNorm1024>(const LinearNormParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -1,14 +1,26 @@
-// The two ends of a tile whose rows are normalized before they are stored: see
-// linear_norm_kernel.cuh.
+// The epilogue of a GEMM whose CTAs own whole rows of d together, and norm them before they are
+// stored.
 //
-// Registers of a thread: as linear_epilogue.cuh's. A quad of lanes has the rows of its tile, kRows
-// of them, and all of the CTA's columns.
+// A warpgroup that has its sums takes their moments, sends them to the same warpgroup of the other
+// CTAs, and joins what it gets from them; the other warpgroup multiplies meanwhile. Through
+// distributed shared memory it reaches its cluster. Where rows are wider than two CTAs, kParts
+// clusters exchange what they have joined through `workspace`: clusters of four leave 12 SMs of an
+// H200 idle, pairs none. A quad of lanes has the rows of its tile, kRows of them, and all of the
+// CTA's columns. The residual is a tile input.
 #pragma once
 
-#include "cuda/linear_epilogue.cuh"
-#include "cuda/linear_norm_types.cuh"
+#include "gemm/tile_input.cuh"
 
 namespace bytetx::gemm {
+
+// In workspace where nothing has arrived: no NaN that arithmetic gives.
+constexpr uint64_t kAbsent = ~uint64_t{0};
+constexpr int kMostSpins = 1 << 26;  // some ten seconds; then a peer is gone
+
+// Of columns of a row: their mean, and the sum of squares around it.
+struct Moments {
+    float mean, squares;
+};
 
 __device__ __forceinline__ float quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
@@ -23,27 +35,78 @@ __device__ __forceinline__ uint32_t in_peer(const void* own, int rank) {
     return address;
 }
 
-// One warpgroup's tile, the `round`-th that it works on.
 template <typename C>
-struct RowNormEdge {
+struct RowNormEpilogue : EpilogueDefaults {
+    struct Inputs {
+        CUtensorMap residual_map;  // {32, m, n / 32}
+        const void* bias;          // [n]
+        const void* weight;        // [n]
+        const void* shift;         // [n]
+        uint64_t* workspace;       // [tiles_m, kParts (to), kParts (from), kClusterCtas, 128]
+        float eps;
+    };
+    // The tile input is [kTileN / 32][kTileM][32]: what a quarter of a warp reads lies side by side.
+    // Two places for moments: a peer that has this CTA's moments of one tile may send those of the
+    // next before this CTA has read those of the first, but not those of the one after.
+    struct Smem : TileInput<C, 128> {
+        alignas(16) float bias[C::kTileN], weight[C::kTileN], shift[C::kTileN];
+        Moments moments[C::kConsumers][2][C::kClusterCtas][kWarpgroupThreads];
+        uint64_t arrived[C::kConsumers][2];
+    };
     using T = typename C::Element;
-    static constexpr int kRows = 2 * C::kRowBlocks;  // of a quad
-    static constexpr int kGroups = C::kTileN / kPermutedRows;
+    using Layout = TileLayout<C>;
+    static constexpr bool kHasParameters = true;
+    static constexpr int kRows = Layout::kRowsOfThread;  // of a quad
+    static constexpr int kGroups = Layout::kColumnGroups;
     static constexpr int kPartColumns = C::kClusterCtas * C::kTileN;
     static constexpr int64_t kStride = C::kColumns;  // known here, it costs no registers
     static_assert(kRows == 2 || kRows == 4);         // a lane sends one row, or two lanes the same
-    const RowNormParams& p;
-    RowNormSmem<C>& s;
-    int m;  // first row
-    int round;
+    const Problem& p;
+    const Inputs& in;
+    Smem& s;
+    int m;      // first row
+    int round;  // the warpgroup's tile number
     int thread = static_cast<int>(threadIdx.x) % kWarpgroupThreads;
     int row = thread / 32 * 16 + thread % 32 / 4;  // the thread's first, of the tile
 
+    template <typename K>
+    __device__ __forceinline__ RowNormEpilogue(const K& k, int m, int, int round)
+        : p(k.p), in(k.p.epilogue), s(k.s.epilogue), m(m), round(round) {}
+
+    template <typename K>
+    static __device__ __forceinline__ void init_barriers(const K& k) {
+        for (auto& barriers : k.s.epilogue.arrived) {
+            for (uint64_t& barrier : barriers) FullBarrier::init(&barrier, 1);
+        }
+        init_input_barriers(k.s.epilogue);
+    }
+
+    // The CTA's columns of what no kernel writes.
+    template <typename K>
+    static __device__ __forceinline__ void load_parameters(const K& k) {
+        const int n = k.at.tile_n(0);
+        const auto load = [&](float* to, const void* from) {
+            for (int i = static_cast<int>(threadIdx.x); i < C::kTileN; i += C::kThreads) {
+                to[i] = static_cast<float>(static_cast<const T*>(from)[n + i]);
+            }
+        };
+        load(k.s.epilogue.bias, k.p.epilogue.bias);
+        load(k.s.epilogue.weight, k.p.epilogue.weight);
+        load(k.s.epilogue.shift, k.p.epilogue.shift);
+    }
+
+    template <typename K>
+    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile) {
+        const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        cute::SM90_TMA_LOAD_3D::copy(&k.p.epilogue.residual_map, full, hint, k.s.epilogue.input, 0,
+                                     k.at.tile_m(tile), k.at.tile_n(tile) / kPermutedRows);
+    }
+
     static __device__ __forceinline__ constexpr int row_offset(int i) {
-        return i / 2 * 64 + i % 2 * 8;
+        return Layout::row_offset(i);
     }
     static __device__ __forceinline__ constexpr int at(int i, int q, int e) {
-        return TileEpilogue<C, Epilogue::linear, false>::at(i, q, e);
+        return Layout::at(i, q, e);
     }
 
     // The thread's columns of group q.
@@ -54,8 +117,9 @@ struct RowNormEdge {
     }
 
     // sums = bias. The residual is added behind the products: it need not be there before.
-    template <typename Accumulators>
-    __device__ __forceinline__ void load(Accumulators& sums) const {
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
+        wait();
 #pragma unroll
         for (int q = 0; q < kGroups; ++q) {
             float bias[8];
@@ -69,7 +133,7 @@ struct RowNormEdge {
     }
 
     template <typename Accumulators>
-    __device__ __forceinline__ void store(Accumulators& sums) const {
+    __device__ __forceinline__ void finish(Accumulators& sums) const {
         float mean[kRows], squares[kRows], scale[kRows], offset[kRows];
         add_residual(sums);
         centre(sums, mean, squares);
@@ -79,26 +143,18 @@ struct RowNormEdge {
 
     template <typename Accumulators>
     __device__ __forceinline__ void add_residual(Accumulators& sums) const {
-        const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
-        FullBarrier::wait(&s.residual_full[group], round % 2);  // pairs with fetch_residuals()
-        const T* words = s.residual + row * kPermutedRows + thread % 4 * 8;
+        wait_for_input(s, round);
+        const T* words = s.input + row * kPermutedRows + thread % 4 * 8;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
             for (int q = 0; q < kGroups; ++q) {
-                const uint4 eight = *reinterpret_cast<const uint4*>(
-                    words + (q * C::kTileM + row_offset(i)) * kPermutedRows);
-                const uint32_t pairs[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-                for (int e = 0; e < 8; e += 2) {
-                    const float2 pair = unpack(pairs[e / 2], T{});
-                    sums(at(i, q, e)) += pair.x;
-                    sums(at(i, q, e + 1)) += pair.y;
-                }
+                Layout::add(sums, i, q,
+                            *reinterpret_cast<const uint4*>(
+                                words + (q * C::kTileM + row_offset(i)) * kPermutedRows));
             }
         }
-        __syncwarp();
-        if (thread % 32 == 0) EmptyBarrier::arrive(&s.residual_empty);
+        release_input(s);
     }
 
     // Takes the mean of the CTA's columns from the sums. In two passes, so that a large mean costs
@@ -138,7 +194,7 @@ struct RowNormEdge {
         }
         Moments all = join_cluster(own);
         if constexpr (C::kParts > 1) all = join_parts(all);
-        const float factor = rsqrtf(fmaf(all.squares, 1.0f / C::kColumns, p.eps));
+        const float factor = rsqrtf(fmaf(all.squares, 1.0f / C::kColumns, in.eps));
         const float shift = (own.mean - all.mean) * factor;
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
@@ -190,7 +246,7 @@ struct RowNormEdge {
         constexpr int kFromStep = C::kClusterCtas * kWarpgroupThreads;
         const int cta = static_cast<int>(blockIdx.x) % C::kGroupCtas;
         const int part = cta / C::kClusterCtas;
-        uint64_t* places = p.workspace + int64_t{m / C::kTileM} * (kParts * kParts * kFromStep) +
+        uint64_t* places = in.workspace + int64_t{m / C::kTileM} * (kParts * kParts * kFromStep) +
                            (cta % C::kClusterCtas * kWarpgroupThreads + thread);
         const uint64_t sent =
             uint64_t{__float_as_uint(own.squares)} << 32 | __float_as_uint(own.mean);
