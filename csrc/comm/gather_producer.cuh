@@ -1,4 +1,4 @@
-// The persistent GEMM kernel over rows that arrive while it runs.
+// The producer of a GEMM over rows that arrive while it runs.
 //
 // One more thread of each CTA sends chunks of this rank's rows through shared memory to the other
 // ranks' buffers (bulk copies in and out), first to the rank that needs them first, and counts each
@@ -7,8 +7,7 @@
 #pragma once
 
 #include "comm/peers.cuh"
-#include "comm/schedule.cuh"
-#include "cuda/linear_kernel.cuh"
+#include "gemm/producers.cuh"
 
 namespace bytetx::gemm {
 
@@ -18,9 +17,8 @@ constexpr int kChunkBytes = 8192;  // of one bulk copy
 constexpr int kChunksInFlight = 3;
 constexpr int kPieceRows = 128;  // rows that are counted together, from the owner's first on
 
-struct GatherParams {
-    Params gemm;              // a: this rank's rows
-    CUtensorMap gathered[2];  // {k, m}, for even and odd calls
+struct GatherInputs {
+    CUtensorMap gathered[2];  // {k, m}, for even and odd calls; the problem's a: this rank's rows
     comm::Peers peers;
     const uint8_t* own_rows;
     int offsets[kMaxPeers + 1];
@@ -29,25 +27,23 @@ struct GatherParams {
     bool sends_to_self;  // some tile has rows of this rank and of another
 };
 
-template <typename C>
 struct GatherSmem {
-    Smem<C> gemm;
     alignas(128) uint8_t chunks[kChunksInFlight][kChunkBytes];
     uint64_t arrived[kChunksInFlight];
 };
 
-__device__ __forceinline__ int num_rows(const GatherParams& p, int rank) {
+__device__ __forceinline__ int num_rows(const GatherInputs& p, int rank) {
     return p.offsets[rank + 1] - p.offsets[rank];
 }
 
 // Chunks of `rows` rows from a piece's first on.
-__host__ __device__ __forceinline__ int chunks_of(const GatherParams& p, int rows) {
+__host__ __device__ __forceinline__ int chunks_of(const GatherInputs& p, int rows) {
     const int64_t bytes = int64_t{rows} * p.row_bytes;
     return static_cast<int>((bytes + kChunkBytes - 1) / kChunkBytes);
 }
 
 // Until rows [first, last) of all ranks' rows lie in this rank's buffer. One thread.
-__device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t epoch, int first,
+__device__ __forceinline__ void wait_for_rows(const GatherInputs& p, uint32_t epoch, int first,
                                               int last) {
     for (int source = 0; source < p.peers.size; ++source) {
         const int begin = max(first, p.offsets[source]) - p.offsets[source];
@@ -63,29 +59,24 @@ __device__ __forceinline__ void wait_for_rows(const GatherParams& p, uint32_t ep
     comm::fence_proxies();  // what follows are loads by TMA
 }
 
-template <typename C>
-__device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>& s,
-                                                 const Schedule<C>& at) {
-    const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
-    const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
-    const int own_first = p.offsets[p.peers.rank], own_last = p.offsets[p.peers.rank + 1];
-    const Params& gemm = p.gemm;
-    RingIndex<C::kStages> ring;
-    for (int tile = at.cluster; tile < gemm.tiles_m * gemm.tiles_n; tile += at.num_clusters) {
-        const int m = at.tile_m(gemm, tile), n = at.tile_n(gemm, tile);
-        const int last = min(m + C::kTileM, gemm.m);
+template <typename C, typename K>
+__device__ __forceinline__ void fetch_gathered(const K& k) {
+    auto& [p, s, at] = k;
+    const GatherInputs& in = p.producer;
+    const uint32_t epoch = comm::this_epoch(in.peers, comm::kGatherEpoch);
+    const int own_first = in.offsets[in.peers.rank], own_last = in.offsets[in.peers.rank + 1];
+    auto ring = s.stages.first(p.stages);
+    for (int tile = at.cluster; at.has(tile); tile += at.num_clusters) {
+        const int m = at.tile_m(tile), n = at.tile_n(tile);
+        const int last = min(m + C::kTileM, p.m);
         const bool is_own = m >= own_first && last <= own_last;
-        if (!is_own) wait_for_rows(p, epoch, m, last);
-        const CUtensorMap* a = is_own ? &gemm.a : &p.gathered[epoch & 1];
+        if (!is_own) wait_for_rows(in, epoch, m, last);
+        const CUtensorMap* a = is_own ? &p.a : &in.gathered[epoch & 1];
         const int row = is_own ? m - own_first : m;
-        for (int block = 0; block < gemm.num_k_blocks; ++block, ring.advance()) {
-            EmptyBarrier::wait(&s.empty[ring.index], ring.phase ^ 1);  // pairs with release_stage
-            uint64_t* full = &s.full[ring.index];
-            FullBarrier::arrive_and_expect_tx(full, C::kStageBytes);
-            const int k = block * kBlockK;
-            cute::SM90_TMA_LOAD_2D::copy(a, full, hint, s.a[ring.index], k, row);
-            fetch_b(gemm, s, ring.index, at.rank, k, n);
-        }
+        fetch_blocks<C>(k, ring, [&](int stage, int feature) {
+            fetch_a<C>(a, s, stage, feature, row);
+            fetch_b<C>(p, s, stage, at.rank, feature, n);
+        });
     }
 }
 
@@ -94,37 +85,37 @@ __device__ __forceinline__ void produce_gathered(const GatherParams& p, Smem<C>&
 struct Chunk {
     int peer, index;
 
-    __device__ __forceinline__ explicit Chunk(const GatherParams& p)
+    __device__ __forceinline__ explicit Chunk(const GatherInputs& p)
         : peer(p.peers.rank), index(blockIdx.x) {
         next_peer(p);
     }
-    __device__ __forceinline__ void next_peer(const GatherParams& p) {
+    __device__ __forceinline__ void next_peer(const GatherInputs& p) {
         peer = (peer == 0 ? p.peers.size : peer) - 1;
     }
-    __device__ __forceinline__ void advance(const GatherParams& p) {
+    __device__ __forceinline__ void advance(const GatherInputs& p) {
         index += static_cast<int>(gridDim.x);
         if (index < p.own_chunks) return;
         index = static_cast<int>(blockIdx.x);
         next_peer(p);
     }
-    __device__ __forceinline__ int piece(const GatherParams& p) const {
+    __device__ __forceinline__ int piece(const GatherInputs& p) const {
         return index / p.chunks_of_piece;
     }
     // Bytes from this rank's first row on.
-    __device__ __forceinline__ int64_t offset(const GatherParams& p) const {
+    __device__ __forceinline__ int64_t offset(const GatherInputs& p) const {
         const int whole = piece(p);
         return int64_t{whole} * kPieceRows * p.row_bytes +
                int64_t{index - whole * p.chunks_of_piece} * kChunkBytes;
     }
     // The last chunk of a piece ends with its rows.
-    __device__ __forceinline__ int num_bytes(const GatherParams& p, int64_t offset) const {
+    __device__ __forceinline__ int num_bytes(const GatherInputs& p, int64_t offset) const {
         const int rows = min((piece(p) + 1) * kPieceRows, num_rows(p, p.peers.rank));
         return static_cast<int>(min(int64_t{kChunkBytes}, int64_t{rows} * p.row_bytes - offset));
     }
 };
 
 // Tells all ranks that the gathered rows of the call before the last are no longer read.
-__device__ __forceinline__ void announce(const GatherParams& p) {
+__device__ __forceinline__ void announce(const GatherInputs& p) {
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     for (int peer = 0; peer < p.peers.size; ++peer) {
         comm::store_release(p.peers.flags[peer] + comm::kStarted + p.peers.rank, epoch);
@@ -139,7 +130,7 @@ __device__ __forceinline__ void wait_for_stores() {
 }
 
 template <typename S>
-__device__ __forceinline__ void load_chunk(const GatherParams& p, S& s, int slot, const Chunk& c) {
+__device__ __forceinline__ void load_chunk(const GatherInputs& p, S& s, int slot, const Chunk& c) {
     const int64_t offset = c.offset(p);
     const int num_bytes = c.num_bytes(p, offset);
     FullBarrier::arrive_and_expect_tx(&s.arrived[slot], num_bytes);
@@ -148,7 +139,7 @@ __device__ __forceinline__ void load_chunk(const GatherParams& p, S& s, int slot
 }
 
 template <typename S>
-__device__ __forceinline__ void store_chunk(const GatherParams& p, S& s, int slot, const Chunk& c,
+__device__ __forceinline__ void store_chunk(const GatherInputs& p, S& s, int slot, const Chunk& c,
                                             uint32_t epoch) {
     // The peer reads this parity's rows in its call before the last; pairs with announce().
     if (c.index == static_cast<int>(blockIdx.x)) {
@@ -162,20 +153,20 @@ __device__ __forceinline__ void store_chunk(const GatherParams& p, S& s, int slo
     cute::tma_store_arrive();
 }
 
-__device__ __forceinline__ uint32_t* counter_of(const GatherParams& p, const Chunk& c,
+__device__ __forceinline__ uint32_t* counter_of(const GatherInputs& p, const Chunk& c,
                                                 uint32_t epoch) {
     return comm::counter_at(p.peers, c.peer, Counted::pieces, epoch, p.peers.rank, c.piece(p));
 }
 
 // Of a chunk that has been written; pairs with wait_for_rows().
-__device__ __forceinline__ void count_chunk(const GatherParams& p, const Chunk& c, uint32_t epoch) {
+__device__ __forceinline__ void count_chunk(const GatherInputs& p, const Chunk& c, uint32_t epoch) {
     comm::add_release(counter_of(p, c, epoch), 1);
 }
 
 // Sends the CTA's chunks to all peers at once, where each chunk has a slot: with few rows, latency
 // matters.
 template <typename S>
-__device__ __forceinline__ void send_few_chunks(const GatherParams& p, S& s, int num_chunks,
+__device__ __forceinline__ void send_few_chunks(const GatherInputs& p, S& s, int num_chunks,
                                                 int num_peers) {
     const auto each = [&](const auto& visit) {
         Chunk chunk(p);
@@ -200,7 +191,7 @@ __device__ __forceinline__ void send_few_chunks(const GatherParams& p, S& s, int
 
 // One thread: sends this CTA's chunks of this rank's rows to every peer.
 template <typename S>
-__device__ __forceinline__ void send_rows(const GatherParams& p, S& s) {
+__device__ __forceinline__ void send_rows(const GatherInputs& p, S& s) {
     const int mine =
         (p.own_chunks - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
         static_cast<int>(gridDim.x);
@@ -239,7 +230,7 @@ __device__ __forceinline__ void send_rows(const GatherParams& p, S& s) {
 }
 
 // One CTA, when all others have ended: no rank counts for this call any more.
-__device__ __forceinline__ void end_gather(const GatherParams& p) {
+__device__ __forceinline__ void end_gather(const GatherInputs& p) {
     const int rank = p.peers.rank;
     const uint32_t epoch = comm::this_epoch(p.peers, comm::kGatherEpoch);
     for (int source = 0; source < p.peers.size; ++source) {
@@ -251,40 +242,38 @@ __device__ __forceinline__ void end_gather(const GatherParams& p) {
     p.peers.epochs[comm::kGatherEpoch] = epoch;
 }
 
-template <typename C, Epilogue kEpilogue, bool kGated>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    all_gather_gemm_kernel(const __grid_constant__ GatherParams p) {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<GatherSmem<C>*>(smem);
-    const Schedule<C> at;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < kChunksInFlight; ++i) FullBarrier::init(&s.arrived[i], 1);
-    }
-    init_barriers(s.gemm);
-    release_next_kernel();
-    wait_for_prior_kernel();
-    if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
-        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        const unsigned thread = threadIdx.x % kWarpgroupThreads;
-        if (thread == 0) {
-            produce_gathered(p, s.gemm, at);
-        } else if (thread == 32) {
-            send_rows(p, s);
-        } else if (thread == 64 && blockIdx.x == 0) {
-            announce(p);
+// Thread 0 fetches, one more sends this rank's rows, one says that the call has begun.
+template <typename C>
+struct GatherProducer : ProducerDefaults {
+    using Inputs = GatherInputs;
+    using Smem = GatherSmem;
+    static constexpr bool kWaitsFirst = true;
+
+    template <typename K>
+    static __device__ __forceinline__ void init_barriers(const K& k) {
+        for (int i = 0; i < kChunksInFlight; ++i) {
+            FullBarrier::init(&k.s.producer.arrived[i], 1);
         }
-    } else {
-        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-        consume(p.gemm, s.gemm, at,
-                [&](int m, int n) { return TileEpilogue<C, kEpilogue, kGated>{p.gemm, m, n}; });
     }
-    __syncwarp();
-    if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
-        cute::cluster_arrive_relaxed();
-        cute::cluster_wait();
+
+    template <typename K>
+    static __device__ __forceinline__ void run(const K& k, int thread) {
+        if (thread == 0) {
+            fetch_gathered<C>(k);
+        } else if (thread == 32) {
+            send_rows(k.p.producer, k.s.producer);
+        } else if (thread == 64 && blockIdx.x == 0) {
+            announce(k.p.producer);
+        }
     }
-    __syncthreads();
-    if (threadIdx.x == 0 && comm::is_last_cta(p.peers, comm::kGatherTicket)) end_gather(p);
-}
+
+    template <typename K>
+    static __device__ __forceinline__ void end(const K& k) {
+        __syncthreads();
+        if (threadIdx.x == 0 && comm::is_last_cta(k.p.producer.peers, comm::kGatherTicket)) {
+            end_gather(k.p.producer);
+        }
+    }
+};
 
 }  // namespace bytetx::gemm
