@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasOfSm)
         }
         Producer::run(k, static_cast<int>(threadIdx.x) % kWarpgroupThreads);
         at.end_producer();
-        if constexpr (!Scheduler::kIsPersistent) return;
+        if constexpr (Scheduler::kProducerReturns) return;
     } else {
         if constexpr (C::kConsumerRegisters > 0) {
             cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();

@@ -8,6 +8,7 @@
 //   has(tile), tile_m(tile), tile_n(tile)   whether there is such a tile; its first row and column
 //   k_blocks()              the blocks of features that this CTA multiplies
 //   sync_start(), sync_end()   among the CTAs of a cluster: barriers are there; nobody needs them
+//   end_producer()          what the producer's warps do last; kProducerReturns: sync_end() is not theirs
 #pragma once
 
 #include "gemm/config.cuh"
@@ -26,6 +27,7 @@ struct RasterOrder {
 template <typename C>
 struct PersistentCta {
     static constexpr bool kIsPersistent = true;
+    static constexpr bool kProducerReturns = false;
     const Problem& p;
 
     __device__ __forceinline__ Share k_blocks() const { return {0, p.num_k_blocks}; }
@@ -95,38 +97,46 @@ struct RowScheduler : PersistentCta<C> {
     __device__ __forceinline__ int tile_n(int) const { return place * C::kTileN; }
 };
 
-// One tile a cluster; its CTAs, as many as the launch says, share k.
+// What schedulers share whose clusters have one tile: the CTAs, as many as the launch says, share k.
 template <typename C>
-struct SplitKScheduler {
+struct SplitKCta {
     struct Inputs {};
     static constexpr bool kIsPersistent = false;
     static constexpr int num_clusters = 0;
-    // All of it is known before warps part: then it is in uniform registers.
     int rank = static_cast<int>(cute::block_rank_in_cluster());
     int num_ranks = static_cast<int>(cute::cluster_shape().x);
     int cluster = static_cast<int>(blockIdx.x) / num_ranks;
-    int m, n;
+    int m, n;  // of the tile
     Share blocks;
 
-    __device__ __forceinline__ SplitKScheduler(const Problem& p, const Inputs&)
-        : m(cluster / p.tiles_n * C::kTileM),
-          n(cluster % p.tiles_n * C::kTileN),
-          blocks{p.num_k_blocks * rank / num_ranks, p.num_k_blocks * (rank + 1) / num_ranks} {}
+    __device__ __forceinline__ explicit SplitKCta(const Problem& p)
+        : blocks{p.num_k_blocks * rank / num_ranks, p.num_k_blocks * (rank + 1) / num_ranks} {}
 
     __device__ __forceinline__ bool has(int) const { return true; }
     __device__ __forceinline__ Share k_blocks() const { return blocks; }
     __device__ __forceinline__ int tile_m(int) const { return m; }
     __device__ __forceinline__ int tile_n(int) const { return n; }
+};
+
+template <typename C>
+struct SplitKScheduler : SplitKCta<C> {
+    static constexpr bool kProducerReturns = true;
+    __device__ __forceinline__ SplitKScheduler(const Problem& p,
+                                               const typename SplitKCta<C>::Inputs&)
+        : SplitKCta<C>(p) {
+        this->m = this->cluster / p.tiles_n * C::kTileM;
+        this->n = this->cluster % p.tiles_n * C::kTileN;
+    }
 
     // The other CTAs' barriers are there behind a wait, which every thread does before it ends.
     __device__ __forceinline__ void sync_start() const {
         __syncthreads();
-        if (num_ranks > 1) cute::cluster_arrive();
+        if (this->num_ranks > 1) cute::cluster_arrive();
     }
     __device__ __forceinline__ void sync_end() const {}
     __device__ __forceinline__ void end_producer() const {
         __syncwarp();
-        if (num_ranks > 1) cute::cluster_wait();
+        if (this->num_ranks > 1) cute::cluster_wait();
     }
 };
 

@@ -88,11 +88,14 @@ struct OneShotTiling : SmallMTiling<1, kRowBlocks, kTokens, kStages> {
 
 // ---- the list
 
-// linear(), and the GEMMs of comm/ for many rows: rows x columns of d.
+// linear(), rows x columns of d; the first also of the GEMMs of comm/ for many rows.
 using Tile128x192 = Tiling<2, 192, 5, 2>;
 using Tile192x128 = Tiling<3, 128, 5, 2>;
 using Tile128x128 = Tiling<2, 128, 7, 2>;
 using Tile192x128Single = Tiling<3, 128, 5, 1>;
+
+// The GEMMs of comm/ for many rows: a stage less leaves room for rows on their way.
+using CommTile128x128 = Tiling<2, 128, 6, 2>;
 
 // linear() with few rows.
 using SmallM64x32 = SmallMTiling<1, 1, 32>;

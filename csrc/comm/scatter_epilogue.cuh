@@ -1,4 +1,4 @@
-// The persistent GEMM kernel that stores its tiles to the ranks that sum them.
+// The epilogue of a GEMM that stores its tiles to the ranks that sum them.
 //
 // A tile's rows are stored, 16 bytes a thread, into this rank's slot in the memory of their owner
 // or of every rank. When all stores have been performed, the tile is counted there. Tiles begin
@@ -7,15 +7,14 @@
 #pragma once
 
 #include "comm/peers.cuh"
-#include "comm/schedule.cuh"
-#include "cuda/linear_kernel.cuh"
+#include "gemm/linear_epilogue.cuh"
+#include "gemm/producers.cuh"
 
 namespace bytetx::gemm {
 
 using comm::Counted;
 
-struct ScatterParams {
-    Params gemm;  // residual: partial
+struct ScatterInputs : LinearInputs {  // residual: partial
     comm::Peers peers;
     int offsets[kMaxPeers + 1];  // of the ranks' rows
     bool to_all_ranks;           // every rank sums every row
@@ -27,17 +26,31 @@ __device__ __forceinline__ int64_t slot_row(int source, int num_rows, int row) {
 }
 
 template <typename C>
-struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
-    using Base = TileEpilogue<C, Epilogue::linear, false>;
+struct ScatterEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
+    using Inputs = ScatterInputs;
+    using Base = LinearEpilogue<C, ActivationForm::linear, false>;
     using T = typename C::Element;
-    const ScatterParams& all;
+    static constexpr bool kWaitsFirst = true;
+    // The next kernel relies on all kernels before this one having ended.
+    static constexpr bool kReleasesLate = true;
+    const ScatterInputs& all;
+
+    template <typename K>
+    __device__ __forceinline__ ScatterEpilogue(const K& k, int m, int n, int round)
+        : Base(k, m, n, round), all(k.p.epilogue) {}
+
+    template <typename K>
+    static __device__ __forceinline__ void before_tiles(const K& k) {
+        const comm::Peers& peers = k.p.epilogue.peers;
+        comm::wait_for_slots(peers, comm::this_epoch(peers, comm::kSumEpoch));
+    }
 
     // The partial sums alone: bias and residual belong to the sum over ranks.
-    template <typename Accumulators>
-    __device__ __forceinline__ void load(Accumulators& sums) const {
-#pragma unroll
-        for (int i = 0; i < cute::size(Accumulators{}); ++i) sums(i) = 0.0f;
-        if (this->p.residual != nullptr) this->add_residual(sums);
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
+        wait();
+        this->clear(sums);
+        if (this->in.residual != nullptr) this->add_residual(sums);
     }
 
     __device__ __forceinline__ int owner_of(int row) const {
@@ -60,7 +73,7 @@ struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
     }
 
     template <typename Accumulators>
-    __device__ __forceinline__ void store(const Accumulators& sums) const {
+    __device__ __forceinline__ void finish(const Accumulators& sums) const {
         // Read here, not kept in a register through the products.
         const uint32_t epoch = comm::this_epoch(all.peers, comm::kSumEpoch);
 #pragma unroll
@@ -75,7 +88,7 @@ struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
 #pragma unroll
                 for (int q = 0; q < Base::kColumnGroups; ++q) {
                     if (!this->has_group(q)) continue;
-                    *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->finish(sums, i, q);
+                    *reinterpret_cast<uint4*>(out + q * kPermutedRows) = this->rounded(sums, i, q);
                 }
             });
         }
@@ -106,32 +119,20 @@ struct ScatterEpilogue : TileEpilogue<C, Epilogue::linear, false> {
     }
 };
 
-template <typename C>
-__global__ void __launch_bounds__(C::kThreads, 1)
-    gemm_scatter_kernel(const __grid_constant__ ScatterParams p) {
-    extern __shared__ __align__(1024) uint8_t smem[];
-    auto& s = *reinterpret_cast<Smem<C>*>(smem);
-    const Schedule<C> at;
-    init_barriers(s);
-    wait_for_prior_kernel();
-    // Not earlier: the next kernel relies on all kernels before this one having ended.
-    release_next_kernel();
-    if (uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads) == C::kConsumers) {
-        cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        if (threadIdx.x % kWarpgroupThreads == 0) produce(p.gemm, s, at);
-        if (blockIdx.x == 0 && threadIdx.x % kWarpgroupThreads == 32) {
-            comm::begin_sum(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
-        }
-    } else {
-        cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
-        comm::wait_for_slots(p.peers, comm::this_epoch(p.peers, comm::kSumEpoch));
-        consume(p.gemm, s, at, [&](int m, int n) { return ScatterEpilogue<C>{{p.gemm, m, n}, p}; });
-    }
-    __syncwarp();
-    if constexpr (C::kClusterCtas > 1) {  // no CTA leaves while another may still signal it
-        cute::cluster_arrive_relaxed();
-        cute::cluster_wait();
-    }
+// A thread of the grid: announces that this call has begun.
+template <typename K>
+__device__ __forceinline__ void begin_sum(const K& k) {
+    const comm::Peers& peers = k.p.epilogue.peers;
+    if (blockIdx.x == 0) comm::begin_sum(peers, comm::this_epoch(peers, comm::kSumEpoch));
 }
+
+template <typename C>
+struct ScatterProducer : ProducerDefaults {
+    template <typename K>
+    static __device__ __forceinline__ void run(const K& k, int thread) {
+        DenseProducer<C>::run(k, thread);
+        if (thread == 32) begin_sum(k);
+    }
+};
 
 }  // namespace bytetx::gemm
