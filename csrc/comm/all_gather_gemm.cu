@@ -2,10 +2,10 @@
 //
 //   d = act(rows b^T + bias)      rows [m, k] of all ranks; b [n, k], this rank's weights
 //
-// One kernel (gemm/kernel.cuh with gather_producer.cuh) sends this rank's rows to the others, receives theirs, and
-// multiplies what has arrived, its own rows first. Bound by the tensor cores where n / tp_size is
-// large (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux (arXiv 2406.06858),
-// section 4.3, with bulk copies from the SMs in place of the host's copies.
+// One kernel (gemm/kernel.cuh with gather_producer.cuh) sends this rank's rows to the others,
+// receives theirs, and multiplies what has arrived, its own rows first. Bound by the tensor cores
+// where n / tp_size is large (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux
+// (arXiv 2406.06858), section 4.3, with bulk copies from the SMs in place of the host's copies.
 #include <stdexcept>
 #include <string>
 

@@ -3,6 +3,7 @@
 
 namespace bytetx::gemm {
 
-template void launch_all_gather_gemm<CommTile128x128>(const AllGatherGemmParams& p, cudaStream_t stream);
+template void launch_all_gather_gemm<CommTile128x128>(const AllGatherGemmParams& p,
+                                                      cudaStream_t stream);
 
 }  // namespace bytetx::gemm

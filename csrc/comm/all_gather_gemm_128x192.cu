@@ -3,6 +3,7 @@
 
 namespace bytetx::gemm {
 
-template void launch_all_gather_gemm<Tile128x192>(const AllGatherGemmParams& p, cudaStream_t stream);
+template void launch_all_gather_gemm<Tile128x192>(const AllGatherGemmParams& p,
+                                                  cudaStream_t stream);
 
 }  // namespace bytetx::gemm

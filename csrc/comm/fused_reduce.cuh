@@ -130,10 +130,9 @@ __device__ __forceinline__ void fetch_parts(const K& k) {
             const int source = index <= peers.rank ? index - 1 : index;
             if (index > 0 && row < p.m) {  // a tile beyond all rows has no parts
                 const int number = row / C::kTileM - own / C::kTileM;
-                comm::wait_for(
-                    peers, source,
-                    counter_at(peers, peers.rank, Counted::tiles, epoch, source, number),
-                    p.tiles_n);
+                comm::wait_for(peers, source,
+                               counter_at(peers, peers.rank, Counted::tiles, epoch, source, number),
+                               p.tiles_n);
                 comm::fence_proxies();  // what follows are bulk copies
             }
             EmptyBarrier::wait(&s.input_empty, phase);  // pairs with release_input()

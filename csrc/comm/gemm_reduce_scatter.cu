@@ -47,16 +47,11 @@ constexpr Entry scatter(const char* name) {
 }
 
 constexpr Entry kAllReduceTilings[] = {
-    one_shot<gemm::OneShot16x64>("16x64"),
-    one_shot<gemm::OneShot16x128>("16x128"),
-    one_shot<gemm::OneShot32x64>("32x64"),
-    one_shot<gemm::OneShot32x128>("32x128"),
-    one_shot<gemm::OneShot64x64>("64x64"),
-    one_shot<gemm::OneShot64x128>("64x128"),
-    one_shot<gemm::OneShot128x128>("128x128"),
-    one_shot<gemm::OneShot256x64>("256x64"),
-    scatter<gemm::Tile128x192>("128x192"),
-    scatter<gemm::CommTile128x128>("128x128"),
+    one_shot<gemm::OneShot16x64>("16x64"),     one_shot<gemm::OneShot16x128>("16x128"),
+    one_shot<gemm::OneShot32x64>("32x64"),     one_shot<gemm::OneShot32x128>("32x128"),
+    one_shot<gemm::OneShot64x64>("64x64"),     one_shot<gemm::OneShot64x128>("64x128"),
+    one_shot<gemm::OneShot128x128>("128x128"), one_shot<gemm::OneShot256x64>("256x64"),
+    scatter<gemm::Tile128x192>("128x192"),     scatter<gemm::CommTile128x128>("128x128"),
 };
 
 void check_all_reduce(const GemmSumParams& p, const LinearTiling& tiling) {

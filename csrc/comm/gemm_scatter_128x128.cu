@@ -4,6 +4,6 @@
 namespace bytetx::gemm {
 
 template void launch_scatter<CommTile128x128>(const GemmSumParams& p, bool to_all_ranks,
-                                         cudaStream_t stream);
+                                              cudaStream_t stream);
 
 }  // namespace bytetx::gemm

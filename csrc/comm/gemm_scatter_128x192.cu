@@ -4,6 +4,6 @@
 namespace bytetx::gemm {
 
 template void launch_scatter<Tile128x192>(const GemmSumParams& p, bool to_all_ranks,
-                                         cudaStream_t stream);
+                                          cudaStream_t stream);
 
 }  // namespace bytetx::gemm

@@ -14,8 +14,8 @@
 
 namespace bytetx::gemm {
 
-// A tiling's kRowBlocks are of 64 rows of weights, its kTileN is of tokens. The problem's a: the rows
-// of tokens, its b: weights in their own order.
+// A tiling's kRowBlocks are of 64 rows of weights, its kTileN is of tokens. The problem's a: the
+// rows of tokens, its b: weights in their own order.
 struct OneShotInputs {
     const void* partial;  // [m, n], or null for none
     comm::Peers peers;
@@ -26,12 +26,14 @@ struct OneShotSmem {
     uint32_t epoch;
 };
 
-// As SplitKScheduler, with tokens for columns. Nobody reaches another CTA before its sums are there.
+// As SplitKScheduler, with tokens for columns. Nobody reaches another CTA before its sums are
+// there.
 template <typename C>
 struct OneShotScheduler : SplitKCta<C> {
     static constexpr bool kProducerReturns = false;
 
-    __device__ __forceinline__ OneShotScheduler(const Problem& p, const typename SplitKCta<C>::Inputs&)
+    __device__ __forceinline__ OneShotScheduler(const Problem& p,
+                                                const typename SplitKCta<C>::Inputs&)
         : SplitKCta<C>(p) {
         this->m = this->cluster / p.tiles_n * C::kTileN;
         this->n = this->cluster % p.tiles_n * C::kTileM;
@@ -63,7 +65,8 @@ __device__ __forceinline__ float* sums_of(StaticStages<C>& stages, int token) {
 }
 
 template <typename C>
-__device__ __forceinline__ void store_transposed(StaticStages<C>& stages, const typename C::Accumulators& sums) {
+__device__ __forceinline__ void store_transposed(StaticStages<C>& stages,
+                                                 const typename C::Accumulators& sums) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     cutlass::arch::NamedBarrier::arrive_and_wait(kWarpgroupThreads, 0);  // the ring is read
 #pragma unroll
@@ -167,8 +170,8 @@ __device__ __forceinline__ void send_part(const Problem& p, const OneShotInputs&
     }
 }
 
-// One warp: fetches, as many weights as the ring holds before the kernel before has ended; finds the
-// number of the call while the last fetches are under way.
+// One warp: fetches, as many weights as the ring holds before the kernel before has ended; finds
+// the number of the call while the last fetches are under way.
 template <typename C>
 struct OneShotProducer : ProducerDefaults {
     using Smem = OneShotSmem;

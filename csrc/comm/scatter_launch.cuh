@@ -66,8 +66,7 @@ CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uin
 // For a rank that has rows.
 template <typename C>
 void launch_fused_reduce(const GemmSumParams& o, cudaStream_t stream) {
-    using K =
-        Kernel<C, FusedReduceScheduler, FusedReduceProducer<C>, FusedReduceEpilogue<C>>;
+    using K = Kernel<C, FusedReduceScheduler, FusedReduceProducer<C>, FusedReduceEpilogue<C>>;
     constexpr int kRows = C::kTileM * C::kClusterCtas;
     typename K::Params p{};
     auto& order = p.scheduler;

@@ -10,8 +10,9 @@
 //       void finish(sums);          // behind them
 //   };
 //
-// K is the Context of gemm/kernel.cuh: k.p.epilogue are the Inputs, k.s the shared memory. A tile of
-// d's size that it reads may come by TMA: see tile_input.cuh. docs/kernels/linear.md has an example.
+// K is the Context of gemm/kernel.cuh: k.p.epilogue are the Inputs, k.s the shared memory. A tile
+// of d's size that it reads may come by TMA: see tile_input.cuh. docs/kernels/linear.md has an
+// example.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -56,7 +56,8 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
         wait();
 #pragma unroll
         for (int i = 0; i < kRowsOfThread; ++i) {
-            row_scale[i] = in.a_scale == nullptr ? 1.0f : in.a_scale[min(this->row(i), this->p.m - 1)];
+            row_scale[i] =
+                in.a_scale == nullptr ? 1.0f : in.a_scale[min(this->row(i), this->p.m - 1)];
         }
 #pragma unroll
         for (int q = 0; q < kColumnGroups; ++q) {
@@ -77,7 +78,8 @@ struct Fp8Epilogue : EpilogueDefaults, TileLayout<C> {
                 float x[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
-                    x[e] = fmaf(sums(this->at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
+                    x[e] =
+                        fmaf(sums(this->at(i, q, e)) * row_scale[i], group.scale[e], group.bias[e]);
                 }
                 if (this->row(i) < this->p.m && this->has_group(q)) store_eight(x, i, q);
             }

@@ -11,7 +11,8 @@
 // The last warpgroup (tilings for small m: the last warp) is the producer. The others multiply:
 // they begin a tile's accumulators, run the main loop over the ring of stages, and finish the tile.
 // Persistent kernels have two such warpgroups, which take tiles in turn (ping-pong), so that one's
-// epilogue runs under the other's products. The way, and what bounds it: docs/kernels/linear.md.
+// epilogue runs under the other's products. What each GEMM of the package is made of, what bounds
+// it and how to add an epilogue: docs/kernels/linear.md.
 #pragma once
 
 #include "common/launch.cuh"
@@ -108,13 +109,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasOfSm)
     constexpr bool kWaitsFirst = Producer::kWaitsFirst || Epilogue::kWaitsFirst;
     Epilogue::load_parameters(k);
     init_barriers<C, Producer, Epilogue>(k);
-    if constexpr (Epilogue::kHasParameters) __syncthreads();  // a cluster's barrier orders no stores
+    // The barrier of sync_start() orders no stores.
+    if constexpr (Epilogue::kHasParameters) __syncthreads();
     if constexpr (!Epilogue::kReleasesLate) release_next_kernel();
     const auto wait = [] {
         wait_for_prior_kernel();
         if constexpr (Epilogue::kReleasesLate) release_next_kernel();
     };
-    const auto is_over = [] {};
+    const auto has_waited = [] {};
     if constexpr (kWaitsFirst) wait();
     const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     if (group == C::kConsumers * C::kTogether) {
@@ -130,10 +132,10 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasOfSm)
         }
         if constexpr (kWaitsFirst) {
             Epilogue::before_tiles(k);
-            consume<C, Epilogue>(k, is_over);
-        } else if constexpr (Scheduler::kIsPersistent) {  // there are more tiles than one
+            consume<C, Epilogue>(k, has_waited);
+        } else if constexpr (Scheduler::kIsPersistent) {  // once, not in every tile
             wait();
-            consume<C, Epilogue>(k, is_over);
+            consume<C, Epilogue>(k, has_waited);
         } else {
             consume<C, Epilogue>(k, wait);
         }

@@ -34,10 +34,10 @@ inline CUtensorMap encode_map(const Matrix& x, int rank, const cuuint64_t* sizes
                               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
     const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
     CUtensorMap map;
-    const CUresult status = tensor_map_encoder()(
-        &map, x.type, rank, const_cast<void*>(x.data), sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult status =
+        tensor_map_encoder()(&map, x.type, rank, const_cast<void*>(x.data), sizes, strides, box,
+                             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     if (status != CUDA_SUCCESS) {
         throw std::invalid_argument(std::string(x.op) + ": no tensor map (CUresult " +
                                     std::to_string(status) + ") of " + std::to_string(x.rows) +
@@ -104,7 +104,8 @@ RasterOrder choose_raster(const Problem& p, int most_rows) {
 }
 
 // An instance of the kernel.
-template <typename C_, template <typename> typename Scheduler_, typename Producer, typename Epilogue>
+template <typename C_, template <typename> typename Scheduler_, typename Producer,
+          typename Epilogue>
 struct Kernel {
     using C = C_;
     using Scheduler = Scheduler_<C>;

@@ -33,14 +33,12 @@ __device__ __forceinline__ void fetch_a(const CUtensorMap* map, S& s, int stage,
     cute::SM90_TMA_LOAD_2D::copy(map, &s.ring.full[stage], hint, s.stages.a(stage), k, row);
 }
 
-// A CTA's share of a stage's rows, which all CTAs of the cluster get. Where m is small, every
-// weight is read once.
+// A CTA's share of a stage's rows, which all CTAs of the cluster get.
 template <typename C, typename S>
 __device__ __forceinline__ void fetch_b(const Problem& p, S& s, int stage, int rank, int k,
                                         int row) {
-    const auto hint = static_cast<uint64_t>(C::kIsForSmallM
-                                                ? cute::TMA::CacheHintSm90::EVICT_NORMAL
-                                                : cute::TMA::CacheHintSm90::EVICT_LAST);
+    const auto hint = static_cast<uint64_t>(C::kIsForSmallM ? cute::TMA::CacheHintSm90::EVICT_NORMAL
+                                                            : cute::TMA::CacheHintSm90::EVICT_LAST);
     if constexpr (C::kClusterCtas == 1) {
         cute::SM90_TMA_LOAD_5D::copy(&p.b, &s.ring.full[stage], hint, s.stages.b(stage), k, 0, 0, 0,
                                      row / kPermutedRows);
@@ -49,22 +47,23 @@ __device__ __forceinline__ void fetch_b(const Problem& p, S& s, int stage, int r
         static_assert(kRows % kPermutedRows == 0);
         constexpr uint16_t kAll = (1 << C::kClusterCtas) - 1;
         cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&p.b, &s.ring.full[stage], kAll, hint,
-                                               s.stages.b(stage) + rank * kRows * kBlockK, k, 0, 0, 0,
-                                               (row + rank * kRows) / kPermutedRows);
+                                               s.stages.b(stage) + rank * kRows * kBlockK, k, 0, 0,
+                                               0, (row + rank * kRows) / kPermutedRows);
     }
 }
 
 // One thread. Weights are nobody's result: the first stages of them are under way while the kernel
 // before still runs.
 //
-// fetch_weights(stage, k, n), fetch_rows(stage, k, m): a block of features from k on, of the tile that
-// begins at column n and row m.
-// on_fetched(tile, block): called when a block's fetches are under way.
+// fetch_weights(stage, k, n), fetch_rows(stage, k, m): a block of features from k on, of the tile
+// that begins at column n and row m. on_fetched(tile, block): called when a block's fetches are
+// under way.
 template <typename C, typename K, typename Weights, typename Rows, typename OnFetched>
 __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_weights,
                                                const Rows& fetch_rows,
                                                const OnFetched& on_fetched) {
     auto& [p, s, at] = k;
+    // A loop of several tiles is long; where there is one, its latency counts.
     constexpr int kUnroll = std::decay_t<decltype(at)>::kIsPersistent ? 1 : 4;
     const Share blocks = at.k_blocks();
     const auto begin_stage = [&](int stage, int block, int n) {
@@ -83,7 +82,8 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
 #pragma unroll kUnroll
         for (int block = blocks.begin; block < blocks.end; ++block, ++num_fetched, ring.advance()) {
             if (num_fetched >= early) {
-                EmptyBarrier::wait(&s.ring.empty[ring.index], ring.phase ^ 1);  // with release_stage
+                // Pairs with release_stage().
+                EmptyBarrier::wait(&s.ring.empty[ring.index], ring.phase ^ 1);
                 begin_stage(ring.index, block, n);
             }
             fetch_rows(ring.index, block * kBlockK, m);
@@ -114,8 +114,8 @@ struct DenseProducer : ProducerDefaults {
     }
 };
 
-// One thread beside the operands': for each of the CTA's tiles the epilogue's tile input, as soon as
-// the one before has been read. Epilogue::fetch_input(k, full, tile) issues the copies.
+// One thread beside the operands': for each of the CTA's tiles the epilogue's tile input, as soon
+// as the one before has been read. Epilogue::fetch_input(k, full, tile) issues the copies.
 template <typename C, typename Epilogue, typename K>
 __device__ __forceinline__ void fetch_tile_inputs(const K& k) {
     static_assert(C::kConsumers == 2);
@@ -131,8 +131,8 @@ __device__ __forceinline__ void fetch_tile_inputs(const K& k) {
     }
 }
 
-// As DenseProducer, and the epilogue's tile inputs by a thread of their own. They wait for the first
-// tile's first stages, which are needed sooner.
+// As DenseProducer, and the epilogue's tile inputs by a thread of their own. They wait for the
+// first tile's first stages, which are needed sooner.
 template <typename C, typename Epilogue>
 struct PrefetchingProducer : ProducerDefaults {
     struct Smem {
@@ -150,7 +150,8 @@ struct PrefetchingProducer : ProducerDefaults {
         if (thread == 0) {
             const int last = min(C::kStages, p.num_k_blocks) - 1;
             fetch_dense_operands<C>(k, [&](int tile, int block) {
-                if (tile == at.cluster && block == last) EmptyBarrier::arrive(&s.producer.has_begun);
+                if (tile != at.cluster || block != last) return;
+                EmptyBarrier::arrive(&s.producer.has_begun);
             });
         }
         if (thread == 32) {
@@ -201,8 +202,8 @@ struct SharedRowsProducer : ProducerDefaults {
                 uint64_t* full = &s.ring.full[stage];
                 auto* part = s.stages.a(stage) + at.rank * kRows * kBlockK;
                 cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&p.a, full, kAll, a_hint, part, feature, m);
-                cute::SM90_TMA_LOAD_5D::copy(&p.b, full, b_hint, s.stages.b(stage), feature, 0, 0, 0,
-                                             at.tile_n(tile) / kPermutedRows);
+                cute::SM90_TMA_LOAD_5D::copy(&p.b, full, b_hint, s.stages.b(stage), feature, 0, 0,
+                                             0, at.tile_n(tile) / kPermutedRows);
             });
         }
     }

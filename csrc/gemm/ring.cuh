@@ -1,4 +1,5 @@
-// The ring of stages between the thread that fetches operands and the warpgroups that multiply them.
+// The ring of stages between the thread that fetches operands and the warpgroups that multiply
+// them.
 #pragma once
 
 #include "common/ring.cuh"
@@ -70,7 +71,8 @@ __device__ __forceinline__ void release_stage(S& s, int stage) {
     if constexpr (C::kClusterCtas == 1) {
         if (lane == 0) EmptyBarrier::arrive(&s.ring.empty[stage]);
     } else {
-        EmptyBarrier::arrive(&s.ring.empty[stage], static_cast<uint32_t>(lane), lane < C::kClusterCtas);
+        EmptyBarrier::arrive(&s.ring.empty[stage], static_cast<uint32_t>(lane),
+                             lane < C::kClusterCtas);
     }
 }
 

@@ -45,9 +45,9 @@ struct RowNormEpilogue : EpilogueDefaults {
         uint64_t* workspace;       // [tiles_m, kParts (to), kParts (from), kClusterCtas, 128]
         float eps;
     };
-    // The tile input is [kTileN / 32][kTileM][32]: what a quarter of a warp reads lies side by side.
-    // Two places for moments: a peer that has this CTA's moments of one tile may send those of the
-    // next before this CTA has read those of the first, but not those of the one after.
+    // The tile input is [kTileN / 32][kTileM][32]: what a quarter of a warp reads lies side by
+    // side. Two places for moments: a peer that has this CTA's moments of one tile may send those
+    // of the next before this CTA has read those of the first, but not those of the one after.
     struct Smem : TileInput<C, 128> {
         alignas(16) float bias[C::kTileN], weight[C::kTileN], shift[C::kTileN];
         Moments moments[C::kConsumers][2][C::kClusterCtas][kWarpgroupThreads];

@@ -1,14 +1,16 @@
 // Which tiles a CTA works on, in which order, and over which features.
 //
 // A scheduler has
-//   Inputs                  what the launch tells it
-//   rank                    of the CTA in its cluster
-//   cluster, num_clusters   tiles cluster, cluster + num_clusters, ... are this CTA's
-//   kIsPersistent           whether a CTA has more than its first tile
-//   has(tile), tile_m(tile), tile_n(tile)   whether there is such a tile; its first row and column
-//   k_blocks()              the blocks of features that this CTA multiplies
-//   sync_start(), sync_end()   among the CTAs of a cluster: barriers are there; nobody needs them
-//   end_producer()          what the producer's warps do last; kProducerReturns: sync_end() is not theirs
+//   Inputs                   what the launch tells it
+//   rank                     of the CTA in its cluster
+//   cluster, num_clusters    tiles cluster, cluster + num_clusters, ... are this CTA's
+//   kIsPersistent            whether a CTA has more than its first tile
+//   has(tile)                whether there is such a tile
+//   tile_m(tile), tile_n(tile)   its first row and column
+//   k_blocks()               the blocks of features that this CTA multiplies
+//   sync_start(), sync_end() among the CTAs of a cluster: all have barriers; nobody needs them more
+//   end_producer()           what the producer's warps do last
+//   kProducerReturns         whether they end there, without sync_end()
 #pragma once
 
 #include "gemm/config.cuh"
@@ -97,7 +99,8 @@ struct RowScheduler : PersistentCta<C> {
     __device__ __forceinline__ int tile_n(int) const { return place * C::kTileN; }
 };
 
-// What schedulers share whose clusters have one tile: the CTAs, as many as the launch says, share k.
+// What schedulers share whose clusters have one tile: as many CTAs as the launch says share k. The
+// tile's place is computed before roles part.
 template <typename C>
 struct SplitKCta {
     struct Inputs {};
@@ -121,6 +124,7 @@ struct SplitKCta {
 template <typename C>
 struct SplitKScheduler : SplitKCta<C> {
     static constexpr bool kProducerReturns = true;
+
     __device__ __forceinline__ SplitKScheduler(const Problem& p,
                                                const typename SplitKCta<C>::Inputs&)
         : SplitKCta<C>(p) {

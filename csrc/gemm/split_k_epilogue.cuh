@@ -1,6 +1,6 @@
-// The epilogue of tilings for small m, whose CTAs share k: each finishes a part of the tile, and gets
-// that part's sums from all, pushed into its shared memory (st.async) and added up in the order of
-// their ranks.
+// The epilogue of tilings for small m, whose CTAs share k: each finishes a part of the tile, and
+// gets that part's sums from all, pushed into its shared memory (st.async) and added up in the
+// order of their ranks.
 //
 // A part is a set of registers, the same of every thread, so that what a thread gets is laid out as
 // what it has. What finishes it is a short loop: instructions that run once are waited for.
@@ -57,7 +57,8 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
         const int units = num_units(k.at.rank, k.at.num_ranks);
         FullBarrier::init(&k.s.epilogue.arrived, 1);
         if (units > 0) {
-            FullBarrier::arrive_and_expect_tx(&k.s.epilogue.arrived, units * k.at.num_ranks * kUnitBytes);
+            FullBarrier::arrive_and_expect_tx(&k.s.epilogue.arrived,
+                                              units * k.at.num_ranks * kUnitBytes);
         }
     }
 

@@ -45,7 +45,7 @@ struct SmallMTiling {
     static constexpr int kConsumers = 1;
     static constexpr int kConsumerThreads = kTogether * kWarpgroupThreads;
     static constexpr int kThreads = kConsumerThreads + 32;
-    static constexpr int kCtasOfSm = 0;  // not known here
+    static constexpr int kCtasOfSm = 0;           // as many as the launch leaves room for
     static constexpr int kConsumerRegisters = 0;  // all threads keep those of the launch
     static constexpr int kProducerRegisters = 0;
     static constexpr bool kIsForSmallM = true;

@@ -5,11 +5,11 @@
 // a [m, k], b [n, k], residual and d [m, n], n 384, 768 or 1024; f16 or bf16, f32 inside: h is not
 // rounded before it is normalized.
 //
-// gemm/kernel.cuh with gemm/row_norm_epilogue.cuh: a producer warp for a and b, one for residuals, two warpgroups that take
-// tiles in turn; the CTAs that share rows exchange the moments of their columns while the other
-// warpgroup of each multiplies. Groups of CTAs that wait for one another are neighbours in the
-// grid, which has no more CTAs than fit: hardware starts them in order, so that at most one group
-// is there in part, and every other one ends.
+// gemm/kernel.cuh with gemm/row_norm_epilogue.cuh: a producer warp for a and b, one for residuals,
+// two warpgroups that take tiles in turn; the CTAs that share rows exchange the moments of their
+// columns while the other warpgroup of each multiplies. Groups of CTAs that wait for one another
+// are neighbours in the grid, which has no more CTAs than fit: hardware starts them in order, so
+// that at most one group is there in part, and every other one ends.
 //
 // Bytes: (m * k + 2 * m * n) * 2 and the weight. Bound by the matrix unit, at k = 384 by HBM. On an
 // H200 0.65 to 0.90 of the time of GEMM and norm in two kernels at n = 384 (2026-11-21); more in

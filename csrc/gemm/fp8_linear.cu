@@ -3,11 +3,11 @@
 //   d = act(a_scale b_scale (a b^T) + bias)        a [m, k], b [n, k] E4M3; d [m, n] f16 or bf16,
 //   d = e4m3(act(...) / d_scale)                   or E4M3 with one scale for all
 //
-// The kernel is gemm/kernel.cuh with gemm/fp8_epilogue.cuh: persistent, two warpgroups that alternate, each on its own
-// tiles, one's end of a tile under the other's products. Accumulators grow in the matrix unit from
-// the first feature to the last: it keeps about 14 bits of each addition, which is far below what
-// rounding operands to E4M3 has cost (docs/kernels/fp8-linear.md has both). Bound by the matrix
-// unit and its power.
+// The kernel is gemm/kernel.cuh with gemm/fp8_epilogue.cuh: persistent, two warpgroups that
+// alternate, each on its own tiles, one's end of a tile under the other's products. Accumulators
+// grow in the matrix unit from the first feature to the last: it keeps about 14 bits of each
+// addition, which is far below what rounding operands to E4M3 has cost (docs/kernels/fp8-linear.md
+// has both). Bound by the matrix unit and its power.
 #include <cstdint>
 #include <stdexcept>
 #include <string>
