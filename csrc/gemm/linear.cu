@@ -2,10 +2,10 @@
 //
 //   d = act(a b^T + bias + residual)         a [m, k], b [n, k], d [m, n], f16 or bf16, f32 inside
 //
-// Two kernels, each in several tilings. linear_kernel.cuh, for large m: persistent, two warpgroups
-// that alternate (ping-pong), each on its own tiles; bound by the tensor cores and the power they
-// draw. linear_small_m.cuh, for small m: one tile a cluster, whose CTAs split k; bound by latency
-// and the bytes of the weights. The caller chooses (bytetx/ops/linear_plan.py has the table).
+// The kernel is gemm/kernel.cuh's, in several tilings. For large m: persistent, two warpgroups that
+// alternate (ping-pong), each on its own tiles; bound by the tensor cores and the power they draw.
+// For small m: one tile a cluster, whose CTAs split k; bound by latency and the bytes of the
+// weights. The caller chooses (bytetx/ops/linear_plan.py has the table).
 #include <cstdint>
 #include <stdexcept>
 #include <string>
