@@ -59,12 +59,12 @@ __device__ __forceinline__ void init_barriers(const K& k) {
     k.at.sync_start();
 }
 
-// The warpgroups that multiply. wait(): before the first access to what a kernel may have written.
+// The warpgroups that multiply; group: their number. wait(): before the first access to what a
+// kernel may have written.
 template <typename C, typename Epilogue, typename K, typename Wait>
-__device__ __forceinline__ void consume(const K& k, const Wait& wait) {
+__device__ __forceinline__ void consume(const K& k, int group, const Wait& wait) {
     auto& [p, s, at] = k;
     constexpr bool kTakesTurns = C::kConsumers > 1;
-    const int group = uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads);
     const Share blocks = at.k_blocks();
     const int num_blocks = blocks.end - blocks.begin;
     auto ring = s.stages.first(p.stages);
@@ -132,12 +132,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtasOfSm)
         }
         if constexpr (kWaitsFirst) {
             Epilogue::before_tiles(k);
-            consume<C, Epilogue>(k, has_waited);
+            consume<C, Epilogue>(k, group, has_waited);
         } else if constexpr (Scheduler::kIsPersistent) {  // once, not in every tile
             wait();
-            consume<C, Epilogue>(k, has_waited);
+            consume<C, Epilogue>(k, group, has_waited);
         } else {
-            consume<C, Epilogue>(k, wait);
+            consume<C, Epilogue>(k, group, wait);
         }
     }
     __syncwarp();

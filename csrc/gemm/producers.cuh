@@ -64,7 +64,8 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
                                                const OnFetched& on_fetched) {
     auto& [p, s, at] = k;
     // A loop of several tiles is long; where there is one, its latency counts.
-    constexpr int kUnroll = std::decay_t<decltype(at)>::kIsPersistent ? 1 : 4;
+    constexpr bool kIsPersistent = std::decay_t<decltype(at)>::kIsPersistent;
+    constexpr int kUnroll = kIsPersistent ? 1 : 4;
     const Share blocks = at.k_blocks();
     const auto begin_stage = [&](int stage, int block, int n) {
         FullBarrier::arrive_and_expect_tx(&s.ring.full[stage], s.stages.stage_bytes(p.stages));
@@ -81,7 +82,9 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
         const int m = at.tile_m(tile), n = at.tile_n(tile);
 #pragma unroll kUnroll
         for (int block = blocks.begin; block < blocks.end; ++block, ++num_fetched, ring.advance()) {
-            if (num_fetched >= early) {
+            // The same; with a counter the kernel of one tile takes up to 11 registers more.
+            const int number = kIsPersistent ? num_fetched : block - blocks.begin;
+            if (number >= early) {
                 // Pairs with release_stage().
                 EmptyBarrier::wait(&s.ring.empty[ring.index], ring.phase ^ 1);
                 begin_stage(ring.index, block, n);
@@ -89,7 +92,7 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
             fetch_rows(ring.index, block * kBlockK, m);
             on_fetched(tile, block);
         }
-        if constexpr (!std::decay_t<decltype(at)>::kIsPersistent) break;
+        if constexpr (!kIsPersistent) break;
     }
 }
 
