@@ -144,6 +144,15 @@ __device__ __forceinline__ uint4 load_if(bool condition, const void* address) {
     return x;
 }
 
+// Of what CTA `rank` of the cluster has where this CTA has `own`, in shared memory.
+__device__ __forceinline__ uint32_t peer_address(const void* own, int rank) {
+    uint32_t remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(remote)
+        : "r"(cute::cast_smem_ptr_to_uint(own)), "r"(rank));
+    return remote;
+}
+
 // Where a thread's accumulators lie in the tile: for each 64 rows of the warpgroup rows 16 * warp +
 // lane / 4 and + 8; of every 32 columns the eight from 8 * (lane % 4) on (see kPermutedRows).
 template <typename C>

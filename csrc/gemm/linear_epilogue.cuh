@@ -1,5 +1,6 @@
-// The epilogue of a linear layer: bias and residual are the accumulators' first value, activation,
-// gates and rounding come behind the products.
+// The epilogue of a linear layer: the bias is the accumulators' first value; activation, gates and
+// rounding come behind the products. Residuals are left to the epilogues that derive from it:
+// small m's and comm/'s add them to the first value, too, by add_residual().
 //
 // Gated: of every 64 columns of sums the first 32 are gates, the others their values, and the
 // result has 32.
@@ -11,7 +12,7 @@ namespace bytetx::gemm {
 
 struct LinearInputs {
     const void* bias;      // [n], or null for none
-    const void* residual;  // as d, or null for none; not where d is gated
+    const void* residual;  // as d, or null for none; not where d is gated, nor by LinearEpilogue
     ActivationConstants activation;
 
     static LinearInputs of(const LinearParams& o) {

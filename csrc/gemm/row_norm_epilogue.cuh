@@ -27,14 +27,6 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-__device__ __forceinline__ uint32_t in_peer(const void* own, int rank) {
-    uint32_t address;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(address)
-        : "r"(cute::cast_smem_ptr_to_uint(own)), "r"(rank));
-    return address;
-}
-
 template <typename C>
 struct RowNormEpilogue : EpilogueDefaults {
     struct Inputs {
@@ -229,8 +221,8 @@ struct RowNormEpilogue : EpilogueDefaults {
         for (int to = 0; to < kCtas; ++to) {  // the CTA itself is one of them
             asm volatile(
                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
-                "[%3];" ::"r"(in_peer(&places[rank][thread], to)),
-                "f"(own.mean), "f"(own.squares), "r"(in_peer(arrived, to))
+                "[%3];" ::"r"(peer_address(&places[rank][thread], to)),
+                "f"(own.mean), "f"(own.squares), "r"(peer_address(arrived, to))
                 : "memory");
         }
         FullBarrier::wait(arrived, round / 2 % 2);  // pairs with the peers' st.async

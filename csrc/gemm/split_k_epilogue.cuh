@@ -10,14 +10,6 @@
 
 namespace bytetx::gemm {
 
-__device__ __forceinline__ uint32_t address_at(const void* own, int rank) {
-    uint32_t remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;"
-        : "=r"(remote)
-        : "r"(cute::cast_smem_ptr_to_uint(own)), "r"(rank));
-    return remote;
-}
-
 __device__ __forceinline__ void store_async(uint32_t address, float4 x, uint32_t barrier) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
@@ -124,11 +116,11 @@ struct SplitKEpilogue : LinearEpilogue<C, kForm, kGated> {
 #pragma unroll
         for (int u = 0; u < kUnits; ++u) {
             const int i = u / kUnitsOfRow, q = u % kUnitsOfRow * kEights;
-            const uint32_t barrier = address_at(&s.arrived, owner);
+            const uint32_t barrier = peer_address(&s.arrived, owner);
 #pragma unroll
             for (int eight = 0; eight < kEights; ++eight) {
                 const auto at = [&](int e) { return sums(Linear::at(i, q + eight, e)); };
-                const uint32_t target = address_at(place(j, rank, eight, 0), owner);
+                const uint32_t target = peer_address(place(j, rank, eight, 0), owner);
                 store_async(target, make_float4(at(0), at(1), at(2), at(3)), barrier);
                 store_async(target + kThreads * 16, make_float4(at(4), at(5), at(6), at(7)),
                             barrier);
