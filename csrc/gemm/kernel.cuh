@@ -59,12 +59,14 @@ __device__ __forceinline__ void init_barriers(const K& k) {
     k.at.sync_start();
 }
 
-// The warpgroups that multiply; group: their number. wait(): before the first access to what a
+// The warpgroups that multiply; own_group: their number. wait(): before the first access to what a
 // kernel may have written.
 template <typename C, typename Epilogue, typename K, typename Wait>
-__device__ __forceinline__ void consume(const K& k, int group, const Wait& wait) {
+__device__ __forceinline__ void consume(const K& k, int own_group, const Wait& wait) {
     auto& [p, s, at] = k;
     constexpr bool kTakesTurns = C::kConsumers > 1;
+    // Said again, it saves the main loop of some instances an instruction.
+    const int group = kTakesTurns ? uniform(own_group) : own_group;
     const Share blocks = at.k_blocks();
     const int num_blocks = blocks.end - blocks.begin;
     auto ring = s.stages.first(p.stages);
