@@ -185,7 +185,7 @@ def cpu_sources() -> list[str]:
 
 
 def cuda_sources() -> list[str]:
-    folders = [ROOT / "csrc" / "cuda", ROOT / "csrc" / "comm"]
+    folders = [ROOT / "csrc" / name for name in ("cuda", "gemm", "comm")]
     return [*BOTH_MODULES, *relative(p for folder in folders for p in folder.glob("*.cu"))]
 
 

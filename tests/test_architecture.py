@@ -221,3 +221,21 @@ def test_every_file_says_what_it_is() -> None:
         if not ast.get_docstring(drawing.tree(path))
     ]
     assert silent == []
+
+
+def test_one_kernel_multiplies_for_all_gemms() -> None:
+    """csrc/gemm/kernel.cuh holds the body of every GEMM: roles, registers and the main loop."""
+    sources = [p for name in ("gemm", "comm", "cuda") for p in (ROOT / "csrc" / name).glob("*.cu*")]
+    for marks in (["cutlass::arch::warpgroup_reg_dealloc", "gemm/mainloop.cuh"], ["multiply<C>("]):
+        users = {p.name for p in sources if all(mark in p.read_text() for mark in marks)}
+        assert users == {"kernel.cuh"}, marks
+    kernels = [p.name for p in (ROOT / "csrc" / "gemm").iterdir() if "__global__" in p.read_text()]
+    assert kernels == ["kernel.cuh"]
+
+
+def test_the_table_of_native_sources_names_all_of_them() -> None:
+    table = (ROOT / "csrc" / "README.md").read_text()
+    sources = [p for name in ("gemm", "comm", "cuda") for p in (ROOT / "csrc" / name).glob("*.cu")]
+    assert len(sources) > 50
+    missing = [p.name for p in sources if f"`{p.parent.name}/{p.name}`" not in table]
+    assert not missing

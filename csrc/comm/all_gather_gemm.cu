@@ -2,10 +2,10 @@
 //
 //   d = act(rows b^T + bias)      rows [m, k] of all ranks; b [n, k], this rank's weights
 //
-// One kernel (gather_kernel.cuh) sends this rank's rows to the others, receives theirs, and
-// multiplies what has arrived, its own rows first. Bound by the tensor cores where n / tp_size is
-// large (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux (arXiv 2406.06858),
-// section 4.3, with bulk copies from the SMs in place of the host's copies.
+// One kernel (gemm/kernel.cuh with gather_producer.cuh) sends this rank's rows to the others,
+// receives theirs, and multiplies what has arrived, its own rows first. Bound by the tensor cores
+// where n / tp_size is large (about 1500 to 2000 columns at tp 8), by NVLink below. Source: Flux
+// (arXiv 2406.06858), section 4.3, with bulk copies from the SMs in place of the host's copies.
 #include <stdexcept>
 #include <string>
 
@@ -26,9 +26,9 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     if (comm::tile_columns("all_gather_gemm", o) == 128 || o.gated) {
-        gemm::all_gather_gemm_128x128(p, stream);
+        gemm::launch_all_gather_gemm<gemm::CommTile128x128>(p, stream);
     } else {
-        gemm::all_gather_gemm_128x192(p, stream);
+        gemm::launch_all_gather_gemm<gemm::Tile128x192>(p, stream);
     }
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

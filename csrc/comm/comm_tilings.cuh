@@ -7,21 +7,16 @@
 #include <string>
 
 #include "comm_ops.h"
+#include "gemm/tilings.cuh"
 
 namespace bytetx::gemm {
 
-void all_gather_gemm_128x192(const AllGatherGemmParams& p, cudaStream_t stream);
-void all_gather_gemm_128x128(const AllGatherGemmParams& p, cudaStream_t stream);
-void gemm_scatter_128x192(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream);
-void gemm_scatter_128x128(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream);
-void gemm_small_m_16x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_16x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_32x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_32x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_64x64(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_64x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_128x128(const GemmSumParams& p, cudaStream_t stream);
-void gemm_small_m_256x64(const GemmSumParams& p, cudaStream_t stream);
+template <typename Tile>
+void launch_all_gather_gemm(const AllGatherGemmParams& p, cudaStream_t stream);
+template <typename Tile>
+void launch_scatter(const GemmSumParams& p, bool to_all_ranks, cudaStream_t stream);
+template <typename Tile>
+void launch_one_shot(const GemmSumParams& p, cudaStream_t stream);
 
 }  // namespace bytetx::gemm
 

@@ -1,59 +1,53 @@
-// From operands to a launch of all_gather_gemm.
+// all_gather_gemm(): which instance of the kernel runs, and its launch.
 #pragma once
 
-#include <string>
-
-#include "comm/gather_kernel.cuh"
-#include "cuda/linear_launch.cuh"
+#include "comm/comm_tilings.cuh"
+#include "comm/gather_producer.cuh"
+#include "comm/raster.cuh"
+#include "gemm/launch.cuh"
+#include "gemm/linear_epilogue.cuh"
 
 namespace bytetx::gemm {
 
-template <typename C>
-GatherParams make_gather_params(const AllGatherGemmParams& o) {
-    LinearParams own = o.linear;
+template <typename K>
+typename K::Params make_gather_params(const AllGatherGemmParams& o) {
+    using C = typename K::C;
+    const LinearParams& linear = o.linear;
     const PeerMemory& peers = o.peers;
     const int64_t first = o.row_offsets[peers.rank], last = o.row_offsets[peers.rank + 1];
-    GatherParams p{};
-    LinearParams gathered = o.linear;
+    typename K::Params p{};
+    GatherInputs& in = p.producer;
+    LinearParams gathered = linear;
     for (int parity = 0; parity < 2; ++parity) {
         gathered.a = static_cast<const uint8_t*>(peers.buffers[peers.rank]) +
                      parity * comm::make_peers(peers).quarter_bytes;
-        p.gathered[parity] = make_a_map(gathered, C::kTileM);
+        in.gathered[parity] = make_map(matrix(linear, gathered.a, linear.m, linear.k), C::kTileM);
     }
-    p.gemm = make_params<C>(gathered);
-    if (last > first) {
-        own.m = last - first;
-        p.gemm.a = make_a_map(own, C::kTileM);
-    }
-    p.peers = comm::make_peers(peers);
-    p.own_rows = static_cast<const uint8_t*>(o.linear.a);
-    p.row_bytes = static_cast<int>(o.linear.k * kElementBytes);
-    p.chunks_of_piece = chunks_of(p, kPieceRows);
+    static_cast<Problem&>(p) = make_problem<C>(gathered);
+    if (last > first) p.a = make_map(matrix(linear, linear.a, last - first, linear.k), C::kTileM);
+    p.epilogue = LinearInputs::of(linear);
+    in.peers = comm::make_peers(peers);
+    in.own_rows = static_cast<const uint8_t*>(linear.a);
+    in.row_bytes = static_cast<int>(linear.k * kElementBytes);
+    in.chunks_of_piece = chunks_of(in, kPieceRows);
     const int own_rows = static_cast<int>(last - first);
     const int whole = std::max(own_rows - 1, 0) / kPieceRows;  // pieces before the last
-    p.own_chunks = whole * p.chunks_of_piece + chunks_of(p, own_rows - whole * kPieceRows);
-    for (int i = 0; i <= peers.size; ++i) p.offsets[i] = static_cast<int>(o.row_offsets[i]);
+    in.own_chunks = whole * in.chunks_of_piece + chunks_of(in, own_rows - whole * kPieceRows);
+    for (int i = 0; i <= peers.size; ++i) in.offsets[i] = static_cast<int>(o.row_offsets[i]);
     constexpr int kRows = C::kTileM * C::kClusterCtas;
     // The first rows of tiles that have no rows of the rank before.
-    p.gemm.raster = {static_cast<int>((first + kRows - 1) / kRows) % p.gemm.tiles_m,
-                     raster_rows(p.gemm.tiles_m, peers.size)};
-    const bool is_cut_last = last % C::kTileM != 0 && last < o.linear.m;
-    p.sends_to_self = last > first && (first % C::kTileM != 0 || is_cut_last);
+    p.scheduler = {static_cast<int>((first + kRows - 1) / kRows) % p.tiles_m,
+                   raster_rows(p.tiles_m, peers.size)};
+    const bool is_cut_last = last % C::kTileM != 0 && last < linear.m;
+    in.sends_to_self = last > first && (first % C::kTileM != 0 || is_cut_last);
     return p;
 }
 
-template <typename C, Epilogue kEpilogue, bool kGated>
+template <typename C, ActivationForm kForm, bool kGated>
 void launch_gather(const AllGatherGemmParams& o, cudaStream_t stream) {
-    constexpr int kSmemBytes = sizeof(GatherSmem<C>);
-    static_assert(kSmemBytes <= 227 * 1024);
-    const GatherParams p = make_gather_params<C>(o);
-    const auto kernel = all_gather_gemm_kernel<C, kEpilogue, kGated>;
-    allow_smem(kernel, kSmemBytes);
-    static const int most = max_clusters<C>(kernel, kSmemBytes);
+    using K = Kernel<C, RasterScheduler, GatherProducer<C>, LinearEpilogue<C, kForm, kGated>>;
     // All of them, however few tiles there are: each CTA also moves rows.
-    launch_kernel(
-        kernel,
-        {dim3(most * C::kClusterCtas), dim3(C::kThreads), kSmemBytes, stream, C::kClusterCtas}, p);
+    launch_clusters<K>(make_gather_params<K>(o), max_clusters<K>(), stream);
 }
 
 template <typename C>
@@ -63,25 +57,25 @@ void launch_gather_epilogue(const AllGatherGemmParams& o, cudaStream_t stream) {
     const bool is_erf = activation == Activation::gelu;
     if (o.linear.gated) {
         if constexpr (kCanGate) {
-            if (is_erf) return launch_gather<C, Epilogue::erf, true>(o, stream);
-            return launch_gather<C, Epilogue::sigmoid, true>(o, stream);
+            if (is_erf) return launch_gather<C, ActivationForm::erf, true>(o, stream);
+            return launch_gather<C, ActivationForm::sigmoid, true>(o, stream);
         }
         throw std::invalid_argument("all_gather_gemm: this tiling is too wide for gates");
     }
-    if (is_erf) return launch_gather<C, Epilogue::erf, false>(o, stream);
+    if (is_erf) return launch_gather<C, ActivationForm::erf, false>(o, stream);
     if (activation == Activation::none || activation == Activation::relu) {
-        return launch_gather<C, Epilogue::linear, false>(o, stream);
+        return launch_gather<C, ActivationForm::linear, false>(o, stream);
     }
-    launch_gather<C, Epilogue::sigmoid, false>(o, stream);
+    launch_gather<C, ActivationForm::sigmoid, false>(o, stream);
 }
 
-// The body of a tiling's launcher.
 template <typename Tile>
-void launch_gather_tiling(const AllGatherGemmParams& o, cudaStream_t stream) {
+void launch_all_gather_gemm(const AllGatherGemmParams& o, cudaStream_t stream) {
+    using Moving = WithMovers<Tile>;
     if (o.linear.dtype == DType::f16) {
-        return launch_gather_epilogue<CommConfig<cutlass::half_t, Tile>>(o, stream);
+        return launch_gather_epilogue<Config<cutlass::half_t, Moving>>(o, stream);
     }
-    launch_gather_epilogue<CommConfig<cutlass::bfloat16_t, Tile>>(o, stream);
+    launch_gather_epilogue<Config<cutlass::bfloat16_t, Moving>>(o, stream);
 }
 
 }  // namespace bytetx::gemm

@@ -3,12 +3,12 @@
 //
 //   h = sum over ranks (a b^T + partial) + bias + residual;  out = norm(h)
 //
-// gemm_reduce_scatter: scatter_kernel.cuh stores each tile to the owner of its rows, sum_rows.cu
-// sums; with a fused reduce, scatter_add_kernel.cuh's last tiles sum, and sum_rows.cu only
+// gemm_reduce_scatter: scatter_epilogue.cuh stores each tile to the owner of its rows, sum_rows.cu
+// sums; with a fused reduce, fused_reduce.cuh's last tiles sum, and sum_rows.cu only
 // normalizes.
-// gemm_all_reduce, small m: one_shot_kernel.cuh stores tiles to the staging buffers of all ranks
+// gemm_all_reduce, small m: one_shot_epilogue.cuh stores tiles to the staging buffers of all ranks
 // (one exchange), or of the owner of their rows (two exchanges, two_shot.cu). Large m:
-// scatter_kernel.cuh stores tiles to the slots of all ranks.
+// scatter_epilogue.cuh stores tiles to the slots of all ranks.
 // gemm_reduce_scatter is bound by the tensor cores where k / tp_size is large (about 1500 to 2000
 // features at tp 8), by NVLink below; gemm_all_reduce by the bytes of the weights and by latency.
 // Source: Flux (arXiv 2406.06858), section 4.2: the all-to-all in the epilogue.
@@ -20,16 +20,14 @@
 #include "comm/peers.cuh"
 #include "comm/sum_rows.cuh"
 #include "common/check.cuh"
+#include "gemm/launchers.h"
 
 namespace bytetx {
 namespace {
 
-void scatter_to_all_128x192(const GemmSumParams& p, cudaStream_t stream) {
-    gemm::gemm_scatter_128x192(p, true, stream);
-}
-
-void scatter_to_all_128x128(const GemmSumParams& p, cudaStream_t stream) {
-    gemm::gemm_scatter_128x128(p, true, stream);
+template <typename Tile>
+void scatter_to_all(const GemmSumParams& p, cudaStream_t stream) {
+    gemm::launch_scatter<Tile>(p, true, stream);
 }
 
 struct Entry {
@@ -37,17 +35,23 @@ struct Entry {
     void (*launch)(const GemmSumParams&, cudaStream_t);
 };
 
+// A one-shot tiling's rows of 64 are columns of d.
+template <typename Tile>
+constexpr Entry one_shot(const char* name) {
+    return {{name, Tile::kTileN, 64 * Tile::kRowBlocks, true}, gemm::launch_one_shot<Tile>};
+}
+
+template <typename Tile>
+constexpr Entry scatter(const char* name) {
+    return {gemm::tiling_of<Tile>(name, false), scatter_to_all<Tile>};
+}
+
 constexpr Entry kAllReduceTilings[] = {
-    {{"16x64", 16, 64, true}, gemm::gemm_small_m_16x64},
-    {{"16x128", 16, 128, true}, gemm::gemm_small_m_16x128},
-    {{"32x64", 32, 64, true}, gemm::gemm_small_m_32x64},
-    {{"32x128", 32, 128, true}, gemm::gemm_small_m_32x128},
-    {{"64x64", 64, 64, true}, gemm::gemm_small_m_64x64},
-    {{"64x128", 64, 128, true}, gemm::gemm_small_m_64x128},
-    {{"128x128", 128, 128, true}, gemm::gemm_small_m_128x128},
-    {{"256x64", 256, 64, true}, gemm::gemm_small_m_256x64},
-    {{"128x192", 128, 192, false}, scatter_to_all_128x192},
-    {{"128x128", 128, 128, false}, scatter_to_all_128x128},
+    one_shot<gemm::OneShot16x64>("16x64"),     one_shot<gemm::OneShot16x128>("16x128"),
+    one_shot<gemm::OneShot32x64>("32x64"),     one_shot<gemm::OneShot32x128>("32x128"),
+    one_shot<gemm::OneShot64x64>("64x64"),     one_shot<gemm::OneShot64x128>("64x128"),
+    one_shot<gemm::OneShot128x128>("128x128"), one_shot<gemm::OneShot256x64>("256x64"),
+    scatter<gemm::Tile128x192>("128x192"),     scatter<gemm::CommTile128x128>("128x128"),
 };
 
 void check_all_reduce(const GemmSumParams& p, const LinearTiling& tiling) {
@@ -97,9 +101,9 @@ void gemm_reduce_scatter(const GemmSumParams& p, const Launch& launch) {
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     if (columns == 128) {
-        gemm::gemm_scatter_128x128(p, false, stream);
+        gemm::launch_scatter<gemm::CommTile128x128>(p, false, stream);
     } else {
-        gemm::gemm_scatter_128x192(p, false, stream);
+        gemm::launch_scatter<gemm::Tile128x192>(p, false, stream);
     }
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }

@@ -12,7 +12,7 @@
 // (registers would hold one row of 12288 features an SM). The kernel starts when SMs become free at
 // the end of the GEMM before it. The CTA that starts last ends the call; the next call's first
 // kernel announces that the slots are free. For rows that the GEMM's tiles have summed
-// (scatter_add_kernel.cuh), only the norm is left. Bytes: (tp_size + 3) * rows * n * 2, for summed
+// (fused_reduce.cuh), only the norm is left. Bytes: (tp_size + 3) * rows * n * 2, for summed
 // rows 2 * rows * n * 2; bound by HBM.
 #include "comm/sum_ring.cuh"
 

@@ -5,7 +5,7 @@
 //   every rank: sum_out = h; out = norm(h)
 //
 // Each rank owns a block of rows. A first kernel sends rows to their owners, the first rows of all
-// owners first: the GEMM of one_shot_kernel.cuh, or send_rows_kernel after another GEMM. A second
+// owners first: the GEMM of one_shot_epilogue.cuh, or send_rows_kernel after another GEMM. A second
 // kernel sums the rows that this rank owns, 512 features a warp, and sends them to all; then it
 // normalizes all rows, in the order in which they arrive, each in the registers of a warp or of a
 // CTA. All of it goes through the staging buffer, so neither exchange has flags or fences, and both

@@ -1,0 +1,118 @@
+// linear(): which instance of the kernel runs, and its launch.
+#pragma once
+
+#include "gemm/launch.cuh"
+#include "gemm/launchers.h"
+#include "gemm/linear_epilogue.cuh"
+#include "gemm/residual_epilogue.cuh"
+#include "gemm/split_k_epilogue.cuh"
+
+namespace bytetx::gemm {
+
+constexpr int kSmemBytesOfTwo = 113 * 1024;  // of each of two CTAs of an SM
+constexpr int kFewestStages = 3;             // that hide a trip to L2
+// Measured in chains of BERT's layers on an H200, not in chains of one product: with more stages
+// a text of 128 tokens takes 283 us instead of 276, with CTAs that share an SM one of 32 takes 243
+// instead of 226.
+constexpr int kMostBytesOfStages = 165 * 1024;
+constexpr int kSmemBytesOfOne = 116 * 1024;  // at least, where an SM should hold one CTA
+
+// Whether an SM should hold two CTAs: there are more than SMs. Clusters of three and more leave
+// some of those unused, an H200's of four and eight 12 of 132.
+inline bool are_crowded(int ctas, int ranks) {
+    return ctas > (ranks > 2 ? num_sms() * 10 / 11 : num_sms());
+}
+
+// A smaller split-k than asked for where k has not as many blocks, or shared memory no room. A
+// stage for every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched
+// before the kernel before has ended.
+template <typename C, ActivationForm kForm, bool kGated>
+void launch_small_m(const LinearParams& o, cudaStream_t stream) {
+    using Epilogue = SplitKEpilogue<C, kForm, kGated>;
+    using K = Kernel<C, SplitKScheduler, DenseProducer<C>, Epilogue>;
+    constexpr int kStage = C::kStageBytes, kHead = LaunchStages<C>::kHeadBytes;
+    static_assert(sizeof(typename K::Smem) <= kHead);
+    const auto parts_bytes = [](int ranks) { return Epilogue::memory_bytes(ranks); };
+    const int a_rows = static_cast<int>(std::min<int64_t>(C::kTileM, (o.m + 7) / 8 * 8));
+    typename K::Params p{};
+    static_cast<Problem&>(p) = make_problem<C>(o);
+    p.a = make_map(matrix(o, o.a, o.m, o.k), a_rows);
+    p.epilogue = LinearInputs::of(o);
+    int ranks = std::clamp(o.split_k, 1, p.num_k_blocks);
+    // Two stages at least: one is given back when the next one's products have begun.
+    while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
+    const int ctas = p.tiles_m * p.tiles_n * ranks;
+    const int wanted = std::min(C::kStages, (p.num_k_blocks + ranks - 1) / ranks);
+    const auto stages_in = [&](int bytes) {
+        return std::min(wanted, (bytes - kHead - parts_bytes(ranks)) / kStage);
+    };
+    int num_stages = std::min(stages_in(kMostSmemBytes), std::max(2, kMostBytesOfStages / kStage));
+    const bool is_crowded = are_crowded(ctas, ranks);
+    if (is_crowded) {
+        const int shallow = stages_in(kSmemBytesOfTwo);
+        if (shallow >= std::min(wanted, kFewestStages)) num_stages = shallow;
+    }
+    p.stages = {num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
+    const int smem_bytes = std::max(kHead + num_stages * kStage + parts_bytes(ranks),
+                                    is_crowded ? 0 : kSmemBytesOfOne);
+    allow_smem_once<K::kFunction>(kMostSmemBytes);
+    launch_kernel(K::kFunction, {dim3(ctas), dim3(C::kThreads), smem_bytes, stream, ranks}, p);
+}
+
+template <typename C, ActivationForm kForm, bool kGated>
+void launch(const LinearParams& o, cudaStream_t stream) {
+    if constexpr (C::kIsForSmallM) {
+        launch_small_m<C, kForm, kGated>(o, stream);
+    } else {
+        using K = Kernel<C, RasterScheduler, DenseProducer<C>, LinearEpilogue<C, kForm, kGated>>;
+        typename K::Params p{};
+        static_cast<Problem&>(p) = make_problem<C>(o);
+        p.scheduler = choose_raster<C>(p, kRasterRows);  // one band of fewer rows loses 3 to 5 %
+        p.epilogue = LinearInputs::of(o);
+        launch_persistent<K>(p, stream);
+    }
+}
+
+template <typename T, typename Tile>
+void launch_residual(const LinearParams& o, cudaStream_t stream) {
+    using C = Config<T, WithTileInput<Tile>>;
+    using Epilogue = ResidualEpilogue<C>;
+    using K = Kernel<C, RasterScheduler, PrefetchingProducer<C, Epilogue>, Epilogue>;
+    typename K::Params p{};
+    static_cast<Problem&>(p) = make_problem<C>(o);
+    p.scheduler = choose_raster<C>(p, kRasterRows);
+    static_cast<LinearInputs&>(p.epilogue) = LinearInputs::of(o);
+    p.epilogue.residual_map = make_map(matrix(o, o.residual, o.m, o.n), C::kTileM);
+    launch_persistent<K>(p, stream);
+}
+
+template <typename T, typename Tile>
+void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
+    using C = Config<T, Tile>;
+    // Wider tiles spill where they gate in bf16.
+    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
+    const bool is_erf = o.activation == Activation::gelu;
+    if (o.gated) {
+        if constexpr (kCanGate) {
+            if (is_erf) return launch<C, ActivationForm::erf, true>(o, stream);
+            return launch<C, ActivationForm::sigmoid, true>(o, stream);
+        }
+        throw std::invalid_argument("linear: only tilings of 64 or 128 columns gate");
+    }
+    if (is_erf) return launch<C, ActivationForm::erf, false>(o, stream);
+    if constexpr (!Tile::kIsForSmallM) {
+        if (o.residual != nullptr) return launch_residual<T, Tile>(o, stream);
+    }
+    if (o.activation == Activation::none || o.activation == Activation::relu) {
+        return launch<C, ActivationForm::linear, false>(o, stream);
+    }
+    launch<C, ActivationForm::sigmoid, false>(o, stream);
+}
+
+template <typename Tile>
+void launch_linear(const LinearParams& o, cudaStream_t stream) {
+    if (o.dtype == DType::f16) return launch_epilogue<cutlass::half_t, Tile>(o, stream);
+    launch_epilogue<cutlass::bfloat16_t, Tile>(o, stream);
+}
+
+}  // namespace bytetx::gemm

@@ -1,0 +1,45 @@
+// The epilogue of a linear layer whose residual is a tile input, added behind the products.
+#pragma once
+
+#include "gemm/linear_epilogue.cuh"
+#include "gemm/tile_input.cuh"
+
+namespace bytetx::gemm {
+
+template <typename C>
+struct ResidualEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
+    using Linear = LinearEpilogue<C, ActivationForm::linear, false>;
+    struct Inputs : LinearInputs {
+        CUtensorMap residual_map;  // {n, m}
+    };
+    struct Smem : SwizzledInput<C> {};
+    Smem& s;
+    int round;
+
+    template <typename K>
+    __device__ __forceinline__ ResidualEpilogue(const K& k, int m, int n, int round)
+        : Linear(k, m, n, round), s(k.s.epilogue), round(round) {}
+
+    template <typename K>
+    static __device__ __forceinline__ void init_barriers(const K& k) {
+        init_input_barriers(k.s.epilogue);
+    }
+
+    template <typename K>
+    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile) {
+        const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+        const int column = k.at.tile_n(tile), row = k.at.tile_m(tile);
+        fetch_boxes<C>(k.s.epilogue, [&](auto* to, int offset) {
+            cute::SM90_TMA_LOAD_2D::copy(&k.p.epilogue.residual_map, full, hint, to,
+                                         column + offset, row);
+        });
+    }
+
+    template <typename Accumulators>
+    __device__ __forceinline__ void finish(Accumulators& sums) const {
+        add_input<C>(s, sums, round);
+        Linear::finish(sums);
+    }
+};
+
+}  // namespace bytetx::gemm
