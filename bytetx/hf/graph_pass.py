@@ -269,7 +269,7 @@ def _packed_of(
 
 
 def _packed_in(block: torch.Tensor, layout: EncodeLayout) -> PackedIds:
-    views = layout.block.views(block)
+    views = layout.batch.views(block)
     types = views.get("token_type_ids")
     return PackedIds(views["cu_seqlens"], views["input_ids"], views["position_ids"], types)
 

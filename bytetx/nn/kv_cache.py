@@ -54,7 +54,11 @@ def allocate_cache(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> KvCache:
-    """A cache of num_pages pages a layer; their initial values are arbitrary and never read.
+    """A cache of num_pages pages a layer, of zeros.
+
+    No result depends on what a page holds past its sequence's keys. But kernels multiply it by
+    weights of 0, and compute a row again, slower, where it is inf or NaN, as memory may be that
+    nobody has written.
 
     page_size: tokens, a power of two.  Raises ValueError where a size is not one.
     """
@@ -72,6 +76,6 @@ def allocate_cache(
     shape = (num_pages, page_size, num_kv_heads, head_dim)
 
     def pages() -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     return KvCache(tuple(LayerCache(pages(), pages()) for _ in range(num_layers)))

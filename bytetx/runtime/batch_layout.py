@@ -46,6 +46,10 @@ class BatchLayout:
             arrays["token_type_ids"] = batch.token_type_ids.numpy()
         self._block.write(block, arrays)
 
+    def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The arrays of a device block by their names."""
+        return self._block.views(block)
+
     def read(
         self, block: torch.Tensor, *, seqlens: torch.Tensor, max_seqlen: int
     ) -> tuple[PackedBatch, dict[str, torch.Tensor]]:
@@ -53,7 +57,7 @@ class BatchLayout:
 
         seqlens: those of the sequences alone, without fillers.
         """
-        views = self._block.views(block)
+        views = self.views(block)
         batch = PackedBatch(
             input_ids=views.pop("input_ids"),
             position_ids=views.pop("position_ids"),

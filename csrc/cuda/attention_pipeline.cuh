@@ -316,7 +316,8 @@ __device__ __forceinline__ void init_barriers(PipelineSmem<C, Source>& s) {
             EmptyBarrier::init(&s.q_empty[i], kConsumerWarps);
         }
         for (int i = 0; i < C::kStages; ++i) {
-            FullBarrier::init(&s.kv_full[i], Source::kThreadsCopy ? 32 * Source::kProducerWarps : 1);
+            FullBarrier::init(&s.kv_full[i],
+                              Source::kThreadsCopy ? 32 * Source::kProducerWarps : 1);
             EmptyBarrier::init(&s.kv_empty[i], kConsumerWarps);
         }
         cutlass::arch::fence_barrier_init();

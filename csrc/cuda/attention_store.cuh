@@ -94,8 +94,8 @@ __device__ __forceinline__ uint4 gather_piece(uint4 words, int lane) {
     return high ? uint4{c, d, far.x, far.y} : uint4{low.x, low.y, c, d};
 }
 
-// Writes the warpgroup's rows, 64 bytes of a row a quad and store. target: where a row's results go,
-// and what it is computed from, should it be computed again.
+// Writes the warpgroup's rows, 64 bytes of a row a quad and store. target: where a row's results
+// go, and what it is computed from, should it be computed again.
 template <typename C, typename Target>
 __device__ __forceinline__ void store_rows(SoftmaxRows<C>& rows, int num_rows,
                                            const Target& target) {

@@ -53,8 +53,9 @@ struct TileTypes : TileShapes<T, kHeadDim, Tiling::kBlockN, Tiling::kGroupsKeys>
     // As launched, three warpgroups have 3 * 168 registers and four have 4 * 128: the sums after
     // the move must not exceed that, or it never ends.
     static constexpr int kConsumerRegisters = Tiling::kConsumerRegisters;
-    static constexpr int kProducerRegisters =
-        kNumWarpgroups == 2 ? 40 : kConsumerRegisters <= 152 ? 56 : 32;
+    static constexpr int kProducerRegisters = kNumWarpgroups == 2         ? 40
+                                              : kConsumerRegisters <= 152 ? 56
+                                                                          : 32;
     // Between two steps of a warpgroup, where the warpgroups take steps round-robin (split_kernel).
     static constexpr int kSkippedKeys =
         kConsumerRegisters == 0 ? (kNumWarpgroups - 1) * kBlockN : 0;

@@ -99,6 +99,10 @@ struct Piece {
         num_chunks = (keys - first_key + chunk_keys - 1) / chunk_keys;
     }
 
+    __device__ int num_tiles(const PlanKernelParams& p) const {
+        return (tokens + p.tile_tokens - 1) / p.tile_tokens;
+    }
+
     __device__ Need need(const PlanKernelParams& p) const {
         if (tokens == 0 || is_tiled || !p.has_items) return {};
         const int rows = tokens * p.group, units = (rows + kUnitRows - 1) / kUnitRows;
@@ -130,32 +134,36 @@ __device__ void write_items(const PlanKernelParams& p, const Piece& piece, int s
     }
 }
 
-// Calls f(tile, bucket) for each tile of a piece; the bucket of the most keys is 0.
+// Calls f(tile) for each tile of a piece, that of the most keys first.
 template <typename F>
 __device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int sequence, F&& f) {
-    const int past = piece.keys - piece.tokens;
-    for (int token = 0; token < piece.tokens; token += p.tile_tokens) {
+    const int past = piece.keys - piece.tokens, last = (piece.tokens - 1) / p.tile_tokens;
+    for (int token = last * p.tile_tokens; token >= 0; token -= p.tile_tokens) {
         const int tokens = min(p.tile_tokens, piece.tokens - token);
         const int position = past + token, end = position + tokens;
         const int first = p.window > 0 ? max(0, position + 1 - p.window) : 0;
-        const float length = static_cast<float>(end - first) / static_cast<float>(p.max_keys);
-        const int bucket = kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
-        f(PagedTile{sequence, piece.first_token + token, tokens * p.group, position, first,
-                    first / kRoundKeys * kRoundKeys, end, 0},
-          bucket);
+        f(PagedTile{sequence, piece.first_token + token, tokens * p.group, position, first, end});
     }
 }
 
-// All tiles in the order of their buckets; returns how many there are.
+// Of the keys that a piece's last tile sees; that of the most is 0.
+__device__ int bucket_of(const PlanKernelParams& p, const Piece& piece) {
+    const int first = p.window > 0 ? max(0, piece.keys - p.tile_tokens + 1 - p.window) : 0;
+    const float length = static_cast<float>(piece.keys - first) / static_cast<float>(p.max_keys);
+    return kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
+}
+
+// All tiles, those of the longest sequences first, so that the last CTAs to finish are short; those
+// of one sequence next to one another, so that the CTAs that run at once share its keys in L2: in
+// the order of their own keys alone, all keys would come from DRAM (16 pieces of 512 tokens after
+// 4096, 16/8 heads: 627 us). Returns how many there are.
 __device__ int sort_tiles(const PlanKernelParams& p) {
     __shared__ int counts[kBuckets], starts[kBuckets];
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
     __syncthreads();
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
-        if (!piece.is_tiled) continue;
-        for_each_tile(p, piece, i,
-                      [&](const PagedTile&, int bucket) { atomicAdd(&counts[bucket], 1); });
+        if (piece.is_tiled) atomicAdd(&counts[bucket_of(p, piece)], piece.num_tiles(p));
     }
     __syncthreads();
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
@@ -167,9 +175,10 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
         if (!piece.is_tiled) continue;
-        for_each_tile(p, piece, i, [&](const PagedTile& tile, int bucket) {
-            const int at = atomicAdd(&starts[bucket], 1);
+        int at = atomicAdd(&starts[bucket_of(p, piece)], piece.num_tiles(p));
+        for_each_tile(p, piece, i, [&](const PagedTile& tile) {
             if (at < p.sizes.tiles) p.plan.tiles[at] = tile;
+            ++at;
         });
     }
     __syncthreads();
@@ -191,7 +200,8 @@ __global__ void __launch_bounds__(kThreads)
     for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
     if (threadIdx.x == 0) {
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
-                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)), {}};
+                          static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)),
+                          {}};
     }
     const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
     for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};

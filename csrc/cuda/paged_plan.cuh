@@ -3,7 +3,7 @@
 //
 //   PagedHeader  counts
 //   PagedItem    items[max_items]     for the decode kernel, each times every key head
-//   PagedTile    tiles[max_tiles]     for the prefill kernel, likewise; those with most keys first
+//   PagedTile    tiles[max_tiles]     for the prefill kernel, likewise; longest sequences first
 //   unsigned     counters[max_units * num_kv_heads]   0 between launches
 #pragma once
 
@@ -54,9 +54,7 @@ struct alignas(16) PagedTile {
     int num_rows;     // tokens * group
     int position;     // of the first token among its piece's keys
     int first_visible;
-    int first_key;  // a multiple of kRoundKeys
     int end_key;
-    int unused;
 };
 
 struct alignas(16) PagedHeader {

@@ -12,8 +12,8 @@
 
 namespace bytetx::paged {
 
-// As packed attention's pipeline (attention_launch.cuh). With soft caps and biases steps of 64 keys,
-// for scores of ALiBi grow by the step, and weights must not exceed 2^127.
+// As packed attention's pipeline (attention_launch.cuh). With soft caps and biases steps of 64
+// keys, for scores of ALiBi grow by the step, and weights must not exceed 2^127.
 template <int kHeadDim, bool kChanges>
 struct PrefillTiling {
     static constexpr bool kIsWide = kHeadDim > 64;

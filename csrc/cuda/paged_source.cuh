@@ -94,8 +94,10 @@ struct PrefillTarget {
         return score;
     }
 
-private:
-    __device__ __forceinline__ int head(int row) const { return kv_head * p.group + p.head_of(row); }
+  private:
+    __device__ __forceinline__ int head(int row) const {
+        return kv_head * p.group + p.head_of(row);
+    }
     __device__ __forceinline__ const T* row_of(const void* cache, int key) const {
         const int64_t page = p.page_table[sequence * p.max_pages + (key >> p.page_shift)];
         const int64_t slot = page << p.page_shift | (key & ((1 << p.page_shift) - 1));
@@ -136,20 +138,17 @@ struct PrefillSource {
 
     __device__ __forceinline__ Item read_item(int index) const {
         const PagedTile tile = p.tiles[index / p.num_kv_heads];
-        return {tile.first_token,
-                tile.num_rows,
-                tile.position,
-                tile.first_visible / C::kBlockN * C::kBlockN,
-                tile.end_key,
-                tile.sequence,
+        return {tile.first_token,      tile.num_rows,
+                tile.position,         tile.first_visible / C::kBlockN * C::kBlockN,
+                tile.end_key,          tile.sequence,
                 index % p.num_kv_heads};
     }
 
     // Tokens after the piece's are neighbours, whose rows are not stored.
     __device__ __forceinline__ void fetch_q(T* q, Slot&, uint64_t* full, const Item& item) const {
         const int tokens = p.warpgroup_tokens();
-        FullBarrier::arrive_and_expect_tx(full, C::kNumWarpgroups * tokens * p.group * C::kDim *
-                                                    kElementBytes);
+        FullBarrier::arrive_and_expect_tx(
+            full, C::kNumWarpgroups * tokens * p.group * C::kDim * kElementBytes);
 #pragma unroll
         for (int w = 0; w < C::kNumWarpgroups; ++w) {
             attention::load_tile<C, kTileRows>(p.q, full, q + w * C::kQElements,
@@ -196,7 +195,7 @@ struct PrefillSource {
         }
     }
 
-private:
+  private:
     __device__ __forceinline__ int rows_of_warpgroup() const {
         return p.warpgroup_tokens() * p.group;
     }
@@ -238,7 +237,7 @@ struct PagedSource : PrefillSource<C> {
         page = find_page(item, key + C::kBlockN);
     }
 
-private:
+  private:
     __device__ __forceinline__ int find_page(const Item& item, int key) const {
         if (key >= item.end) return 0;
         return __ldg(this->p.page_table + item.sequence * this->p.max_pages +
@@ -287,7 +286,7 @@ struct PagedCopySource : PrefillSource<C> {
         find_slots(item, row + C::kBlockN, thread);
     }
 
-private:
+  private:
     __device__ __forceinline__ void find_slots(const Item& item, int row, int thread) {
         const auto& p = this->p;
 #pragma unroll
@@ -295,13 +294,13 @@ private:
             const int key = row + 32 * i + thread % 32;
             slots[i] = -1;
             if (key < item.end) {
-                const int page =
-                    p.page_table[item.sequence * p.max_pages + (key >> p.page_shift)];
+                const int page = p.page_table[item.sequence * p.max_pages + (key >> p.page_shift)];
                 slots[i] = page << p.page_shift | (key & ((1 << p.page_shift) - 1));
             }
         }
     }
-    __device__ __forceinline__ void copy(const void* cache, T* rows, int kv_head, int thread) const {
+    __device__ __forceinline__ void copy(const void* cache, T* rows, int kv_head,
+                                         int thread) const {
         const auto& p = this->p;
         const auto to = cute::cast_smem_ptr_to_uint(rows);
 #pragma unroll

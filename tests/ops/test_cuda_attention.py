@@ -212,7 +212,7 @@ def test_capped_scores_share_a_plan_for_them() -> None:
     plan = plan_attention(case.cu_seqlens, **sizes, softcap=5.0)
     assert torch.equal(case.run(softcap=5.0, plan=plan), case.run(softcap=5.0))
     wide = plan_attention(case.cu_seqlens, **sizes)
-    with pytest.raises(ValueError, match="not for this head_dim, bias or softcap"):
+    with pytest.raises(ValueError, match="not for this head_dim, bias, softcap or batch_invariant"):
         case.run(softcap=5.0, plan=wide)
 
 
