@@ -262,9 +262,19 @@ class PackedForward(StandIn):
     def apply_to_module(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> nn.Module:
-        """Replaces module._apply (.to, .half, .cuda): drops the plan first."""
-        self.forget()
-        moved: nn.Module = type(self.module)._apply(self.module, fn, recurse)
+        """Replaces module._apply (.to, .half, .cuda): the first tensor that changes drops the plan.
+
+        One that changes none keeps it: sentence-transformers calls .to(device) for every batch.
+        """
+
+        def watched(tensor: torch.Tensor) -> torch.Tensor:
+            address = tensor.data_ptr()
+            result = fn(tensor)
+            if result is not tensor or result.data_ptr() != address:
+                self.forget()
+            return result
+
+        moved: nn.Module = type(self.module)._apply(self.module, watched, recurse)
         return moved
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -237,6 +237,18 @@ def test_weights_that_change_in_place_are_the_graphs(graphs, runs):
     assert len(runs) == 4
 
 
+def test_a_move_that_changes_nothing_keeps_the_graphs(graphs, runs):
+    _, wrapped = pair("bert")
+    inputs = padded_inputs(SEQLENS)
+    with torch.inference_mode():
+        for _ in range(3):
+            wrapped.to("cpu")(**inputs)
+    passes = passes_of(wrapped)
+    assert passes_of(wrapped.to("cpu").float()) is passes
+    wrapped.double()
+    assert wrapped.__dict__["forward"].graphs is None
+
+
 def replace_a_parameter(model):
     layer = model.encoder.layer[0].output.dense
     layer.weight = torch.nn.Parameter(layer.weight.detach() * 0.5)
