@@ -268,9 +268,9 @@ class PackedForward(StandIn):
         """
 
         def watched(tensor: torch.Tensor) -> torch.Tensor:
-            address = tensor.data_ptr()
+            address = tensor.untyped_storage().data_ptr()
             result = fn(tensor)
-            if result is not tensor or result.data_ptr() != address:
+            if result is not tensor or result.untyped_storage().data_ptr() != address:
                 self.forget()
             return result
 
