@@ -133,7 +133,7 @@ def take_sequences(
     np.cumsum(seqlens.numpy(), out=cu_seqlens[1:])
 
     def taken(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x[index]
+        return None if x is None else _rows_at(x, index)
 
     past = batch.past
     if past is not None:
@@ -142,13 +142,13 @@ def take_sequences(
             past,
             page_table=past.page_table[which],
             kv_seqlens=past.kv_seqlens[which],
-            slot_mapping=past.slot_mapping[index],
+            slot_mapping=_rows_at(past.slot_mapping, index),
             prompt_seqlens=None if past.prompt_seqlens is None else past.prompt_seqlens[which],
         )
     return replace(
         batch,
-        input_ids=batch.input_ids[index],
-        position_ids=batch.position_ids[index],
+        input_ids=_rows_at(batch.input_ids, index),
+        position_ids=_rows_at(batch.position_ids, index),
         token_type_ids=taken(batch.token_type_ids),
         cu_seqlens=_uploaded(cu_seqlens, batch.device),
         seqlens=seqlens,
@@ -158,6 +158,14 @@ def take_sequences(
         past=past,
         on_host=None,
     )
+
+
+def _rows_at(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x[index]; ids on the host by numpy, for torch starts its threads from some thousand on: ranks
+    that share the cores then wait 26 ms for one another (two ranks, 32 cores)."""
+    if x.is_cuda or x.is_floating_point():
+        return x[index]
+    return torch.from_numpy(x.numpy()[index.numpy()])
 
 
 def _uploaded(x: np.ndarray, device: torch.device) -> torch.Tensor:
