@@ -21,6 +21,8 @@ pytestmark = pytest.mark.gpus(2)
 GRIDS = ["data2", "z2", "y2", "x2"]
 # Of vectors of unit length, and of log-likelihoods of some hundreds.
 TOLERANCES = {torch.float32: (1e-5, 1e-3), torch.float16: (1e-2, 1e-1)}
+# Of sums of log-likelihoods: x rounds partial sums to the half type before it adds them up.
+SUM_RTOL = {torch.float32: 0, torch.float16: 1e-3}
 PROMPTS = [5, 13, 40, 2, 30, 1, 37]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SIZES = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512}
@@ -126,7 +128,8 @@ def test_a_decoder(family: str, grid: str, dtype: torch.dtype, tmp_path: Path) -
     with load(path, device="cuda", dtype=dtype, grid=grid) as model:
         wanted = scores(one)
         for _ in range(3):  # eager, captured, replayed
-            np.testing.assert_allclose(scores(model), wanted, rtol=0, atol=TOLERANCES[dtype][1])
+            tolerances = {"rtol": SUM_RTOL[dtype], "atol": TOLERANCES[dtype][1]}
+            np.testing.assert_allclose(scores(model), wanted, **tolerances)
         if grid != "x2" and dtype == torch.float32:
             answers = [m.generate(prompts, GREEDY) for m in (model, one)]
             tokens, expected = ([a.token_ids for a in found] for found in answers)
