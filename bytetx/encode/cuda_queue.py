@@ -13,9 +13,7 @@ same bits. A batch beyond the largest bucket, and any where the forward pass can
 runs at its own size. The outputs of padding are cut off.
 """
 
-import sys
 import threading
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -142,11 +140,9 @@ class CudaQueue:
             return _copy(outputs, self._copy_stream)
 
     def __del__(self) -> None:
-        # A graph is not destroyed under its own run.
         graphs: GraphCache | None = getattr(self, "_graphs", None)
-        if not sys.is_finalizing() and graphs is not None:
-            with suppress(RuntimeError):
-                graphs.clear()
+        if graphs is not None:
+            graphs.finish()
 
 
 def _compute(

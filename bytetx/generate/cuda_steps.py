@@ -8,8 +8,7 @@ Steps are padded to buckets with and without graphs: the same kernels with the s
 same bits.
 """
 
-import sys
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -171,11 +170,9 @@ class CudaSteps:
         return self._transformer.captures_decode_steps and has_kernel
 
     def __del__(self) -> None:
-        # A graph must not be destroyed while it runs; clear() waits for it.
         graphs: GraphCache | None = getattr(self, "_graphs", None)
-        if not sys.is_finalizing() and graphs is not None:
-            with suppress(RuntimeError):
-                graphs.clear()
+        if graphs is not None:
+            graphs.finish()
 
 
 def _layout_of(input_batch: InputBatch) -> PagedLayout:

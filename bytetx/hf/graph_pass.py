@@ -11,15 +11,12 @@ the GPU idles until the host has launched again: about 0.1 ms, in which a BERT-b
 350 tokens (H200).
 """
 
-import sys
 import threading
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
 
-from bytetx.encode.step_layout import EncodeLayout, encode_layout
 from bytetx.hf.padding import MaskFacts
 from bytetx.nn.loading import default_token_budget
 from bytetx.nn.transformer import Transformer
@@ -27,6 +24,7 @@ from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
 from bytetx.ops.padding import pack_padded, unpack_padded
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
+from bytetx.runtime.batch_layout import BatchLayout, batch_layout
 from bytetx.runtime.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import StreamOrder
@@ -158,15 +156,13 @@ class GraphPasses:
             return had_graphs
 
     def __del__(self) -> None:
-        # A graph is not destroyed under its own run.
         graphs: GraphCache | None = getattr(self, "_graphs", None)
-        if not sys.is_finalizing() and graphs is not None:
-            with suppress(RuntimeError):
-                graphs.clear()
+        if graphs is not None:
+            graphs.finish()
 
     def _layout(
         self, num_rows: int, num_columns: int, facts: MaskFacts | None
-    ) -> EncodeLayout | None:
+    ) -> BatchLayout | None:
         return _layout_of(
             num_rows,
             num_rows * num_columns if facts is None else facts.total_tokens,
@@ -175,7 +171,7 @@ class GraphPasses:
             has_types=self.transformer.spec.num_token_types > 0,
         )
 
-    def _find_graph(self, layout: EncodeLayout, wants: Wants) -> CapturedStep | None:
+    def _find_graph(self, layout: BatchLayout, wants: Wants) -> CapturedStep | None:
         key = (layout, wants)
         captured = self._graphs.find(key)
         if captured is None and self._graphs.is_due(key):
@@ -191,7 +187,7 @@ class GraphPasses:
         return captured
 
     def _compute(
-        self, layout: EncodeLayout, wants: Wants, block: torch.Tensor
+        self, layout: BatchLayout, wants: Wants, block: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """What a graph holds."""
         x, first = self._forward(layout, _packed_in(block, layout), wants)
@@ -200,7 +196,7 @@ class GraphPasses:
         return () if first is None else (first,)
 
     def _forward(
-        self, layout: EncodeLayout, packed: PackedIds, wants: Wants
+        self, layout: BatchLayout, packed: PackedIds, wants: Wants
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         bucket = layout.bucket
         batch = PackedBatch(
@@ -236,7 +232,7 @@ class GraphPasses:
 @lru_cache(maxsize=1024)  # of a call of one text it would be 5 of 55 us before the launch
 def _layout_of(
     num_rows: int, total_tokens: int, *, max_tokens: int, is_measured: bool, has_types: bool
-) -> EncodeLayout | None:
+) -> BatchLayout | None:
     """The layout of a batch's bucket; None where there is none, or no token.
 
     total_tokens: where the batch is not measured all its places, of which each may be a pad.
@@ -246,7 +242,7 @@ def _layout_of(
         return None
     if not is_measured:
         bucket = replace(bucket, num_fillers=-(-bucket.total_tokens // FILLER_TOKENS))
-    return encode_layout(bucket, has_token_types=has_types)
+    return batch_layout(bucket, has_token_types=has_types)
 
 
 def _tables_of(transformer: Transformer) -> IdTables:
@@ -256,7 +252,7 @@ def _tables_of(transformer: Transformer) -> IdTables:
 
 
 def _packed_of(
-    captured: CapturedStep | None, layout: EncodeLayout, device: torch.device
+    captured: CapturedStep | None, layout: BatchLayout, device: torch.device
 ) -> PackedIds:
     """Where a pass is packed: in its graph's block, or in a new one."""
     if captured is None:
@@ -268,8 +264,8 @@ def _packed_of(
     return kept.packed
 
 
-def _packed_in(block: torch.Tensor, layout: EncodeLayout) -> PackedIds:
-    views = layout.batch.views(block)
+def _packed_in(block: torch.Tensor, layout: BatchLayout) -> PackedIds:
+    views = layout.views(block)
     types = views.get("token_type_ids")
     return PackedIds(views["cu_seqlens"], views["input_ids"], views["position_ids"], types)
 

@@ -6,10 +6,8 @@ inside the layers have the same rows, and with them the same bucket; what one of
 or captures first, another one may replay, for both launch the same kernels of the same sizes.
 """
 
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
@@ -18,8 +16,8 @@ from bytetx.nn.layers import OnKv, OnLayer
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.tp import GroupCollectives, Tally
-from bytetx.runtime.batch_layout import BatchLayout
-from bytetx.runtime.buckets import Bucket, bucket_of
+from bytetx.runtime.batch_layout import BatchLayout, batch_layout
+from bytetx.runtime.buckets import bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.pinned_buffers import PinnedRing
 
@@ -64,7 +62,7 @@ class PassGraphs:
         bucket = bucket_of(batch.total_tokens, batch.batch_size, max_tokens=self._max_tokens)
         if bucket is None:
             return None
-        layout = _layout(bucket, has_token_types=batch.token_type_ids is not None)
+        layout = batch_layout(bucket, has_token_types=batch.token_type_ids is not None)
         pinned = self._ring.take(layout.num_ints)
         layout.write(pinned.array, batch)
         source = pinned.tensor[: layout.num_ints]
@@ -116,11 +114,9 @@ class PassGraphs:
             collectives.add(tally)
 
     def __del__(self) -> None:
-        # A graph must not be destroyed while it runs; clear() waits for it.
         graphs: GraphCache | None = getattr(self, "_graphs", None)
-        if not sys.is_finalizing() and graphs is not None:
-            with suppress(RuntimeError):
-                graphs.clear()
+        if graphs is not None:
+            graphs.finish()
 
 
 def _forward(
@@ -154,11 +150,6 @@ class _Kept:
 def _kept(captured: CapturedStep) -> _Kept:
     assert isinstance(captured.keep, _Kept)
     return captured.keep
-
-
-@lru_cache(maxsize=256)
-def _layout(bucket: Bucket, *, has_token_types: bool) -> BatchLayout:
-    return BatchLayout(bucket, has_token_types=has_token_types)
 
 
 class RankTransformer(Transformer):

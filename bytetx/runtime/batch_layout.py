@@ -1,6 +1,7 @@
 """BatchLayout: a packed batch without a cache as one int32 block, padded to a bucket's sizes."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -76,3 +77,9 @@ class BatchLayout:
         ends = num_tokens + FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1)
         cu_seqlens[bucket.num_texts + 1 :] = np.minimum(ends, bucket.total_tokens)
         return cu_seqlens
+
+
+@lru_cache(maxsize=256)
+def batch_layout(bucket: Bucket, *, has_token_types: bool) -> BatchLayout:
+    """The layout of a batch of these sizes, without further columns."""
+    return BatchLayout(bucket, has_token_types=has_token_types)

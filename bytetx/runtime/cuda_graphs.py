@@ -20,10 +20,11 @@ tried again, and its steps run eagerly.
 
 import gc
 import logging
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -140,6 +141,15 @@ class GraphCache:
         self._seen.clear()  # each step runs eagerly once before it is captured again
         self._pool, self._reserved_tokens = None, 0
         return True
+
+    def finish(self) -> None:
+        """For the owner's __del__: frees the graphs before the tensors that they read and write.
+
+        A graph must not be destroyed while it runs; clear() waits for it.
+        """
+        if not sys.is_finalizing():
+            with suppress(RuntimeError):
+                self.clear()
 
     def _capture(self, block: torch.Tensor, compute: Compute, keep: object) -> CapturedStep:
         graph = torch.cuda.CUDAGraph()
