@@ -25,13 +25,15 @@ EPILOGUES = {
 RESIDUAL = "residual"
 GATED = "gated"
 
+# A line holds for so many times the most rows that it was measured with; then the rule does.
+_BEYOND = 2
 _MAX_PLANS = 4096  # kept; batches come in few sizes
 _NUM_SMS = 132  # of an H200, on which the table was measured
 _USED_SMS = {3: 117, 4: 120, 6: 114, 8: 120}  # by clusters of so many CTAs
 # Few rows of logits of a large vocabulary are cuBLAS's: 151936 x 1024, bf16, takes it 88 us for 8
 # rows and 123 for 256, small-m tiles 117 to 194, those for many 120 from 256 rows on (H200).
 _WORDS, _WORDS_ROWS = 1 << 16, 256
-_GATED_COLUMNS = (64, 128)  # of tiles that can gate
+_GATED_COLUMNS = 64  # tiles that can gate have a multiple of them
 _SPLIT_KS = (1, 2, 3, 4, 6, 8)
 _SPLIT_FEATURES = 128  # k that each of several CTAs of a tile has at least
 # Rows for which a tiling that serves all numbers of rows is chosen.
@@ -111,6 +113,9 @@ def plan_linear(m: int, n: int, k: int, *, dtype: str, epilogue: str) -> LinearP
         return LinearPlan(None)
     if line is None:
         return _by_rule(tilings(), m, n, k)
+    most_rows = line.plans[-1][0]
+    if m > _BEYOND * most_rows:
+        return _by_rule(tilings(), m, n, k)
     _, name, split_k = line.plans[_bucket(m, [rows for rows, _, _ in line.plans])]
     if name == CUBLAS:
         return LinearPlan(None)
@@ -170,7 +175,7 @@ def plan_invariant(n: int, k: int, *, is_gated: bool = False) -> LinearPlan:
 
 def gating_tilings() -> list[Tiling]:
     """Those whose tiles hold a block of gates and the values beside it."""
-    return [tiling for tiling in tilings() if tiling.columns in _GATED_COLUMNS]
+    return [tiling for tiling in tilings() if tiling.columns % _GATED_COLUMNS == 0]
 
 
 @cache

@@ -89,15 +89,14 @@ void launch_residual(const LinearParams& o, cudaStream_t stream) {
 template <typename T, typename Tile>
 void launch_epilogue(const LinearParams& o, cudaStream_t stream) {
     using C = Config<T, Tile>;
-    // Wider tiles spill where they gate in bf16.
-    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
+    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0;
     const bool is_erf = o.activation == Activation::gelu;
     if (o.gated) {
         if constexpr (kCanGate) {
             if (is_erf) return launch<C, ActivationForm::erf, true>(o, stream);
             return launch<C, ActivationForm::sigmoid, true>(o, stream);
         }
-        throw std::invalid_argument("linear: only tilings of 64 or 128 columns gate");
+        throw std::invalid_argument("linear: only tilings of a multiple of 64 columns gate");
     }
     if (is_erf) return launch<C, ActivationForm::erf, false>(o, stream);
     if constexpr (!Tile::kIsForSmallM) {

@@ -190,10 +190,10 @@ def test_a_captured_graph_gives_the_same_bits() -> None:
     assert_replays_give_the_same_bits(run)
 
 
-@pytest.mark.parametrize("name", ["128x192", "small-m-64x32"])
+@pytest.mark.parametrize("name", ["small-m-64x96", "small-m-64x32"])
 def test_tilings_that_cannot_gate_say_which_can(name: str) -> None:
     x, w, _ = random_layer(50, 192, 64, torch.float16)
-    with pytest.raises(ValueError, match="only tilings of 64 or 128 columns gate"):
+    with pytest.raises(ValueError, match="only tilings of a multiple of 64 columns gate"):
         run_kernel(x, w, plan=LinearPlan(index_of(name)), activation="gelu", is_gated=True)
 
 
