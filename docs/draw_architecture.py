@@ -34,7 +34,7 @@ ROWS = (
     ("base",),
 )
 # Modules at the root of bytetx/ that everything may import.
-BASE = ("arguments", "errors", "packed", "sampling_params")
+BASE = ("arguments", "buckets", "errors", "packed", "sampling_params")
 _MEANINGS = {
     "cli": "cli<br/>commands, files",
     "bench": "bench<br/>suites, rivals, records",

@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
     "bytetx.parallel.planner.report",
     "bytetx.parallel.planner.simulate",
     "bytetx.parallel.row_scheme",
-    "bytetx.runtime.buckets",
+    "bytetx.buckets",
     "bytetx.runtime.input_batch",
     "bytetx.sampling_params",
     # What a front-end process runs.

@@ -19,10 +19,10 @@ from functools import partial
 
 import torch
 
+from bytetx.buckets import Bucket, bucket_of
 from bytetx.encode.step import Capture, Step, Task
 from bytetx.encode.step_layout import EncodeLayout, encode_layout
 from bytetx.nn.transformer import Transformer
-from bytetx.runtime.buckets import Bucket, bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
 from bytetx.runtime.pinned_buffers import PinnedRing

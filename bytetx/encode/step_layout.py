@@ -6,9 +6,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.buckets import Bucket
 from bytetx.encode.step import Step
 from bytetx.runtime.batch_layout import BatchLayout
-from bytetx.runtime.buckets import Bucket
 
 
 @dataclass(frozen=True, slots=True)

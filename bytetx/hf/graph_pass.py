@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.hf.padding import MaskFacts
 from bytetx.nn.loading import default_token_budget
 from bytetx.nn.transformer import Transformer
@@ -25,7 +26,6 @@ from bytetx.ops.padding import pack_padded, unpack_padded
 from bytetx.ops.pooling import pool
 from bytetx.packed import PackedBatch
 from bytetx.runtime.batch_layout import BatchLayout, batch_layout
-from bytetx.runtime.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import StreamOrder
 

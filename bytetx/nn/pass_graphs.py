@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
+from bytetx.buckets import bucket_of
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.layers import OnKv, OnLayer
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch
 from bytetx.parallel.tp import GroupCollectives, Tally
 from bytetx.runtime.batch_layout import BatchLayout, batch_layout
-from bytetx.runtime.buckets import bucket_of
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.pinned_buffers import PinnedRing
 

@@ -6,8 +6,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from bytetx.buckets import FILLER_TOKENS, Bucket
 from bytetx.packed import PackedBatch
-from bytetx.runtime.buckets import FILLER_TOKENS, Bucket
 from bytetx.runtime.step_layout import Field, StepLayout
 
 

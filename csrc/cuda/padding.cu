@@ -5,7 +5,7 @@
 //
 // place(r, c) counts the tokens before (r, c) in row-major order. Ids int32 or int64 [num_rows,
 // num_columns], mask of any integer or floating dtype; everything packed is int32. Behind the
-// batch's tokens come fillers (bytetx/runtime/buckets.py), so that a CUDA graph of fixed sizes
+// batch's tokens come fillers (bytetx/buckets.py), so that a CUDA graph of fixed sizes
 // serves any lengths.
 //
 // pack_padded_kernel: a CTA a row. It first counts the tokens before its row, from the rows'

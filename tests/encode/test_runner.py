@@ -10,6 +10,7 @@ from checkpoints import save_checkpoint
 from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
+from bytetx.buckets import Bucket
 from bytetx.cli import commands as cli
 from bytetx.encode.faults import step_error
 from bytetx.encode.model_runner import Part
@@ -21,7 +22,6 @@ from bytetx.model import Model
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.packed import pack
 from bytetx.runtime import faults
-from bytetx.runtime.buckets import Bucket
 
 CUDA = torch.device("cuda", 0)
 

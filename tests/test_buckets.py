@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.runtime.buckets import FILLER_TOKENS, Bucket, bucket_of, round_tokens
+from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of, round_tokens
 
 SIZES = st.integers(1, 1 << 20)
 
