@@ -365,6 +365,28 @@ def tp_layer(
 
 
 @app.command()
+def grids(
+    record: RecordOption = None,
+    case: CaseOption = None,
+    machine: Annotated[
+        str,
+        typer.Option(
+            help="What the planner plans for: a name, or best the file that `bytetx plan "
+            "--calibrate` has just written here."
+        ),
+    ] = "h100-nvlink",
+) -> None:
+    """Whole models on every grid of all GPUs, and the times that the planner says: two copies of
+    each model must fit."""
+    from bytetx.bench.grids import grids_suite
+
+    suite = partial(grids_suite, machine=machine)
+    _run_gpu(
+        shlex.join(["grids", "--machine", machine]), suite, record=record, case=case, plot=False
+    )
+
+
+@app.command()
 def train(
     record: RecordOption = None,
     case: CaseOption = None,

@@ -3,20 +3,27 @@
 First-order: a product takes its FLOP or its bytes, whichever is longer; a collective takes a
 latency and its bytes over the bandwidth of its group (bytetx.parallel.planner.machine). Gathers of
 weights run beside the layer before; a share of tensor parallelism's sums is hidden by kernels.
-What no CUDA graph replays takes at least as long as the host needs to launch it.
+What a CUDA graph replays has the rows of its bucket; what none replays takes at least as long as
+the host needs to launch it. Around its layers a pass takes ids to the ranks and results back.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from bytetx.buckets import round_tokens
 from bytetx.parallel.grid import Grid, gathered_numbers
 from bytetx.parallel.planner.ledger import LocalSizes, Transfer, pass_transfers
-from bytetx.parallel.planner.machine import Machine
+from bytetx.parallel.planner.machine import Around, Machine, wire_bytes
 from bytetx.parallel.planner.shapes import ModelShape
 
 # What the host launches in a layer: products, attention and norms; where hidden features are
 # divided (x), also the sums, squares and statistics of norms. Fitted to two H100s.
 _LAYER_OPS, _LAYER_OPS_OF_X = 6, 27
+# Of the time of all that a copy of weights writes, what shows beside the GEMMs that read the same
+# memory; and of the memory's rate, what x's operations, which are torch's, reach. Fitted to two
+# H100s.
+_SHARED = 1.0
+_UNFUSED_RATE = 0.6
 _FUSED_OPS = 2  # a product with its collective in one kernel, and what it waits for
 
 
@@ -36,12 +43,14 @@ class TransferCost:
 class PassCost:
     """Of the rank whose slot takes longest.
 
-    host_us: of launching what no CUDA graph replays.
+    host_us: of launching what no CUDA graph replays.  around_us: before and behind the layers,
+    while no GPU computes.
     """
 
     compute_us: float
     transfers: tuple[TransferCost, ...]
     host_us: float = 0.0
+    around_us: float = 0.0
 
     @property
     def exposed_us(self) -> float:
@@ -54,7 +63,7 @@ class PassCost:
     @property
     def waiting_us(self) -> float:
         """What the GPU waits for the host."""
-        return max(0.0, self.host_us - self.compute_us - self.exposed_us)
+        return max(0.0, self.host_us - self.compute_us - self.exposed_us) + self.around_us
 
     @property
     def total_us(self) -> float:
@@ -103,8 +112,10 @@ def pass_cost(
     is_replayed: bool = False,
 ) -> PassCost:
     """is_replayed: a CUDA graph holds the layers, with their collectives."""
+    if is_replayed and work.rows <= machine.graph_tokens:
+        work = replace(work, rows=round_tokens(work.rows))
     products = _products_us(shape, machine, local, work, itemsize=itemsize)
-    layer_us = products + _others_us(shape, machine, local, work, itemsize=itemsize)
+    layer_us = products + _others_us(shape, grid, machine, local, work, itemsize=itemsize)
     head_us = 0.0
     if work.num_logits:
         head_us = machine.gemm_us(
@@ -118,15 +129,20 @@ def pass_cost(
     if work.num_logits and grid.y > 1:
         logits = work.num_logits * shape.vocab_size * itemsize
         transfers.append(Transfer("y", "all_gather", logits, 1, "logits", False))
+    ends_us = _ends_us(shape, grid, machine, work, itemsize=itemsize)
     costs = [_activation_cost(t, shape, grid, machine, products) for t in transfers]
     exposed_us = sum(c.exposed_us for c in costs if c is not None and c.transfer.is_of_layer)
     beside_us = layer_us + exposed_us / shape.num_layers
     rows = [
-        _weights_cost(t, grid, machine, beside_us) if cost is None else cost
+        _weights_cost(t, shape, grid, machine, beside_us) if cost is None else cost
         for t, cost in zip(transfers, costs, strict=True)
     ]
     host_us = _host_us(shape, grid, machine, transfers, is_replayed=is_replayed)
-    return PassCost(shape.num_layers * layer_us + head_us, tuple(rows), host_us)
+    compute_us = shape.num_layers * layer_us + head_us + ends_us
+    kind = "slots" if grid.num_slots > 1 else "ranks" if grid.size > 1 else "one"
+    around = machine.around.get(kind, Around())
+    around_us = 0.0 if work.kv_rows else around.of(work.total_rows)
+    return PassCost(compute_us, tuple(rows), host_us, around_us)
 
 
 def _host_us(
@@ -148,7 +164,7 @@ def _host_us(
 def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
     """Whether a kernel computes and communicates at once, as where y is the only axis."""
     is_of_y = transfer.axis == "y" and transfer.is_of_layer
-    return grid.is_y_alone and is_of_y and machine.fused_y > 0
+    return grid.is_y_alone and is_of_y and (machine.fused_y > 0 or machine.sum_gbps > 0)
 
 
 def _activation_cost(
@@ -160,18 +176,32 @@ def _activation_cost(
     size, wait = _wait_us(transfer, grid, machine)
     if not _is_fused(transfer, grid, machine):
         return TransferCost(transfer, size, wait, wait, "")
+    if machine.sum_gbps:
+        moved = wire_bytes(transfer.kind, transfer.payload_bytes, size)
+        exposed = transfer.count * (machine.sum_us + moved / machine.sum_gbps / 1e3)
+        return TransferCost(transfer, size, max(wait, exposed), exposed, "its GEMMs")
     hideable = min(wait, products_us * shape.num_layers)
     return TransferCost(transfer, size, wait, wait - machine.fused_y * hideable, "its GEMMs")
 
 
 def _weights_cost(
-    transfer: Transfer, grid: Grid, machine: Machine, beside_us: float
+    transfer: Transfer, shape: ModelShape, grid: Grid, machine: Machine, beside_us: float
 ) -> TransferCost:
-    """The first layer's gather has nothing to run beside; each other one has the layer before."""
+    """Each gather runs beside the layer before. The first layer's has one only where it is a copy,
+    which the rank begins in the pass before (bytetx.nn.weight_gather): the last layer then, which
+    is in the other slot if their number is even. Copies share the memory with that layer."""
     size, wait = _wait_us(transfer, grid, machine)
+    are_copies = machine.copies_gbps > 0 and machine.is_inside(grid.inner("z"), grid.z)
+    shared_us, alone = 0.0, 1
+    if are_copies:
+        payload = transfer.payload_bytes
+        wait = transfer.count * wire_bytes("all_gather", payload, size) / machine.copies_gbps / 1e3
+        shared_us = _SHARED * payload / machine.hbm_gbps / 1e3
+        alone = shape.num_layers % 2
     each = wait / transfer.count
-    exposed = each + (transfer.count - 1) * max(0.0, each - beside_us)
-    return TransferCost(transfer, size, wait, exposed, "the layer before")
+    hidden = transfer.count - alone
+    exposed = alone * each + hidden * max(shared_us, each - beside_us)
+    return TransferCost(transfer, size, max(wait, exposed), exposed, "the layer before")
 
 
 def _wait_us(transfer: Transfer, grid: Grid, machine: Machine) -> tuple[int, float]:
@@ -199,15 +229,55 @@ def _products_us(
 
 
 def _others_us(
-    shape: ModelShape, machine: Machine, local: LocalSizes, work: Work, *, itemsize: int
+    shape: ModelShape,
+    grid: Grid,
+    machine: Machine,
+    local: LocalSizes,
+    work: Work,
+    *,
+    itemsize: int,
 ) -> float:
     """Attention, the cache that it reads, and two norms of a layer."""
-    features = local.num_heads * shape.head_dim
-    attention = 4 * work.attended * features / machine.attention_tflops / 1e6
+    flop = 4 * work.attended * local.num_heads * shape.head_dim
+    # Of a token that attends to all of its text.
+    length = work.attended * (2 if shape.causal else 1) / max(work.rows, 1)
+    attention = machine.attention_us(
+        flop, length=max(length, 1.0), head_dim=shape.head_dim, causal=shape.causal
+    )
     kv_bytes = work.kv_rows * 2 * local.num_kv_heads * shape.head_dim * itemsize
     # Each norm reads a sum and a residual and writes both.
-    moved = kv_bytes + 2 * 4 * work.rows * local.hidden * itemsize
-    return attention + moved / machine.hbm_gbps / 1e3 + 3 * machine.launch_us
+    moved: float = kv_bytes + 2 * 4 * work.rows * local.hidden * itemsize
+    kernels = 3
+    if grid.x > 1:
+        moved += work.rows * _unfused_bytes(shape, local, itemsize=itemsize) / _UNFUSED_RATE
+        kernels += _LAYER_OPS_OF_X
+    return attention + moved / machine.hbm_gbps / 1e3 + kernels * machine.launch_us
+
+
+def _unfused_bytes(shape: ModelShape, local: LocalSizes, *, itemsize: int) -> int:
+    """Of a row, in a layer: what x reads and writes where other grids have it in a product or a
+    norm (bytetx.nn.feature_blocks): biases, activations and residuals; norms in f32."""
+    passed = 2 * itemsize
+    qkv = (local.num_heads + 2 * local.num_kv_heads) * shape.head_dim
+    is_gated = shape.num_inner > 1
+    has_biases = not is_gated
+    bias = passed * (qkv + shape.num_inner * local.inner + 2 * local.hidden) if has_biases else 0
+    activation = (3 if is_gated else 2) * itemsize * local.inner
+    has_mean = shape.norm_statistics > 1
+    f32_passes = 12 if has_mean else 7  # to f32, squares and sums, scaled, and back
+    norms = shape.norms_per_layer * local.hidden * 4 * f32_passes
+    return bias + activation + norms
+
+
+def _ends_us(
+    shape: ModelShape, grid: Grid, machine: Machine, work: Work, *, itemsize: int
+) -> float:
+    """Embedding and pooling; where there are slots, their rows in the order of the batch."""
+    row = shape.hidden_size * itemsize
+    moved = 5 * work.rows * row  # tables are read, rows written, and read by a norm and the pooling
+    if grid.num_slots > 1:
+        moved += 2 * work.total_rows * row
+    return moved / machine.hbm_gbps / 1e3
 
 
 @dataclass(frozen=True, slots=True)

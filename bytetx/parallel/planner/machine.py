@@ -1,8 +1,10 @@
 """Machine: what a GPU and its links do, from TOML: measured tables, or latency and bandwidth."""
 
+import math
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +16,82 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
+class RateTable:
+    """TFLOP/s over two sizes, linear between the points in the sizes' logarithms; outside of them
+    the nearest point's.
+
+    rates: of every pair of the ascending sizes a and b, [len(a)][len(b)].
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    rates: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def of(cls, points: Iterable[Sequence[float]]) -> "RateTable":
+        """points: (a, b, TFLOP/s).  Raises ValueError where a pair of sizes has none."""
+        known = {(int(a), int(b)): float(rate) for a, b, rate in points}
+        first, second = ({pair[i] for pair in known} for i in range(2))
+        missing = [(a, b) for a in first for b in second if (a, b) not in known]
+        if missing:
+            raise ValueError(f"a table of rates has none for {missing[0]}")
+        rows, columns = sorted(first), sorted(second)
+        rates = tuple(tuple(known[a, b] for b in columns) for a in rows)
+        return cls(tuple(rows), tuple(columns), rates)
+
+    def __bool__(self) -> bool:
+        return bool(self.rates)
+
+    def at(self, a: float, b: float) -> float:
+        (i, of_a), (j, of_b) = _between(self.a, a), _between(self.b, b)
+
+        def along(row: Sequence[float]) -> float:
+            return row[j] + of_b * (row[min(j + 1, len(row) - 1)] - row[j])
+
+        low, high = along(self.rates[i]), along(self.rates[min(i + 1, len(self.a) - 1)])
+        return low + of_a * (high - low)
+
+
+def _between(sizes: Sequence[int], size: float) -> tuple[int, float]:
+    """(index of the size below, how far from there to the next one, 0 to 1)"""
+    i = bisect_right(sizes, size) - 1
+    if i < 0:
+        return 0, 0.0
+    if i + 1 == len(sizes):
+        return i, 0.0
+    return i, math.log(size / sizes[i]) / math.log(sizes[i + 1] / sizes[i])
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What a pass takes besides its layers, before and behind them: us + us_per_token * tokens.
+
+    Ids go to the ranks, results come back; of all tokens of the pass.
+    """
+
+    us: float = 0.0
+    us_per_token: float = 0.0
+
+    def of(self, tokens: int) -> float:
+        return self.us + self.us_per_token * tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """A cluster of equal nodes.  Rates: tflops in 1e12/s, gbps in 1e9 bytes/s, alpha_us a call.
 
     table: (ranks inside, ranks) -> gbps of groups within a node, where it was measured so.
     inter_gbps: of a node's links, which the groups of its GPUs share.  fused_y: the share of the
     hideable part of tensor parallelism's communication that kernels hide behind their GEMMs.
-    gemm_table: (rows, tflops) from measurements, largest first; empty where one rate serves all.
+    gemm_table: of GEMMs by rows and features, the root of outputs x inputs; empty where one rate
+    serves all.  attention_tables: by tokens of a text and features of a head, {causal: table}.
     host_op_us, host_collective_us: what the host needs to launch one without a CUDA graph; 0 where
-    that was not measured.
+    that was not measured.  around: of a pass of "one" GPU, of "ranks" that have the same texts,
+    and of "slots".  copies_gbps: of z's gathers within a node whose GPUs read one another's memory,
+    which are copies that wait for no other rank; 0 where they are collectives.  sum_us, sum_gbps:
+    what a fused sum of y takes beyond its GEMMs, measured; without them fused_y says it.
+    graph_tokens: of the longest pass that a CUDA graph replays, padded to the rows of a bucket; 0
+    where there are none.
     """
 
     name: str
@@ -45,9 +114,15 @@ class Machine:
     inter_alpha_us_per_gpu: float
     inter_gbps: float
     fused_y: float
-    gemm_table: tuple[tuple[int, float], ...] = ()
+    gemm_table: RateTable = field(default_factory=lambda: RateTable((), (), ()))
+    attention_tables: Mapping[bool, RateTable] = field(default_factory=dict)
     host_op_us: float = 0.0
     host_collective_us: float = 0.0
+    around: Mapping[str, Around] = field(default_factory=dict)
+    copies_gbps: float = 0.0
+    sum_us: float = 0.0
+    sum_gbps: float = 0.0
+    graph_tokens: int = 32768
 
     def link_gbps(self, inner: int, size: int, *, is_all_reduce: bool) -> float:
         """The bandwidth of a rank in a group; inner: ranks closer together than its neighbours.
@@ -76,18 +151,26 @@ class Machine:
         return latency + wire_bytes(kind, payload_bytes, size) / gbps / 1e3
 
     def gemm_us(self, m: int, n: int, k: int, *, itemsize: int) -> float:
-        """[m, k] x [k, n]: waves of 128 x 128 tiles over the SMs, or the bytes that it moves."""
+        """[m, k] x [k, n]: its FLOP, or the bytes that it moves, whichever take longer.
+
+        Without a table of rates the FLOP come in waves of 128 x 128 tiles over the SMs.
+        """
         if not m:
             return 0.0
-        tiles = -(-m // 128) * -(-n // 128)
-        waves = max(tiles / self.num_sms, 1.0)
-        tile_us = 2 * 128 * 128 * k * self.num_sms / self.rate(m) / 1e6
+        if self.gemm_table:
+            flop_us = 2 * m * n * k / self.gemm_table.at(m, math.sqrt(n * k)) / 1e6
+        else:
+            tiles = -(-m // 128) * -(-n // 128)
+            waves = max(tiles / self.num_sms, 1.0)
+            flop_us = waves * 2 * 128 * 128 * k * self.num_sms / self.gemm_tflops / 1e6
         moved = itemsize * (m * k + k * n + m * n)
-        return self.launch_us + max(waves * tile_us, moved / self.hbm_gbps / 1e3)
+        return self.launch_us + max(flop_us, moved / self.hbm_gbps / 1e3)
 
-    def rate(self, m: int) -> float:
-        """TFLOP/s of GEMMs of m rows."""
-        return next((rate for rows, rate in self.gemm_table if m >= rows), self.gemm_tflops)
+    def attention_us(self, flop: float, *, length: float, head_dim: int, causal: bool) -> float:
+        """Of texts of so many tokens each; flop: of the pairs that are seen."""
+        table = self.attention_tables.get(causal)
+        rate = table.at(length, head_dim) if table else self.attention_tflops
+        return flop / rate / 1e6
 
 
 def wire_bytes(kind: Kind, payload_bytes: float, size: int) -> float:
@@ -132,11 +215,11 @@ def load_machine(machine: "Machine | str | Path") -> Machine:
 
 def _from_table(name: str, values: dict[str, Any]) -> Machine:
     gpu, intra, inter = values["gpu"], values["intra"], values["inter"]
-    host = values.get("host", {})
+    host, overlap = values.get("host", {}), values.get("overlap", {})
     table = {(p, g): float(gibps) * GIB / 1e9 for p, g, gibps in intra.get("table_gibps", ())}
     table |= {(p, g): float(gbps) for p, g, gbps in intra.get("table_gbps", ())}
     flat = float(intra.get("gbps", 0.0))
-    rates = sorted(((int(m), float(rate)) for m, rate in gpu.get("gemm_table", ())), reverse=True)
+    seen = {key: gpu.get(f"{key}_table", ()) for key in ("attention", "causal_attention")}
     return Machine(
         name=name,
         description=str(values.get("description", name)),
@@ -162,8 +245,18 @@ def _from_table(name: str, values: dict[str, Any]) -> Machine:
         table=table,
         inter_alpha_us_per_gpu=float(inter["alpha_us_per_gpu"]),
         inter_gbps=float(inter["gibps"]) * GIB / 1e9 if "gibps" in inter else float(inter["gbps"]),
-        fused_y=float(values.get("overlap", {}).get("fused_y", 0.0)),
-        gemm_table=tuple(rates),
+        fused_y=float(overlap.get("fused_y", 0.0)),
+        gemm_table=RateTable.of(gpu.get("gemm_table", ())),
+        attention_tables={
+            key.startswith("causal"): RateTable.of(points) for key, points in seen.items() if points
+        },
         host_op_us=float(host.get("op_us", 0.0)),
         host_collective_us=float(host.get("collective_us", 0.0)),
+        around={
+            kind: Around(*map(float, values)) for kind, values in host.get("around", {}).items()
+        },
+        copies_gbps=float(intra.get("copies_gbps", 0.0)),
+        sum_us=float(overlap.get("sum_us", 0.0)),
+        sum_gbps=float(overlap.get("sum_gbps", 0.0)),
+        graph_tokens=int(gpu.get("graph_tokens", 32768)),
     )

@@ -1,0 +1,246 @@
+"""Suite `grids`: whole models on every grid of all GPUs, beside what the planner says of them.
+
+One process that loads each model once a grid, as a user does, and times passes from token ids to
+vectors on the host. A case's own time is that of the grid which the planner puts first.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+from bytetx.bench.gpu import DTYPES
+from bytetx.bench.rivals import quiet, versions
+from bytetx.bench.suite import Case, Measurement, Suite, select
+from bytetx.errors import BytetxError
+from bytetx.model import Model, load
+from bytetx.parallel.grid import Grid, grids_of
+from bytetx.parallel.planner.machine import Machine, load_machine
+from bytetx.parallel.planner.plan import PlannedGrid, plan
+from bytetx.parallel.planner.shapes import ModelShape, shape_of
+
+_WARM_UP = 3  # an eager pass, a captured one, a replayed one
+_ROUNDS = 7
+_TOKENS = (2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A model of random weights.  stem: transformers' name of its class.  dtype: a key of DTYPES.
+
+    longest: tokens of the longest texts that are timed.
+    """
+
+    stem: str
+    config: dict[str, Any]
+    dtype: str
+    longest: int
+
+
+FAMILIES = {
+    "bert-large": Family(
+        "Bert",
+        {
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+        },
+        "fp16",
+        512,
+    ),
+    "gpt3-xl": Family(
+        "GPT2", {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}, "bf16", 1024
+    ),
+    # Four layers: two copies of all 80 do not fit the GPUs that are measured.
+    "llama-70b-4": Family(
+        "Llama",
+        {
+            "vocab_size": 32768,
+            "hidden_size": 8192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "intermediate_size": 28672,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        "bf16",
+        1024,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One case: a batch of texts of so many tokens each through a model."""
+
+    name: str
+    family: str
+    lengths: tuple[int, ...]
+
+
+def shapes() -> list[Shape]:
+    """Of each family, 2048 to 32768 tokens in equally long texts and in texts of all lengths."""
+    return [
+        Shape(f"{name}-{kind}-{tokens}", name, lengths)
+        for name, family in FAMILIES.items()
+        for tokens in _TOKENS
+        for kind, lengths in (
+            ("equal", (family.longest,) * (tokens // family.longest)),
+            ("ragged", _ragged(family.longest, tokens)),
+        )
+    ]
+
+
+def grids_suite(*, patterns: list[str], machine: Machine | str | Path) -> Suite:
+    """The selected cases on all GPUs.
+
+    patterns: parts or globs of case names.  machine: as of bytetx.plan, best a file that
+    `bytetx plan --calibrate` has just written.  Raises BytetxError where there are not two GPUs.
+    """
+    chosen = select(shapes(), patterns, name=lambda shape: shape.name)
+    described, size = load_machine(machine), torch.cuda.device_count()
+    if size < 2:
+        raise BytetxError(f"the grids suite needs two GPUs or more, and torch finds {size}")
+
+    def cases() -> Iterator[Case]:
+        for name, family in FAMILIES.items():
+            own = [shape for shape in chosen if shape.family == name]
+            if own:
+                with _loaded(family, size) as models:
+                    for shape in own:
+                        run = partial(measure, shape, models, described)
+                        yield Case(shape.name, "ms", family.dtype, run)
+
+    device = f"{size} x {torch.cuda.get_device_name()}"
+    return Suite("grids", device, versions(("transformers",)), cases())
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """A model on one GPU and on each grid of all of them, and its shape."""
+
+    shape: ModelShape
+    dtype: str
+    on_grid: dict[Grid, Model]
+
+
+def measure(shape: Shape, models: Models, machine: Machine) -> Measurement:
+    """Medians of passes in turn; `ours` is the grid that the planner chooses, `rivals` the rest.
+
+    What the planner says of each grid is in the record's shape, as milliseconds too.
+    """
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(1, models.shape.vocab_size, n).tolist() for n in shape.lengths]
+    found = _times_ms(models, texts)
+    planned = {
+        planned.grid: planned
+        for size in {grid.size for grid in found}
+        for planned in _plan(models, machine, shape.lengths, size)
+    }
+    chosen = next(iter(_plan(models, machine, shape.lengths, max(g.size for g in found)))).grid
+    said = {grid: planned[grid].latency_s * 1e3 for grid in found}
+    errors = {grid: said[grid] / ms - 1 for grid, ms in found.items()}
+    fastest = min((g for g in found if g.size > 1), key=lambda grid: found[grid])
+    return Measurement(
+        ours=found[chosen],
+        rivals={_name(grid): ms for grid, ms in found.items() if grid != chosen},
+        floor=None,
+        shape={
+            "tokens": sum(shape.lengths),
+            "texts": len(shape.lengths),
+            "chosen": _name(chosen),
+            "fastest": _name(fastest),
+            "mean_error": round(statistics.mean(map(abs, errors.values())), 3),
+            **{f"planned_{_name(grid)}_ms": round(ms, 3) for grid, ms in said.items()},
+        },
+        notes=(
+            "ours: the grid that the planner puts first; rivals: the other grids of all GPUs, and "
+            "one GPU",
+        ),
+    )
+
+
+def _plan(
+    models: Models, machine: Machine, lengths: Sequence[int], size: int
+) -> Sequence[PlannedGrid]:
+    found = plan(
+        models.shape,
+        machine=machine,
+        gpus=size,
+        lengths=list(lengths),
+        goal="latency",
+        dtype={"fp16": "float16", "bf16": "bfloat16"}[models.dtype],
+    )
+    return found.grids
+
+
+def _times_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, float]:
+    runs = {
+        grid: partial(model.embed, texts, pooling="mean")
+        for grid, model in models.on_grid.items()
+        if grid.num_slots <= len(texts)
+    }
+    times: dict[Grid, list[float]] = {grid: [] for grid in runs}
+    for run in runs.values():
+        for _ in range(_WARM_UP):
+            run()
+    for _ in range(_ROUNDS):
+        for grid, run in runs.items():
+            run()  # the pass before a timed one is of the same grid, as in a server
+            started = time.perf_counter()
+            run()
+            times[grid].append((time.perf_counter() - started) * 1e3)
+    return {grid: statistics.median(each) for grid, each in times.items()}
+
+
+@contextmanager
+def _loaded(family: Family, size: int) -> Iterator[Models]:
+    with TemporaryDirectory(prefix="bytetx-bench-") as folder, ExitStack() as stack:
+        _save(family, Path(folder))
+        options: dict[str, Any] = {"device": "cuda", "dtype": DTYPES[family.dtype]}
+        options["token_budget"] = 2 * max(_TOKENS)  # one pass a batch
+        on_grid = {Grid(): load(folder, **options)}
+        for grid in grids_of(size):
+            on_grid[grid] = stack.enter_context(load(folder, grid=grid, **options))
+        yield Models(shape_of(folder), family.dtype, on_grid)
+        on_grid.clear()
+    torch.cuda.empty_cache()
+
+
+def _save(family: Family, folder: Path) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family.stem}Config")(**family.config)
+    with quiet(), torch.device("cuda"):
+        made = getattr(transformers, f"{family.stem}Model")(config).to(DTYPES[family.dtype])
+        made.save_pretrained(folder)
+    del made
+    torch.cuda.empty_cache()
+
+
+def _ragged(longest: int, tokens: int) -> tuple[int, ...]:
+    """From a tenth of `longest` to all of it, in no order, and `tokens` in total."""
+    count = round(tokens / (0.55 * longest))
+    lengths = np.linspace(0.1 * longest, longest, count)
+    whole = np.maximum(1, (lengths * tokens / lengths.sum()).astype(np.int64).clip(max=longest))
+    rest = tokens - int(whole.sum())
+    while rest:  # rounding, and what the longest had to leave
+        for i in np.flatnonzero(whole < longest)[: abs(rest)]:
+            whole[i] += np.sign(rest)
+        rest = tokens - int(whole.sum())
+    return tuple(np.random.default_rng(0).permutation(whole).tolist())
+
+
+def _name(grid: Grid) -> str:
+    return "one" if grid.size == 1 else str(grid)
