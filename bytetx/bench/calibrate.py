@@ -59,8 +59,8 @@ _CUDA = Sizes(
     num_heads=16,
     copy_bytes=1 << 30,
     payloads=tuple(1 << i for i in (16, 18, 20, 23, 26, 28)),
-    sum_rows=(2048, 8192),
-    sum_features=4096,
+    sum_rows=(1024, 4096, 16384),
+    sum_features=2048,
 )
 _CPU = Sizes(
     gemm_rows=(16, 128, 1024),
@@ -171,7 +171,7 @@ def measure(store: Store, *, rank: int, size: int) -> Found:
         axes = join_group(joined, rank=rank, size=size, device=device, grid=grid).axes
         assert axes is not None  # z has more than one rank
         for kind in ("all_gather", "all_reduce"):
-            link = measure_link(axes.z, inner, kind, sizes.payloads, device=device, timer=eager)
+            link = measure_link(axes.z, inner, kind, sizes.payloads, device=device, timer=timer)
             found.links.append(link)
         if inner == 1 and length == size:
             found.copies_gbps = measure_copies(axes.z, num_bytes=max(sizes.payloads), timer=eager)

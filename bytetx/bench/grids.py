@@ -4,6 +4,7 @@ One process that loads each model once a grid, as a user does, and times passes 
 vectors on the host. A case's own time is that of the grid which the planner puts first.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -29,20 +30,27 @@ from bytetx.parallel.planner.shapes import ModelShape, shape_of
 
 _WARM_UP = 3  # an eager pass, a captured one, a replayed one
 _ROUNDS = 7
-_TOKENS = (2048, 4096, 8192, 16384, 32768)
+_HOT_S = 0.06
+_NUM_SIZES = 5  # of batches, each twice the one before
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """A model of random weights.  stem: transformers' name of its class.  dtype: a key of DTYPES.
 
-    longest: tokens of the longest texts that are timed.
+    longest: tokens of the longest texts that are timed.  most_tokens: of a batch; a half of it, a
+    quarter and so on are timed, too.
     """
 
     stem: str
     config: dict[str, Any]
     dtype: str
     longest: int
+    most_tokens: int = 32768
+
+    @property
+    def tokens(self) -> list[int]:
+        return [self.most_tokens >> i for i in reversed(range(_NUM_SIZES))]
 
 
 FAMILIES = {
@@ -60,7 +68,7 @@ FAMILIES = {
     "gpt3-xl": Family(
         "GPT2", {"n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}, "bf16", 1024
     ),
-    # Four layers: two copies of all 80 do not fit the GPUs that are measured.
+    # Four layers, of which five models and their graphs fit a GPU of 80 GB.
     "llama-70b-4": Family(
         "Llama",
         {
@@ -74,7 +82,8 @@ FAMILIES = {
             "rms_norm_eps": 1e-5,
         },
         "bf16",
-        1024,
+        512,
+        16384,
     ),
 }
 
@@ -89,11 +98,11 @@ class Shape:
 
 
 def shapes() -> list[Shape]:
-    """Of each family, 2048 to 32768 tokens in equally long texts and in texts of all lengths."""
+    """Of each family, batches of five sizes, of equally long texts and of texts of all lengths."""
     return [
         Shape(f"{name}-{kind}-{tokens}", name, lengths)
         for name, family in FAMILIES.items()
-        for tokens in _TOKENS
+        for tokens in family.tokens
         for kind, lengths in (
             ("equal", (family.longest,) * (tokens // family.longest)),
             ("ragged", _ragged(family.longest, tokens)),
@@ -194,11 +203,15 @@ def _times_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, float]:
     for run in runs.values():
         for _ in range(_WARM_UP):
             run()
+    order = list(runs)
     for _ in range(_ROUNDS):
-        for grid, run in runs.items():
-            run()  # the pass before a timed one is of the same grid, as in a server
+        random.shuffle(order)
+        for grid in order:
+            begun = time.perf_counter()
+            while time.perf_counter() - begun < _HOT_S:  # its own load sets the GPUs' clocks
+                runs[grid]()
             started = time.perf_counter()
-            run()
+            runs[grid]()
             times[grid].append((time.perf_counter() - started) * 1e3)
     return {grid: statistics.median(each) for grid, each in times.items()}
 
@@ -208,7 +221,7 @@ def _loaded(family: Family, size: int) -> Iterator[Models]:
     with TemporaryDirectory(prefix="bytetx-bench-") as folder, ExitStack() as stack:
         _save(family, Path(folder))
         options: dict[str, Any] = {"device": "cuda", "dtype": DTYPES[family.dtype]}
-        options["token_budget"] = 2 * max(_TOKENS)  # one pass a batch
+        options["token_budget"] = 2 * family.most_tokens  # one pass a batch
         on_grid = {Grid(): load(folder, **options)}
         for grid in grids_of(size):
             on_grid[grid] = stack.enter_context(load(folder, grid=grid, **options))

@@ -13,7 +13,13 @@ from bytetx.parallel.grid import Grid, grids_of, parse_grid
 from bytetx.parallel.planner import axonn2024, report
 from bytetx.parallel.planner.cost import TransferCost
 from bytetx.parallel.planner.ledger import local_sizes, pass_transfers
-from bytetx.parallel.planner.machine import load_machine, machine_names, wire_bytes
+from bytetx.parallel.planner.machine import (
+    Around,
+    RateTable,
+    load_machine,
+    machine_names,
+    wire_bytes,
+)
 from bytetx.parallel.planner.plan import plan
 from bytetx.parallel.planner.shapes import SHAPES
 from bytetx.parallel.planner.simulate import MIXED, simulate_year
@@ -189,6 +195,88 @@ def test_of_a_replayed_pass_the_host_launches_the_gather_of_rows() -> None:
     assert plan("bert-large", **options | {"gpus": 1}).best.prefill.host_us == 0
     short = plan("bert-large", **options | {"lengths": [1, 1]}).explain("data2")
     assert short.waiting_s == pytest.approx(short.prefill.waiting_us / 1e6)
+
+
+def test_a_table_of_rates_is_linear_between_its_points() -> None:
+    """In the logarithms of the sizes."""
+    table = RateTable.of(
+        [(128, 1024, 100.0), (512, 1024, 300.0), (128, 4096, 200), (512, 4096, 500)]
+    )
+    assert table.at(128, 1024) == 100 and table.at(512, 4096) == 500
+    assert table.at(256, 1024) == pytest.approx(200) and table.at(128, 2048) == pytest.approx(150)
+    assert table.at(256, 2048) == pytest.approx(275)
+    assert table.at(1, 1) == 100 and table.at(10**6, 10**6) == 500  # the nearest points
+    assert RateTable.of([(64, 7, 5.0)]).at(1000, 3) == 5
+    assert not RateTable.of([])
+    with pytest.raises(ValueError, match="none for"):
+        RateTable.of([(1, 1, 1.0), (2, 2, 1.0)])
+
+
+def test_measured_rates_take_the_place_of_one_number() -> None:
+    h200 = load_machine("h200-nvlink")
+    slow = RateTable.of([(1024, 1024, 10.0)])
+    machine = replace(h200, gemm_table=slow)
+    flop_us = 2 * 4096 * 1024 * 1024 / 10 / 1e6
+    assert machine.gemm_us(4096, 1024, 1024, itemsize=2) == pytest.approx(flop_us + 2.0)
+    seen = replace(h200, attention_tables={True: slow})
+    options = {"length": 64.0, "head_dim": 64}
+    assert seen.attention_us(1e9, **options, causal=True) == pytest.approx(100)
+    assert seen.attention_us(1e9, **options, causal=False) == pytest.approx(2.5)  # its 400
+
+
+def test_a_replayed_pass_has_the_rows_of_its_bucket() -> None:
+    machine = load_machine("h200-nvlink")
+
+    def compute_us(tokens: int, graph_tokens: int) -> float:
+        padded = replace(machine, graph_tokens=graph_tokens)
+        found = plan("bert-large", machine=padded, gpus=1, lengths=[tokens] * 20)
+        return found.best.prefill.compute_us
+
+    assert compute_us(820, 32768) > 1.02 * compute_us(820, 0)  # 16 400 rows in a bucket of 17 408
+    assert compute_us(870, 32768) < 1.005 * compute_us(870, 0)  # 17 400
+    assert compute_us(4100, 32768) == compute_us(4100, 0)  # beyond the longest graph
+
+
+def test_copies_of_weights_begin_in_the_pass_before_and_share_the_memory() -> None:
+    machine = load_machine("h200-nvlink")
+
+    def exposed_us(shape: str, copies_gbps: float, tokens: int) -> float:
+        copying = replace(machine, copies_gbps=copies_gbps)
+        found = plan(shape, machine=copying, gpus=2, lengths=[tokens] * 8).explain("z2")
+        (row,) = (row for row in found.prefill.transfers if row.transfer.axis == "z")
+        assert row.exposed_us <= row.wait_us
+        return row.exposed_us
+
+    bert = SHAPES["bert-large"]
+    shared_us = 24 * 2 * bert.layer_weights / machine.hbm_gbps / 1e3
+    assert exposed_us("bert-large", 300.0, 4096) == pytest.approx(shared_us, rel=1e-6)
+    assert exposed_us("bert-large", 30.0, 8) > 2 * shared_us
+    odd = replace(bert, num_layers=23)  # its first layer is in the slot of the last one
+    assert exposed_us(odd, 300.0, 4096) > shared_us
+
+
+def test_measured_sums_of_y() -> None:
+    machine = replace(load_machine("h200-nvlink"), sum_us=10.0, sum_gbps=100.0)
+    found = plan("bert-large", machine=machine, gpus=2, lengths=[512] * 4).explain("y2")
+    row = next(row for row in found.prefill.transfers if row.transfer.what.startswith("sums"))
+    moved = 2048 * 1024 * 2  # 2 (p - 1) / p of the payload
+    assert row.exposed_us == pytest.approx(48 * (10 + moved / 100e3))
+    assert row.hides_behind == "its GEMMs"
+
+
+def test_what_surrounds_a_pass() -> None:
+    around = {"one": Around(100.0), "ranks": Around(200.0), "slots": Around(300.0, 0.01)}
+    machine = replace(load_machine("h200-nvlink"), around=around)
+    options = {"machine": machine, "lengths": [512] * 4}
+    found = plan("bert-large", gpus=2, **options)
+    for grid, wanted in {"y2": 200.0, "x2": 200.0, "data2": 320.48, "z2": 320.48}.items():
+        cost = found.explain(grid).prefill
+        assert cost.around_us == pytest.approx(wanted)
+        assert cost.total_us == cost.compute_us + cost.exposed_us + cost.waiting_us
+        assert cost.waiting_us >= wanted
+    assert plan("bert-large", gpus=1, **options).best.prefill.around_us == 100
+    chat = plan("gpt2-xl", gpus=2, output_tokens=4, **options).explain("data2")
+    assert chat.decode is not None and chat.decode.around_us == 0 < chat.prefill.around_us
 
 
 def test_sums_of_y_are_hidden_where_it_is_the_only_axis() -> None:

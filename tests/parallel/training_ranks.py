@@ -1,4 +1,4 @@
-"""What each process of test_training.py runs: every grid, and a plain torch GPT to compare with."""
+"""What each process of the tests of training runs: every grid, and a plain torch GPT beside it."""
 
 import math
 import random
@@ -23,22 +23,40 @@ CONFIG = GptConfig(44, 12, 2, 4, 20, 16)
 # Through all steps; other grids take FEW_STEPS, one of each kind of batch.
 LONG = [(name, torch.float64) for name in ("data2.z2", "z2.y2", "y4")]
 LONG.append(("data2.y2", torch.float32))
+# The same of two ranks, which have a GPU each.
+LONG_OF_TWO = [(name, torch.float64) for name in ("data2", "z2", "y2", "x2")]
+LONG_OF_TWO += [(name, torch.float32) for name in ("data2", "z2", "y2")]
 FEW_STEPS = 4
 # Of what is compared, on top of its largest number: sums in another order, through 50 steps.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
 def run(rank: int, folder: str) -> None:
-    """Raises AssertionError where a grid differs from one device."""
+    """Of four processes on CPUs. Raises AssertionError where a grid differs from one device."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder) / "store"), NUM_RANKS)
-    wanted = {dtype: one_device(dtype) for dtype in TOLERANCES}
-    cases = [(grid, torch.float64) for grid in grids_of(NUM_RANKS)]
-    cases += [(parse_grid(name), dtype) for name, dtype in LONG if dtype == torch.float32]
+    check_grids(rank, folder, NUM_RANKS, LONG, torch.device("cpu"))
+
+
+def run_on_gpu(rank: int, folder: str) -> None:
+    """Of two processes with a GPU each."""
+    check_grids(rank, folder, 2, LONG_OF_TWO, torch.device("cuda", rank))
+
+
+def check_grids(
+    rank: int,
+    folder: str,
+    num_ranks: int,
+    long: list[tuple[str, torch.dtype]],
+    device: torch.device,
+) -> None:
+    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+    wanted = {dtype: one_device(dtype, device) for dtype in TOLERANCES}
+    cases = [(grid, torch.float64) for grid in grids_of(num_ranks)]
+    cases += [(parse_grid(name), dtype) for name, dtype in long if dtype == torch.float32]
     for grid, dtype in cases:
         shared = prefix_store(f"{grid}-{dtype}", store)
-        groups = join_training_groups(shared, grid, rank=rank, device=torch.device("cpu"))
-        num_steps = NUM_STEPS if (str(grid), dtype) in LONG else FEW_STEPS
+        groups = join_training_groups(shared, grid, rank=rank, device=device)
+        num_steps = NUM_STEPS if (str(grid), dtype) in long else FEW_STEPS
         check(groups, wanted[dtype], dtype=dtype, num_steps=num_steps)
         if str(grid) in ("data2.z2", "z2.y2", "y2.x2"):
             check_overlap(groups)
@@ -132,20 +150,23 @@ def check_counts(
             wanted["data", "all_reduce", padded // grid.z * size] += 1
     assert Counter({key: n for key, n in found.items() if key[0] in ("data", "z")}) == wanted
     tokens = sum(len(ids) - 1 for ids in batch)
-    if grid.y == NUM_RANKS:  # one slot: two sums of all rows forward and two backward, and the head
+    if grid.y == grid.size:  # one slot: two sums of all rows forward and two backward, and the head
         assert found["y", "all_reduce", tokens * hidden * size] == 4 * CONFIG.num_layers + 1
 
 
-def one_device(dtype: torch.dtype) -> tuple[list[float], list[dict[str, Tensor]]]:
+def one_device(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[list[float], list[dict[str, Tensor]]]:
     """Losses and gradients of every step, of plain torch and whole weights."""
-    weights = initial_weights(CONFIG, seed=1, dtype=dtype)
+    initial = initial_weights(CONFIG, seed=1, dtype=dtype)
+    weights = {name: w.to(device) for name, w in initial.items()}
     for w in weights.values():
         w.requires_grad_()
     optimizer = optimizer_of(weights.values())
     losses, gradients = [], []
     for batch in batches():
         optimizer.zero_grad()
-        used = [torch.tensor(ids) for ids in batch if len(ids) > 1]
+        used = [torch.tensor(ids, device=device) for ids in batch if len(ids) > 1]
         logits = torch.cat([plain_gpt(ids[:-1], weights) for ids in used])
         loss = F.cross_entropy(logits, torch.cat([ids[1:] for ids in used]))
         loss.backward()
@@ -168,7 +189,7 @@ def plain_gpt(ids: Tensor, w: dict[str, Tensor]) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w[f"{name}.bias"])
 
     h = w["word"][ids] + w["position"][: len(ids)]
-    future = torch.ones(len(ids), len(ids), dtype=torch.bool).triu(1)
+    future = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).triu(1)
     for i in range(CONFIG.num_layers):
         qkv = linear(norm(h, f"{i}.norm1"), f"{i}.qkv")
         q, k, v = qkv.view(len(ids), CONFIG.num_heads, 3, -1).permute(2, 1, 0, 3)
