@@ -1,13 +1,14 @@
 """Suite `grids`: whole models on every grid of all GPUs, beside what the planner says of them.
 
 One process that loads each model once a grid, as a user does, and times passes from token ids to
-vectors on the host. A case's own time is that of the grid which the planner puts first.
+vectors on the host. A case's own time is that of the grid which the planner puts first. Where z
+copies weights from other GPUs, a profiler's timeline says how much of that time kernels cover.
 """
 
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bytetx.bench.gpu import DTYPES
 from bytetx.bench.rivals import quiet, versions
@@ -157,6 +159,11 @@ def measure(shape: Shape, models: Models, machine: Machine) -> Measurement:
         for planned in _plan(models, machine, shape.lengths, size)
     }
     chosen = next(iter(_plan(models, machine, shape.lengths, max(g.size for g in found)))).grid
+    hidden = {
+        f"hidden_{_name(grid)}": share
+        for grid in found
+        if grid.z > 1 and (share := hidden_share(partial(_embed, models, grid, texts))) is not None
+    }
     said = {grid: planned[grid].latency_s * 1e3 for grid in found}
     errors = {grid: said[grid] / ms - 1 for grid, ms in found.items()}
     fastest = min((g for g in found if g.size > 1), key=lambda grid: found[grid])
@@ -171,10 +178,12 @@ def measure(shape: Shape, models: Models, machine: Machine) -> Measurement:
             "fastest": _name(fastest),
             "mean_error": round(statistics.mean(map(abs, errors.values())), 3),
             **{f"planned_{_name(grid)}_ms": round(ms, 3) for grid, ms in said.items()},
+            **hidden,
         },
         notes=(
             "ours: the grid that the planner puts first; rivals: the other grids of all GPUs, and "
             "one GPU",
+            "hidden: the share of the time of this GPU's copies of weights in which kernels run",
         ),
     )
 
@@ -195,8 +204,8 @@ def _plan(
 
 def _times_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, float]:
     runs = {
-        grid: partial(model.embed, texts, pooling="mean")
-        for grid, model in models.on_grid.items()
+        grid: partial(_embed, models, grid, texts)
+        for grid in models.on_grid
         if grid.num_slots <= len(texts)
     }
     times: dict[Grid, list[float]] = {grid: [] for grid in runs}
@@ -214,6 +223,49 @@ def _times_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, float]:
             runs[grid]()
             times[grid].append((time.perf_counter() - started) * 1e3)
     return {grid: statistics.median(each) for grid, each in times.items()}
+
+
+def _embed(models: Models, grid: Grid, texts: Sequence[list[int]]) -> None:
+    models.on_grid[grid].embed(texts, pooling="mean")
+
+
+def hidden_share(run: Callable[[], object]) -> float | None:
+    """Of the time of the copies between GPUs that `run` does on this one, the share in which a
+    kernel runs; None where there are none, or no GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as timeline:
+        run()
+        torch.cuda.synchronize()
+    copies, kernels = [], []
+    for event in timeline.events() or ():
+        interval = (event.time_range.start, event.time_range.end)
+        if "PtoP" in event.name:
+            copies.append(interval)
+        elif not event.name.startswith("Mem"):
+            kernels.append(interval)
+    return covered_share(copies, kernels)
+
+
+def covered_share(
+    intervals: Sequence[tuple[float, float]], covers: Sequence[tuple[float, float]]
+) -> float | None:
+    """The share of the intervals' time that lies in one of the covers; None of no time."""
+    total = sum(end - start for start, end in intervals)
+    if not total:
+        return None
+    united: list[tuple[float, float]] = []
+    for start, end in sorted(covers):
+        if united and start <= united[-1][1]:
+            united[-1] = (united[-1][0], max(end, united[-1][1]))
+        else:
+            united.append((start, end))
+    covered = sum(
+        max(0.0, min(end, last) - max(start, first))
+        for start, end in intervals
+        for first, last in united
+    )
+    return round(covered / total, 3)
 
 
 @contextmanager
