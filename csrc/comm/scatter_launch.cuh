@@ -57,7 +57,7 @@ CUtensorMap make_parts_map(const GemmSumParams& o, const comm::Peers& peers, uin
     const auto rows = cuuint64_t(o.norm.total_tokens);
     const cuuint64_t sizes[3] = {cuuint64_t(o.linear.n), rows, cuuint64_t(peers.size)};
     const cuuint64_t strides[2] = {row_bytes, rows * row_bytes};
-    const cuuint32_t box[3] = {kInputColumns, C::kTileM, 1};
+    const cuuint32_t box[3] = {kBoxColumns, C::kTileM, 1};
     const void* slots = quarter_at(peers, peers.rank, Counted::tiles, parity);
     return encode_map(matrix(o.linear, slots, o.norm.total_tokens, o.linear.n), 3, sizes, strides,
                       box);

@@ -101,6 +101,13 @@ struct LinearEpilogue : EpilogueDefaults, TileLayout<C> {
 
     template <typename Accumulators>
     __device__ __forceinline__ void finish(const Accumulators& sums) const {
+        store_groups(sums, 0, kColumnGroups);
+    }
+
+    // Column groups [first, end) of the sums.
+    template <typename Accumulators>
+    __device__ __forceinline__ void store_groups(const Accumulators& sums, int first,
+                                                 int end) const {
         const int64_t stride = kGated ? p.n / 2 : p.n;
         const int column = kGated ? n / 2 + lane % 4 * 8 : first_column;
 #pragma unroll
@@ -108,7 +115,7 @@ struct LinearEpilogue : EpilogueDefaults, TileLayout<C> {
             if (row(i) >= p.m) continue;
             T* out = static_cast<T*>(p.d) + row(i) * stride + column;
 #pragma unroll
-            for (int q = 0; q < kColumnGroups; q += kGated ? 2 : 1) {
+            for (int q = first; q < end; q += kGated ? 2 : 1) {
                 if (!has_group(q)) continue;
                 *reinterpret_cast<uint4*>(out + (kGated ? q / 2 : q) * kPermutedRows) =
                     rounded(sums, i, q);

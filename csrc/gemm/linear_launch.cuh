@@ -75,7 +75,7 @@ void launch(const LinearParams& o, cudaStream_t stream) {
 
 template <typename T, typename Tile>
 void launch_residual(const LinearParams& o, cudaStream_t stream) {
-    using C = Config<T, WithTileInput<Tile>>;
+    using C = Config<T, WithTileInput<Tile, kBoxColumns>>;
     using Epilogue = ResidualEpilogue<C>;
     using K = Kernel<C, RasterScheduler, PrefetchingProducer<C, Epilogue>, Epilogue>;
     typename K::Params p{};

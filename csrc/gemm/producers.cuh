@@ -117,8 +117,9 @@ struct DenseProducer : ProducerDefaults {
     }
 };
 
-// One thread beside the operands': for each of the CTA's tiles the epilogue's tile input, as soon
-// as the one before has been read. Epilogue::fetch_input(k, full, tile) issues the copies.
+// One thread beside the operands': for each of the CTA's tiles the epilogue's tile input, strip by
+// strip, each as soon as the one before has been read. Epilogue::fetch_input(k, full, tile, strip)
+// issues the copies.
 template <typename C, typename Epilogue, typename K>
 __device__ __forceinline__ void fetch_tile_inputs(const K& k) {
     static_assert(C::kConsumers == 2);
@@ -126,10 +127,11 @@ __device__ __forceinline__ void fetch_tile_inputs(const K& k) {
     int phase = 1, group = 0;
     for (int tile = at.cluster; at.has(tile); tile += at.num_clusters) {
         uint64_t* full = &s.epilogue.input_full[group];
-        EmptyBarrier::wait(&s.epilogue.input_empty, phase);  // pairs with release_input()
-        FullBarrier::arrive_and_expect_tx(full, sizeof(s.epilogue.input));
-        Epilogue::fetch_input(k, full, tile);
-        phase ^= 1;
+        for (int strip = 0; strip < Epilogue::Smem::kStrips; ++strip, phase ^= 1) {
+            EmptyBarrier::wait(&s.epilogue.input_empty, phase);  // pairs with release_input()
+            FullBarrier::arrive_and_expect_tx(full, sizeof(s.epilogue.input));
+            Epilogue::fetch_input(k, full, tile, strip);
+        }
         group ^= 1;
     }
 }

@@ -1,4 +1,9 @@
 // The epilogue of a linear layer whose residual is a tile input, added behind the products.
+//
+// It comes in strips of 64 columns, each of which is added and stored before the next: a strip's
+// room costs no stage where a tile's costs one or two, and the other warpgroup's products hide that
+// strips wait for memory one after the other. With whole tiles 65536 rows took up to 9 % longer
+// (H100, 2026-11-26).
 #pragma once
 
 #include "gemm/linear_epilogue.cuh"
@@ -26,9 +31,10 @@ struct ResidualEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
     }
 
     template <typename K>
-    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile) {
+    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile,
+                                                       int strip) {
         const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-        const int column = k.at.tile_n(tile), row = k.at.tile_m(tile);
+        const int column = k.at.tile_n(tile) + strip * C::kInputColumns, row = k.at.tile_m(tile);
         fetch_boxes<C>(k.s.epilogue, [&](auto* to, int offset) {
             cute::SM90_TMA_LOAD_2D::copy(&k.p.epilogue.residual_map, full, hint, to,
                                          column + offset, row);
@@ -37,8 +43,12 @@ struct ResidualEpilogue : LinearEpilogue<C, ActivationForm::linear, false> {
 
     template <typename Accumulators>
     __device__ __forceinline__ void finish(Accumulators& sums) const {
-        add_input<C>(s, sums, round);
-        Linear::finish(sums);
+        constexpr int kGroups = C::kInputColumns / kPermutedRows;
+#pragma unroll
+        for (int strip = 0; strip < Smem::kStrips; ++strip) {
+            add_input<C>(s, sums, round * Smem::kStrips + strip, strip);
+            Linear::store_groups(sums, strip * kGroups, (strip + 1) * kGroups);
+        }
     }
 };
 

@@ -88,7 +88,7 @@ struct RowNormEpilogue : EpilogueDefaults {
     }
 
     template <typename K>
-    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile) {
+    static __device__ __forceinline__ void fetch_input(const K& k, uint64_t* full, int tile, int) {
         const auto hint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
         cute::SM90_TMA_LOAD_3D::copy(&k.p.epilogue.residual_map, full, hint, k.s.epilogue.input, 0,
                                      k.at.tile_m(tile), k.at.tile_n(tile) / kPermutedRows);

@@ -62,13 +62,13 @@ struct RowNormTiling : Tiling<kRowBlocks, kTileN, kStages, kClusterCtas> {
     static constexpr int kColumns = kGroupCtas * kTileN;
 };
 
-// As Tiling_, with stages given up for a tile of d's size in shared memory.
-template <typename Tiling_>
+// As Tiling_, with stages given up for kInputColumns columns of a tile of d's size.
+template <typename Tiling_, int kInputColumns_ = Tiling_::kTileN>
 struct WithTileInput : Tiling_ {
-    static constexpr int kColumns = Tiling_::kTileN, kRows = 64 * Tiling_::kRowBlocks;
-    static constexpr int kInputBytes = kRows * kColumns * kElementBytes;
-    static constexpr int kStageBytes = (kRows + kColumns) * kBlockK * kElementBytes;
-    static_assert(kColumns % 64 == 0);
+    static constexpr int kInputColumns = kInputColumns_, kRows = 64 * Tiling_::kRowBlocks;
+    static constexpr int kInputBytes = kRows * kInputColumns * kElementBytes;
+    static constexpr int kStageBytes = (kRows + Tiling_::kTileN) * kBlockK * kElementBytes;
+    static_assert(kInputColumns % 64 == 0 && Tiling_::kTileN % kInputColumns == 0);
     static constexpr int kStages = (kMostSmemBytes - 1024 - kInputBytes) / kStageBytes;
 };
 
