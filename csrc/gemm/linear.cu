@@ -33,7 +33,7 @@ constexpr Entry kEntries[] = {
     entry<gemm::SmallM64x32>("small-m-64x32"),     entry<gemm::SmallM64x64>("small-m-64x64"),
     entry<gemm::SmallM64x96>("small-m-64x96"),     entry<gemm::SmallM128x64>("small-m-128x64"),
     entry<gemm::SmallM128x96>("small-m-128x96"),   entry<gemm::SmallM128x128>("small-m-128x128"),
-    entry<gemm::SmallM192x128>("small-m-192x128"),
+    entry<gemm::SmallM192x128>("small-m-192x128"), entry<gemm::SmallM128x32>("small-m-128x32"),
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

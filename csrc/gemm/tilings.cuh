@@ -101,6 +101,7 @@ using CommTile128x128 = Tiling<2, 128, 6, 2>;
 using SmallM64x32 = SmallMTiling<1, 1, 32>;
 using SmallM64x64 = SmallMTiling<1, 1, 64>;
 using SmallM64x96 = SmallMTiling<1, 1, 96>;
+using SmallM128x32 = SmallMTiling<2, 1, 32>;
 using SmallM128x64 = SmallMTiling<2, 1, 64>;
 using SmallM128x96 = SmallMTiling<2, 1, 96, 5>;
 using SmallM128x128 = SmallMTiling<2, 1, 128, 4>;
