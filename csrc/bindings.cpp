@@ -10,6 +10,7 @@
 #ifdef BYTETX_CUDA
 #include "bindings_cuda.h"
 #else
+#include "bindings_wordpiece.h"
 #include "cpu/isa.h"
 #include "int8_ops.h"
 #endif
@@ -76,6 +77,7 @@ void bind_cpu(py::module_& m) {
     m.def("has_int8_linear", &has_int8_linear);
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);
+    bind_wordpiece(m);
 }
 
 #endif

@@ -58,8 +58,8 @@ def find_boundary(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     place on their own: no added token, normalizer or word reaches across it, and the model reads
     words one by one.
     """
-    normalizers = _members(_state(backend.normalizer), "normalizers")
-    pre_tokenizers = _members(_state(backend.pre_tokenizer), "pretokenizers")
+    normalizers = members(state(backend.normalizer), "normalizers")
+    pre_tokenizers = members(state(backend.pre_tokenizer), "pretokenizers")
     is_of_words = isinstance(backend.model, _MODELS) and not getattr(backend.model, "dropout", None)
     if not (is_of_words and all(map(_is_local, normalizers)) and _splits_at_spaces(pre_tokenizers)):
         return None
@@ -129,18 +129,18 @@ class PrefixFinder:
         return find_boundary(self._backend)
 
 
-def _state(part: Any) -> Mapping[str, Any] | None:
+def state(part: Any) -> Mapping[str, Any] | None:
     """A normalizer or pre-tokenizer as it stands in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 
 
-def _members(part: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
+def members(part: Mapping[str, Any] | None, key: str) -> Sequence[Mapping[str, Any]]:
     """The parts of a sequence of normalizers or pre-tokenizers, those of nested ones included."""
     if part is None:
         return []
     if part["type"] != "Sequence":
         return [part]
-    return [inner for member in part[key] for inner in _members(member, key)]
+    return [inner for member in part[key] for inner in members(member, key)]
 
 
 def _is_local(part: Mapping[str, Any]) -> bool:

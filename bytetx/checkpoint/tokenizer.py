@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from bytetx.checkpoint.convert_tokenizer import convert_vocabulary, has_vocabula
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
 from bytetx.checkpoint.text_prefix import PrefixFinder
 from bytetx.checkpoint.tokenizer_config import read_tokenizer_config, special_token
+from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
 
@@ -70,10 +72,21 @@ class Tokenizer:
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
 
-    def _use(self, backend: tokenizers.Tokenizer, max_tokens: int) -> None:
-        """Sets the backend, which is not changed without another call: prefixes depend on it."""
+    def _use(
+        self,
+        backend: tokenizers.Tokenizer,
+        max_tokens: int,
+        *,
+        word_pieces: WordPieces | None = None,
+    ) -> None:
+        """Sets the backend, which is not changed without another call: prefixes and word pieces
+        depend on it.
+
+        word_pieces: of a backend that differs in its limit only.
+        """
         self.backend, self.max_tokens = backend, max_tokens
         self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
+        self._word_pieces = WordPieces(backend) if word_pieces is None else word_pieces
 
     def limited(self, max_tokens: int, *, stride: int = 0) -> "Tokenizer":
         """The same tokenizer for texts of at most so many tokens; made once, and kept.
@@ -94,7 +107,7 @@ class Tokenizer:
                 strategy="longest_first",
                 direction=truncation["direction"],
             )
-            limited._use(backend, sizes[0])
+            limited._use(backend, sizes[0], word_pieces=self._word_pieces)
             self._limited[sizes] = limited
         return self._limited[sizes]
 
@@ -105,7 +118,7 @@ class Tokenizer:
             unlimited = copy(self)
             backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
             backend.no_truncation()
-            unlimited._use(backend, sys.maxsize)
+            unlimited._use(backend, sys.maxsize, word_pieces=self._word_pieces)
             self._limited[key] = unlimited
         return self._limited[key]
 
@@ -168,9 +181,18 @@ class Tokenizer:
         """
         return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
 
-    def encode_ids(self, texts: Sequence[Text]) -> Tokens:
-        """Token ids alone, cut to max_tokens."""
-        return self.tokens(self.encode_beginnings(texts))
+    def encode_ids(self, texts: Sequence[str]) -> Tokens:
+        """Token ids alone, cut to max_tokens; by the native core where it has this tokenizer."""
+        found = _checked(
+            self.name, lambda: self._word_pieces.read(texts, max_tokens=self.max_tokens)
+        )
+        if found is None:
+            return self.tokens(self.encode_beginnings(texts))
+        tokens = Tokens(found.token_ids, found.seqlens, found.is_truncated)
+        if not found.unread:
+            return tokens
+        others = self.tokens(self.encode_beginnings([texts[place] for place in found.unread]))
+        return _inserted(tokens, others, found.unread)
 
     def tokens(self, encodings: Sequence[tokenizers.Encoding]) -> Tokens:
         """The token ids of encodings. What was cut is looked for where a text is at the limit."""
@@ -319,6 +341,17 @@ def _check_merges(path: Path, raw: bytes) -> None:
                 f"{path} cannot be used as a tokenizer: the merge {merge!r:.120} lacks the "
                 f"continuing_subword_prefix {prefix!r:.120}"
             )
+
+
+def _inserted(tokens: Tokens, others: Tokens, places: Sequence[int]) -> Tokens:
+    """Tokens whose texts at `places` have none yet, with those of the others."""
+    seqlens, is_truncated = tokens.seqlens.copy(), tokens.is_truncated.copy()
+    seqlens[places], is_truncated[places] = others.seqlens, others.is_truncated
+    starts = np.cumsum(tokens.seqlens)[places]
+    rows = np.split(others.token_ids, np.cumsum(others.seqlens)[:-1])
+    between = np.split(tokens.token_ids, starts)
+    ids = [between[0], *chain.from_iterable(zip(rows, between[1:], strict=True))]
+    return Tokens(np.concatenate(ids), seqlens, is_truncated)
 
 
 T = TypeVar("T")

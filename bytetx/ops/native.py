@@ -154,6 +154,11 @@ def flatten_int_lists() -> Callable[[list[list[int]], int, int], bool] | None:
     return getattr(_modules["cpu"], "flatten_int_lists", None)
 
 
+def word_piece() -> Callable[..., Any] | None:
+    """The native core's class WordPiece, of csrc/bindings_wordpiece.h."""
+    return getattr(_modules["cpu"], "WordPiece", None)
+
+
 def launch_args(device: torch.device, isa: str = "auto") -> tuple[int, int, int, int]:
     """(device index, stream, num_threads, isa): the arguments that end every native call.
 
