@@ -173,14 +173,11 @@ def pack_columns(
 
     ids: int32 [total_tokens].  seqlens: int32 [batch_size].  token_type_ids: int32 [total_tokens].
     """
-    cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int32)
-    np.cumsum(seqlens, out=cu_seqlens[1:])
+    cu_seqlens = prefix_sums(seqlens)
     types = None
     if has_token_types:
         types = np.zeros(len(ids), dtype=np.int32) if token_type_ids is None else token_type_ids
-    positions = _positions(cu_seqlens, seqlens, position_offset)
-    if position_offset and (is_pad := ids == position_offset - 1).any():
-        _skip_pads(positions, is_pad, cu_seqlens, pad_token_id=position_offset - 1)
+    positions = positions_of(ids, seqlens, cu_seqlens, position_offset=position_offset)
     batch = PackedBatch(
         input_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(positions),
@@ -190,6 +187,23 @@ def pack_columns(
         max_seqlen=int(seqlens.max(initial=0)),
     )
     return batch if torch.device(device).type == "cpu" else batch.to(device)
+
+
+def prefix_sums(seqlens: np.ndarray) -> np.ndarray:
+    """int32 [batch_size + 1]: where each sequence begins, and where the last one ends."""
+    cu_seqlens = np.zeros(len(seqlens) + 1, dtype=np.int32)
+    seqlens.cumsum(out=cu_seqlens[1:])
+    return cu_seqlens
+
+
+def positions_of(
+    ids: np.ndarray, seqlens: np.ndarray, cu_seqlens: np.ndarray, *, position_offset: int
+) -> np.ndarray:
+    """int32 [total_tokens]: the position of each token, counted as the family counts."""
+    positions = _positions(cu_seqlens, seqlens, position_offset)
+    if position_offset and (is_pad := ids == position_offset - 1).any():
+        _skip_pads(positions, is_pad, cu_seqlens, pad_token_id=position_offset - 1)
+    return positions
 
 
 def split(x: torch.Tensor, batch: PackedBatch) -> list[torch.Tensor]:

@@ -56,7 +56,7 @@ class WordPiece {
     }
 
     // Texts to (ids, lengths, states): int32 of all texts behind one another, int32 and uint8 a
-    // text.  find_characters: takes code points that the table does not know, and calls learn().
+    // text; None where all states are 0.  find_characters: takes code points that the table does not know, and calls learn().
     py::tuple encode(const py::list& texts, int64_t max_tokens, int32_t num_threads,
                      const py::object& find_characters) {
         const auto kept = py::tuple(texts);  // the strings live while other threads run
@@ -78,12 +78,17 @@ class WordPiece {
         const auto num_texts = static_cast<py::ssize_t>(results.size());
         py::bytearray ids = new_bytes(run.total_tokens() * sizeof(int32_t));
         py::bytearray lengths = new_bytes(num_texts * sizeof(int32_t));
-        py::bytearray states = new_bytes(num_texts);
         run.copy_ids(reinterpret_cast<int32_t*>(PyByteArray_AS_STRING(ids.ptr())));
         auto* length = reinterpret_cast<int32_t*>(PyByteArray_AS_STRING(lengths.ptr()));
-        auto* state = reinterpret_cast<uint8_t*>(PyByteArray_AS_STRING(states.ptr()));
+        bool are_read = true;
         for (const cpu::TextResult& result : results) {
             *length++ = static_cast<int32_t>(result.num_tokens);
+            are_read = are_read && result.state == cpu::TextState::read;
+        }
+        if (are_read) return py::make_tuple(ids, lengths, py::none());
+        py::bytearray states = new_bytes(num_texts);
+        auto* state = reinterpret_cast<uint8_t*>(PyByteArray_AS_STRING(states.ptr()));
+        for (const cpu::TextResult& result : results) {
             *state++ = static_cast<uint8_t>(result.state);
         }
         return py::make_tuple(ids, lengths, states);

@@ -58,8 +58,8 @@ def find_boundary(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     place on their own: no added token, normalizer or word reaches across it, and the model reads
     words one by one.
     """
-    normalizers = members(state(backend.normalizer), "normalizers")
-    pre_tokenizers = members(state(backend.pre_tokenizer), "pretokenizers")
+    normalizers = members(state_of(backend.normalizer), "normalizers")
+    pre_tokenizers = members(state_of(backend.pre_tokenizer), "pretokenizers")
     is_of_words = isinstance(backend.model, _MODELS) and not getattr(backend.model, "dropout", None)
     if not (is_of_words and all(map(_is_local, normalizers)) and _splits_at_spaces(pre_tokenizers)):
         return None
@@ -129,7 +129,7 @@ class PrefixFinder:
         return find_boundary(self._backend)
 
 
-def state(part: Any) -> Mapping[str, Any] | None:
+def state_of(part: Any) -> Mapping[str, Any] | None:
     """A normalizer or pre-tokenizer as it stands in tokenizer.json."""
     return None if part is None else json.loads(part.__getstate__())
 

@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-from bytetx.checkpoint.text_prefix import members, state
+from bytetx.checkpoint.text_prefix import members, state_of
 from bytetx.ops import native
 
 _WORD, _ALONE, _SPACE = range(3)  # CharacterKind of csrc/cpu/wordpiece.h
@@ -67,13 +67,12 @@ class WordPieces:
             _num_threads(texts),
             self._learn,
         )
-        found = np.frombuffer(states, dtype=np.uint8)
-        return WordPieceIds(
-            np.frombuffer(ids, dtype=np.int32),
-            np.frombuffer(lengths, dtype=np.int32),
-            found == _TRUNCATED,
-            np.flatnonzero(found > _TRUNCATED).tolist(),
-        )
+        is_truncated, unread = np.zeros(len(texts), dtype=bool), list[int]()
+        if states is not None:
+            state = np.frombuffer(states, dtype=np.uint8)
+            is_truncated, unread = state == _TRUNCATED, np.flatnonzero(state > _TRUNCATED).tolist()
+        token_ids = np.frombuffer(ids, dtype=np.int32)
+        return WordPieceIds(token_ids, np.frombuffer(lengths, dtype=np.int32), is_truncated, unread)
 
     @cached_property
     def _native(self) -> tuple[Any, int]:
@@ -135,8 +134,8 @@ class WordPieces:
 def _is_supported(backend: tokenizers.Tokenizer) -> bool:
     """Whether the tokenizer is BERT's: characters on their own, words, WordPiece."""
     model, truncation = backend.model, backend.truncation
-    normalizers = members(state(backend.normalizer), "normalizers")
-    pre_tokenizers = members(state(backend.pre_tokenizer), "pretokenizers")
+    normalizers = members(state_of(backend.normalizer), "normalizers")
+    pre_tokenizers = members(state_of(backend.pre_tokenizer), "pretokenizers")
     return (
         isinstance(model, models.WordPiece)
         and backend.token_to_id(model.unk_token) is not None

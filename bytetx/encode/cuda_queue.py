@@ -39,6 +39,8 @@ class CudaQueue:
     ):
         self._transformer, self._device, self._max_tokens = transformer, device, max_tokens
         self._is_capturable = transformer.is_capturable
+        self._has_token_types = transformer.spec.num_token_types > 0
+        self._position_offset = transformer.spec.position_offset
         itemsize = transformer.embeddings.word.element_size()
         workspace_bytes = partial(transformer.spec.workspace_bytes, itemsize=itemsize)
         self._graphs = (
@@ -60,16 +62,15 @@ class CudaQueue:
         stay alive until then.
         """
         capture = task.capture if self._is_capturable else None
+        total_tokens, num_texts = step.requests.total_tokens, len(step.requests)
         bucket = None
         if capture is not None:
-            sizes = step.batch.total_tokens, step.batch.batch_size
-            bucket = bucket_of(*sizes, max_tokens=self._max_tokens)
-        has_types = step.batch.token_type_ids is not None
-        exact = Bucket(step.batch.total_tokens, step.batch.batch_size, num_fillers=0)
-        layout = encode_layout(bucket or exact, has_token_types=has_types)
+            bucket = bucket_of(total_tokens, num_texts, max_tokens=self._max_tokens)
+        exact = Bucket(total_tokens, num_texts, num_fillers=0)
+        layout = encode_layout(bucket or exact, has_token_types=self._has_token_types)
         with self._lock, OnStream(self._stream):
             pinned = self._ring.take(layout.num_ints)
-            layout.write(pinned.array, step)
+            layout.write(pinned.array, step.requests, position_offset=self._position_offset)
             source = pinned.tensor[: layout.num_ints]
             captured = None
             if capture is not None and bucket is not None and self._graphs is not None:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -150,8 +151,10 @@ class Runner:
         return Part(step, copies, self.device, is_done, keep)
 
     def _step(self, requests: Requests) -> Step:
+        """The step on the host; a GPU's queue takes the requests, and hardly ever the batch."""
         spec, prompts = self.transformer.spec, requests.prompt_tokens
-        batch = pack_columns(
+        batch = partial(
+            pack_columns,
             requests.token_ids,
             requests.seqlens,
             token_type_ids=requests.token_type_ids,

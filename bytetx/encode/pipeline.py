@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypedDict, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,15 @@ _WINDOWS_AHEAD = 2
 _STEPS_RUNNING = 3
 # Fills a window's list until its steps have ended; each text gets a result or its error.
 _NO_RESULT = InputError("the engine gave no result")
+
+
+class EngineOptions(TypedDict):
+    """What `run` takes of a model and of a call."""
+
+    runner: Runner
+    token_budget: int
+    counter: RunCounter
+    keeps_errors: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,26 @@ def run(
                         yield _collect(running.popleft(), task, runner, counter)
             while running:
                 yield _collect(running.popleft(), task, runner, counter)
+        finally:
+            counter.stop()
+
+
+def run_at_once(
+    inputs: Sequence[T],
+    prepare: Prepare[T],
+    task: Task[R],
+    *,
+    runner: Runner,
+    token_budget: int,
+    counter: RunCounter,
+    keeps_errors: bool,
+) -> list[Finished[R]]:
+    """`run` for a few inputs, which are one window: in this thread, with nothing ahead of it."""
+    with computing(runner.device):
+        try:
+            window = prepare(inputs, 0)
+            running = list(_launch_each(window, task, runner, token_budget, keeps_errors))
+            return [_collect(step, task, runner, counter) for step in running]
         finally:
             counter.stop()
 

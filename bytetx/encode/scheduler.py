@@ -12,7 +12,7 @@ T = TypeVar("T")
 _BUDGET_PARTS = 32  # granularity of step sizes; the buckets of CUDA graphs have the same
 # A window ends a little before its steps are full: tokens are only estimated, and steps get equal
 # shares, so that a slight excess adds a step and leaves all of them much emptier.
-_WINDOW_FILL = 31 / 32
+WINDOW_FILL = 31 / 32
 # Steps that one window holds at most: enough to order lengths in and to keep the last, partly
 # filled step of a window rare, few enough that streaming stays prompt and memory small.
 MAX_WINDOW_STEPS = 4
@@ -33,7 +33,7 @@ def windows(
     for item in inputs:
         window.append(item)
         num_tokens += estimate_tokens(item)
-        if num_tokens >= num_steps * token_budget * _WINDOW_FILL:
+        if num_tokens >= num_steps * token_budget * WINDOW_FILL:
             yield window
             window, num_tokens = [], 0
             num_steps = min(2 * num_steps, MAX_WINDOW_STEPS)

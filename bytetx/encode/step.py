@@ -1,6 +1,6 @@
 """Step and Task: the input of one forward pass, and what a task computes from it."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeGuard, TypeVar
 
@@ -14,7 +14,6 @@ from bytetx.packed import PackedBatch
 R_co = TypeVar("R_co", covariant=True)
 
 
-@dataclass(frozen=True, slots=True)
 class Step:
     """The requests of one forward pass and their packed tokens, in the same order.
 
@@ -22,9 +21,23 @@ class Step:
     None means 0 everywhere.
     """
 
-    requests: Requests
-    batch: PackedBatch
-    prompt_tokens: torch.Tensor | None
+    __slots__ = ("_batch", "prompt_tokens", "requests")
+
+    def __init__(
+        self,
+        requests: Requests,
+        batch: PackedBatch | Callable[[], PackedBatch],
+        prompt_tokens: torch.Tensor | None,
+    ):
+        """batch: or what packs it, where it may not be needed."""
+        self.requests, self.prompt_tokens = requests, prompt_tokens
+        self._batch = batch
+
+    @property
+    def batch(self) -> PackedBatch:
+        if not isinstance(self._batch, PackedBatch):
+            self._batch = self._batch()
+        return self._batch
 
 
 @dataclass(frozen=True, slots=True)

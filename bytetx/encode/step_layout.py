@@ -7,8 +7,12 @@ import numpy as np
 import torch
 
 from bytetx.buckets import Bucket
+from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
+from bytetx.packed import positions_of, prefix_sums
 from bytetx.runtime.batch_layout import BatchLayout
+
+_NONE = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +29,19 @@ class EncodeLayout:
     def num_ints(self) -> int:
         return self.batch.num_ints
 
-    def write(self, block: np.ndarray, step: Step) -> None:
-        """Fills a host block from a step on the host; tokens beyond its own are zeros."""
-        prompt_tokens = step.requests.prompt_tokens
-        column = np.empty(0, np.int32) if prompt_tokens is None else prompt_tokens
-        self.batch.write(block, step.batch, {"prompt_tokens": column})
+    def write(self, block: np.ndarray, requests: Requests, *, position_offset: int) -> None:
+        """Fills a host block from the texts of a step; tokens beyond their own are zeros."""
+        seqlens, ids = requests.seqlens, requests.token_ids
+        cu_seqlens = prefix_sums(seqlens)
+        types, prompt_tokens = requests.token_type_ids, requests.prompt_tokens
+        arrays = {
+            "cu_seqlens": cu_seqlens,
+            "input_ids": ids,
+            "position_ids": positions_of(ids, seqlens, cu_seqlens, position_offset=position_offset),
+            "token_type_ids": _NONE if types is None else types,
+            "prompt_tokens": _NONE if prompt_tokens is None else prompt_tokens,
+        }
+        self.batch.write_arrays(block, arrays)
 
     def read(self, block: torch.Tensor, step: Step, *, max_seqlen: int) -> Step:
         """The step with views of a device block; `seqlens` stays that of the texts alone."""

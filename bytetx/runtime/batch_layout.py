@@ -22,6 +22,7 @@ class BatchLayout:
         fields += [Field(name, (bucket.batch_size,)) for name in columns]
         fields += [Field(name, (bucket.total_tokens,)) for name in tokens]
         self._block = StepLayout(fields)
+        self._filler_ends = FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1, dtype=np.int32)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BatchLayout) and self._key == other._key
@@ -33,19 +34,21 @@ class BatchLayout:
     def num_ints(self) -> int:
         return self._block.num_ints
 
-    def write(
-        self, block: np.ndarray, batch: PackedBatch, columns: Mapping[str, np.ndarray] | None = None
-    ) -> None:
+    def write(self, block: np.ndarray, batch: PackedBatch) -> None:
         """Fills a host block from a batch on the host; tokens beyond its own are zeros."""
         arrays = {
-            "cu_seqlens": self._cu_seqlens(batch),
+            "cu_seqlens": batch.cu_seqlens.numpy(),
             "input_ids": batch.input_ids.numpy(),
             "position_ids": batch.position_ids.numpy(),
-            **(columns or {}),
         }
         if batch.token_type_ids is not None:
             arrays["token_type_ids"] = batch.token_type_ids.numpy()
-        self._block.write(block, arrays)
+        self.write_arrays(block, arrays)
+
+    def write_arrays(self, block: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
+        """`write` from the batch's int32 arrays and the further columns, by their names."""
+        cu_seqlens = self._padded(arrays["cu_seqlens"])
+        self._block.write(block, {**arrays, "cu_seqlens": cu_seqlens})
 
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays of a device block by their names."""
@@ -69,14 +72,14 @@ class BatchLayout:
         )
         return batch, views
 
-    def _cu_seqlens(self, batch: PackedBatch) -> np.ndarray:
+    def _padded(self, cu_seqlens: np.ndarray) -> np.ndarray:
         """The texts', then empty sequences, then fillers over the rows that the bucket adds."""
-        bucket, num_tokens = self.bucket, batch.total_tokens
-        cu_seqlens = np.full(bucket.batch_size + 1, num_tokens, dtype=np.int32)
-        cu_seqlens[: batch.batch_size + 1] = batch.cu_seqlens.numpy()
-        ends = num_tokens + FILLER_TOKENS * np.arange(1, bucket.num_fillers + 1)
-        cu_seqlens[bucket.num_texts + 1 :] = np.minimum(ends, bucket.total_tokens)
-        return cu_seqlens
+        bucket, num_tokens = self.bucket, cu_seqlens[-1]
+        padded = np.full(bucket.batch_size + 1, num_tokens, dtype=np.int32)
+        padded[: len(cu_seqlens)] = cu_seqlens
+        fillers = padded[bucket.num_texts + 1 :]
+        np.minimum(self._filler_ends + num_tokens, bucket.total_tokens, out=fillers)
+        return padded
 
 
 @lru_cache(maxsize=256)

@@ -21,12 +21,12 @@ class StepLayout:
     """The places of declared fields in a block of `num_ints` int32s, in the order given."""
 
     def __init__(self, fields: Sequence[Field]):
-        self._fields: dict[str, tuple[slice, tuple[int, ...]]] = {}
+        self._fields: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         end = 0
         for field in fields:
             start = aligned(end)
             end = start + int(np.prod(field.shape))
-            self._fields[field.name] = (slice(start, end), field.shape)
+            self._fields[field.name] = (start, end, field.shape)
         self.num_ints = end
 
     def write(
@@ -41,18 +41,22 @@ class StepLayout:
         arrays: int32, one for each field, at most as large as the field.  fillers: by field name, 0
         by default.  Columns of a two-dimensional field beyond those of its array are not written.
         """
-        for name, (place, shape) in self._fields.items():
-            array, target = arrays[name], block[place].reshape(shape)
-            num_rows = len(array)
-            if array.ndim == 2:
-                target[:num_rows, : array.shape[1]] = array
+        for name, (start, end, shape) in self._fields.items():
+            array, num_rows = arrays[name], len(arrays[name])
+            filler = 0 if fillers is None else fillers.get(name, 0)
+            if array.ndim == 1:
+                block[start : start + num_rows] = array
+                block[start + num_rows : end] = filler
             else:
-                target[:num_rows] = array
-            target[num_rows:] = 0 if fillers is None else fillers.get(name, 0)
+                target = block[start:end].reshape(shape)
+                target[:num_rows, : array.shape[1]] = array
+                target[num_rows:] = filler
 
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each field of a device block, as a view of its shape."""
-        return {name: block[place].view(shape) for name, (place, shape) in self._fields.items()}
+        return {
+            name: block[start:end].view(shape) for name, (start, end, shape) in self._fields.items()
+        }
 
 
 def aligned(num_ints: int) -> int:

@@ -63,7 +63,7 @@ class AnswerTask:
         return (self.head.forward(hidden_states).float(),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[ChunkAnswers]:
-        ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
+        ends = np.cumsum(step.requests.seqlens)[:-1]
         alignments = step.requests.alignments
         assert alignments is not None  # QuestionReader gives them
         logits = np.split(outputs[0], ends)

@@ -268,6 +268,7 @@ class VectorSink:
         """precision: of int8 or uint8 by the ranges of all vectors, where f32 ones are put."""
         dtype = np.dtype(np.float32) if dtype is None else dtype
         self._rows = np.empty((1024 if num_texts is None else num_texts, size), dtype=dtype)
+        self._grows = num_texts is None
         self._no_vector = np.nan if dtype.kind == "f" else 0
         self._precision = precision
         self._errors: dict[int, InputError] = {}
@@ -278,7 +279,8 @@ class VectorSink:
         return self._rows
 
     def put_rows(self, indices: np.ndarray, results: Sequence[np.ndarray]) -> None:
-        self._reserve(int(indices.max()) + 1)
+        if self._grows:
+            self._reserve(int(indices.max()) + 1)
         self._rows[indices] = results
 
     def fail(self, index: int, error: InputError) -> None:

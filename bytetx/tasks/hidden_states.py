@@ -41,6 +41,6 @@ class HiddenStatesTask:
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[np.ndarray]:
         """f32 [len(layers), num_tokens, hidden_size] a text."""
-        ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
+        ends = np.cumsum(step.requests.seqlens)[:-1]
         pieces = [np.split(layer, ends) for layer in outputs]
         return [np.stack(rows) for rows in zip(*pieces, strict=True)]

@@ -1,6 +1,6 @@
 """What Model's one-pass tasks share: the reader of inputs, the run, results and needed parts."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -8,12 +8,12 @@ from bytetx.arguments import check_iterable
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.model_runner import Runner
-from bytetx.encode.pipeline import Finished, in_order, run
+from bytetx.encode.pipeline import EngineOptions, Finished, in_order, run, run_at_once
 from bytetx.encode.request import RunCounter
-from bytetx.encode.scheduler import windows
+from bytetx.encode.scheduler import WINDOW_FILL, windows
 from bytetx.errors import InputError
 from bytetx.nn.loading import Heads, LoadedCheckpoint
-from bytetx.requests.inputs import InputReader
+from bytetx.requests.inputs import Input, InputReader
 from bytetx.tasks.call import Call, ListSink, as_they_are
 from bytetx.tasks.chunks import ChunkTask, chosen_overflow, merge_chunks, set_chunks
 from bytetx.tasks.progress import num_texts, with_progress
@@ -21,6 +21,8 @@ from bytetx.tasks.results import Results, Stream
 
 R = TypeVar("R")
 T = TypeVar("T")
+
+_FEW = 64  # inputs; with more, what a window ahead costs is nothing beside them
 
 
 def keeps_bad_texts(on_error: str) -> bool:
@@ -58,7 +60,14 @@ class OnePass:
         """Runs a call in this thread."""
         counter = RunCounter()
         sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
-        for step in self._steps(call, counter, show_progress=show_progress):
+        few = None if show_progress or call.merge is not None else self._few(call)
+        if few is None:
+            steps: Iterable[Finished[Any]] = self._steps(call, counter, show_progress=show_progress)
+        else:
+            steps = run_at_once(
+                few, call.reader.read, call.task, **self._engine(call.reader, counter)
+            )
+        for step in steps:
             if len(step.indices):
                 sink.put_rows(step.indices, step.results)
             for failure in (*step.failures, *(step.window.failures if step.is_last else ())):
@@ -78,19 +87,28 @@ class OnePass:
         texts, reader, task, merge = call.texts, call.reader, call.task, call.merge
         check_iterable("texts", texts)
         cut = windows(texts, estimate_tokens=reader.estimate_tokens, token_budget=self.token_budget)
-        start = partial(
-            run,
-            cut,
-            reader.read,
-            runner=self._runner,
-            token_budget=self.token_budget,
-            counter=counter,
-            keeps_errors=reader.keeps_errors,
-        )
+        start = partial(run, cut, reader.read, **self._engine(reader, counter))
         steps = start(task) if merge is None else merge_chunks(start(ChunkTask(task)), merge)
         if not show_progress:
             return steps
         return with_progress(steps, counter.num_done, title=call.title, total=num_texts(texts))
+
+    def _engine(self, reader: InputReader, counter: RunCounter) -> EngineOptions:
+        """What pipeline.run takes of this model and of a call."""
+        return {
+            "runner": self._runner,
+            "token_budget": self.token_budget,
+            "counter": counter,
+            "keeps_errors": reader.keeps_errors,
+        }
+
+    def _few(self, call: Call[Any]) -> Sequence[Input] | None:
+        """A call's inputs where they are so few that they are one window, as `windows` cuts."""
+        texts = call.texts
+        if not isinstance(texts, list | tuple) or not 0 < len(texts) <= _FEW:
+            return None
+        num_tokens = sum(map(call.reader.estimate_tokens, texts))
+        return texts if num_tokens < self.token_budget * WINDOW_FILL else None
 
     @staticmethod
     def _list_sink(num_texts: int | None) -> ListSink[Results[Any]]:

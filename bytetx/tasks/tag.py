@@ -62,7 +62,7 @@ class TagTask:
         return (self.head.forward(hidden_states).float(),)
 
     def finish(self, outputs: tuple[np.ndarray, ...], step: Step) -> list[list[Entity]]:
-        ends = np.cumsum(step.batch.seqlens.numpy())[:-1]
+        ends = np.cumsum(step.requests.seqlens)[:-1]
         rows = np.split(softmax(outputs[0]), ends)
         alignments = step.requests.alignments
         assert alignments is not None  # InputReader.with_alignment is set
