@@ -98,6 +98,16 @@ class WordPieces:
             return None, 0
         return reader, num_framing
 
+    @cached_property
+    def _decomposes(self) -> bool:
+        """Whether the normalizer brings texts into Unicode's form D, to strip accents."""
+        parts = members(state_of(self._backend.normalizer), "normalizers")
+        bert = [part for part in parts if part["type"] == "BertNormalizer"]
+        return any(
+            part["lowercase"] if part["strip_accents"] is None else part["strip_accents"]
+            for part in bert
+        )
+
     def _learn(self, code_points: Sequence[int]) -> None:
         room = _MAX_CHARACTERS - self._num_characters
         self._num_characters += len(code_points)
@@ -121,7 +131,7 @@ class WordPieces:
         text = character if normalizer is None else normalizer.normalize_str(character)
         found = []
         for each in text:
-            if unicodedata.combining(each):  # Unicode sorts neighbours of this kind
+            if self._decomposes and unicodedata.combining(each):  # such neighbours are sorted then
                 return None
             words = [word for word, _ in pre_tokenizer.pre_tokenize_str(f"a{each}a")]
             if words not in ([f"a{each}a"], ["a", each, "a"], ["a", "a"]):
@@ -163,5 +173,8 @@ def _num_threads(texts: Sequence[str]) -> int:
     num_characters = sum(map(len, texts))
     if num_characters < 2 * _CHARACTERS_PER_THREAD:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(num_characters // _CHARACTERS_PER_THREAD, cores or 1, _MAX_THREADS)
+    return min(num_characters // _CHARACTERS_PER_THREAD, _num_cores(), _MAX_THREADS)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
