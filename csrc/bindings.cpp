@@ -12,6 +12,7 @@
 #else
 #include "bindings_wordpiece.h"
 #include "cpu/isa.h"
+#include "cpu/step_block.h"
 #include "int8_ops.h"
 #endif
 
@@ -51,6 +52,35 @@ bool flatten_int_lists(const py::list& lists, Address out, int64_t total) {
     return next == end;
 }
 
+// The numbers of an int32 array, and how many there are; null for None.
+std::pair<int32_t*, int64_t> int32_array(const py::object& array, bool is_written) {
+    if (array.is_none()) return {nullptr, 0};
+    const py::buffer_info info = py::buffer(array).request(is_written);
+    if (info.itemsize != 4 || info.ndim != 1 || info.strides[0] != 4) {
+        throw py::value_error("needs int32 numbers that lie behind one another");
+    }
+    return {static_cast<int32_t*>(info.ptr), info.size};
+}
+
+void write_step_block(const py::tuple& layout, const py::object& block, const py::object& input_ids,
+                      const py::object& seqlens, const py::object& token_type_ids,
+                      const py::object& prompt_tokens) {
+    const auto [ids, total_tokens] = int32_array(input_ids, false);
+    const auto [lengths, batch_size] = int32_array(seqlens, false);
+    const auto [types, num_types] = int32_array(token_type_ids, false);
+    const auto [prompts, num_prompts] = int32_array(prompt_tokens, false);
+    const auto params = to_params<cpu::StepBlockLayout>(layout, 0);
+    if (batch_size > params.num_texts || total_tokens > params.total_tokens ||
+        (types != nullptr && num_types != total_tokens) ||
+        (prompts != nullptr && num_prompts != batch_size)) {
+        throw py::value_error("the texts do not fit the block");
+    }
+    const cpu::StepTexts texts{ids, lengths, types, prompts, total_tokens, batch_size};
+    int32_t* out = int32_array(block, true).first;
+    const py::gil_scoped_release release;
+    cpu::write_step_block(params, texts, out);
+}
+
 int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t batch_size,
                               int num_heads, int num_kv_heads, int head_dim, int window,
                               bool batch_invariant, int num_threads) {
@@ -74,6 +104,7 @@ void bind_cpu(py::module_& m) {
     m.def("paged_attention_workspace_bytes", &paged_attention_bytes);
     bind(m, "paged_attention", &paged_attention);
     m.def("flatten_int_lists", &flatten_int_lists);
+    m.def("write_step_block", &write_step_block);
     m.def("has_int8_linear", &has_int8_linear);
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);

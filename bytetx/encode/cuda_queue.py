@@ -19,9 +19,9 @@ from functools import partial
 
 import torch
 
-from bytetx.buckets import Bucket, bucket_of
+from bytetx.buckets import Bucket
 from bytetx.encode.step import Capture, Step, Task
-from bytetx.encode.step_layout import EncodeLayout, encode_layout
+from bytetx.encode.step_layout import EncodeLayout, encode_layout, padded_layout
 from bytetx.nn.transformer import Transformer
 from bytetx.runtime.cuda_graphs import CapturedStep, GraphCache
 from bytetx.runtime.on_stream import OnStream
@@ -37,10 +37,14 @@ class CudaQueue:
     def __init__(
         self, transformer: Transformer, *, device: torch.device, max_tokens: int, has_graphs: bool
     ):
-        self._transformer, self._device, self._max_tokens = transformer, device, max_tokens
+        self._transformer, self._device = transformer, device
         self._is_capturable = transformer.is_capturable
-        self._has_token_types = transformer.spec.num_token_types > 0
-        self._position_offset = transformer.spec.position_offset
+        options = {
+            "has_token_types": transformer.spec.num_token_types > 0,
+            "position_offset": transformer.spec.position_offset,
+        }
+        self._layout = partial(encode_layout, **options)
+        self._padded_layout = partial(padded_layout, max_tokens=max_tokens, **options)
         itemsize = transformer.embeddings.word.element_size()
         workspace_bytes = partial(transformer.spec.workspace_bytes, itemsize=itemsize)
         self._graphs = (
@@ -62,18 +66,15 @@ class CudaQueue:
         stay alive until then.
         """
         capture = task.capture if self._is_capturable else None
-        total_tokens, num_texts = step.requests.total_tokens, len(step.requests)
-        bucket = None
-        if capture is not None:
-            bucket = bucket_of(total_tokens, num_texts, max_tokens=self._max_tokens)
-        exact = Bucket(total_tokens, num_texts, num_fillers=0)
-        layout = encode_layout(bucket or exact, has_token_types=self._has_token_types)
+        sizes = step.requests.total_tokens, len(step.requests)
+        padded = self._padded_layout(*sizes) if capture is not None else None
+        layout = padded or self._layout(Bucket(*sizes, num_fillers=0))
         with self._lock, OnStream(self._stream):
             pinned = self._ring.take(layout.num_ints)
-            layout.write(pinned.array, step.requests, position_offset=self._position_offset)
+            layout.write(pinned.array, step.requests)
             source = pinned.tensor[: layout.num_ints]
             captured = None
-            if capture is not None and bucket is not None and self._graphs is not None:
+            if capture is not None and padded is not None and self._graphs is not None:
                 captured = self._find_graph(self._graphs, layout, capture, step, task)
             if captured is not None:
                 captured.block.copy_(source, non_blocking=True)
@@ -81,13 +82,13 @@ class CudaQueue:
                 outputs = captured.outputs
             else:
                 block = source.to(self._device, non_blocking=True)
-                max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=bucket is not None)
+                max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=padded is not None)
                 here = layout.read(block, step, max_seqlen=max_seqlen)
                 if self._graphs is None:
                     here = replace(here, batch=replace(here.batch, allows_capture=False))
                 outputs = task.compute(self._transformer, here)
-            if capture is not None and bucket is not None:
-                num_rows = exact.batch_size if capture.rows == "sequences" else exact.total_tokens
+            if capture is not None and padded is not None:
+                num_rows = sizes[1] if capture.rows == "sequences" else sizes[0]
                 outputs = tuple(output[:num_rows] for output in outputs)
             copies, is_done = self._copy_out(outputs, is_static=captured is not None)
             pinned.is_free = is_done
@@ -115,7 +116,7 @@ class CudaQueue:
     def _find_graph(
         self, graphs: GraphCache, layout: EncodeLayout, capture: Capture, step: Step, task: Task
     ) -> CapturedStep | None:
-        key = (layout, capture.key)
+        key = (layout.bucket, capture.key)
         captured = graphs.find(key)
         if captured is None and graphs.is_due(key):
             max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=True)

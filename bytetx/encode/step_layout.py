@@ -1,43 +1,52 @@
 """An encoder step as one int32 block: its texts, padded to a bucket's sizes for CUDA graphs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from bytetx.buckets import Bucket
+from bytetx.buckets import FILLER_TOKENS, Bucket, bucket_of
 from bytetx.encode.request import Requests
 from bytetx.encode.step import Step
+from bytetx.ops import native
 from bytetx.packed import positions_of, prefix_sums
 from bytetx.runtime.batch_layout import BatchLayout
 
 _NONE = np.empty(0, dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True)
 class EncodeLayout:
-    """The block of a step of a bucket's sizes."""
+    """The block of a step of a bucket's sizes. There is one object for each of its arguments.
 
-    batch: BatchLayout
+    position_offset: of the family.
+    """
 
-    @property
-    def bucket(self) -> Bucket:
-        return self.batch.bucket
+    def __init__(self, batch: BatchLayout, *, position_offset: int):
+        self.batch, self._position_offset = batch, position_offset
+        self.bucket, self.num_ints = batch.bucket, batch.num_ints
+        arrays = ("cu_seqlens", "prompt_tokens", "input_ids", "position_ids", "token_type_ids")
+        bucket = batch.bucket
+        self._native = (  # StepBlockLayout of csrc/cpu/step_block.h
+            *map(batch.start, arrays),
+            *(bucket.num_texts, bucket.num_fillers, FILLER_TOKENS, bucket.total_tokens),
+            position_offset,
+        )
 
-    @property
-    def num_ints(self) -> int:
-        return self.batch.num_ints
-
-    def write(self, block: np.ndarray, requests: Requests, *, position_offset: int) -> None:
+    def write(self, block: np.ndarray, requests: Requests) -> None:
         """Fills a host block from the texts of a step; tokens beyond their own are zeros."""
-        seqlens, ids = requests.seqlens, requests.token_ids
-        cu_seqlens = prefix_sums(seqlens)
+        ids, seqlens = requests.token_ids, requests.seqlens
         types, prompt_tokens = requests.token_type_ids, requests.prompt_tokens
+        write = native.write_step_block()
+        if write is not None:
+            return write(self._native, block, ids, seqlens, types, prompt_tokens)
+        cu_seqlens = prefix_sums(seqlens)
         arrays = {
             "cu_seqlens": cu_seqlens,
             "input_ids": ids,
-            "position_ids": positions_of(ids, seqlens, cu_seqlens, position_offset=position_offset),
+            "position_ids": positions_of(
+                ids, seqlens, cu_seqlens, position_offset=self._position_offset
+            ),
             "token_type_ids": _NONE if types is None else types,
             "prompt_tokens": _NONE if prompt_tokens is None else prompt_tokens,
         }
@@ -54,7 +63,25 @@ class EncodeLayout:
 
 
 @lru_cache(maxsize=256)
-def encode_layout(bucket: Bucket, *, has_token_types: bool) -> EncodeLayout:
+def encode_layout(
+    bucket: Bucket, *, has_token_types: bool, position_offset: int = 0
+) -> EncodeLayout:
     """The layout of a step of these sizes."""
     layout = BatchLayout(bucket, has_token_types=has_token_types, columns=("prompt_tokens",))
-    return EncodeLayout(layout)
+    return EncodeLayout(layout, position_offset=position_offset)
+
+
+@lru_cache(maxsize=4096)
+def padded_layout(
+    total_tokens: int,
+    num_texts: int,
+    *,
+    max_tokens: int,
+    has_token_types: bool,
+    position_offset: int,
+) -> EncodeLayout | None:
+    """The layout of the bucket for so many tokens and texts; None where it exceeds max_tokens'."""
+    bucket = bucket_of(total_tokens, num_texts, max_tokens=max_tokens)
+    if bucket is None:
+        return None
+    return encode_layout(bucket, has_token_types=has_token_types, position_offset=position_offset)

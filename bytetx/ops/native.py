@@ -154,6 +154,12 @@ def flatten_int_lists() -> Callable[[list[list[int]], int, int], bool] | None:
     return getattr(_modules["cpu"], "flatten_int_lists", None)
 
 
+def write_step_block() -> Callable[..., None] | None:
+    """The native core's (layout, block, input_ids, seqlens, token_type_ids or None, prompt_tokens
+    or None), of csrc/cpu/step_block.h; arrays of int32."""
+    return getattr(_modules["cpu"], "write_step_block", None)
+
+
 def word_piece() -> Callable[..., Any] | None:
     """The native core's class WordPiece, of csrc/bindings_wordpiece.h."""
     return getattr(_modules["cpu"], "WordPiece", None)

@@ -50,6 +50,10 @@ class BatchLayout:
         cu_seqlens = self._padded(arrays["cu_seqlens"])
         self._block.write(block, {**arrays, "cu_seqlens": cu_seqlens})
 
+    def start(self, name: str) -> int:
+        """Where an array begins in the block, in int32s; -1 where there is none of this name."""
+        return self._block.start(name)
+
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """The arrays of a device block by their names."""
         return self._block.views(block)

@@ -52,6 +52,10 @@ class StepLayout:
                 target[:num_rows, : array.shape[1]] = array
                 target[num_rows:] = filler
 
+    def start(self, name: str) -> int:
+        """Where a field begins in the block; -1 where there is no such field."""
+        return self._fields[name][0] if name in self._fields else -1
+
     def views(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each field of a device block, as a view of its shape."""
         return {

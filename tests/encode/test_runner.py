@@ -19,6 +19,7 @@ from bytetx.encode.step import Step
 from bytetx.encode.step_layout import encode_layout
 from bytetx.errors import DeviceLostError, DeviceMemoryError, InputError, StepError
 from bytetx.model import Model
+from bytetx.ops import native
 from bytetx.ops.linear import linear, prepare_linear
 from bytetx.packed import pack
 from bytetx.runtime import faults
@@ -163,23 +164,30 @@ def test_a_lost_device_says_to_restart() -> None:
         part.outputs()
 
 
+@pytest.mark.parametrize("is_native", [True, False])
 @pytest.mark.parametrize("has_types", [True, False])
-def test_a_block_holds_a_padded_step(has_types: bool) -> None:
-    ids = [[5, 6, 7], [], [8, 9]]
+def test_a_block_holds_a_padded_step(
+    has_types: bool, is_native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.write_step_block() is not None
+    if not is_native:
+        monkeypatch.setattr(native, "write_step_block", lambda: None)
+    ids = [[5, 6, 7], [], [1, 9]]  # 1 is a pad token where positions begin at 2
     types = [[0, 1, 1], [], [1, 0]] if has_types else None
     batch = pack(ids, token_type_ids=types, has_token_types=has_types, position_offset=2)
     columns = Requests(
         np.arange(3),
         np.array([3, 0, 2], np.int32),
-        np.array([5, 6, 7, 8, 9], np.int32),
+        np.array([5, 6, 7, 1, 9], np.int32),
         np.zeros(3, bool),
+        np.array([0, 1, 1, 1, 0], np.int32),
         prompt_tokens=np.array([1, 0, 2], np.int32),
     )
     step = Step(columns, batch, None)
     bucket = Bucket(96, num_texts=4, num_fillers=2)
-    layout = encode_layout(bucket, has_token_types=has_types)
+    layout = encode_layout(bucket, has_token_types=has_types, position_offset=2)
     block = np.full(layout.num_ints, -1, dtype=np.int32)
-    layout.write(block, step)
+    layout.write(block, columns)
     padded = layout.read(torch.from_numpy(block), step, max_seqlen=96)
     assert padded.batch.cu_seqlens.tolist() == [0, 3, 3, 5, 5, 69, 96]
     assert padded.prompt_tokens.tolist() == [1, 0, 2, 0, 0, 0]
