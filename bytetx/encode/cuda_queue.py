@@ -85,7 +85,8 @@ class CudaQueue:
                 max_seqlen = self._max_seqlen(layout.bucket, step, is_padded=padded is not None)
                 here = layout.read(block, step, max_seqlen=max_seqlen)
                 if self._graphs is None:
-                    here = replace(here, batch=replace(here.batch, allows_capture=False))
+                    batch = replace(here.batch, allows_capture=False)
+                    here = Step(here.requests, batch, here.prompt_tokens)
                 outputs = task.compute(self._transformer, here)
             if capture is not None and padded is not None:
                 num_rows = sizes[1] if capture.rows == "sequences" else sizes[0]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TypeGuard
+from typing import TypeGuard, cast
 
 import numpy as np
 import tokenizers
@@ -123,7 +123,7 @@ class InputReader:
             if self.with_alignment:
                 alignments = list(map(_alignment, encodings, (texts[index] for index in given)))
         else:
-            tokens = tokenizer.encode_ids(list(given.values()))
+            tokens = tokenizer.encode_ids(cast("list[str]", list(given.values())))
         prompt_tokens = None
         if self.prompt:
             prompt_tokens = np.full(len(given), self._count_prompt_tokens(tokenizer), np.int32)
