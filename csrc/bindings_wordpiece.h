@@ -56,7 +56,8 @@ class WordPiece {
     }
 
     // Texts to (ids, lengths, states): int32 of all texts behind one another, int32 and uint8 a
-    // text; None where all states are 0.  find_characters: takes code points that the table does not know, and calls learn().
+    // text; None where all states are 0.  find_characters: takes code points that the table does
+    // not know, and calls learn().
     py::tuple encode(const py::list& texts, int64_t max_tokens, int32_t num_threads,
                      const py::object& find_characters) {
         const auto kept = py::tuple(texts);  // the strings live while other threads run

@@ -27,7 +27,7 @@ from bytetx.checkpoint.demo import demo_checkpoint
 _TEXT_TOKENS = 128
 _LAYER_TOKENS = (32, 128, 512)
 _ROUNDS = 30
-_WARM_UP = 5
+_WARM_UP = 20  # the native tokenizer is made within the first ten texts of this length
 _RIVALS = ("sentence-transformers", "transformers")
 
 

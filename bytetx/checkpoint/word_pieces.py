@@ -20,6 +20,9 @@ _TRUNCATED = 1  # TextState there: above it are those of texts that were not rea
 
 # These treat each character on its own, but for the order of combining marks.
 _NORMALIZERS = {"BertNormalizer", "Lowercase"}
+# Of texts that the library reads first: to make the native reader takes 40 ms, which a program
+# that embeds a text or two would only wait for.
+_LEAST_CHARACTERS = 4096
 _MAX_CHARACTERS = 1 << 16  # that are learnt; texts with others are left to the library
 _MAX_THREADS = 8
 _CHARACTERS_PER_THREAD = 1 << 15  # about 100 us of work, far above what it takes to start one
@@ -42,7 +45,7 @@ class WordPieceIds:
 
 
 class WordPieces:
-    """The native WordPiece of one tokenizer, made when texts are first read.
+    """The native WordPiece of one tokenizer, made once enough text has been read.
 
     Which characters are letters, what becomes of capitals and accents, and the tokens around a text
     are asked of the tokenizer itself, character by character; so both give the same ids.  The
@@ -51,13 +54,18 @@ class WordPieces:
 
     def __init__(self, backend: tokenizers.Tokenizer):
         self._backend = backend
-        self._num_characters = 0
+        self._num_read = 0  # characters of texts that were left to the library
+        self._num_learnt = 0  # characters that texts had
 
     def read(self, texts: Sequence[str], *, max_tokens: int) -> WordPieceIds | None:
-        """The ids of texts, each cut to max_tokens; None where the native core has none of them.
+        """The ids of texts, each cut to max_tokens; None where the library is to read them all.
 
         No more of a text is read than max_tokens need.
         """
+        if self._num_read < _LEAST_CHARACTERS:
+            self._num_read += sum(map(len, texts))
+            if self._num_read < _LEAST_CHARACTERS:
+                return None
         native_reader, frame_tokens = self._native
         if native_reader is None or max_tokens <= frame_tokens:
             return None
@@ -109,8 +117,8 @@ class WordPieces:
         )
 
     def _learn(self, code_points: Sequence[int]) -> None:
-        room = _MAX_CHARACTERS - self._num_characters
-        self._num_characters += len(code_points)
+        room = _MAX_CHARACTERS - self._num_learnt
+        self._num_learnt += len(code_points)
         self._native[0].learn(
             [
                 (code_point, self._normalized(code_point) if place < room else None)

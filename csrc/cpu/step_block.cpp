@@ -38,7 +38,8 @@ void write_step_block(const StepBlockLayout& layout, const StepTexts& texts, int
     int32_t* cu_seqlens = block + layout.cu_seqlens;
     int32_t end = 0;
     *cu_seqlens++ = 0;
-    for (int64_t text = 0; text < texts.batch_size; ++text) *cu_seqlens++ = end += texts.seqlens[text];
+    for (int64_t text = 0; text < texts.batch_size; ++text)
+        *cu_seqlens++ = end += texts.seqlens[text];
     for (int64_t text = texts.batch_size; text < layout.num_texts; ++text) *cu_seqlens++ = end;
     for (int64_t filler = 0; filler < layout.num_fillers; ++filler) {
         const int64_t filled = texts.total_tokens + (filler + 1) * layout.filler_tokens;

@@ -15,9 +15,9 @@
 namespace bytetx::cpu {
 
 enum class CharacterKind : uint8_t {
-    word,    // goes on with a word
-    alone,   // is a word of its own
-    space,   // ends a word and belongs to none
+    word,   // goes on with a word
+    alone,  // is a word of its own
+    space,  // ends a word and belongs to none
 };
 
 // A character of normalized text.
@@ -99,8 +99,8 @@ class TokenTrie {
 struct WordPieceModel {
     TokenTrie trie;
     int32_t unk_token_id;
-    int64_t max_word_characters;       // of a word that is looked up at all
-    std::vector<int32_t> start, end;   // tokens that frame a text
+    int64_t max_word_characters;                      // of a word that is looked up at all
+    std::vector<int32_t> start, end;                  // tokens that frame a text
     std::vector<std::vector<uint32_t>> added_tokens;  // code points of tokens that are found in
                                                       // text before it is normalized
 };

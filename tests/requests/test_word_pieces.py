@@ -1,6 +1,6 @@
 """The native WordPiece gives the ids of the library tokenizers, or leaves a text to it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +15,15 @@ from bytetx.checkpoint import word_pieces
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.checkpoint.word_pieces import WordPieces
 from bytetx.ops import native
+
+
+@pytest.fixture(autouse=True, scope="module")
+def at_once() -> Iterator[None]:
+    """The first texts are read natively as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(word_pieces, "_LEAST_CHARACTERS", 0)
+        yield
+
 
 VOCABULARY = (TESTS / "vocabularies" / "wordpiece.txt").read_text().split("\n")[:-1]
 SPECIAL = VOCABULARY[:5]
@@ -109,6 +118,13 @@ def test_plain_texts_are_not_left_to_the_library() -> None:
     texts = ["", "The token!", "naïve — “token”", "日本 token", "a\tb\r\n", "x" * 1000]
     found = WordPieces(bert()).read(texts, max_tokens=64)
     assert found is not None and not found.unread and not found.is_truncated.any()
+
+
+def test_the_native_reader_is_made_once_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(word_pieces, "_LEAST_CHARACTERS", 30)
+    reader, texts = WordPieces(bert()), ["the token"]
+    read = [reader.read(texts, max_tokens=9) for _ in range(5)]
+    assert [found is None for found in read] == [True, True, True, False, False]
 
 
 def test_an_added_token_in_a_text_leaves_it_to_the_library() -> None:
