@@ -3,7 +3,7 @@ offsets, strings and marks of each token."""
 
 import os
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -85,13 +85,18 @@ class WordPieces:
     @cached_property
     def _native(self) -> tuple[Any, int]:
         """The native class of this tokenizer, or None; and the tokens around each text."""
-        make, frame = native.word_piece(), _frame(self._backend)
-        if make is None or frame is None or not _is_supported(self._backend):
+        make = native.word_piece()
+        if make is None or not _is_supported(self._backend):
             return None, 0
-        model = self._backend.model
+        model, vocabulary = self._backend.model, self._backend.get_vocab(with_added_tokens=False)
+        unk_token_id = vocabulary.get(model.unk_token)
+        if unk_token_id is None or not _fits(vocabulary):
+            return None, 0
+        if (frame := _frame(self._backend)) is None:
+            return None, 0
         reader = make(
-            self._backend.get_vocab(with_added_tokens=False),
-            self._backend.token_to_id(model.unk_token),
+            vocabulary,
+            unk_token_id,
             model.continuing_subword_prefix,
             model.max_input_chars_per_word,
             *frame,
@@ -156,13 +161,20 @@ def _is_supported(backend: tokenizers.Tokenizer) -> bool:
     pre_tokenizers = members(state_of(backend.pre_tokenizer), "pretokenizers")
     return (
         isinstance(model, models.WordPiece)
-        and backend.token_to_id(model.unk_token) is not None
         and all(part["type"] in _NORMALIZERS for part in normalizers)
         and [part["type"] for part in pre_tokenizers] == ["BertPreTokenizer"]
         and (truncation is None or truncation["direction"] == "right")
         # These are looked for in what the normalizer made of a text.
         and not any(token.normalized for token in backend.get_added_tokens_decoder().values())
     )
+
+
+def _fits(vocabulary: Mapping[str, int]) -> bool:
+    """Whether ids are int32, and the trie's nodes can be numbered in 24 bits."""
+    num_nodes = 4 * sum(map(len, vocabulary))  # at most: one a byte of UTF-8
+    if num_nodes >= 1 << 24:
+        num_nodes = sum(len(token.encode()) for token in vocabulary)
+    return num_nodes < 1 << 24 and max(vocabulary.values(), default=0) < 1 << 31
 
 
 def _frame(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:

@@ -5,7 +5,7 @@
 
 namespace bytetx::cpu {
 
-// The places of the arrays in a block, in int32s, and their sizes; see bytetx/runtime/buckets.py.
+// The places of the arrays in a block, in int32s, and their sizes; see bytetx/buckets.py.
 struct StepBlockLayout {
     int64_t cu_seqlens;     // [num_texts + num_fillers + 1]
     int64_t prompt_tokens;  // [num_texts + num_fillers]

@@ -187,13 +187,21 @@ def _other(kind: str) -> tokenizers.Tokenizer:
         backend = bert(added=[*SPECIAL, tokenizers.AddedToken("token", normalized=True)])
     elif kind == "side":
         backend.enable_truncation(9, direction="left")
+    elif kind == "unknown":
+        backend.model = models.WordPiece({"the": 0, "[UNK]": 1}, unk_token="[OTHER]")
+        backend.add_special_tokens(["[OTHER]"])
+    elif kind == "large":
+        ids = {"the": 0, "[UNK]": (1 << 31)}
+        backend.model = models.WordPiece(ids, unk_token="[UNK]")
     elif kind == "model":
         backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return backend
 
 
-@pytest.mark.parametrize("kind", ["words", "normalizer", "added", "side", "model"])
+@pytest.mark.parametrize(
+    "kind", ["words", "normalizer", "added", "side", "unknown", "large", "model"]
+)
 def test_other_tokenizers_are_left_to_the_library(kind: str) -> None:
     assert WordPieces(_other(kind)).read(["the token"], max_tokens=9) is None
 
