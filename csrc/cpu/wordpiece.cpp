@@ -14,6 +14,7 @@
 #include <exception>
 #include <limits>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 namespace bytetx::cpu {
@@ -176,9 +177,9 @@ TokenTrie::TokenTrie(const std::vector<std::pair<std::string, int32_t>>& token_i
                      const std::string& continuing_prefix) {
     size_t num_bytes = 0;
     for (const auto& [token, id] : token_ids) num_bytes += token.size();
-    // At most half full: there are fewer edges than bytes, because tokens share beginnings.
+    // At most half full, even where no tokens share a beginning.
     size_t capacity = 1024;
-    while (capacity < num_bytes) capacity *= 2;
+    while (capacity < 2 * num_bytes) capacity *= 2;
     edges_.assign(capacity, Edge{kNoEdge, 0});
     mask_ = static_cast<uint32_t>(capacity - 1);
     shift_ = 32 - std::countr_zero(capacity);
@@ -281,8 +282,11 @@ std::vector<uint32_t> WordPieceRun::read(const CharacterTable& table, int32_t nu
         }
     };
     std::vector<std::thread> threads;
-    for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_chunks); ++i) {
-        threads.emplace_back(work);
+    try {
+        for (int64_t i = 1; i < std::min<int64_t>(num_threads, num_chunks); ++i) {
+            threads.emplace_back(work);
+        }
+    } catch (const std::system_error&) {  // no thread to be had: those that run do the work
     }
     work();
     for (std::thread& thread : threads) thread.join();
