@@ -1,6 +1,6 @@
 """Causal models of real shapes with random weights, as checkpoints, and loads of prompts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,19 +48,29 @@ class Request:
 @contextmanager
 def random_checkpoint(shape: str, dtype: torch.dtype) -> Iterator[Path]:
     """A folder with the shape's config and random weights; there is no tokenizer."""
-    import transformers
-
     stem, own = SHAPES[shape]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{stem}Config")(**own)
     ending = "LMHeadModel" if stem == "GPT2" else "ForCausalLM"
     with TemporaryDirectory(prefix="bytetx-bench-") as folder:
-        with quiet(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = getattr(transformers, stem + ending)(config).to(dtype)
-            model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
+        save_random_model(Path(folder), stem, ending, own, dtype=dtype)
         yield Path(folder)
+
+
+def save_random_model(
+    folder: Path, stem: str, ending: str, config: Mapping[str, Any], *, dtype: torch.dtype
+) -> None:
+    """Saves config and random weights, made on a GPU where there is one.
+
+    stem, ending: of the names of transformers' classes, as Qwen3 and ForCausalLM.
+    """
+    import transformers
+
+    torch.manual_seed(0)
+    made_config = getattr(transformers, f"{stem}Config")(**config)
+    with quiet(), torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = getattr(transformers, stem + ending)(made_config).to(dtype)
+        model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
 
 
 def uniform_requests(count: int, prompt: tuple[int, int], output: tuple[int, int]) -> list[Request]:

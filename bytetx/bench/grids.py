@@ -20,14 +20,15 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bytetx.bench.causal import save_random_model
 from bytetx.bench.gpu import DTYPES
-from bytetx.bench.rivals import quiet, versions
+from bytetx.bench.rivals import versions
 from bytetx.bench.suite import Case, Measurement, Suite, select
 from bytetx.errors import BytetxError
 from bytetx.model import Model, load
 from bytetx.parallel.grid import Grid, grids_of
 from bytetx.parallel.planner.machine import Machine, load_machine
-from bytetx.parallel.planner.plan import PlannedGrid, plan
+from bytetx.parallel.planner.plan import plan
 from bytetx.parallel.planner.shapes import ModelShape, shape_of
 
 _WARM_UP = 3  # an eager pass, a captured one, a replayed one
@@ -153,12 +154,19 @@ def measure(shape: Shape, models: Models, machine: Machine) -> Measurement:
     rng = np.random.default_rng(0)
     texts = [rng.integers(1, models.shape.vocab_size, n).tolist() for n in shape.lengths]
     found = _times_ms(models, texts)
-    planned = {
-        planned.grid: planned
+    plans = {
+        size: plan(
+            models.shape,
+            machine=machine,
+            gpus=size,
+            lengths=shape.lengths,
+            goal="latency",
+            dtype=models.dtype,
+        )
         for size in {grid.size for grid in found}
-        for planned in _plan(models, machine, shape.lengths, size)
     }
-    chosen = next(iter(_plan(models, machine, shape.lengths, max(g.size for g in found)))).grid
+    planned = {one.grid: one for each in plans.values() for one in each.grids}
+    chosen = plans[max(plans)].best.grid
     hidden = {
         f"hidden_{_name(grid)}": share
         for grid in found
@@ -186,20 +194,6 @@ def measure(shape: Shape, models: Models, machine: Machine) -> Measurement:
             "hidden: the share of the time of this GPU's copies of weights in which kernels run",
         ),
     )
-
-
-def _plan(
-    models: Models, machine: Machine, lengths: Sequence[int], size: int
-) -> Sequence[PlannedGrid]:
-    found = plan(
-        models.shape,
-        machine=machine,
-        gpus=size,
-        lengths=list(lengths),
-        goal="latency",
-        dtype={"fp16": "float16", "bf16": "bfloat16"}[models.dtype],
-    )
-    return found.grids
 
 
 def _times_ms(models: Models, texts: Sequence[list[int]]) -> dict[Grid, float]:
@@ -271,26 +265,15 @@ def covered_share(
 @contextmanager
 def _loaded(family: Family, size: int) -> Iterator[Models]:
     with TemporaryDirectory(prefix="bytetx-bench-") as folder, ExitStack() as stack:
-        _save(family, Path(folder))
-        options: dict[str, Any] = {"device": "cuda", "dtype": DTYPES[family.dtype]}
+        dtype = DTYPES[family.dtype]
+        save_random_model(Path(folder), family.stem, "Model", family.config, dtype=dtype)
+        options: dict[str, Any] = {"device": "cuda", "dtype": dtype}
         options["token_budget"] = 2 * family.most_tokens  # one pass a batch
         on_grid = {Grid(): load(folder, **options)}
         for grid in grids_of(size):
             on_grid[grid] = stack.enter_context(load(folder, grid=grid, **options))
         yield Models(shape_of(folder), family.dtype, on_grid)
         on_grid.clear()
-    torch.cuda.empty_cache()
-
-
-def _save(family: Family, folder: Path) -> None:
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family.stem}Config")(**family.config)
-    with quiet(), torch.device("cuda"):
-        made = getattr(transformers, f"{family.stem}Model")(config).to(DTYPES[family.dtype])
-        made.save_pretrained(folder)
-    del made
     torch.cuda.empty_cache()
 
 
