@@ -90,8 +90,9 @@ def _invariant(module: Module) -> Module:
 def _cpu_obstacle(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantization: str | None
 ) -> str | None:
+    served = "float32 or bfloat16" if has_cpu_bf16() else "float32"
     if dtype == torch.float16:
-        return "dtype float16 on a CPU, where attention is plain torch; use float32 or bfloat16"
+        return f"dtype float16 on a CPU, where attention is plain torch; use {served}"
     reason = native.why_no_kernel("varlen_attention", device)
     if reason is not None:
         return f"a CPU without the native core ({reason}); build it"

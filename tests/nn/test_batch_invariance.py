@@ -15,16 +15,18 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 import bytetx
 from bytetx.errors import OptionError
 from bytetx.model import Model
+from bytetx.nn import batch_invariance
 from bytetx.nn import sentence_modules as modules
 from bytetx.nn.batch_invariance import invariant_modules
 from bytetx.ops.int8_linear import why_no_int8_linear
-from bytetx.ops.linear import prepare_linear
+from bytetx.ops.linear import has_cpu_bf16, prepare_linear
 from bytetx.ops.linear_plan import gating_tilings, plan_invariant, tilings
 from bytetx.ops.paged import paged_attention
 from bytetx.sampling_params import SamplingParams
 
 LONGEST = 300  # tokens of a text: several tiles of attention and of GEMMs
-CPU_DTYPES = ["float32", "bfloat16"]
+NO_CPU_BF16 = pytest.mark.skipif(not has_cpu_bf16(), reason="this CPU does not compute with bf16")
+CPU_DTYPES = ["float32", pytest.param("bfloat16", marks=NO_CPU_BF16)]
 GPU_DTYPES = ["float16", "bfloat16"]
 # Sizes that the tensor-core kernels take; the vocabulary of 269 words is not among them.
 WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 256}
@@ -74,9 +76,10 @@ def test_embed_in_8_bits(tmp_path: Path) -> None:
     check_embed(load(folder, "cpu", "int8"), folder, "cpu", "int8")
 
 
-def test_awaited_one_by_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", CPU_DTYPES)
+def test_awaited_one_by_one(tmp_path: Path, dtype: str) -> None:
     """Calls of others share the steps of AsyncModel."""
-    model = load(save_checkpoint(tmp_path), "cpu", "bfloat16")
+    model = load(save_checkpoint(tmp_path), "cpu", dtype)
     inputs = random_ids(20, longest=model.spec.max_positions)
 
     async def embed_all() -> list[np.ndarray]:
@@ -203,10 +206,22 @@ def test_one_plan_serves_every_number_of_rows() -> None:
         assert gated.tiling in [tiling.index for tiling in gating_tilings()]
 
 
+@pytest.mark.parametrize("has_bf16", [False, True])
+def test_half_types_of_a_cpu_that_cannot_promise_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
+) -> None:
+    monkeypatch.setattr(batch_invariance, "has_cpu_bf16", lambda: has_bf16)
+    folder = save_checkpoint(tmp_path)
+    served = "float32 or bfloat16," if has_bf16 else "float32,"
+    with pytest.raises(OptionError, match=f"is not for dtype float16 on a CPU.*; use {served}"):
+        load(folder, "cpu", "float16")
+    if not has_bf16:
+        with pytest.raises(OptionError, match="dtype bfloat16 on a CPU that does not.*float32,"):
+            load(folder, "cpu", "bfloat16")
+
+
 def test_what_cannot_promise_it_is_refused(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "bert")
-    with pytest.raises(OptionError, match="batch_invariant is not for dtype float16 on a CPU"):
-        load(folder, "cpu", "float16")
     with pytest.raises(OptionError, match="one process.*this asks for tp=2"):
         load(folder, "cpu", "float32", tp=2)
     with pytest.raises(OptionError, match="this asks for grid data2"):
