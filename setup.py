@@ -205,8 +205,13 @@ def cuda_steps(cuda: Cuda) -> list[Step]:
 
 
 def host_step(source: str, flags: list[str]) -> Step:
-    import pybind11
-
+    try:
+        import pybind11
+    except ImportError:
+        raise BuildError(
+            "pybind11, which the native core is built with, is not installed: run `pip install .`, "
+            "which brings it, or `pip install pybind11`"
+        ) from None
     compiler = host_compiler()
     if source == SOURCE_HASH:
         flags = [*flags, f'-DBYTETX_SOURCE_HASH="{source_hash()}"']

@@ -105,7 +105,7 @@ void bind_cpu(py::module_& m) {
     bind(m, "paged_attention", &paged_attention);
     m.def("flatten_int_lists", &flatten_int_lists);
     m.def("write_step_block", &write_step_block);
-    m.def("has_int8_linear", &has_int8_linear);
+    m.def("int8_linear_isa", &int8_linear_isa);
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);
     bind_wordpiece(m);

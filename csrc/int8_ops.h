@@ -7,7 +7,7 @@
 
 namespace bytetx {
 
-// cpu only, on processors with AVX-512 VNNI. d = act(x @ w.T + bias), rows of x rounded to 8 bits:
+// cpu only, on processors with AVX2. d = act(x @ w.T + bias), rows of x rounded to 8 bits:
 // x[i] is about scale * (q[i] - zero), where scale and zero map the row's least and largest value,
 // or 0 where that lies beyond them, to -128 and 127. A row with a NaN or infinity gives NaN.
 struct Int8LinearParams {
@@ -30,7 +30,7 @@ struct Int8LinearParams {
 int64_t int8_linear_workspace_bytes(int64_t m, int64_t k, int num_threads);
 void int8_linear(const Int8LinearParams& p, const Launch& launch);
 
-// Whether this processor and this build have the kernel.
-bool has_int8_linear();
+// The instruction set that it runs with by itself, for people, or null where it cannot run.
+const char* int8_linear_isa();
 
 }  // namespace bytetx

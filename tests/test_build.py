@@ -85,6 +85,12 @@ def test_missing_compiler_says_what_to_install(build: ModuleType, monkeypatch) -
         build.host_compiler()
 
 
+def test_missing_pybind11_says_what_to_install(build: ModuleType, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "pybind11", None)
+    with pytest.raises(build.BuildError, match="pybind11.*is not installed: run `pip install .`"):
+        build.cpu_steps()
+
+
 def test_cutlass_is_asked_for_only_where_nvcc_is(build: ModuleType, monkeypatch) -> None:
     monkeypatch.setattr(build, "find_cutlass", lambda: None)
     monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])

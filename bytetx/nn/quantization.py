@@ -68,4 +68,4 @@ def _check_int8(spec: ModelSpec, device: torch.device) -> None:
         raise OptionError(f"dtype int8 is not for the experts of {spec.family}; use bfloat16")
     reason = why_no_int8_linear()
     if reason is not None:
-        raise OptionError(f"dtype int8 cannot run on this machine: {reason}; use bfloat16")
+        raise OptionError(f"dtype int8 cannot run on this machine: {reason}; use float32")

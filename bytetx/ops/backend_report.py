@@ -6,6 +6,7 @@ from importlib.metadata import version
 import torch
 
 from bytetx.ops import native, triton_backend
+from bytetx.ops.int8_linear import int8_linear_isa, why_no_int8_linear
 
 OPS = (
     "embed",
@@ -102,8 +103,8 @@ def _backing(op: str, device: torch.device) -> str:
 def _backing_int8_linear(device: torch.device) -> str:
     if device.type == "cuda":
         return "none: on CPUs alone"
-    has_kernel = native.kernel("has_int8_linear", device)
-    return "native, AVX-512 VNNI" if has_kernel is not None and has_kernel() else "none: no VNNI"
+    isa = int8_linear_isa()
+    return f"none: {why_no_int8_linear()}" if isa is None else f"native, {isa}"
 
 
 def _backing_linear() -> str:

@@ -1,4 +1,4 @@
-"""Linear layers of 8-bit integers on CPUs with AVX-512 VNNI: weights as the kernel takes them."""
+"""Linear layers of 8-bit integers on CPUs with AVX2 or VNNI: weights as the kernel takes them."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -38,10 +38,16 @@ class Int8Weight:
 
 def why_no_int8_linear() -> str | None:
     """Why this machine cannot run int8_linear, or None where it can."""
-    has_kernel = native.kernel("has_int8_linear", _CPU)
-    if has_kernel is None:
-        return native.why_no_kernel("has_int8_linear", _CPU)
-    return None if has_kernel() else "it needs a CPU with AVX-512 VNNI"
+    reason = native.why_no_kernel("int8_linear_isa", _CPU)
+    if reason is None and int8_linear_isa() is None:
+        return "it needs a CPU with AVX2"
+    return reason
+
+
+def int8_linear_isa() -> str | None:
+    """The instruction set that int8_linear runs with here, for people; None where it cannot."""
+    isa = native.kernel("int8_linear_isa", _CPU)
+    return None if isa is None else isa()
 
 
 def prepare_int8_linear(weight: Tensor, bias: Tensor | None = None) -> Int8Weight:
@@ -80,16 +86,17 @@ def _round_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return best, scale
 
 
-def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int) -> Tensor:
+def run_int8_linear(x: Tensor, w: Int8Weight, *, activation: int, isa: str = "auto") -> Tensor:
     """act(x @ weight.T + bias) of checked arguments: x f32 or bf16 [m, k], contiguous.
 
-    activation: its index in ops.linear.ACTIVATIONS.  Each row of x is rounded to 256 steps between
-    its least and its largest value, 0 among them; a row that is not finite gives NaN. Accumulates
-    in int32, exactly; a row's result depends on no other row.  Returns a new [m, n] in x's dtype.
+    activation: its index in ops.linear.ACTIVATIONS; isa: a key of native.ISA_CODES.  Each row of x
+    is rounded to 256 steps between its least and its largest value, 0 among them; a row that is not
+    finite gives NaN. Accumulates in int32, exactly; a row's result depends on no other row.
+    Returns a new [m, n] in x's dtype.
     """
     m = x.shape[0]
     d = empty_rows(m, (w.n,), x.dtype)
-    launch = native.launch_args(_CPU)
+    launch = native.launch_args(_CPU, isa)
     kernel, workspace_bytes = _kernels()
     num_bytes = workspace_bytes(m, w.k, launch[2])
     workspace = torch.empty(num_bytes, dtype=torch.uint8)

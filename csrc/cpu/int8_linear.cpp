@@ -2,14 +2,16 @@
 //
 // A thread takes a block of rows, rounds it to 8 bits and multiplies it with all panels of the
 // weight, which come from L2 or L3; for few rows, several threads share the panels of a block, and
-// each rounds the rows again. See int8_linear_avx512vnni.cpp for the kernel.
+// each rounds the rows again. See int8_kernel.h for the kernel.
 #include "cpu/int8_linear.h"
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 
+#include "cpu/isa.h"
 #include "cpu/parallel.h"
 
 namespace bytetx {
@@ -17,32 +19,45 @@ namespace bytetx {
 namespace cpu {
 #if defined(BYTETX_HAS_AVX512VNNI)
 namespace avx512_vnni {
-void int8_block(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first, int64_t last,
-                int8_t* q, QuantizedRow* rows);
+extern const Int8Kernel kInt8Kernel;
+}
+#endif
+#if defined(BYTETX_HAS_AVX2)
+namespace avx2 {
+extern const Int8Kernel kInt8Kernel;
 }
 #endif
 
 namespace {
 
-constexpr int64_t kTileRows = 12;
 constexpr int64_t kCacheLine = 64;
+constexpr int64_t kMaxWordBytes = 2;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t slot_bytes(int64_t k) {
-    const int64_t bytes = kInt8Rows * (padded_features(k) + int64_t{sizeof(QuantizedRow)});
-    return ceil_div(bytes, kCacheLine) * kCacheLine;
+    const int64_t row_bytes = padded_features(k) * kMaxWordBytes + int64_t{sizeof(QuantizedRow)};
+    return ceil_div(kInt8Rows * row_bytes, kCacheLine) * kCacheLine;
 }
 
-Int8Block find_kernel() {
+struct NamedKernel {
+    const Int8Kernel* kernel;
+    const char* name;  // of its instruction set; null where there is none
+};
+
+// isa: resolved. AVX-512 without VNNI takes AVX2's kernel.
+NamedKernel find_kernel(Isa isa) {
 #if defined(BYTETX_HAS_AVX512VNNI)
     __builtin_cpu_init();
-    const bool has_all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                         __builtin_cpu_supports("avx512vnni");
-    if (has_all) return avx512_vnni::int8_block;
+    if (isa >= Isa::avx512 && __builtin_cpu_supports("avx512vnni")) {
+        return {&avx512_vnni::kInt8Kernel, "AVX-512 VNNI"};
+    }
 #endif
-    return nullptr;
+#if defined(BYTETX_HAS_AVX2)
+    if (isa >= Isa::avx2) return {&avx2::kInt8Kernel, "AVX2"};
+#endif
+    static_cast<void>(isa);
+    return {nullptr, nullptr};
 }
 
 void check(const Int8LinearParams& p, const Launch& launch) {
@@ -62,10 +77,7 @@ void check(const Int8LinearParams& p, const Launch& launch) {
 }  // namespace
 }  // namespace cpu
 
-bool has_int8_linear() {
-    static const bool has = cpu::find_kernel() != nullptr;
-    return has;
-}
+const char* int8_linear_isa() { return cpu::find_kernel(cpu::best_isa()).name; }
 
 int64_t int8_linear_workspace_bytes(int64_t, int64_t k, int num_threads) {
     return std::max(num_threads, 1) * cpu::slot_bytes(k);
@@ -73,13 +85,14 @@ int64_t int8_linear_workspace_bytes(int64_t, int64_t k, int num_threads) {
 
 void int8_linear(const Int8LinearParams& p, const Launch& launch) {
     using namespace cpu;
-    static const Int8Block kernel = find_kernel();
-    if (kernel == nullptr) throw std::runtime_error("int8_linear needs AVX-512 VNNI");
+    const Int8Kernel* kernel = find_kernel(resolve_isa(launch.isa)).kernel;
+    if (kernel == nullptr) throw std::runtime_error("int8_linear needs AVX2");
     check(p, launch);
     if (p.m == 0 || p.n == 0) return;
     const int64_t num_threads = std::max(launch.num_threads, 1);
     // Blocks that all threads get the same number of, as far as whole tiles allow it.
-    const int64_t share = ceil_div(ceil_div(p.m, num_threads), kTileRows) * kTileRows;
+    const int64_t tiles = ceil_div(ceil_div(p.m, num_threads), kernel->tile_rows);
+    const int64_t share = tiles * kernel->tile_rows;
     const int64_t block_rows = std::min(share, kInt8Rows);
     const int64_t num_blocks = ceil_div(p.m, block_rows);
     const int64_t num_panels = ceil_div(p.n, kInt8Columns);
@@ -88,12 +101,13 @@ void int8_linear(const Int8LinearParams& p, const Launch& launch) {
     const int64_t num_slots = std::min(num_threads, num_tasks);
     std::atomic<int64_t> next{0};
     parallel_for(num_slots, 1, static_cast<int32_t>(num_slots), [&](int64_t slot, int64_t) {
-        auto* q = static_cast<int8_t*>(p.workspace) + slot * slot_bytes(p.k);
-        auto* rows = reinterpret_cast<QuantizedRow*>(q + kInt8Rows * padded_features(p.k));
+        auto* q = static_cast<std::byte*>(p.workspace) + slot * slot_bytes(p.k);
+        const int64_t row_bytes = padded_features(p.k) * kernel->word_bytes;
+        auto* rows = reinterpret_cast<QuantizedRow*>(q + kInt8Rows * row_bytes);
         for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
             const int64_t begin = task / splits * block_rows, split = task % splits;
-            kernel(p, begin, std::min(begin + block_rows, p.m), num_panels * split / splits,
-                   num_panels * (split + 1) / splits, q, rows);
+            kernel->run(p, begin, std::min(begin + block_rows, p.m), num_panels * split / splits,
+                        num_panels * (split + 1) / splits, q, rows);
         }
     });
 }

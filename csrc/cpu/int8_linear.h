@@ -1,4 +1,5 @@
-// What the two halves of the 8-bit linear layer share: the loop over blocks, and the VNNI kernel.
+// What the parts of the 8-bit linear layer share: the loop over blocks, and a kernel for each
+// instruction set.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +21,13 @@ struct QuantizedRow {
 
 inline int64_t padded_features(int64_t k) { return (k + kInt8Group - 1) / kInt8Group * kInt8Group; }
 
-// Rows [begin, end), at most kInt8Rows, and panels [first, last) of the result. q: room for
-// kInt8Rows rows of padded_features(k); rows: as many.
-using Int8Block = void (*)(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first,
-                           int64_t last, int8_t* q, QuantizedRow* rows);
+struct Int8Kernel {
+    // Rows [begin, end), at most kInt8Rows, and panels [first, last) of the result. q: room for
+    // kInt8Rows rows of padded_features(k) words; rows: as many.
+    void (*run)(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first, int64_t last,
+                void* q, QuantizedRow* rows);
+    int64_t word_bytes;  // of a feature of a rounded row
+    int64_t tile_rows;
+};
 
 }  // namespace bytetx::cpu

@@ -310,7 +310,7 @@ def put(**added: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
             "changes 'encoder.layer.0.attention.self.query.weight' twice",
         ),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "change",
 )
 def test_tensors_that_are_refused(
     change: Callable[[dict[str, torch.Tensor]], object], message: str, adapter: Path

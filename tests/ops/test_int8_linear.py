@@ -2,18 +2,27 @@
 
 from collections.abc import Callable
 
+import cpu_kernels
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, why_no_int8_linear
+from bytetx.ops.int8_linear import (
+    Int8Weight,
+    prepare_int8_linear,
+    run_int8_linear,
+    why_no_int8_linear,
+)
 from bytetx.ops.linear import ACTIVATIONS, LinearWeight, linear, prepare_linear, quantize_linear
 
 needs_kernel = pytest.mark.skipif(
     why_no_int8_linear() is not None, reason=f"int8: {why_no_int8_linear()}"
 )
+
+# AVX2 has a kernel of its own, AVX-512 one with VNNI.
+ISAS = [isa for isa in cpu_kernels.available_isas() if isa != "portable"]
 
 EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
@@ -23,8 +32,8 @@ EXACT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "tanh": torch.tanh,
 }
-# (m, n, k): one row, rests of tiles of 12 rows and 32 outputs, k no multiple of 4 or 16, more rows
-# than a block, and a model's sizes.
+# (m, n, k): one row, rests of tiles of 6 and 12 rows and 16 and 32 outputs, k no multiple of 4 or
+# 16, more rows than a block, and a model's sizes.
 SHAPES = [(1, 32, 4), (5, 33, 7), (13, 100, 61), (49, 31, 1), (130, 96, 384), (60, 384, 1536)]
 
 
@@ -52,20 +61,48 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 @needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_kernel_computes_its_formula(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernel_computes_its_formula(
+    isa: str, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     m, n, k = shape
     torch.manual_seed(m * n + k)
     plain, x = layer(n, k, dtype), torch.randn(m, k).to(dtype)
-    w = quantize_linear(plain)
-    assert w.int8 is not None and plain.bias is not None
-    sums = rounded(x) @ restored(w.int8).T + plain.bias.double()
-    for activation in ACTIVATIONS:
+    w = quantize_linear(plain).int8
+    assert w is not None and plain.bias is not None
+    sums = rounded(x) @ restored(w).T + plain.bias.double()
+    for index, activation in enumerate(ACTIVATIONS):
         expected = EXACT[activation](sums)
-        got = linear(x, w, activation=activation).double()
+        got = run_int8_linear(x, w, activation=index, isa=isa).double()
         # A value that lies between two of the 256 steps may be rounded to either, in f32 and f64:
         # one step in some thousand. What is left is the result's own rounding.
         error = (got - expected).norm() / expected.norm()
         assert error < (1e-3 if dtype == torch.float32 else 5e-3), activation
+
+
+@needs_kernel
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("largest", [1.0, 3e38])
+def test_the_largest_sums_and_values(isa: str, largest: float) -> None:
+    """Every product at its largest, in the longest rows that are taken; and the edge of f32."""
+    k = 1 << 16
+    w = prepare_int8_linear(torch.cat((torch.ones(1, k), -torch.ones(1, k))))
+    x = torch.full((2, k), largest)
+    x[1] = -largest
+    got = run_int8_linear(x / k, w, activation=0, isa=isa).double() / largest
+    expected = torch.tensor([[1.0, -1.0], [-1.0, 1.0]]).double()
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_instruction_set_multiplies_the_same_integers(dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    w = quantize_linear(layer(70, 130, dtype)).int8
+    assert w is not None
+    x = torch.randn(31, 130).to(dtype)
+    results = [run_int8_linear(x, w, activation=0, isa=isa) for isa in ISAS]
+    assert all(torch.equal(result, results[0]) for result in results)
 
 
 @needs_kernel
