@@ -29,6 +29,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a worker a core, 8 at most; none beside GPUs, which all of them would share."""
+    if Path("/dev/nvidiactl").exists():
+        return 0
+    is_known = hasattr(os, "sched_getaffinity")
+    return min(len(os.sched_getaffinity(0)) if is_known else os.cpu_count() or 1, 8)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs more GPUs than there are; torch is asked only when a test needs one."""
     needs = {item: needed for item in items if (needed := gpus_needed(item))}

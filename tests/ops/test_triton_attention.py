@@ -145,12 +145,10 @@ def test_bounds_of_tokens() -> None:
     assert bounds.tolist() == [[0, 0, 2, 3, 3, 3, 6, 7], [2, 2, 3, 6, 6, 6, 0, 0]]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("terms", ["both", "pos_k", "pos_q", "none"])
-@pytest.mark.parametrize("head_dim", [24, 64, 128])
-def test_disentangled_attention(head_dim: int, terms: str, dtype: torch.dtype) -> None:
-    """Rows of padding are not read, and what is broken stays in its sequence."""
-    lengths = [5, 0, 1, 70, 130, 9]
+def check_disentangled(
+    lengths: list[int], broken: int, head_dim: int, terms: str, dtype: torch.dtype
+) -> None:
+    """Rows of padding are not read, and what is broken stays in its sequence, the one at broken."""
     total = sum(lengths)
     q, k, v = (rows(total + 9, 2, head_dim, dtype) for _ in range(3))
     buckets = log_buckets(16, 64, 160).to(DEVICE)
@@ -167,11 +165,24 @@ def test_disentangled_attention(head_dim: int, terms: str, dtype: torch.dtype) -
     tables = (pos_k, pos_q, buckets, bounds)
     ours = triton_kernels.disentangled_attention(q, k, v, *tables, softmax_scale=scale)
     assert_close(ours[:total], right[:total], dtype)
-    v[76:206] = torch.nan
+    begin, end = sum(lengths[:broken]), sum(lengths[: broken + 1])
+    v[begin:end] = torch.nan
     ours = triton_kernels.disentangled_attention(q, k, v, *tables, softmax_scale=scale)
-    assert ours[76:206].isnan().all()
-    others = [*range(76), *range(206, total)]
+    assert ours[begin:end].isnan().all()
+    others = [*range(begin), *range(end, total)]
     assert_close(ours[others], right[others], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("terms", ["both", "pos_k", "pos_q", "none"])
+@pytest.mark.parametrize("head_dim", [24, 64, 128])
+def test_disentangled_attention(head_dim: int, terms: str, dtype: torch.dtype) -> None:
+    check_disentangled([130, 70, 0, 1, 5, 9], 4, head_dim, terms, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_broken_sequence_of_several_tiles_of_disentangled_attention(dtype: torch.dtype) -> None:
+    check_disentangled([5, 0, 1, 70, 130, 9], 4, 64, "both", dtype)
 
 
 class Pages:
