@@ -105,8 +105,13 @@ def calibrate_to_file(path: Path, *, ranks: int | None = None) -> str:
     size = ranks or max(num_gpus, 1 if num_gpus else 2)
     if num_gpus and size > num_gpus:
         raise InputError(f"--ranks {size} needs {size} GPUs, torch sees {num_gpus}")
-    if not path.parent.is_dir():
-        raise InputError(f"{path.parent} is no folder; give --calibrate another file")
+    if not path.parent.is_dir() or path.is_dir():
+        wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} is no folder"
+        raise InputError(f"{wrong}; give --calibrate another file")
+    try:
+        path.touch()  # measuring takes a while: what cannot be written is said before
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}") from error
     workers, store = spawn(
         size, module="bytetx.bench.calibrate", num_threads=torch.get_num_threads()
     )

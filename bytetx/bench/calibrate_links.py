@@ -20,7 +20,7 @@ _ROW_STEP = 256  # of shares of rows, whole tiles of every tiling
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The fit of a group's collectives: latency + bytes / rate.  inner: as of Machine.link_gbps."""
+    """A fit of collectives: latency + bytes / rate.  inner: as of Machine.inside_gbps."""
 
     inner: int
     size: int

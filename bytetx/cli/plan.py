@@ -1,6 +1,7 @@
 """The command `plan`: which grid of GPUs for a model, a machine and its traffic."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -74,7 +75,7 @@ def plan(
         from bytetx.parallel.planner.simulate import simulate_year
 
         found = simulate_year(model, machine=machine, gpus=10_000 if gpus is None else gpus)
-        print(report.year_text(found))
+        print(json.dumps(asdict(found), indent=2) if as_json else report.year_text(found))
         return
     planned = planning.plan(
         model,
@@ -88,7 +89,11 @@ def plan(
         goal=goal,  # type: ignore[arg-type]  # plan checks it
         dtype=dtype,
     )
-    if explain is not None:
+    if explain is not None and as_json:
+        one = planned.explain(explain)
+        passes = {"prefill": asdict(one.prefill), "decode": one.decode and asdict(one.decode)}
+        print(json.dumps(one.as_dict() | passes, indent=2))
+    elif explain is not None:
         print(report.ledger_text(planned, planned.explain(explain)))
     elif as_json:
         print(json.dumps(planned.as_dict(), indent=2))

@@ -41,6 +41,8 @@ def load_ranks(
     """A checkpoint on tp ranks, of which this process is the first; options as of bytetx.load."""
     check_group_timeout(group_timeout)
     if grid == "auto":
+        if isinstance(tp, int) and tp != 1:
+            raise OptionError(f"grid auto chooses from all GPUs, and tp is {tp}; leave out one")
         axes = _planned_grid(folder, tp, device=device, dtype=dtype)
     else:
         axes = _grid(tp, grid)
@@ -112,6 +114,11 @@ def _planned_grid(
             "`bytetx plan --calibrate FILE`, and give the grid that `bytetx plan` then names"
         )
     spec = load_spec(folder)
+    if spec.experts is not None:
+        raise OptionError(
+            f"grid auto knows dense layers, and {spec.family} has experts; give tp={size} or a "
+            "grid of data and y"
+        )
     shape = shape_of(spec)
     resolved = resolve_dtype(dtype, placed, saved=saved_dtype(folder, spec))
     planned = plan(

@@ -11,6 +11,7 @@ slot of the grid gets whole ones, and no pad token is computed.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -163,6 +164,24 @@ class GridGpt(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layer(i) for i in range(config.num_layers))
         self.norm = norm("norm")
         self.head = linear("head", groups.x, groups.y)
+        # Norms, biases and embeddings are whole on every slot: their gradients wait here until
+        # finish_gradients sums them.
+        self._own_gradients: dict[torch.nn.Parameter, Tensor] = {}
+        if groups.slots.size > 1:
+            shards = {id(layer.shard) for layer in self.modules() if isinstance(layer, GridLinear)}
+            for parameter in self.parameters():
+                if id(parameter) not in shards:
+                    parameter.register_hook(partial(self._hold_gradient, parameter))
+
+    def _hold_gradient(self, parameter: torch.nn.Parameter, grad: Tensor) -> Tensor:
+        """Keeps this slot's gradient; what goes into `.grad` meanwhile is zeros."""
+        held = self._own_gradients.get(parameter)
+        self._own_gradients[parameter] = grad if held is None else held + grad
+        return torch.zeros_like(grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._own_gradients.clear()
+        super().zero_grad(set_to_none)
 
     def forward(self, batch: TrainingBatch) -> Tensor:
         """Logits [tokens, vocabulary / y] of packed sequences, of which each sees itself alone."""
@@ -227,16 +246,20 @@ class GridGpt(torch.nn.Module):
         return losses / packed.total_tokens
 
     def finish_gradients(self) -> None:
-        """After a backward pass on every rank: `.grad` of all parameters, summed over slots."""
+        """After backward passes, on every rank: adds their gradients, summed over slots, to .grad.
+
+        After each of several micro-batches or once after all of them.
+        """
         self._sharded.finish()
-        # Norms, biases and embeddings are whole on every slot, and summed in one collective.
-        shards = {id(layer.shard) for layer in self.modules() if isinstance(layer, GridLinear)}
-        grads = [p.grad for p in self.parameters() if id(p) not in shards and p.grad is not None]
-        if self.groups.slots.size == 1:
+        held = [p for p in self.parameters() if p in self._own_gradients]
+        if not held:
             return
-        flat = self.groups.slots.all_reduce(torch.cat([grad.reshape(-1) for grad in grads]))
-        for grad, summed in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            grad.copy_(summed.view_as(grad))
+        own = torch.cat([self._own_gradients[p].reshape(-1) for p in held])
+        self._own_gradients.clear()
+        flat = self.groups.slots.all_reduce(own)
+        for parameter, summed in zip(held, flat.split([p.numel() for p in held]), strict=True):
+            assert parameter.grad is not None
+            parameter.grad.add_(summed.view_as(parameter))
 
 
 def train_step(

@@ -1,6 +1,7 @@
 """The planner: the authors' published rankings, the cost model's laws, and what users see."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -171,7 +172,8 @@ def test_gathers_hide_from_the_number_of_tokens_of_the_closed_form() -> None:
 def test_what_no_graph_replays_takes_the_host_its_time() -> None:
     machine = replace(load_machine("h200-nvlink"), host_op_us=70.0, host_collective_us=400.0)
     options = {"machine": machine, "gpus": 2, "lengths": [512] * 4}
-    chat = plan("bert-large", **options | {"output_tokens": 8})  # its prompts are not replayed
+    writer = replace(SHAPES["bert-large"], has_lm_head=True)
+    chat = plan(writer, **options | {"output_tokens": 8})  # its prompts are not replayed
     host_us = {"data2": 24 * 6 * 70 + 400, "z2": 24 * (6 * 70 + 400) + 400}
     for grid, wanted in host_us.items():
         cost = chat.explain(grid).prefill
@@ -182,7 +184,7 @@ def test_what_no_graph_replays_takes_the_host_its_time() -> None:
     decode = chat.explain("y2").decode
     assert chat.explain("y2").prefill.host_us > 0
     assert decode is not None and decode.host_us == 0  # replayed on both ranks
-    large = plan("bert-large", **options | {"lengths": [512] * 400, "output_tokens": 8})
+    large = plan(writer, **options | {"lengths": [512] * 400, "output_tokens": 8})
     assert large.explain("data2").prefill.waiting_us == 0
 
 
@@ -316,6 +318,14 @@ def test_what_cannot_be_planned() -> None:
         ({"dtype": "int4"}, "bfloat16"),
         ({"gpus": 0}, "gpus"),
         ({"rate": 0.0}, "rate"),
+        ({"rate": math.inf}, "rate"),
+        ({"rate": "5"}, "rate"),
+        ({"lengths": 4.5}, "positive"),
+        ({"lengths": None}, "positive"),
+        ({"memory_gib": math.inf}, "memory_gib"),
+        ({"memory_gib": math.nan}, "memory_gib"),
+        ({"memory_gib": 0}, "memory_gib"),
+        ({"output_tokens": 3}, "bert-base generates no tokens"),
     ):
         with pytest.raises(OptionError, match=text):
             plan(**{"model": "bert-base", **options})
@@ -330,7 +340,9 @@ def test_what_cannot_be_planned() -> None:
 def test_every_machine_and_shape_can_be_planned() -> None:
     for machine in machine_names():
         for model in ("bert-large", "axonn-5b"):
-            found = plan(model, machine=machine, lengths=256, batch=32, output_tokens=4)
+            output_tokens = 4 if SHAPES[model].has_lm_head else 0
+            options = {"lengths": 256, "batch": 32, "output_tokens": output_tokens}
+            found = plan(model, machine=machine, **options)
             assert found.best.latency_s > 0
             assert json.loads(json.dumps(found.as_dict()))["grids"]
             assert found.best in found.pareto

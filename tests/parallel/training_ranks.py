@@ -60,6 +60,7 @@ def check_grids(
         check(groups, wanted[dtype], dtype=dtype, num_steps=num_steps)
         if str(grid) in ("data2.z2", "z2.y2", "y2.x2"):
             check_overlap(groups)
+            check_micro_batches(groups)
 
 
 def check_overlap(groups: TrainingGroups) -> None:
@@ -76,6 +77,27 @@ def check_overlap(groups: TrainingGroups) -> None:
         for p, q in zip(*(model.parameters() for model in models), strict=True):
             assert p.grad is not None and q.grad is not None
             assert torch.equal(p.grad, q.grad) and torch.equal(p, q), groups.grid
+
+
+def check_micro_batches(groups: TrainingGroups) -> None:
+    """Gradients of two batches add up, finished one by one or together."""
+    weights = initial_weights(CONFIG, seed=1, dtype=torch.float64)
+    whole = {name: w.to(groups.device).requires_grad_() for name, w in weights.items()}
+    for batch in batches()[:2]:
+        plain_loss(batch, whole).backward()
+    sums = {name: w.grad for name, w in whole.items() if w.grad is not None}
+    wanted = GridGpt(CONFIG, sums, groups=groups)
+    for finishes_each in (True, False):
+        model = GridGpt(CONFIG, weights, groups=groups)
+        for batch in batches()[:2]:
+            model.loss(batch).backward()
+            if finishes_each:
+                model.finish_gradients()
+        if not finishes_each:
+            model.finish_gradients()
+        for (key, p), part in zip(model.named_parameters(), wanted.parameters(), strict=True):
+            name = f"{groups.grid} {key}, each: {finishes_each}"
+            assert p.grad is not None and torch.allclose(p.grad, part, atol=1e-12), name
 
 
 def batches() -> list[list[list[int]]]:
@@ -166,9 +188,7 @@ def one_device(
     losses, gradients = [], []
     for batch in batches():
         optimizer.zero_grad()
-        used = [torch.tensor(ids, device=device) for ids in batch if len(ids) > 1]
-        logits = torch.cat([plain_gpt(ids[:-1], weights) for ids in used])
-        loss = F.cross_entropy(logits, torch.cat([ids[1:] for ids in used]))
+        loss = plain_loss(batch, weights)
         loss.backward()
         losses.append(float(loss.detach()))
         gradients.append(
@@ -177,6 +197,13 @@ def one_device(
         optimizer.step()
     assert losses[-1] < 0.95 * losses[0]
     return losses, gradients
+
+
+def plain_loss(batch: list[list[int]], weights: dict[str, Tensor]) -> Tensor:
+    device = weights["word"].device
+    used = [torch.tensor(ids, device=device) for ids in batch if len(ids) > 1]
+    logits = torch.cat([plain_gpt(ids[:-1], weights) for ids in used])
+    return F.cross_entropy(logits, torch.cat([ids[1:] for ids in used]))
 
 
 def plain_gpt(ids: Tensor, w: dict[str, Tensor]) -> Tensor:

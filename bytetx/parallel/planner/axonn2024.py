@@ -100,7 +100,9 @@ def training_cost(
         size = grid.length(axis)
         if size == 1:
             return 0.0
-        gbps = machine.link_gbps(grid.inner(axis), size, is_all_reduce=False)
+        inner = grid.inner(axis)
+        is_inside = inner * size <= machine.gpus_per_node
+        gbps = machine.inside_gbps(inner, size) if is_inside else machine.between_gbps(inner)
         return num_bytes * (size - 1) / size / gbps / 1e9
 
     rows = columns = 0.0

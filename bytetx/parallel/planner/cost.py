@@ -164,7 +164,13 @@ def _host_us(
 def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
     """Whether a kernel computes and communicates at once, as where y is the only axis."""
     is_of_y = transfer.axis == "y" and transfer.is_of_layer
-    return grid.is_y_alone and is_of_y and (machine.fused_y > 0 or machine.sum_gbps > 0)
+    if not (grid.is_y_alone and is_of_y and _is_inside(machine, grid, "y")):
+        return False  # the kernels read and write the memory of their peers
+    return machine.fused_y > 0 or machine.sum_gbps > 0
+
+
+def _is_inside(machine: Machine, grid: Grid, axis: str) -> bool:
+    return machine.is_inside(grid.inner(axis), grid.length(axis), ranks=grid.size)
 
 
 def _activation_cost(
@@ -191,7 +197,7 @@ def _weights_cost(
     which the rank begins in the pass before (bytetx.nn.weight_gather): the last layer then, which
     is in the other slot if their number is even. Copies share the memory with that layer."""
     size, wait = _wait_us(transfer, grid, machine)
-    are_copies = machine.copies_gbps > 0 and machine.is_inside(grid.inner("z"), grid.z)
+    are_copies = machine.copies_gbps > 0 and _is_inside(machine, grid, "z")
     shared_us, alone = 0.0, 1
     if are_copies:
         payload = transfer.payload_bytes
@@ -210,7 +216,9 @@ def _wait_us(transfer: Transfer, grid: Grid, machine: Machine) -> tuple[int, flo
         size, inner = grid.num_slots, grid.inner("z")
     else:
         size, inner = grid.length(transfer.axis), grid.inner(transfer.axis)
-    each = machine.collective_us(transfer.kind, transfer.payload_bytes, inner=inner, size=size)
+    each = machine.collective_us(
+        transfer.kind, transfer.payload_bytes, inner=inner, size=size, ranks=grid.size
+    )
     return size, each * transfer.count
 
 
@@ -319,7 +327,7 @@ def memory_of(
     received = 2 * total_rows * shape.hidden_size if grid.num_slots > 1 else 0
     logits = num_logits * local.vocab
     return Memory(
-        weights=itemsize * (shape.num_layers * shard + embedding),
+        weights=itemsize * (shape.num_stored_layers * shard + embedding),
         gathered=itemsize * 2 * local.weights if grid.z > 1 else 0,
         kv_cache=itemsize * (2 * kv_rows * local.num_kv_heads * shape.head_dim * shape.num_layers),
         workspace=itemsize * (rows * (3 * shape.hidden_size + widest) + received + logits),

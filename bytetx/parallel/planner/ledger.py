@@ -10,6 +10,7 @@ from bytetx.parallel.planner.machine import Kind
 from bytetx.parallel.planner.shapes import ModelShape
 from bytetx.parallel.row_scheme import RowScheme
 
+F32_BYTES = 4  # of the sums that norms of whole projections need over y
 F64_BYTES = 8  # of the sums that norms over x need
 
 
@@ -93,6 +94,8 @@ def pass_transfers(
         add("y", "all_reduce", embedded, itemsize, 1, "embedded tokens")
         halves = num_rows * local.hidden
         add("y", "all_reduce", halves, itemsize, sums, "sums after both halves")
+    if shape.norms_projections:
+        add("y", "all_reduce", 2 * num_rows, F32_BYTES, layers, "squares of q and k")
     qkv = num_rows * (local.num_heads + 2 * local.num_kv_heads) * shape.head_dim
     add("x", "all_reduce", qkv, itemsize, layers, "sums of q, k and v")
     inner = num_rows * local.inner * shape.num_inner

@@ -81,6 +81,7 @@ class Machine:
     """A cluster of equal nodes.  Rates: tflops in 1e12/s, gbps in 1e9 bytes/s, alpha_us a call.
 
     table: (ranks inside, ranks) -> gbps of groups within a node, where it was measured so.
+    all_reduce_gbps: of all-reduces within a node, 0 where they have the rate of the others.
     inter_gbps: of a node's links, which the groups of its GPUs share.  fused_y: the share of the
     hideable part of tensor parallelism's communication that kernels hide behind their GEMMs.
     gemm_table: of GEMMs by rows and features, the root of outputs x inputs; empty where one rate
@@ -124,30 +125,41 @@ class Machine:
     sum_gbps: float = 0.0
     graph_tokens: int = 32768
 
-    def link_gbps(self, inner: int, size: int, *, is_all_reduce: bool) -> float:
-        """The bandwidth of a rank in a group; inner: ranks closer together than its neighbours.
+    def inside_gbps(self, inner: int, size: int, *, is_all_reduce: bool = False) -> float:
+        """The bandwidth of a rank in a group within a node; inner: ranks closer together than its
+        neighbours."""
+        if is_all_reduce and self.all_reduce_gbps:
+            return self.all_reduce_gbps
+        return self.table.get((inner, size)) or self.intra_gbps or min(self.table.values())
 
-        Across nodes, the groups of min(gpus_per_node, inner) GPUs share a node's links.
-        """
-        if self.is_inside(inner, size):
-            flat = self.all_reduce_gbps if is_all_reduce else self.intra_gbps
-            return self.table.get((inner, size)) or flat or min(self.table.values())
+    def between_gbps(self, inner: int) -> float:
+        """The same of a group across nodes: min(gpus_per_node, inner) of them share its links."""
         return self.inter_gbps / min(self.gpus_per_node, inner)
 
-    def is_inside(self, inner: int, size: int) -> bool:
-        """Whether a group lies within a node."""
-        return inner * size <= self.gpus_per_node
+    def is_inside(self, inner: int, size: int, *, ranks: int) -> bool:
+        """Whether every group of `size` ranks of a grid of `ranks` lies within a node.
 
-    def collective_us(self, kind: Kind, payload_bytes: float, *, inner: int, size: int) -> float:
-        """A collective over `size` ranks; payload_bytes: of all that is gathered, or is summed."""
+        Groups fill blocks of inner * size ranks, one after another.
+        """
+        block = inner * size
+        fills_nodes = self.gpus_per_node % block == 0 or ranks <= self.gpus_per_node
+        return block <= self.gpus_per_node and fills_nodes
+
+    def collective_us(
+        self, kind: Kind, payload_bytes: float, *, inner: int, size: int, ranks: int
+    ) -> float:
+        """A collective over `size` of a grid's `ranks`; payload_bytes: of all that is gathered, or
+        is summed."""
         if size == 1 or not payload_bytes:
             return 0.0
-        if self.is_inside(inner, size):
+        inside_gbps = self.inside_gbps(inner, size, is_all_reduce=kind == "all_reduce")
+        if self.is_inside(inner, size, ranks=ranks):
             is_small = payload_bytes < self.small_bytes
-            latency = self.small_alpha_us if is_small else self.alpha_us
+            latency, gbps = self.small_alpha_us if is_small else self.alpha_us, inside_gbps
         else:
-            latency = self.inter_alpha_us_per_gpu * size
-        gbps = self.link_gbps(inner, size, is_all_reduce=kind == "all_reduce")
+            latency, gbps = self.inter_alpha_us_per_gpu * size, self.between_gbps(inner)
+            if inner < self.gpus_per_node:  # neighbours in one node, too: the slowest link counts
+                gbps = min(gbps, inside_gbps)
         return latency + wire_bytes(kind, payload_bytes, size) / gbps / 1e3
 
     def gemm_us(self, m: int, n: int, k: int, *, itemsize: int) -> float:
@@ -196,21 +208,56 @@ def load_machine(machine: "Machine | str | Path") -> Machine:
     path = Path(machine)
     if str(machine) in machine_names():
         folder = files("bytetx.parallel.planner").joinpath("machines")
-        text, name = folder.joinpath(f"{machine}.toml").read_text(encoding="utf-8"), str(machine)
+        text, name = folder.joinpath(f"{machine}.toml").read_bytes(), str(machine)
     elif path.is_file():
-        text, name = path.read_text(encoding="utf-8"), path.stem
+        text, name = path.read_bytes(), path.stem
     else:
         raise OptionError(
             f"machine must be one of {', '.join(machine_names())} or the path of a TOML "
             f"file like theirs, got {str(machine)!r}"
         )
     try:
-        return _from_table(name, tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        found = _from_table(name, tomllib.loads(text.decode()))
+        _check_numbers(found)
+        return found
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         raise OptionError(
             f"the machine file {str(machine)!r} cannot be read ({error}); compare it with those in "
             "bytetx/parallel/planner/machines"
         ) from error
+
+
+def _check_numbers(machine: Machine) -> None:
+    """Raises ValueError for a number that no machine has."""
+    rates = "memory_gib gemm_tflops attention_tflops hbm_gbps peak_tflops num_sms inter_gbps"
+    for name in ("gpus_per_node", *rates.split()):
+        _require(name, getattr(machine, name), above=True)
+    others = (
+        "launch_us alpha_us small_alpha_us small_bytes intra_gbps all_reduce_gbps "
+        "inter_alpha_us_per_gpu fused_y host_op_us host_collective_us copies_gbps sum_us sum_gbps "
+        "graph_tokens"
+    )
+    for name in others.split():
+        _require(name, getattr(machine, name), above=False)
+    if machine.fused_y > 1:
+        raise ValueError(f"fused_y is a share, at most 1, got {machine.fused_y}")
+    if not machine.table and not machine.intra_gbps:
+        raise ValueError("intra needs gbps or a table")
+    for sizes, rate in machine.table.items():
+        for number in (*sizes, rate):
+            _require("a number of intra's table", number, above=True)
+    for table in (machine.gemm_table, *machine.attention_tables.values()):
+        for number in (*table.a, *table.b, *(rate for row in table.rates for rate in row)):
+            _require("a number of a table of rates", number, above=True)
+    for around in machine.around.values():
+        for number in (around.us, around.us_per_token):
+            _require("a number of host.around", number, above=False)
+
+
+def _require(name: str, number: float, *, above: bool) -> None:
+    if not math.isfinite(number) or number < 0 or (above and number == 0):
+        need = "above 0" if above else "0 or more"
+        raise ValueError(f"{name} must be {need}, got {number}")
 
 
 def _from_table(name: str, values: dict[str, Any]) -> Machine:
@@ -241,7 +288,7 @@ def _from_table(name: str, values: dict[str, Any]) -> Machine:
         small_alpha_us=float(intra["small_alpha_us"]),
         small_bytes=int(intra["small_bytes"]),
         intra_gbps=flat,
-        all_reduce_gbps=float(intra.get("all_reduce_gbps", flat)),
+        all_reduce_gbps=float(intra.get("all_reduce_gbps", 0.0)),
         table=table,
         inter_alpha_us_per_gpu=float(inter["alpha_us_per_gpu"]),
         inter_gbps=float(inter["gibps"]) * GIB / 1e9 if "gibps" in inter else float(inter["gbps"]),

@@ -1,5 +1,6 @@
 """plan: every grid that a machine, a model and its traffic allow, with its cost, best first."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -81,7 +82,8 @@ class PlannedGrid:
         return self.num_instances * self.grid.size
 
     def _sum(self, of: Any) -> float:
-        decoded = 0.0 if self.decode is None else self.output_tokens * of(self.decode)
+        # The prefill's logits give the first token.
+        decoded = 0.0 if self.decode is None else (self.output_tokens - 1) * of(self.decode)
         return float(of(self.prefill) + decoded) / 1e6
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,18 +133,28 @@ class Plan:
     @property
     def advice(self) -> str:
         """One or two sentences: what to use, and whether plain replicas are as good."""
-        best, replicas = self.best, self.find(Grid(data=self.gpus))
+        best = self.best
+        replicas = next((one for one in self.grids if _are_replicas(one.grid)), None)
         text = f"Use grid {best.grid} on {best.grid.size} GPUs."
         if best.grid.size == 1:
             text = "Use one GPU: no grid of more is better for this goal."
-        if best.grid == Grid(data=best.grid.size):
+        if _are_replicas(best.grid):
             return (
                 f"{text} The model fits one GPU, and plain replicas are the fastest: leave the "
                 "grid out and run one process a GPU, or use data alone."
             )
         if replicas is None:
-            return f"{text} Plain replicas do not fit the memory of a GPU."
+            why = next((why for grid, why in self.refused if _are_replicas(grid)), "")
+            if _is_memory(why):
+                return f"{text} Plain replicas do not fit the memory of a GPU."
+            return f"{text} A batch cannot be divided over plain replicas: {why}."
         gain = _score(replicas, self.goal)[0] / _score(best, self.goal)[0] - 1
+        if self.goal == "memory" and replicas.num_gpus == best.num_gpus:
+            return (
+                f"{text} Plain replicas need as many GPUs, and {replicas.memory.total / GIB:.1f} "
+                f"GiB of each instead of {best.memory.total / GIB:.1f}: prefer them if they fit, "
+                "they need no fast links."
+            )
         if self.goal != "memory" and gain < _SAME:
             return (
                 f"{text} Plain replicas are within {max(gain, 0.0):.1%}: prefer them, they "
@@ -213,6 +225,10 @@ def plan(
     if itemsize is None:
         raise OptionError(f"dtype must be one of {', '.join(ITEMSIZES)}, got {dtype!r}")
     limit_gib = described.memory_gib if memory_gib is None else memory_gib
+    if not (math.isfinite(limit_gib) and limit_gib > 0):
+        raise OptionError(f"memory_gib must be above 0 and finite, got {memory_gib}")
+    if output_tokens and not shape.has_lm_head:
+        raise OptionError(f"{shape.name} generates no tokens; leave output_tokens out")
     traffic = make_traffic(lengths, batch=batch, output_tokens=output_tokens, rate=rate)
     sizes = divisors(gpus) if goal == "memory" else [gpus]
     found, refused = _cost_all(
@@ -224,10 +240,7 @@ def plan(
         limit_bytes=int(limit_gib * GIB),
     )
     if not found:
-        raise InputError(
-            f"no grid of {gpus} GPUs of {limit_gib:g} GiB takes {shape.name}: "
-            f"{refused[0][1] if refused else 'none was tried'}; give more gpus or memory"
-        )
+        raise InputError(_nothing_fits(shape, gpus, limit_gib, [why for _, why in refused]))
     ranked = tuple(sorted(found, key=lambda planned: _score(planned, goal)))
     return Plan(
         shape,
@@ -240,6 +253,24 @@ def plan(
         ranked,
         tuple(refused),
     )
+
+
+def _are_replicas(grid: Grid) -> bool:
+    return grid == Grid(data=grid.size)
+
+
+def _is_memory(why: str) -> bool:
+    return why.startswith("needs ")
+
+
+def _nothing_fits(shape: ModelShape, gpus: int, limit_gib: float, refused: Sequence[str]) -> str:
+    """The text of an error, with the least that was missing."""
+    no_grid = f"no grid of {gpus} GPUs of {limit_gib:g} GiB takes {shape.name}"
+    needs = [why for why in refused if _is_memory(why)]
+    if needs:
+        least = min(needs, key=lambda why: float(why.split()[1]))
+        return f"{no_grid}: the smallest one {least}; give more gpus or memory"
+    return f"{no_grid}: {refused[0]}; give another number of gpus or a larger batch"
 
 
 def _cost_all(
@@ -274,6 +305,8 @@ def _cost_all(
 
 def why_not(shape: ModelShape, grid: Grid) -> str | None:
     """Why a model cannot be divided so; None where it can."""
+    if grid.x > 1 and not shape.can_divide_hidden:
+        return f"x={grid.x} does not divide disentangled attention or convolutions"
     if shape.hidden_size % grid.x:
         return f"x={grid.x} does not divide the hidden size {shape.hidden_size}"
     if grid.y > shape.num_heads or grid.y > shape.intermediate_size:

@@ -197,10 +197,10 @@ def year_text(year: Year) -> str:
         f"{_amount(year.gpu_hours)} GPU hours",
     ]
     if year.same_grid_gpu_hours is not None:
-        more = year.same_grid_gpu_hours / year.gpu_hours - 1
+        more = round(year.same_grid_gpu_hours / year.gpu_hours - 1, 2) + 0.0  # no -0
         lines.append(
             f"one grid for all, {year.same_grid}: {_amount(year.same_grid_gpu_hours)} GPU "
-            f"hours, {max(more, 0.0):+.0%}"
+            f"hours, {more:+.0%}"
         )
     return "\n".join(lines)
 

@@ -19,6 +19,8 @@ class ModelShape:
     comes before all layers, of pre-norm models.  norm_statistics: sums of a row, 1 of RMS norms.
     sums_per_layer: sums over y, 1 where both halves of a layer are one sum.
     output_size: features of the last rows, 0: hidden_size.
+    num_shared_layers: sets of weights that the layers take in turn, 0: each has its own.
+    can_divide_hidden: whether x divides it.  norms_projections: of all heads of q and k at once.
     """
 
     name: str
@@ -41,6 +43,14 @@ class ModelShape:
     norm_statistics: int = 2
     sums_per_layer: int = 2
     output_size: int = 0
+    num_shared_layers: int = 0
+    can_divide_hidden: bool = True
+    norms_projections: bool = False
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Layers that have weights of their own."""
+        return self.num_shared_layers or self.num_layers
 
     @property
     def layer_weights(self) -> int:
@@ -59,7 +69,7 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Without biases and norms, a thousandth of it."""
-        return self.num_layers * self.layer_weights + self.embedding_weights
+        return self.num_stored_layers * self.layer_weights + self.embedding_weights
 
 
 def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
@@ -78,9 +88,13 @@ def shape_of(model: "ModelShape | ModelSpec | str | Path") -> ModelShape:
         raise OptionError(
             f"model must be a checkpoint's folder or one of {', '.join(SHAPES)}, got {str(model)!r}"
         )
-    from bytetx.checkpoint.files import load_config  # it imports the hub's client
+    # Imported here, for they import the hub's client.
+    from bytetx.checkpoint.files import adapter_base, load_config, transformer_folder
 
-    return _shape_of_spec(build_spec(load_config(folder)), name=folder.name)
+    own = transformer_folder(folder)
+    base = adapter_base(own)
+    config = load_config(own if base is None else transformer_folder(base))
+    return _shape_of_spec(build_spec(config), name=folder.name)
 
 
 def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
@@ -111,6 +125,9 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
         norm_statistics=1 if layers.norm == "rms_norm" else 2,
         sums_per_layer=1 if layers.norm_placement == "parallel" else 2,
         output_size=spec.output_size,
+        num_shared_layers=spec.num_layer_groups * spec.layers_per_group,
+        can_divide_hidden=layers.disentangled is None and layers.convolution is None,
+        norms_projections=layers.qk_norm == "projection" and "q_norm" in spec.layer,
     )
 
 

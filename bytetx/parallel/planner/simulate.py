@@ -206,4 +206,5 @@ def _best_shared(
         )
 
     best = min(common, key=lambda grid: (hours(grid), grid))
-    return best, hours(best)
+    whole = (_needed(grids[best], rate, scale) for grids, rate in zip(by_grid, rates, strict=True))
+    return best, float(sum(map(sum, whole)))

@@ -1,7 +1,7 @@
 """Traffic: which lengths a batch has, how many texts come, and how many tokens are generated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
@@ -76,8 +76,8 @@ def make_traffic(
     """
     check_positive("batch", batch)
     check_not_negative("output_tokens", output_tokens)
-    if rate is not None and not rate > 0:
-        raise OptionError(f"rate must be above 0 (texts a second), got {rate}")
+    if rate is not None and not (isinstance(rate, int | float) and 0 < rate < math.inf):
+        raise OptionError(f"rate must be above 0 and finite (texts a second), got {rate!r}")
     if isinstance(lengths, str) and not lengths.isdecimal():
         if lengths not in PROFILES:
             raise OptionError(
@@ -89,7 +89,7 @@ def make_traffic(
         check_positive("lengths", int(lengths))
         seqlens = [int(lengths)] * batch
     else:
-        seqlens = list(lengths)
+        seqlens = list(lengths) if isinstance(lengths, Iterable) else []
         if not seqlens or any(not isinstance(n, int) or n < 1 for n in seqlens):
-            raise OptionError(f"lengths must be positive integers, got {str(seqlens)[:80]}")
+            raise OptionError(f"lengths must be positive integers, got {str(lengths)[:80]}")
     return Traffic(tuple(seqlens), output_tokens, rate)
