@@ -153,6 +153,11 @@ class AsyncModel:
         """(texts and prompts, tokens) that may wait."""
         return self._max_queued_requests, self._max_queued_tokens
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended a thread: no later call to it can be answered."""
+        return self._generation.is_broken or any(one.is_broken for one in self._engines.values())
+
     async def __aenter__(self) -> "AsyncModel":
         return self
 

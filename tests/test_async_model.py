@@ -619,6 +619,21 @@ def test_generation_ends_early_late_and_with_errors(models: dict[str, Model]) ->
     run(main())
 
 
+def test_closing_ends_open_generations(models: dict[str, Model]) -> None:
+    long = bytetx.SamplingParams(n=50, temperature=1, max_tokens=80, ignore_eos=True)
+
+    async def main() -> None:
+        batched = AsyncModel(models["causal"])
+        stream = batched.generate("a", long)
+        await anext(stream)
+        await batched.aclose()
+        with pytest.raises(ClosedError, match="closed before the outputs ended"):
+            await collect(stream)
+        assert not batched.is_broken
+
+    run(main())
+
+
 def test_rerank_by_a_causal_model(tmp_path: Path, models: dict[str, Model]) -> None:
     """Its prompts are made in a thread; a missing token is an error as Model's."""
     model = models["causal"]

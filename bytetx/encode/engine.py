@@ -158,6 +158,11 @@ class EncodeEngine:
             self._open.add(call)
             self._count_reading(call, num_texts, tokens)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended the thread."""
+        return self._error is not None
+
     def check_open(self) -> None:
         """Raises why the engine takes no calls, where it takes none."""
         if self._is_closing:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition, Thread
 
-from bytetx.errors import ForkError
+from bytetx.errors import ClosedError, ForkError
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
 from bytetx.sampling_params import SamplingParams
@@ -45,6 +45,11 @@ class AsyncEngine:
         """Tokens that were drafted so far, and those of them that were right."""
         return self._engine.draft_counts
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has closed the engine."""
+        return self._error is not None
+
     def __enter__(self) -> "AsyncEngine":
         return self
 
@@ -52,7 +57,7 @@ class AsyncEngine:
         self.close()
 
     def close(self) -> None:
-        """Ends the thread after the current step; open requests end with an error."""
+        """Ends the thread after the current step; open requests end with a ClosedError."""
         if os.getpid() != self._pid:
             return
         with self._changed:
@@ -113,7 +118,7 @@ class AsyncEngine:
             )
         with self._changed:
             if self._is_closed and not quietly:
-                raise RuntimeError("the engine is closed") from self._error
+                raise ClosedError("the engine is closed") from self._error
             self._calls.append(function)
             self._changed.notify()
 
@@ -127,7 +132,7 @@ class AsyncEngine:
             while self._wait():
                 for output in self._engine.step():
                     self._post(output)
-            error: BaseException = RuntimeError("the engine was closed")
+            error: BaseException = ClosedError("the engine was closed before the outputs ended")
         except BaseException as raised:
             error = self._error = raised
         with self._changed:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bytetx.errors import InputError, StepError
+from bytetx.errors import DeviceLostError, InputError, StepError
 from bytetx.generate.ngram_drafter import num_accepted
 from bytetx.generate.outputs import RowResult, StepResult, TokenLogprob
 from bytetx.generate.scheduler import ScheduledRow
@@ -82,7 +82,7 @@ class SamplerOutput:
         return self
 
     def results(self) -> Sequence[StepResult]:
-        """One result for each row of the plan; a StepError where the device failed meanwhile."""
+        """One result for each row of the plan; a DeviceLostError where the device failed."""
         if self._is_done is not None:
             try:
                 self._is_done.synchronize()
@@ -90,7 +90,7 @@ class SamplerOutput:
                 if self.check is not None:
                     self.check()
                 reason = str(error).strip().partition("\n")[0]
-                raise StepError(f"{_DEVICE_LOST} ({reason})") from error
+                raise DeviceLostError(f"{_DEVICE_LOST} ({reason})") from error
         tokens = [] if self.tokens is None else self.tokens.tolist()
         if self.check is not None:
             self.check()

@@ -15,6 +15,7 @@ import tokenizers
 from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import RunStats
+from bytetx.errors import DeviceLostError
 from bytetx.generate.outputs import RequestOutput, TokenLogprob
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
@@ -130,14 +131,20 @@ class LocalBackend:
 
     def serve_error(self, error: Exception) -> ServeError:
         """The answer to an error; one that is a fault of the program is raised again."""
+        if self.is_healthy and self._is_lost(error):
+            self.is_healthy = False
+            logger.error("the engine is lost: %s", error)
+            self._on_lost()
         found = as_serve_error(error)
         if found is None:
             raise error
-        if found.kind == "unhealthy" and self.is_healthy:
-            self.is_healthy = False
-            logger.error("the engine is lost: %s", found.message)
-            self._on_lost()
         return found
+
+    def _is_lost(self, error: Exception) -> bool:
+        """Whether later calls fail, too; not where a queue was closed to shut down."""
+        return isinstance(error, DeviceLostError) or any(
+            one.model.is_broken for one in self._served.values()
+        )
 
 
 class LeftTruncation:

@@ -43,6 +43,11 @@ class GenerationThread:
         """Tokens that were drafted so far, and those of them that were right."""
         return (0, 0) if self._engine is None else self._engine.draft_counts
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether an error has ended it: every later prompt gets a ClosedError."""
+        return self._engine is not None and self._engine.is_broken
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Around a prompt. Raises QueueFullError where too many are open, or ClosedError."""

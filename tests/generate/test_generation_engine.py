@@ -9,7 +9,7 @@ import pytest
 import torch
 from generation_engines import decode, engine_of, run, whole
 
-from bytetx.errors import InputError, TooLongError
+from bytetx.errors import ClosedError, InputError, TooLongError
 from bytetx.generate.async_engine import AsyncEngine
 from bytetx.sampling_params import SamplingParams
 
@@ -271,7 +271,7 @@ def test_closing_ends_open_requests(runs_ahead: bool) -> None:
         waiting = engine.generate([1], SamplingParams(max_tokens=None, seed=0))
         await anext(waiting)
         await asyncio.to_thread(engine.close)
-        with pytest.raises(RuntimeError, match="the engine was closed"):
+        with pytest.raises(ClosedError, match="the engine was closed"):
             async for _ in waiting:
                 pass
 
@@ -293,7 +293,7 @@ def test_an_error_that_is_nobodys_fault_reaches_every_async_caller(runs_ahead: b
         callers = (collect(engine, [1], GREEDY) for _ in range(3))
         *results, _ = await asyncio.gather(*callers, all_have_asked(), return_exceptions=True)
         assert [type(result) for result in results] == [ZeroDivisionError] * 3
-        with pytest.raises(RuntimeError, match="the engine is closed"):
+        with pytest.raises(ClosedError, match="the engine is closed"):
             await collect(engine, [1], GREEDY)
         engine.close()
 

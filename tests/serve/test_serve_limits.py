@@ -1,6 +1,7 @@
 """Keys, limits, errors and headers of the application, in process."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from serving import InProcess
 
 from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
+from bytetx.generate.sampler_output import SamplerOutput
+from bytetx.generate.scheduler import Scheduler
 from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import TASKS
 from bytetx.serve.errors import ServeError, as_serve_error
@@ -222,6 +225,67 @@ def test_errors_of_the_engine(
         assert limited["code"] == "rate_limit_exceeded"
     if status != 503:
         assert one.post("/embed", OK).status_code == 200
+
+
+class LostEvent:
+    """A CUDA event of a device that no longer answers."""
+
+    def synchronize(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def lose_device(output: SamplerOutput) -> SamplerOutput:
+    output._is_done = LostEvent()
+    return output
+
+
+def fail(*_: Any) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault", "status"),
+    [(SamplerOutput, "to_host", lose_device, 503), (Scheduler, "schedule", fail, 500)],
+)
+def test_a_generation_thread_that_is_lost_ends_the_server(
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    fault: Callable[..., Any],
+    status: int,
+) -> None:
+    settings = ServeSettings(model_sources([f"writer={checkpoints['writer']}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    body = {"prompt": "the", "max_tokens": 2}
+    try:
+        assert one.post("/v1/completions", body).status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fault)
+            openai_error(one.post("/v1/completions", body), status)
+        assert one.get("/health").status_code == 503
+        openai_error(one.post("/v1/completions", body), 503)
+        assert one.num_lost == 1
+    finally:
+        asyncio.run(close_models(one.served))
+
+
+def test_generations_dropped_at_the_end_are_no_lost_device(checkpoints: dict[str, Path]) -> None:
+    settings = ServeSettings(model_sources([f"writer={checkpoints['writer']}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    call = Call("writer", "generate", "the", {"n": 50, "ignore_eos": True, "max_tokens": 100})
+
+    async def main() -> None:
+        pieces = one.site.backend.generate(call)
+        await anext(pieces)
+        await close_models(one.served)
+        with pytest.raises(ServeError, match="the engine was closed") as raised:
+            async for _ in pieces:
+                pass
+        assert raised.value.kind == "unhealthy"
+
+    asyncio.run(main())
+    assert one.num_lost == 0
 
 
 def test_a_fault_of_the_server_is_no_traceback(
