@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from bytetx.serve.calls import ModelFacts, Timings
 from bytetx.serve.client import ClientLeftError, WhileConnected
@@ -234,24 +234,19 @@ async def _read_body(receive: Receive, headers: Mapping[bytes, bytes], *, limit:
     given = headers.get(b"content-length")
     if given is not None and given.isdigit() and int(given) > limit:
         raise _too_large(limit)
-    message = await receive()
-    if not message.get("more_body", False) and message["type"] == "http.request":
-        body: bytes = message.get("body", b"")
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
     try:
         async with asyncio.timeout(_BODY_SECONDS):
-            return await _read_rest(receive, message, limit=limit)
+            return await _read_parts(receive, limit=limit)
     except TimeoutError as error:
         raise ServeError(
             "timeout", f"the body did not arrive within {_BODY_SECONDS:g} s"
         ) from error
 
 
-async def _read_rest(receive: Receive, message: Message, *, limit: int) -> bytes:
+async def _read_parts(receive: Receive, *, limit: int) -> bytes:
     parts, size = [], 0
     while True:
+        message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeftError
         part = message.get("body", b"")
@@ -261,7 +256,6 @@ async def _read_rest(receive: Receive, message: Message, *, limit: int) -> bytes
             raise _too_large(limit)
         if not message.get("more_body", False):
             return b"".join(parts)
-        message = await receive()
 
 
 def _too_large(limit: int) -> ServeError:

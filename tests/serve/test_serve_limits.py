@@ -13,6 +13,7 @@ from serving import InProcess
 from bytetx.errors import DeviceMemoryError, GroupError, QueueFullError
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.generate.scheduler import Scheduler
+from bytetx.serve import gateway
 from bytetx.serve.calls import Call, Outcome
 from bytetx.serve.engine import TASKS
 from bytetx.serve.errors import ServeError, as_serve_error
@@ -153,6 +154,21 @@ def test_large_bodies(in_process: InProcess) -> None:
             yield b" " * 40
 
     tei_error(one.request("POST", "/embed", content=parts()), 413, "validation")
+
+
+@pytest.mark.parametrize("parts", [[], [b'{"inputs": ']])
+def test_a_body_that_does_not_arrive_is_too_late(
+    in_process: InProcess, monkeypatch: pytest.MonkeyPatch, parts: list[bytes]
+) -> None:
+    monkeypatch.setattr(gateway, "_BODY_SECONDS", 0.1)
+
+    async def body() -> Any:
+        for part in parts:
+            yield part
+        await asyncio.sleep(30)
+
+    answer = in_process.request("POST", "/embed", content=body())
+    tei_error(answer, 408, "backend", "within 0.1 s")
 
 
 def test_keys(in_process: InProcess) -> None:
