@@ -155,7 +155,7 @@ class LeftTruncation:
         self._backend: tokenizers.Tokenizer | None = None
 
     def encode(self, texts: Sequence[Any], *, prompt: str) -> tuple[list[Any], int]:
-        """(token ids of each str, what is no str as it is; how many were cut)."""
+        """(token ids of each str that is too long, all else as it is; how many were cut)."""
         if self._tokenizer is None:
             return list(texts), 0
         if self._backend is None:
@@ -164,10 +164,12 @@ class LeftTruncation:
             self._backend = backend
         places = [i for i, text in enumerate(texts) if isinstance(text, str)]
         encodings = self._backend.encode_batch([prompt + texts[i] for i in places])
-        result = list(texts)
+        result, num_cut = list(texts), 0
         for place, encoding in zip(places, encodings, strict=True):
-            result[place] = encoding.ids
-        return result, sum(bool(encoding.overflowing) for encoding in encodings)
+            if encoding.overflowing:
+                result[place] = encoding.ids
+                num_cut += 1
+        return result, num_cut
 
 
 async def _embed(served: ServedModel, call: Call) -> Outcome:
@@ -350,10 +352,17 @@ async def _prepared(served: ServedModel, call: Call) -> tuple[dict[str, Any], li
         for text in call.inputs
     ):
         raise ServeError("validation", "truncation_direction Left is for single texts, not pairs")
+    if not options.get("truncate"):  # what is too long is refused
+        return options, call.inputs, 0
     prompt = _prompt_text(served, options)
     inputs, num_cut = await asyncio.to_thread(served.left.encode, call.inputs, prompt=prompt)
-    options.pop("prompt", None)
-    options.pop("prompt_name", None)
+    skips_prompt = not served.model.model.checkpoint.sentence.include_prompt
+    if num_cut and prompt and skips_prompt and call.task in ("embed", "similarity"):
+        raise ServeError(
+            "validation",
+            "truncation_direction Left cuts into the prompt, which this model does not pool; "
+            "shorten the text or set truncation_direction to Right",
+        )
     return options, inputs, num_cut
 
 

@@ -1,5 +1,6 @@
 """Every route of the application, in process: answers are Model's, forms are TEI's and OpenAI's."""
 
+import asyncio
 import base64
 import re
 from dataclasses import replace
@@ -8,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import orjson
 import pytest
-from checkpoints import SENTENCES
+from checkpoints import SENTENCES, save_sentence_model
 from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fixture)
 from serving import InProcess
 
 from bytetx import SamplingParams
 from bytetx.errors import OptionError
-from bytetx.serve.loading import load_models
+from bytetx.serve.loading import close_models, load_models
 from bytetx.serve.settings import ServeSettings, model_sources
 
 TEXTS = [text for text in SENTENCES if text]
@@ -54,6 +55,33 @@ def test_embed_truncates_on_either_side(in_process: InProcess) -> None:
     np.testing.assert_allclose(answer.json(), model.embed([left]).vectors, atol=1e-6)
     refused = in_process.post("/embed", {"inputs": LONG, "truncate": False})
     assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(("name", "path"), [("embedder", "/embed"), ("classifier", "/predict")])
+def test_truncation_on_the_left_is_asked_for(in_process: InProcess, name: str, path: str) -> None:
+    route = f"/models/{name}{path}"
+    left = {"truncate": False, "truncation_direction": "Left"}
+    refused = in_process.post(route, left | {"inputs": LONG})
+    assert refused.status_code == 422 and "set truncate" in refused.json()["error"]
+    short = in_process.post(route, left | {"inputs": TEXTS[0]})
+    assert short.json() == in_process.post(route, {"inputs": TEXTS[0]}).json()
+
+
+def test_truncation_on_the_left_pools_no_prompt(tmp_path: Path) -> None:
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    pooling = modules.Pooling(48, "mean", include_prompt=False)
+    path = save_sentence_model(tmp_path, [pooling], prompts={"query": "the quick brown "})
+    settings = ServeSettings(model_sources([f"embedder={path}"]), device="cpu")
+    one = InProcess(settings, load_models(settings))
+    right = {"inputs": [TEXTS[0], "a fox"], "prompt_name": "query"}
+    left = right | {"truncation_direction": "Left", "truncate": True}
+    try:
+        assert one.post("/embed", left).json() == one.post("/embed", right).json()
+        refused = one.post("/embed", left | {"inputs": ["a fox", LONG]})
+        assert refused.status_code == 422 and "does not pool" in refused.json()["error"]
+        assert one.post("/embed", left | {"inputs": LONG, "prompt_name": None}).status_code == 200
+    finally:
+        asyncio.run(close_models(one.served))
 
 
 def test_truncation_is_counted(in_process: InProcess) -> None:
