@@ -220,7 +220,7 @@ async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
 
 
 async def main_task(exchange: Exchange) -> Response:
-    """What the first model is for: /similarity for its inputs, else /embed, /predict, /rerank or
+    """What the model is for: /similarity for its inputs, else /embed, /predict, /rerank or
     /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
     raw = exchange.body_bytes
     try:
@@ -235,7 +235,9 @@ async def main_task(exchange: Exchange) -> Response:
     is_hub_api = isinstance(parameters, dict)
     if isinstance(parameters, dict):
         raw = orjson.dumps(given | _hub_options(parameters))
-    task = exchange.site.find_model(exchange.model_name).main_task
+    named = given.get("model")
+    name = exchange.model_name or (named if isinstance(named, str) else None)
+    task = exchange.site.find_model(name).main_task
     if task == "embed_sparse":
         return await embed_sparse(_parsed(EmbedSparseRequest, raw), exchange)
     if task == "rerank" and "query" in given:

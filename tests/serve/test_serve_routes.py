@@ -228,7 +228,7 @@ def test_tokenize_and_decode(in_process: InProcess) -> None:
         ("sparse", "/embed_sparse", {"inputs": "a"}),
     ],
 )
-def test_the_root_is_what_the_first_model_is_for(
+def test_the_root_is_what_the_model_is_for(
     in_process: InProcess, name: str, path: str, body: dict
 ) -> None:
     if name == "sparse":  # a masked language model is an embedder unless it says that it is SPLADE
@@ -237,7 +237,11 @@ def test_the_root_is_what_the_first_model_is_for(
     expected = in_process.post(f"/models/{name}{path}", body)
     assert expected.status_code == 200
     alone = in_process.with_settings(only=name)
-    for answer in (alone.post("/", body), in_process.post(f"/models/{name}", body)):
+    for answer in (
+        alone.post("/", body),
+        in_process.post(f"/models/{name}", body),
+        in_process.post("/", body | {"model": name}),
+    ):
         assert answer.json() == expected.json()
 
 
