@@ -27,9 +27,7 @@ async def supervise(settings: ServeSettings) -> None:
     if settings.prometheus_port is not None:
         raise OptionError("--prometheus-port needs --frontends 1; scrape /metrics on the port")
     listeners = _listeners(settings)
-    ends = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ends.set)
+    ends, loop = asyncio.Event(), asyncio.get_running_loop()
     with tempfile.TemporaryDirectory(prefix="bytetx-serve-") as folder:
         path = str(Path(folder) / "engine")
         engine = ChildProcess(settings, [_MODULE, "engine", path], "engine process")
@@ -43,6 +41,16 @@ async def supervise(settings: ServeSettings) -> None:
             )
             for number, listener in enumerate(listeners)
         ]
+
+        def stop() -> None:
+            """Front-ends drain; told again, they end at once."""
+            if ends.is_set():
+                for frontend in frontends:
+                    frontend.terminate()
+            ends.set()
+
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop)
         logger.info("listening on %s", address(listeners[0]))
         code = await _run(engine, frontends, ends)
     for listener in set(listeners):
@@ -73,9 +81,14 @@ async def _run(
 
 
 def _listeners(settings: ServeSettings) -> list[socket.socket]:
-    """A socket for each front-end on the same port; on a Unix path one that all accept from."""
+    """A socket for each front-end on the same port; on a Unix path one that all accept from.
+
+    Raises OptionError where another server listens there, even one that shares its port.
+    """
     if settings.uds_path is not None:
         return [bind(settings)] * settings.frontends
+    if settings.port:
+        bind(settings).close()  # which shares with nobody
     first = bind(settings, shares_port=True)
     same = replace(settings, port=first.getsockname()[1])
     more = [bind(same, shares_port=True) for _ in range(settings.frontends - 1)]

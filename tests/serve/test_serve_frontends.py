@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -14,7 +15,9 @@ from other_processes import child_processes
 from serving import InProcess, Server, start_server
 
 from bytetx import SamplingParams
+from bytetx.errors import OptionError
 from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
+from bytetx.serve.supervisor import _listeners
 from bytetx.serve.wire import FrameProtocol, decode_frame, encode_frame
 
 
@@ -144,6 +147,31 @@ def test_sigterm_ends_all(split_server: Server) -> None:
     assert split_server.stop(number=signal.SIGTERM) == 0
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_second_signal_ends_all_at_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    arguments = ["--model", str(checkpoints["writer"]), "--frontends", "2"]
+    body = {"prompt": ["the"] * 32, "n": 100, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with (
+        start_server([*arguments, "--shutdown-timeout", "300"], log=tmp_path / "log") as running,
+        running.client() as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        next(answer.iter_raw())
+        running.process.terminate()
+        running.wait_for("shutting down: 1 requests")
+        assert running.process.poll() is None
+        assert running.stop() == 0
+
+
+def test_a_port_that_another_server_shares_is_refused() -> None:
+    settings = ServeSettings(model_sources(["a"]), port=0, frontends=2)
+    first, second = _listeners(settings)
+    with first, second:
+        port = first.getsockname()[1]
+        assert second.getsockname()[1] == port
+        with pytest.raises(OptionError, match=f":{port}: Address already in use"):
+            _listeners(replace(settings, port=port))
 
 
 def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
