@@ -4,8 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import orjson
-
 from bytetx.serve.calls import Call, Outcome
 from bytetx.tasks.futures import as_it_is, forward
 
@@ -36,7 +34,7 @@ class EmbedGroups:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[str, bytes], _Group] = {}
+        self._groups: dict[tuple[str, str], _Group] = {}
 
     def add(
         self, call: Call, run: Run, *, queue_limits: tuple[int, int]
@@ -46,7 +44,7 @@ class EmbedGroups:
         run: of calls to one model with the same options.  queue_limits: texts and tokens that may
         wait for that model.
         """
-        key = call.model, orjson.dumps(call.options, option=orjson.OPT_SORT_KEYS)
+        key = call.model, repr(sorted(call.options.items()))
         num_texts, num_characters = len(call.inputs), sum(map(len, call.inputs))
         most_texts = min(_MAX_GROUP_TEXTS, queue_limits[0] // _PART_OF_QUEUE)
         most_characters = queue_limits[1] // _PART_OF_QUEUE  # a token has one or more
@@ -65,7 +63,7 @@ class EmbedGroups:
         group.num_characters += num_characters
         return waiter
 
-    def _start(self, key: tuple[str, bytes], group: _Group) -> None:
+    def _start(self, key: tuple[str, str], group: _Group) -> None:
         if self._groups.get(key) is group:
             del self._groups[key]
         wanted = [

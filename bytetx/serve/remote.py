@@ -73,9 +73,10 @@ class EngineClient:
     async def generate(self, call: Call) -> AsyncGenerator[Piece, None]:
         protocol, number = self._need_protocol(), next(self._ids)
         queue = self._streams[number] = asyncio.Queue()
-        protocol.send({"id": number, "op": "generate", "call": _call_row(call)})
-        is_open = True
+        is_open = False
         try:
+            _send(protocol, {"id": number, "op": "generate", "call": _call_row(call)})
+            is_open = True
             while True:
                 header = await queue.get()
                 if "error" in header:
@@ -118,8 +119,8 @@ class EngineClient:
         protocol, number = self._need_protocol(), next(self._ids)
         future = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        protocol.send(header | {"id": number})
         try:
+            _send(protocol, header | {"id": number})
             answer: tuple[dict[str, Any], Any] = await future
         except asyncio.CancelledError:
             protocol.send({"id": number, "op": "cancel"})
@@ -165,6 +166,14 @@ class EngineClient:
                 future.set_exception(ServeError("unhealthy", _LOST, retry_after_s=5))
         for stream in self._streams.values():
             stream.put_nowait({"error": ["unhealthy", _LOST, None, None, 5]})
+
+
+def _send(protocol: FrameProtocol, header: dict[str, Any]) -> None:
+    """Raises ServeError where a frame cannot hold what the client gave."""
+    try:
+        protocol.send(header)
+    except TypeError as error:  # of orjson, whose integers have 64 bits
+        raise ServeError("validation", f"the request has a value out of range: {error}") from None
 
 
 def _call_row(call: Call) -> list[Any]:

@@ -1,6 +1,7 @@
 """Front-ends that share a port, and the engine process: killed, it comes back."""
 
 import asyncio
+import json
 import re
 import signal
 import subprocess
@@ -16,6 +17,9 @@ from serving import InProcess, Server, start_server
 
 from bytetx import SamplingParams
 from bytetx.errors import OptionError
+from bytetx.serve.calls import Call
+from bytetx.serve.errors import ServeError
+from bytetx.serve.remote import EngineClient
 from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
 from bytetx.serve.supervisor import _listeners
 from bytetx.serve.wire import FrameProtocol, decode_frame, encode_frame
@@ -110,6 +114,16 @@ def test_ready_is_said_once_every_process_answers(split_server: Server) -> None:
             assert client.get("/health").status_code == 200
 
 
+def test_an_integer_of_more_than_64_bits_is_refused(split_server: Server) -> None:
+    huge = 99999999999999999999
+    with split_server.client() as client:
+        for path, body in (("/embed", {"inputs": [huge]}), ("/decode", {"ids": [huge]})):
+            answer = client.post(path, content=json.dumps(body))
+            assert answer.status_code == 422 and answer.json()["error_type"] == "validation"
+        body = {"model": "writer", "prompt": "a", "max_tokens": huge}
+        assert client.post("/v1/completions", content=json.dumps(body)).status_code == 400
+
+
 def test_a_killed_engine_comes_back(split_server: Server) -> None:
     with split_server.client() as client:
         (pid,) = children(split_server)["engine"]
@@ -187,6 +201,23 @@ def test_an_engine_that_cannot_start_ends_the_server(tmp_path: Path) -> None:
         ended = str(error)
     assert ended is not None and "ended with 1" in ended
     assert "error: " in ended and "/no/such/folder" in ended and "Traceback" not in ended
+
+
+def test_an_integer_of_more_than_64_bits_is_refused_and_leaves_nothing() -> None:
+    client = EngineClient("/no/such/socket")
+    protocol = client._protocol = FrameProtocol(lambda *_: None, lambda _: None)
+    protocol.transport = asyncio.Transport()
+
+    async def main() -> None:
+        call = Call("m", "decode", [[2**70]])
+        with pytest.raises(ServeError, match="64-bit range") as raised:
+            await client.run(call)
+        assert raised.value.kind == "validation"
+        with pytest.raises(ServeError, match="64-bit range"):
+            await anext(client.generate(call))
+
+    asyncio.run(main())
+    assert not client._waiting and not client._streams
 
 
 def test_frames() -> None:

@@ -85,6 +85,7 @@ def test_request_ids(in_process: InProcess) -> None:
         ("/embed", b'{"inputs": "a", "truncation_direction": "Up"}', ["truncation_direction"]),
         ("/embed", b'{"inputs": "a", "prompt_name": "none"}', ["prompt_name", "query"]),
         ("/embed", b'{"inputs": "a", "dimensions": 1000}', ["dimensions"]),
+        ("/embed", b'{"inputs": "a", "dimensions": 99999999999999999999}', ["dimensions"]),
         ("/embed", b'{"inputs": [5, 99999]}', ["99999"]),
         ("/embed", b'{"inputs": [5, 99999999999999999999]}', ["99999999999999999999"]),
         ("/predict", b'{"inputs": ["a", "b", "c"], "x": 1}', []),
