@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import tokenizers
@@ -68,7 +68,7 @@ class Tokenizer:
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
-        self._limited: dict[tuple[int, int], Tokenizer] = {}
+        self._limited: dict[tuple[int, int, str], Tokenizer] = {}
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
 
@@ -88,32 +88,37 @@ class Tokenizer:
         self._prefixes = PrefixFinder(backend, max_tokens=max_tokens)
         self._word_pieces = WordPieces(backend) if word_pieces is None else word_pieces
 
-    def limited(self, max_tokens: int, *, stride: int = 0) -> "Tokenizer":
+    def limited(
+        self,
+        max_tokens: int,
+        *,
+        stride: int = 0,
+        direction: Literal["left", "right"] | None = None,
+    ) -> "Tokenizer":
         """The same tokenizer for texts of at most so many tokens; made once, and kept.
 
         stride: tokens of a cut text that the next of its overflowing encodings has, too.
+        direction: the side that is cut off; None is the checkpoint's.
         """
-        sizes = min(max_tokens, self.max_tokens), stride
-        if sizes == (self.max_tokens, 0):
+        truncation = self.backend.truncation
+        assert truncation is not None  # the constructor enabled it
+        own = truncation["max_length"], truncation["stride"], truncation["direction"]
+        key = min(max_tokens, self.max_tokens), stride, direction or own[2]
+        if key == own:
             return self
-        if sizes not in self._limited:
+        if key not in self._limited:
             limited = copy(self)
-            truncation = self.backend.truncation
-            assert truncation is not None  # the constructor enabled it
             backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
             backend.enable_truncation(
-                sizes[0],
-                stride=stride,
-                strategy="longest_first",
-                direction=truncation["direction"],
+                key[0], stride=stride, strategy="longest_first", direction=key[2]
             )
-            limited._use(backend, sizes[0], word_pieces=self._word_pieces)
-            self._limited[sizes] = limited
-        return self._limited[sizes]
+            limited._use(backend, key[0], word_pieces=self._word_pieces)
+            self._limited[key] = limited
+        return self._limited[key]
 
     def untruncated(self) -> "Tokenizer":
         """The same tokenizer without a limit; made once, and kept."""
-        key = (sys.maxsize, 0)
+        key = (sys.maxsize, 0, "")
         if key not in self._limited:
             unlimited = copy(self)
             backend = tokenizers.Tokenizer.from_str(self.backend.to_str())

@@ -108,4 +108,6 @@ def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> Non
     most = tokenizer.max_tokens - tokenizer.num_special_tokens
     if stride >= most:
         raise OptionError(f"stride must be less than the {most} tokens of a chunk, got {stride}")
-    reader.tokenizer, reader.cuts = tokenizer.limited(tokenizer.max_tokens, stride=stride), True
+    # Nothing is cut off, and from the right the chunks come in the text's order.
+    reader.tokenizer = tokenizer.limited(tokenizer.max_tokens, stride=stride, direction="right")
+    reader.cuts = True

@@ -1,11 +1,12 @@
 """Texts longer than the model: chunks of embed, classify and tag, and spans of one pass."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import transformers
-from checkpoints import SENTENCES, save_checkpoint, save_sentence_model, texts
+from checkpoints import SENTENCES, edit_json, save_checkpoint, save_sentence_model, texts
 from cli_runs import Bytetx
 from sentence_transformers.base.modules import Normalize
 from sentence_transformers.sentence_transformer.modules import Pooling
@@ -14,6 +15,8 @@ from tiny import one_thread  # noqa: F401  (autouse)
 
 import bytetx
 from bytetx.errors import InputError, OptionError, TooLongError
+from bytetx.requests.inputs import InputReader
+from bytetx.tasks.chunks import set_chunks
 
 LONG = [" ".join(SENTENCES[:7]), " ".join(SENTENCES[2:6]), " ".join(SENTENCES[::-1] * 2)]
 INPUTS = [LONG[0], "short", *texts(6, max_words=4), LONG[1], "", LONG[2], "a"]
@@ -176,6 +179,31 @@ def test_all_chunks(embedder: bytetx.Model, stride: int) -> None:
     np.testing.assert_array_equal(small.vectors, wanted)
     with pytest.raises(OptionError, match="needs ranges"):
         embedder.embed_chunks(INPUTS, precision="uint8")
+
+
+@pytest.mark.parametrize("stride", [0, 7])
+def test_chunks_are_in_the_order_of_the_text_where_texts_are_cut_on_the_left(
+    embedder: bytetx.Model, stride: int, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(embedder.checkpoint.sentence.folder, tmp_path / "left")
+    edit_json(folder / "tokenizer_config.json", truncation_side="left")
+    model = bytetx.load(folder)
+    got = model.embed_chunks(INPUTS, stride=stride)
+    wanted = embedder.embed_chunks(INPUTS, stride=stride)
+    np.testing.assert_array_equal(got.cu_seqlens, wanted.cu_seqlens)
+    np.testing.assert_array_equal(got.vectors, wanted.vectors)
+    means = [each.embed(LONG, overflow="chunk", prompt="a b: ") for each in (model, embedder)]
+    np.testing.assert_array_equal(means[0].vectors, means[1].vectors)
+    reader = InputReader(model.spec, model.tokenizer, prompt="a b: ")
+    set_chunks(reader, model.tokenizer, stride=stride)
+    chunks = reader.read([LONG[0]], 0).requests
+    assert [row.tolist() for row in chunks.split()] == chunk_ids(
+        embedder, "a b: " + LONG[0], stride
+    )
+    assert chunks.prompt_tokens[0] > 0 and not chunks.prompt_tokens[1:].any()
+    # What is cut off elsewhere is still the left.
+    beginning = model.embed([LONG[0]], truncate=True).vectors
+    assert not np.array_equal(beginning, embedder.embed([LONG[0]], truncate=True).vectors)
 
 
 def words(text: str) -> list[tuple[int, int]]:
