@@ -109,6 +109,6 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
 def _sums(x: Tensor, seqlens: np.ndarray) -> Tensor:
     """Of consecutive rows of x [total_tokens, n]: [len(seqlens), n]."""
     if len(seqlens) and (seqlens == seqlens[0]).all():
-        return x.reshape(len(seqlens), int(seqlens[0]), -1).sum(dim=1)
+        return x.reshape(len(seqlens), int(seqlens[0]), x.shape[1]).sum(dim=1)
     lengths = torch.from_numpy(seqlens).to(x.device)
     return torch.segment_reduce(x.contiguous(), "sum", lengths=lengths, axis=0, unsafe=True)

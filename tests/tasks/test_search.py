@@ -106,6 +106,15 @@ def test_texts_without_vectors() -> None:
     assert bytetx.similarity(vectors(0), vectors(4)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("mean", [False, True])
+def test_maxsim_where_no_query_has_a_vector(mean: bool) -> None:
+    got = bytetx.maxsim(tokens([0, 0]), tokens([0, 4]), mean=mean)
+    assert got.tolist() == [[-1e9, 0], [-1e9, 0]]
+    function = "meanmaxsim" if mean else "maxsim"
+    hits = bytetx.semantic_search(tokens([0]), tokens([0, 4]), function=function)
+    assert hits.indices.tolist() == [[1, 0]]
+
+
 @pytest.mark.parametrize("function", ["cosine", "dot", "euclidean", "manhattan"])
 @pytest.mark.parametrize("top_k", [1, 5, 100])
 def test_semantic_search(function: str, top_k: int, small_blocks: None) -> None:
