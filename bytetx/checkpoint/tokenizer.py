@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -22,6 +23,8 @@ from bytetx.errors import CheckpointError
 from bytetx.ops.int_lists import flatten_int_lists
 
 Text = str | tuple[str, str]  # one text or a pair
+
+_MOST_LIMITED = 4  # copies with limits of their own that are kept; each holds the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,9 @@ class Tokenizer:
         frame_ids = (self._special_id(config, name) for name in frame)
         self.frame_ids = {token_id for token_id in frame_ids if token_id is not None}
         self.has_token_types = _has_token_types(config)
-        self._limited: dict[tuple[int, int, str], Tokenizer] = {}
+        # Copies share them. Callers choose strides: only the latest are kept.
+        self._limited = lru_cache(_MOST_LIMITED)(self._make_limited)
+        self._unlimited = lru_cache(1)(self._make_unlimited)
         self._cleans_spaces = bool(config.get("clean_up_tokenization_spaces", False))
         self.encode(["", ("", "")])  # a post-processor that names unknown tokens fails here
 
@@ -95,7 +100,7 @@ class Tokenizer:
         stride: int = 0,
         direction: Literal["left", "right"] | None = None,
     ) -> "Tokenizer":
-        """The same tokenizer for texts of at most so many tokens; made once, and kept.
+        """The same tokenizer for texts of at most so many tokens; the latest are kept.
 
         stride: tokens of a cut text that the next of its overflowing encodings has, too.
         direction: the side that is cut off; None is the checkpoint's.
@@ -106,26 +111,27 @@ class Tokenizer:
         key = min(max_tokens, self.max_tokens), stride, direction or own[2]
         if key == own:
             return self
-        if key not in self._limited:
-            limited = copy(self)
-            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-            backend.enable_truncation(
-                key[0], stride=stride, strategy="longest_first", direction=key[2]
-            )
-            limited._use(backend, key[0], word_pieces=self._word_pieces)
-            self._limited[key] = limited
-        return self._limited[key]
+        return self._limited(*key)
+
+    def _make_limited(self, max_tokens: int, stride: int, direction: str) -> "Tokenizer":
+        limited = copy(self)
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.enable_truncation(
+            max_tokens, stride=stride, strategy="longest_first", direction=direction
+        )
+        limited._use(backend, max_tokens, word_pieces=self._word_pieces)
+        return limited
 
     def untruncated(self) -> "Tokenizer":
         """The same tokenizer without a limit; made once, and kept."""
-        key = (sys.maxsize, 0, "")
-        if key not in self._limited:
-            unlimited = copy(self)
-            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
-            backend.no_truncation()
-            unlimited._use(backend, sys.maxsize, word_pieces=self._word_pieces)
-            self._limited[key] = unlimited
-        return self._limited[key]
+        return self._unlimited()
+
+    def _make_unlimited(self) -> "Tokenizer":
+        unlimited = copy(self)
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.no_truncation()
+        unlimited._use(backend, sys.maxsize, word_pieces=self._word_pieces)
+        return unlimited
 
     @property
     def num_special_tokens(self) -> int:

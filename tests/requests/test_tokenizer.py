@@ -1,7 +1,10 @@
 """Tokenizer and InputReader against transformers' own tokenizers; bad input is named."""
 
+import gc
 import json
 import shutil
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -266,3 +269,24 @@ def test_model_max_length_absurd_values_are_capped(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     edit_json(folder / "tokenizer_config.json", model_max_length=int(1e30))
     assert bytetx.load(folder).max_tokens == MAX_POSITIONS
+
+
+def test_tokenizers_of_many_strides_are_not_all_kept(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_checkpoint(tmp_path), max_positions=MAX_POSITIONS)
+    assert tokenizer is not None
+    text = " ".join(SENTENCES)
+
+    def chunks(stride: int) -> list[list[int]]:
+        first = tokenizer.limited(60, stride=stride).encode([text])[0]
+        return [first.ids, *(encoding.ids for encoding in first.overflowing)]
+
+    strides = list(range(35))
+    wanted = [chunks(stride) for stride in strides]
+    assert len({str(ids) for ids in wanted}) == len(strides)
+    made = [weakref.ref(tokenizer.limited(20, stride=stride % 17)) for stride in range(50)]
+    gc.collect()
+    assert len({id(each()) for each in made if each() is not None}) <= 4
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(chunks, strides * 2)) == wanted * 2
+    assert tokenizer.untruncated() is tokenizer.untruncated()
+    assert tokenizer.limited(9).untruncated() is tokenizer.untruncated()
