@@ -85,9 +85,26 @@ def check_dimensions(dimensions: object, *, size: int) -> None:
 
 
 def check_text(name: str, given: object) -> None:
-    """OptionError unless `given` is a str."""
+    """OptionError unless `given` is a str that has a form in UTF-8."""
+    fault = text_fault(given)
+    if fault is not None:
+        raise OptionError(f"{name} {fault}")
+
+
+def text_fault(given: object) -> str | None:
+    """What makes `given` no text, to be said behind its name; None of a text."""
     if not isinstance(given, str):
-        raise OptionError(f"{name} must be a str, got {type(given).__name__}")
+        return f"must be a str, got {type(given).__name__}"
+    if given.isascii():
+        return None
+    try:
+        given.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return (
+            f"holds half a surrogate pair at character {error.start}, which is no text; decode its "
+            "source with errors='replace'"
+        )
+    return None
 
 
 def check_names(name: str, given: object) -> None:

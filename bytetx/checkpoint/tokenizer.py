@@ -190,6 +190,7 @@ class Tokenizer:
 
         Raises UnicodeEncodeError where it holds half a surrogate pair.
         """
+        text.encode("utf-8")  # what the backend raises differs from one version to the next
         return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
 
     def encode_ids(self, texts: Sequence[str]) -> Tokens:

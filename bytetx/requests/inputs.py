@@ -8,6 +8,7 @@ from typing import TypeGuard, cast
 import numpy as np
 import tokenizers
 
+from bytetx.arguments import text_fault
 from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
@@ -313,17 +314,10 @@ def _is_pair(item: object) -> TypeGuard[tuple[str, str]]:
 
 
 def _is_unicode(text: str, index: int, errors: Errors) -> bool:
-    if text.isascii():
-        return True
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        errors[index] = InputError(
-            f"texts[{index}] holds half a surrogate pair at character {error.start}, which is no "
-            "text; decode its source with errors='replace'"
-        )
-        return False
-    return True
+    fault = text_fault(text)
+    if fault is not None:
+        errors[index] = InputError(f"texts[{index}] {fault}")
+    return fault is None
 
 
 def _no_tokenizer(index: int) -> InputError:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from bytetx.arguments import check_iterable, check_text, check_top_k
+from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
 from bytetx.checkpoint.logit_score import LogitScoreSpec
 from bytetx.encode.step import Capture, Step
 from bytetx.errors import InputError, OptionError, TooLongError
@@ -165,20 +165,29 @@ class RerankMixin(OnePass):
         truncate: bool,
         on_error: OnError,
     ) -> Call[Results[Hit]]:
-        for index, document in enumerate(documents):
-            check_text(f"documents[{index}]", document)
         if instruction is not None:
             check_text("instruction", instruction)
         task = self._yes_no_task(raw_scores=raw_scores)
-        prompts = self._pair_prompts(query, documents, instruction=instruction, truncate=truncate)
-        refused: dict[int, InputError] = {
-            index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, InputError)
+        faults = map(text_fault, documents)
+        refused = {
+            index: InputError(f"documents[{index}] {fault}")
+            for index, fault in enumerate(faults)
+            if fault is not None
         }
+        texts = ["" if index in refused else text for index, text in enumerate(documents)]
+        prompts = self._pair_prompts(query, texts, instruction=instruction, truncate=truncate)
+        for index, prompt in enumerate(prompts):
+            if isinstance(prompt, InputError):
+                refused.setdefault(index, prompt)
         reader = self._reader(truncate=truncate, on_error=on_error)
         if refused and not reader.keeps_errors:
             raise refused[min(refused)]
-        kept = [index for index in range(len(prompts)) if index not in refused]
-        given = [prompt for prompt in prompts if not isinstance(prompt, InputError)]
+        given = {
+            index: prompt
+            for index, prompt in enumerate(prompts)
+            if index not in refused and not isinstance(prompt, InputError)
+        }
+        kept = list(given)
 
         def gather(scores: Results[Any]) -> Results[Hit]:
             errors = refused | {kept[index]: error for index, error in scores.errors.items()}
@@ -186,7 +195,7 @@ class RerankMixin(OnePass):
             ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
             return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
 
-        return Call("rerank", given, task, reader, lambda _: ListSink(gather))
+        return Call("rerank", list(given.values()), task, reader, lambda _: ListSink(gather))
 
     def _yes_no_task(self, *, raw_scores: bool) -> YesNoTask:
         head, score = self._need_head(self.heads.lm, "language model"), self._logit_score

@@ -78,6 +78,27 @@ def test_long_documents(tmp_path: Path) -> None:
         model.rerank("q", [5])
 
 
+def test_bad_documents_of_a_causal_reranker_fail_alone(tmp_path: Path) -> None:
+    model = bytetx.load(save_reranker(tmp_path), device="cpu")
+    given = ["a", "\ud800", None]
+    got = model.rerank("q", given, on_error="return")
+    assert [(hit.index, hit.score) for hit in got] == [(0, model.rerank("q", ["a"])[0].score)]
+    assert {index: type(error) for index, error in got.errors.items()} == dict.fromkeys(
+        (1, 2), InputError
+    )
+    half = "holds half a surrogate pair at character 0"
+    assert str(got.errors[1]).startswith(f"documents[1] {half}")
+    assert str(got.errors[2]) == "documents[2] must be a str, got NoneType"
+    with pytest.raises(InputError, match=rf"documents\[1\] {half}"):
+        model.rerank("q", given)
+    with pytest.raises(OptionError, match=f"query {half}"):
+        model.rerank("\ud800", ["a"], on_error="return")
+    with pytest.raises(OptionError, match=f"instruction {half}"):
+        model.rerank("q", ["a"], instruction="\ud800", on_error="return")
+    with pytest.raises(UnicodeEncodeError):
+        model.tokenizer.encode_plain("\ud800")
+
+
 def test_other_models(tmp_path: Path) -> None:
     model = bytetx.load(save_causal(tmp_path / "plain"), device="cpu")
     with pytest.raises(InputError, match='no tokens "yes" and "no"'):
