@@ -1,6 +1,7 @@
 """A query and its documents as prompts of a causal model that scores pairs."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from bytetx.checkpoint.chat_template import ChatTemplate
@@ -18,6 +19,17 @@ _AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 # Texts that a template is tried with; the last tokens they have in common are the template's.
 _FILLERS = ("0", "1 2 3 4")
+
+
+@dataclass(frozen=True, slots=True)
+class PairPrompts:
+    """What the model reads for each document, or why there is nothing to read.
+
+    num_truncated: prompts that were cut already.
+    """
+
+    prompts: Sequence[list[int] | tuple[str, str] | TooLongError]
+    num_truncated: int = 0
 
 
 def yes_no_ids(tokenizer: Tokenizer) -> tuple[int, int]:
@@ -38,8 +50,8 @@ def yes_no_prompts(
     *,
     instruction: str | None,
     truncate: bool,
-) -> list[list[int] | TooLongError]:
-    """The token ids of each document's prompt, or why it has none.
+) -> PairPrompts:
+    """The token ids of each document's prompt.
 
     truncate: cut the document of a prompt that is too long.
     """
@@ -48,14 +60,16 @@ def yes_no_prompts(
     head = f"<Instruct>: {instruction or _INSTRUCTION}\n<Query>: {query}\n<Document>: "
     room = tokenizer.max_tokens - len(before) - len(after)
     prompts: list[list[int] | TooLongError] = []
+    num_truncated = 0
     for index, document in enumerate(documents):
         body = unlimited.encode_plain(head + document).ids
         if len(body) > room and not truncate:
             num_tokens = len(before) + len(body) + len(after)
             prompts.append(_too_long(index, num_tokens, tokenizer.max_tokens))
         else:
+            num_truncated += len(body) > room
             prompts.append([*before, *body[:room], *after])
-    return prompts
+    return PairPrompts(prompts, num_truncated)
 
 
 def chat_prompts(
@@ -67,7 +81,7 @@ def chat_prompts(
     *,
     prompt: str,
     truncate: bool,
-) -> list[list[int] | TooLongError]:
+) -> PairPrompts:
     """The token ids of each document's chat, as sentence-transformers' CrossEncoder makes them.
 
     prompt: the system message; "" for none.
@@ -86,12 +100,14 @@ def chat_prompts(
         )
     suffix: list[int] | None = None
     prompts: list[list[int] | TooLongError] = []
+    num_truncated = 0
     for index, document in enumerate(documents):
         ids = unlimited.encode_plain(render(query, document)).ids
         limit = tokenizer.max_tokens
         if len(ids) > limit and not truncate:
             prompts.append(_too_long(index, len(ids), limit))
             continue
+        num_truncated += len(ids) > limit
         if len(ids) >= limit and spec.restores_suffix:
             if suffix is None:
                 fillers = (unlimited.encode_plain(render(text, text)).ids for text in _FILLERS)
@@ -99,7 +115,7 @@ def chat_prompts(
             kept = suffix[-limit:]
             ids = [*ids[: limit - len(kept)], *kept]
         prompts.append(ids[:limit])
-    return prompts
+    return PairPrompts(prompts, num_truncated)
 
 
 # Texts that no template writes by itself.

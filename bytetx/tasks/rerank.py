@@ -1,7 +1,7 @@
 """Reranking by a cross-encoder, or by a causal model that answers yes or no (Qwen3-Reranker)."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from bytetx.arguments import check_iterable, check_text, check_top_k, text_fault
 from bytetx.checkpoint.logit_score import LogitScoreSpec
 from bytetx.encode.step import Capture, Step
-from bytetx.errors import InputError, OptionError, TooLongError
+from bytetx.errors import InputError, OptionError
 from bytetx.nn.heads import LmHead
 from bytetx.nn.sentence_modules import activation_by_name
 from bytetx.nn.transformer import Transformer
@@ -19,7 +19,7 @@ from bytetx.tasks.call import Call, ListSink
 from bytetx.tasks.classify import ScoreTask
 from bytetx.tasks.one_pass import OnePass
 from bytetx.tasks.options import OnError
-from bytetx.tasks.pair_prompts import chat_prompts, yes_no_ids, yes_no_prompts
+from bytetx.tasks.pair_prompts import PairPrompts, chat_prompts, yes_no_ids, yes_no_prompts
 from bytetx.tasks.results import Hit, Results
 
 # Families whose causal models are rerankers of this kind.
@@ -175,7 +175,8 @@ class RerankMixin(OnePass):
             if fault is not None
         }
         texts = ["" if index in refused else text for index, text in enumerate(documents)]
-        prompts = self._pair_prompts(query, texts, instruction=instruction, truncate=truncate)
+        made = self._pair_prompts(query, texts, instruction=instruction, truncate=truncate)
+        prompts = made.prompts
         for index, prompt in enumerate(prompts):
             if isinstance(prompt, InputError):
                 refused.setdefault(index, prompt)
@@ -193,7 +194,9 @@ class RerankMixin(OnePass):
             errors = refused | {kept[index]: error for index, error in scores.errors.items()}
             by_index = dict(zip(kept, scores, strict=True))
             ordered = [by_index.get(index, errors.get(index)) for index in range(len(documents))]
-            return _best_hits(Results(ordered, scores.stats, errors), documents, top_k)
+            num_truncated = scores.stats.num_truncated + made.num_truncated
+            stats = replace(scores.stats, num_truncated=num_truncated)
+            return _best_hits(Results(ordered, stats, errors), documents, top_k)
 
         return Call("rerank", list(given.values()), task, reader, lambda _: ListSink(gather))
 
@@ -210,8 +213,7 @@ class RerankMixin(OnePass):
 
     def _pair_prompts(
         self, query: str, documents: list[str], *, instruction: str | None, truncate: bool
-    ) -> Sequence[list[int] | tuple[str, str] | TooLongError]:
-        """What the model reads for each document."""
+    ) -> PairPrompts:
         tokenizer, score = self._need_tokenizer(), self._logit_score
         if score is None:
             return yes_no_prompts(
@@ -220,7 +222,7 @@ class RerankMixin(OnePass):
         prompt = self.checkpoint.sentence.prompt_text(instruction, None)
         template = self.checkpoint.pair_template
         if template is None:
-            return [(prompt + query, document) for document in documents]
+            return PairPrompts([(prompt + query, document) for document in documents])
         return chat_prompts(
             tokenizer, template, score, query, documents, prompt=prompt, truncate=truncate
         )

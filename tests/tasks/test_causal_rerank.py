@@ -73,7 +73,8 @@ def test_long_documents(tmp_path: Path) -> None:
     kept = model.rerank("q", given, on_error="return")
     assert {hit.index for hit in kept} == {0, 2}
     assert isinstance(kept.errors[1], TooLongError)
-    assert len(model.rerank("q", given, truncate=True)) == 3
+    cut = model.rerank("q", given, truncate=True)
+    assert len(cut) == 3 and cut.stats.num_truncated == 1
     with pytest.raises(InputError, match=r"documents\[0\]"):
         model.rerank("q", [5])
 

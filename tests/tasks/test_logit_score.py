@@ -86,6 +86,8 @@ def test_chats_that_are_cut_keep_the_end_of_the_template(restores: bool, tmp_pat
     model = bytetx.load(folder, device="cpu")
     with pytest.raises(TooLongError, match=r"documents\[8\] makes a prompt of \d+ tokens, the mod"):
         model.rerank(QUERY, DOCUMENTS[6:7] * 8 + DOCUMENTS[-1:])
+    cut = model.rerank(QUERY, [*DOCUMENTS[6:7], DOCUMENTS[-1]], truncate=True)
+    assert cut.stats.num_truncated == 1
     kept = model.rerank(QUERY, [*DOCUMENTS[6:7], DOCUMENTS[-1]], on_error="return")
     assert list(kept.errors) == [1] and len(kept) == 1
 
@@ -93,6 +95,8 @@ def test_chats_that_are_cut_keep_the_end_of_the_template(restores: bool, tmp_pat
 def test_pairs_that_are_cut(tmp_path: Path) -> None:
     folder = save_reranker(tmp_path, max_seq_length=30)
     assert_same(folder, truncate=True)
+    got = bytetx.load(folder, device="cpu").rerank("q", ["a", DOCUMENTS[-1]], truncate=True)
+    assert got.stats.num_truncated == 1
 
 
 def test_an_activation_of_the_checkpoint(tmp_path: Path) -> None:
