@@ -1,7 +1,8 @@
 """Several vectors a text: one for each chunk of a long text, or for each span of one pass."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence, Sized
 from dataclasses import dataclass
+from numbers import Integral
 from typing import cast
 
 import numpy as np
@@ -268,17 +269,32 @@ class ChunkMixin(DenseMixin):
 
 
 def _check_spans(texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
-    if isinstance(texts, str) or len(texts) != len(spans):
+    for name, given in (("texts", texts), ("spans", spans)):
+        if isinstance(given, str) or not isinstance(given, Sized):
+            raise InputError(f"{name} must be a list for embed_spans, got {type(given).__name__}")
+    if len(texts) != len(spans):
         raise InputError(
             f"spans must have one list for each of the texts, got {len(spans)} for {len(texts)}"
         )
     for index, (text, of_text) in enumerate(zip(texts, spans, strict=True)):
         if not isinstance(text, str):
             raise InputError(f"texts[{index}] must be a str for embed_spans")
+        if not isinstance(of_text, Collection):
+            raise InputError(
+                f"spans[{index}] must be a list of (start, end), got {type(of_text).__name__}"
+            )
         for span in of_text:
-            start, end = span
-            if not 0 <= start < end <= len(text):
+            if not _is_span(span, len(text)):
                 raise InputError(
-                    f"spans[{index}] has {tuple(span)}, which is no (start, end) within the "
+                    f"spans[{index}] has {span!r}, which is no (start, end) within the "
                     f"{len(text)} characters of the text"
                 )
+
+
+def _is_span(span: object, num_characters: int) -> bool:
+    if not isinstance(span, Collection) or len(span) != 2:
+        return False
+    start, end = span
+    if not isinstance(start, Integral) or not isinstance(end, Integral):
+        return False
+    return 0 <= int(start) < int(end) <= num_characters

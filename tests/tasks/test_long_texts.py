@@ -254,11 +254,27 @@ def test_spans_behind_a_prompt_and_beyond_the_cut(embedder: bytetx.Model) -> Non
         (["a"], [[(0, 2)]], r"\(0, 2\), which is no \(start, end\) within the 1 characters"),
         (["abc"], [[(2, 2)]], "which is no"),
         ([("a", "b")], [[(0, 1)]], "must be a str"),
+        ("a", [[(0, 1)]], "texts must be a list for embed_spans, got str"),
+        ((text for text in ["a"]), [[(0, 1)]], "texts must be a list for embed_spans, got gen"),
+        (["a"], 3, "spans must be a list for embed_spans, got int"),
+        (["a"], [None], r"spans\[0\] must be a list of \(start, end\), got NoneType"),
+        (["a"], [[3]], r"spans\[0\] has 3, which is no"),
+        (["abc"], [[(0, 1, 2)]], r"has \(0, 1, 2\), which is no"),
+        (["a"], [[("0", "1")]], r"has \('0', '1'\), which is no"),
+        (["a"], [[(0, 0.5)]], r"has \(0, 0.5\), which is no"),
     ],
 )
 def test_wrong_spans(embedder: bytetx.Model, texts: list, spans: list, says: str) -> None:
     with pytest.raises(InputError, match=says):
         embedder.embed_spans(texts, spans)
+
+
+def test_spans_in_arrays(embedder: bytetx.Model) -> None:
+    spans = [(0, 5), (3, 9)]
+    for form in (np.array(spans), [list(span) for span in spans]):
+        got = embedder.embed_spans(LONG[1:2], [form], truncate=True)
+        wanted = embedder.embed_spans(LONG[1:2], [spans], truncate=True)
+        np.testing.assert_array_equal(got.vectors, wanted.vectors)
 
 
 def test_command_line(tagger_folder: Path, embedder: bytetx.Model, bytetx: Bytetx) -> None:
