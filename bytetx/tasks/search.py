@@ -262,7 +262,8 @@ def _rows(name: str, given: object) -> "_Dense | _Sparse":
     if isinstance(given, TokenEmbeddings):
         raise OptionError(f"{name} are of tokens; use function maxsim, or bytetx.maxsim")
     x = _tensor(name, given.vectors if isinstance(given, Embeddings) else given)
-    x = x[None] if x.dim() == 1 else x
+    if x.dim() == 1:  # one vector; without a number there is none
+        x = x[None] if len(x) else x.reshape(0, 0)
     if x.dim() != 2:
         raise OptionError(f"{name} must be [n, dimensions], got shape {tuple(x.shape)}")
     return _Dense(x)
@@ -296,10 +297,13 @@ def _tokens(name: str, given: object) -> _Tokens:
 
 
 def _tensor(name: str, given: object) -> torch.Tensor:
-    if isinstance(given, np.ndarray):
-        given = torch.from_numpy(np.ascontiguousarray(given))
-    elif isinstance(given, list | tuple):
-        given = torch.from_numpy(np.asarray(given, dtype=np.float32))
+    if isinstance(given, np.ndarray | list | tuple):
+        try:
+            array = given if isinstance(given, np.ndarray) else np.asarray(given, dtype=np.float32)
+            native = array.dtype.newbyteorder("=")  # torch has no other
+            given = torch.from_numpy(np.ascontiguousarray(array, dtype=native))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise OptionError(f"{name} must be floating numbers: {error}") from error
     if not isinstance(given, torch.Tensor) or not given.is_floating_point():
         kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise OptionError(f"{name} must be floating numbers, got {kind}")

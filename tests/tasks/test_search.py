@@ -106,6 +106,21 @@ def test_texts_without_vectors() -> None:
     assert bytetx.similarity(vectors(0), vectors(4)).shape == (0, 4)
 
 
+def test_an_empty_list_is_no_vector() -> None:
+    assert bytetx.similarity([], []).shape == (0, 0)
+    assert bytetx.similarity([], vectors(4)).shape == (0, 4)
+    assert bytetx.similarity(vectors(4)[0], vectors(3)).shape == (1, 3)
+    assert bytetx.semantic_search([], vectors(4), top_k=3).indices.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f2", ">f8"])
+def test_arrays_of_the_other_byte_order(dtype: str) -> None:
+    given = vectors(3).astype(dtype)
+    native = given.astype(given.dtype.newbyteorder("="))
+    for a, b in ((given, native), (given[:, ::2], native[:, ::2])):
+        torch.testing.assert_close(bytetx.similarity(a, a), bytetx.similarity(b, b))
+
+
 @pytest.mark.parametrize("mean", [False, True])
 def test_maxsim_where_no_query_has_a_vector(mean: bool) -> None:
     got = bytetx.maxsim(tokens([0, 0]), tokens([0, 4]), mean=mean)
@@ -163,6 +178,10 @@ def test_no_more_rows_than_the_corpus_has() -> None:
         (lambda: bytetx.similarity(vectors(2), vectors(2, 5)), "got 24 and 5"),
         (lambda: bytetx.similarity(vectors(2)[None], vectors(2)), r"must be \[n, dimensions\]"),
         (lambda: bytetx.similarity(np.zeros((2, 3), int), vectors(2, 3)), "floating numbers"),
+        (lambda: bytetx.similarity([[1.0, 2.0], [3.0]], vectors(2)), "floating numbers: .*inhomo"),
+        (lambda: bytetx.similarity(vectors(2), ["a", "b"]), "second vectors must be floating"),
+        (lambda: bytetx.semantic_search(np.array(["a"]), vectors(2)), "must be floating numbers"),
+        (lambda: bytetx.maxsim([["a"]], tokens([2])), "must be floating numbers"),
         (lambda: bytetx.similarity(sparse(2), vectors(2, 50)), "one side is dense"),
         (lambda: bytetx.similarity(sparse(2), sparse(2), function="manhattan"), "not for sparse"),
         (lambda: bytetx.similarity(tokens([2]), vectors(2)), "use function maxsim"),
