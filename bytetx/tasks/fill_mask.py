@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from bytetx.arguments import text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Step
 from bytetx.errors import InputError
@@ -98,7 +99,10 @@ def find_targets(tokenizer: Tokenizer, targets: Sequence[str]) -> torch.Tensor:
     if isinstance(targets, str):
         targets = [targets]
     token_ids = []
-    for target in targets:
+    for place, target in enumerate(targets):
+        fault = text_fault(target)
+        if fault is not None:
+            raise InputError(f"targets[{place}] {fault}")
         token_id = tokenizer.backend.token_to_id(target)
         if token_id is None:
             pieces = tokenizer.encode_plain(target).ids

@@ -207,6 +207,8 @@ def test_fill_mask_errors(tmp_path: Path) -> None:
     assert isinstance(results[0], InputError) and len(results[1]) == 5
     with pytest.raises(InputError, match="targets is empty"):
         model.fill_mask(["a [MASK]"], targets=[])
+    with pytest.raises(InputError, match=r"targets\[1\] holds half a surrogate pair"):
+        model.fill_mask(["a [MASK]"], targets=["a", "\ud800"])
 
 
 @pytest.mark.parametrize("task", ["classify", "tag", "fill_mask"])
