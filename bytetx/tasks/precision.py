@@ -89,7 +89,7 @@ def make_quantizer(
     Raises OptionError for an unknown precision, and for ranges that are not finite [2, dim] or
     that the precision does not use.
     """
-    if precision not in DTYPES:
+    if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(DTYPES)
         raise OptionError(f"precision must be one of {known}, got {precision!r}")
     if ranges is not None and precision not in _INTEGERS:

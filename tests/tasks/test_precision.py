@@ -130,6 +130,7 @@ def test_no_text_gives_no_row_of_the_right_form(model: bytetx.Model) -> None:
     ("options", "says"),
     [
         ({"precision": "int4"}, "precision must be one of float32, float16, int8"),
+        ({"precision": ["int8"]}, r"precision must be one of .*, got \['int8'\]"),
         ({"precision": "binary", "ranges": np.zeros((2, 48))}, "ranges go with precision int8"),
         ({"precision": "int8", "ranges": np.zeros((2, 47))}, r"\[2, 48\].*shape \(2, 47\)"),
         ({"precision": "int8", "ranges": np.full((2, 48), np.nan)}, "no minima and maxima"),
