@@ -239,7 +239,7 @@ class InputReader:
         if is_long.any():
             for row in np.flatnonzero(is_long) if not self.truncate else ():
                 index = int(columns.indices[row])
-                errors.setdefault(index, _too_many_ids(index, columns.seqlens[row], limit))
+                errors.setdefault(index, self._too_many_ids(index, columns.seqlens[row], limit))
             rows = [ids[:limit] for ids in requests.split()]
             seqlens = np.minimum(columns.seqlens, limit)
             requests = replace(requests, seqlens=seqlens, token_ids=np.concatenate(rows))
@@ -250,6 +250,12 @@ class InputReader:
         frame = list(self.tokenizer.frame_ids) if self.tokenizer is not None else []
         masks = (np.isin(ids, frame).astype(int).tolist() for ids in requests.split())
         return replace(requests, alignments=[Alignment(None, None, None, mask) for mask in masks])
+
+    def _too_many_ids(self, index: int, num_ids: int, limit: int) -> TooLongError:
+        given = f"texts[{index}] has {num_ids} token ids, the model takes at most {limit}"
+        if self.cuts:
+            return TooLongError(f"{given}, and token ids are not cut into chunks; shorten it")
+        return TooLongError(f"{given}; shorten it, or pass truncate=True")
 
     def check_range(self, requests: Requests, errors: Errors) -> None:
         ids, vocab_size = requests.token_ids, self.spec.vocab_size
@@ -324,13 +330,6 @@ def _no_tokenizer(index: int) -> InputError:
     return InputError(
         f"texts[{index}] needs a tokenizer and the checkpoint has no tokenizer; give "
         "token ids, or save the tokenizer into the checkpoint's folder"
-    )
-
-
-def _too_many_ids(index: int, num_ids: int, limit: int) -> TooLongError:
-    return TooLongError(
-        f"texts[{index}] has {num_ids} token ids, the model takes at most {limit}; "
-        "shorten it, or pass truncate=True"
     )
 
 

@@ -141,6 +141,9 @@ def test_pairs_and_token_ids_are_not_cut(tmp_path: Path) -> None:
     given = [("a", "b"), (LONG[0], "b"), [5] * 41, [5] * 40, LONG[1], "x"]
     got = model.classify(given, overflow="chunk", on_error="return")
     assert sorted(got.errors) == [1, 2] and "pairs are not cut" in str(got.errors[1])
+    # truncate=True, which is advised elsewhere, does not go with overflow.
+    assert "token ids are not cut into chunks; shorten it" in str(got.errors[2])
+    assert "truncate" not in str(got.errors[2])
     plain = model.classify([given[i] for i in (0, 3, 5)])
     for ours, theirs in zip((got[0], got[3], got[5]), plain, strict=True):
         assert ours == theirs
