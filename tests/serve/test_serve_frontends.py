@@ -165,13 +165,14 @@ def test_sigterm_ends_all(split_server: Server) -> None:
 
 def test_a_second_signal_ends_all_at_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     arguments = ["--model", str(checkpoints["writer"]), "--frontends", "2"]
-    body = {"prompt": ["the"] * 32, "n": 100, "max_tokens": 100, "ignore_eos": True, "stream": True}
+    body = {"prompt": ["the"] * 32, "n": 100, "max_tokens": 90, "ignore_eos": True, "stream": True}
     with (
         start_server([*arguments, "--shutdown-timeout", "300"], log=tmp_path / "log") as running,
         running.client() as client,
         client.stream("POST", "/v1/completions", json=body) as answer,
     ):
-        next(answer.iter_raw())
+        parts = answer.iter_raw()  # the connection is open while it is
+        next(parts)
         running.process.terminate()
         running.wait_for("shutting down: 1 requests")
         assert running.process.poll() is None
