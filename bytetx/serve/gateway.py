@@ -105,12 +105,13 @@ class Gateway:
                 span.set_attribute("bytetx.tokens", exchange.timings.num_tokens)
 
     def _path(self, path: str, exchange: Exchange) -> str:
-        """The path without /models/NAME, which names the model."""
+        """The path without /models/NAME, which names the model; of several the longest name."""
         if path.startswith("/models/"):
-            for model in self._site.models():
-                prefix = f"/models/{model.name}"
+            names = sorted((model.name for model in self._site.models()), key=len, reverse=True)
+            for name in names:
+                prefix = f"/models/{name}"
                 if path == prefix or path.startswith(f"{prefix}/"):
-                    exchange.model_name = model.name
+                    exchange.model_name = name
                     return path[len(prefix) :] or "/"
         return path
 

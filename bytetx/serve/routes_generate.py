@@ -278,6 +278,8 @@ async def _merged(
                     queue.put_nowait((number, piece))
             queue.put_nowait((number, None))
         except Exception as error:
+            if isinstance(error, ServeError):  # to its source it is the only prompt
+                error.message = error.message.replace("prompts[0]", f"prompts[{number}]", 1)
             queue.put_nowait((number, error))
 
     tasks = [asyncio.create_task(read(i, source)) for i, source in enumerate(sources)]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,11 @@ def test_wrong_requests_of_openai(in_process: InProcess) -> None:
     tei_error(in_process.get("/embed"), 405, "validation", "POST")
 
 
+def test_the_wrong_one_of_several_prompts_is_named(in_process: InProcess) -> None:
+    body = {"model": "writer", "prompt": ["a", "b", "the quick fox " * 200], "max_tokens": 1}
+    openai_error(in_process.post("/v1/completions", body), 400, "prompts[2]")
+
+
 def test_a_model_that_cannot_do_it(in_process: InProcess) -> None:
     tei_error(in_process.post("/predict", OK), 424, "backend", "embedder", "cannot classify")
     body = {"prompt": "a", "model": "embedder"}
@@ -170,6 +176,18 @@ def test_a_body_that_does_not_arrive_is_too_late(
 
     answer = in_process.request("POST", "/embed", content=body())
     tei_error(answer, 408, "backend", "within 0.1 s")
+
+
+def test_the_longest_name_of_a_path_is_the_model(in_process: InProcess) -> None:
+    names = {"embedder": "org", "classifier": "org/m"}
+    served = [
+        replace(one, facts=replace(one.facts, name=names[one.facts.name]))
+        for one in in_process.served
+        if one.facts.name in names
+    ]
+    both = InProcess(in_process.settings, served)
+    assert both.post("/models/org/m/predict", OK).status_code == 200
+    assert both.post("/models/org/embed", OK).status_code == 200
 
 
 def test_keys(in_process: InProcess) -> None:
