@@ -14,6 +14,8 @@ LogitsProcessor = Callable[[Sequence[int], Any], Any]
 
 MAX_LOGPROBS = 1024
 MAX_N = 16384  # vLLM's VLLM_MAX_N_SEQUENCES
+# Logits are float32: beyond these a number is 0 or infinite there.
+_FLOAT32_TINY, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 _MIN_SEED, _MAX_SEED = -(2**63), 2**64 - 1
 _NO_SEED = _NO_TOP_K = -1  # as vLLM's clients write "none"
 
@@ -179,6 +181,11 @@ def _token_ids(name: str, value: object) -> None:
         _integer(0)(name, token)
 
 
+def _repetition_penalty(name: str, value: object) -> None:
+    _number(0, above=True)(name, value)
+    _number(_FLOAT32_TINY, _FLOAT32_MAX)(name, value)
+
+
 def _logit_bias(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
         raise InputError(f"{name} must map token ids to numbers, got {value!r}")
@@ -186,6 +193,7 @@ def _logit_bias(name: str, value: object) -> None:
         _integer(0)(f"{name}'s token", token)
         if bias != -math.inf:  # which forbids a token
             _number()(f"{name}[{token}]", bias)
+            _number(-_FLOAT32_MAX, _FLOAT32_MAX)(f"{name}[{token}]", bias)
 
 
 def _flag(name: str, value: object) -> None:
@@ -216,7 +224,7 @@ _CHECKS: dict[str, _Check] = {
     "top_k": _top_k,
     "top_p": _number(0, 1, above=True),
     "min_p": _number(0, 1),
-    "repetition_penalty": _number(0, above=True),
+    "repetition_penalty": _repetition_penalty,
     "presence_penalty": _number(-2, 2),
     "frequency_penalty": _number(-2, 2),
     "logit_bias": _logit_bias,
