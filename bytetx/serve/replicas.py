@@ -102,9 +102,10 @@ async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> 
 
         def stop() -> None:
             """Replicas drain; told again, they end at once."""
+            if told.is_set():
+                for replica in replicas:
+                    replica.terminate()
             told.set()
-            for replica in replicas:
-                replica.terminate()
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop)

@@ -163,8 +163,11 @@ def test_sigterm_ends_all(split_server: Server) -> None:
         assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_second_signal_ends_all_at_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    arguments = ["--model", str(checkpoints["writer"]), "--frontends", "2"]
+@pytest.mark.parametrize("processes", ["--frontends", "--replicas"])
+def test_a_second_signal_ends_all_at_once(
+    checkpoints: dict[str, Path], tmp_path: Path, processes: str
+) -> None:
+    arguments = ["--model", str(checkpoints["writer"]), processes, "2"]
     body = {"prompt": ["the"] * 32, "n": 100, "max_tokens": 90, "ignore_eos": True, "stream": True}
     with (
         start_server([*arguments, "--shutdown-timeout", "300"], log=tmp_path / "log") as running,
@@ -175,6 +178,8 @@ def test_a_second_signal_ends_all_at_once(checkpoints: dict[str, Path], tmp_path
         next(parts)
         running.process.terminate()
         running.wait_for("shutting down: 1 requests")
+        for _ in range(100):  # what runs goes on
+            next(parts)
         assert running.process.poll() is None
         assert running.stop() == 0
 
