@@ -122,6 +122,16 @@ class LayerSpec:
     norm_offset: float = 0.0
     alibi: AlibiSpec | None = None
 
+    @property
+    def norms_projections(self) -> bool:
+        """Whether q_norm and k_norm are of all heads together, and not of each head."""
+        return self.qk_norm == "projection"
+
+    @property
+    def can_divide_hidden(self) -> bool:
+        """Whether ranks can have a part of the hidden features each (the axis x)."""
+        return self.disentangled is None and self.convolution is None
+
     def window_of(self, layer: int) -> int:
         """The window of this layer, as of ops.attention.varlen_attention; 0: no limit."""
         if self.window_pattern:

@@ -26,8 +26,7 @@ def check_grid(spec: ModelSpec, grid: Grid) -> None:
         return
     if spec.hidden_size % grid.x:
         raise InputError(f"x={grid.x} must divide the hidden size, {spec.hidden_size}")
-    layers = spec.layer_spec
-    if has_experts or layers.disentangled is not None or layers.convolution is not None:
+    if has_experts or not spec.layer_spec.can_divide_hidden:
         raise InputError(
             f"x does not divide experts, disentangled attention or convolutions, which "
             f"{spec.family} has; use data, z or y"

@@ -308,7 +308,11 @@ class Layers:
         qkv = self._separate(step.rows.column_parallel(h, layer.qkv))
         by_head = qkv.unflatten(1, (-1, self.spec.head_dim))
         q, k, v = by_head.split(heads, dim=1)  # views
-        if layer.q_norm is not None and layer.k_norm is not None and self._norms_projections:
+        if (
+            layer.q_norm is not None
+            and layer.k_norm is not None
+            and self.layer_spec.norms_projections
+        ):
             q, k = step.rows.norm_projections(q, k, layer.q_norm, layer.k_norm)
         scale, window = self.layer_spec.softmax_scale_of(i), self.layer_spec.window_of(i)
         if self.buckets is not None:
@@ -361,11 +365,6 @@ class Layers:
             plan=plan,
         )
         return attended.flatten(1)
-
-    @property
-    def _norms_projections(self) -> bool:
-        """Whether q_norm and k_norm are of all heads together, and not of each head."""
-        return self.layer_spec.qk_norm == "projection"
 
     def _separate(self, qkv: torch.Tensor) -> torch.Tensor:
         """Features of q, then k, then v, in whichever order the weight has them."""
@@ -428,7 +427,7 @@ class Layers:
 
     def _head_weight(self, norm: NormWeight | None) -> torch.Tensor | None:
         """The weight of a norm of each head; None where there is none."""
-        return None if norm is None or self._norms_projections else norm.weight
+        return None if norm is None or self.layer_spec.norms_projections else norm.weight
 
 
 def _attend_paged(

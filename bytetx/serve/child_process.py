@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Sequence
@@ -120,16 +121,29 @@ class ChildProcess:
         return is_ready
 
 
+def drain_on_signals(children: Sequence[ChildProcess], told: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set the event, on which children drain; another ends them at once."""
+
+    def stop() -> None:
+        if told.is_set():
+            for child in children:
+                child.terminate()
+        told.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
 async def run_until_told(
     children: Sequence[ChildProcess], told: asyncio.Event
 ) -> tuple[ChildProcess, int] | None:
     """Waits for the event; or for a child that does not get ready, and gives its exit code."""
     failures = {asyncio.create_task(child.failure()): child for child in children}
-    signal = asyncio.create_task(told.wait())
+    end = asyncio.create_task(told.wait())
     try:
-        await asyncio.wait((signal, *failures), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((end, *failures), return_when=asyncio.FIRST_COMPLETED)
         ended = next((task for task in failures if task.done()), None)
         return None if ended is None else (failures[ended], ended.result())
     finally:
-        for task in (signal, *failures):
+        for task in (end, *failures):
             task.cancel()

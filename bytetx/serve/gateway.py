@@ -107,12 +107,11 @@ class Gateway:
     def _path(self, path: str, exchange: Exchange) -> str:
         """The path without /models/NAME, which names the model; of several the longest name."""
         if path.startswith("/models/"):
-            names = sorted((model.name for model in self._site.models()), key=len, reverse=True)
-            for name in names:
-                prefix = f"/models/{name}"
-                if path == prefix or path.startswith(f"{prefix}/"):
-                    exchange.model_name = name
-                    return path[len(prefix) :] or "/"
+            names = (model.name for model in self._site.models())
+            named = [name for name in names if f"{path}/".startswith(f"/models/{name}/")]
+            if named:
+                exchange.model_name = max(named, key=len)
+                return path[len(f"/models/{exchange.model_name}") :] or "/"
         return path
 
     async def _serve(self, exchange: Exchange, path: str, headers: Mapping[bytes, bytes]) -> int:

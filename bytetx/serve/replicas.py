@@ -6,14 +6,13 @@ connections among the sockets that listen on the port (SO_REUSEPORT).
 
 import asyncio
 import logging
-import signal
 import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 
 from bytetx.errors import BytetxError, OptionError
-from bytetx.serve.child_process import ChildProcess, run_until_told
+from bytetx.serve.child_process import ChildProcess, drain_on_signals, run_until_told
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.settings import ServeSettings
 
@@ -87,7 +86,7 @@ async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> 
 
     Raises BytetxError where one ends before it was ready for the first time.
     """
-    told, loop = asyncio.Event(), asyncio.get_running_loop()
+    told = asyncio.Event()
     with (
         tempfile.TemporaryDirectory(prefix="bytetx-") as folder,
         reserve_port(settings.hostname, settings.port) as place,
@@ -100,15 +99,7 @@ async def _supervise(settings: ServeSettings, devices: Sequence[str | None]) -> 
             ready.add(replica)
             logger.info("%s is ready (%d of %d)", replica.title, len(ready), len(replicas))
 
-        def stop() -> None:
-            """Replicas drain; told again, they end at once."""
-            if told.is_set():
-                for replica in replicas:
-                    replica.terminate()
-            told.set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop)
+        drain_on_signals(replicas, told)
         for replica in replicas:
             replica.start(note_ready)
         failed = await run_until_told(replicas, told)

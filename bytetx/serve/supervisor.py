@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import signal
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from bytetx.errors import OptionError
-from bytetx.serve.child_process import ChildProcess, run_until_told
+from bytetx.serve.child_process import ChildProcess, drain_on_signals, run_until_told
 from bytetx.serve.http_server import address, bind
 from bytetx.serve.settings import ServeSettings
 
@@ -27,7 +26,7 @@ async def supervise(settings: ServeSettings) -> None:
     if settings.prometheus_port is not None:
         raise OptionError("--prometheus-port needs --frontends 1; scrape /metrics on the port")
     listeners = _listeners(settings)
-    ends, loop = asyncio.Event(), asyncio.get_running_loop()
+    ends = asyncio.Event()
     with tempfile.TemporaryDirectory(prefix="bytetx-serve-") as folder:
         path = str(Path(folder) / "engine")
         engine = ChildProcess(settings, [_MODULE, "engine", path], "engine process")
@@ -41,16 +40,7 @@ async def supervise(settings: ServeSettings) -> None:
             )
             for number, listener in enumerate(listeners)
         ]
-
-        def stop() -> None:
-            """Front-ends drain; told again, they end at once."""
-            if ends.is_set():
-                for frontend in frontends:
-                    frontend.terminate()
-            ends.set()
-
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop)
+        drain_on_signals(frontends, ends)
         logger.info("listening on %s", address(listeners[0]))
         code = await _run(engine, frontends, ends)
     for listener in set(listeners):

@@ -59,7 +59,7 @@ inline QuantizedRow quantize_row(const T* x, int64_t k, Word* q) {
         const Vec v = load_some(x + i, k - i);
         Ints number = clamp(round_to_ints(v * broadcast(steps)) + zero, first, last);
         // Features beyond k count nothing.
-        if (k - i < kWidth) number = keep_first(number, k > i ? static_cast<int>(k - i) : 0);
+        if (k - i < kWidth) number = keep_first(number, static_cast<int>(k - i));
         sums = sums + number;
         store_words(q, i, number, padded - i);
     }
@@ -176,9 +176,9 @@ inline void multiply_block(const Int8LinearParams& p, int64_t begin, int64_t end
 inline void run_int8_block(const Int8LinearParams& p, int64_t begin, int64_t end, int64_t first,
                            int64_t last, void* q, QuantizedRow* rows) {
     auto* words = static_cast<Word*>(q);
-    if (p.dtype == DType::f32)
-        return multiply_block<float>(p, begin, end, first, last, words, rows);
-    multiply_block<Bf16>(p, begin, end, first, last, words, rows);
+    const bool is_f32 = p.dtype == DType::f32;
+    const auto multiply_rows = is_f32 ? multiply_block<float> : multiply_block<Bf16>;
+    multiply_rows(p, begin, end, first, last, words, rows);
 }
 
 // Declared here so that the constant, which another file names, is not file-local.

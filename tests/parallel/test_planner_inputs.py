@@ -15,6 +15,7 @@ from bytetx.bench.calibrate import calibrate_to_file
 from bytetx.cli.commands import app
 from bytetx.errors import InputError, OptionError
 from bytetx.executor.load import load_ranks
+from bytetx.parallel.grid import Grid
 from bytetx.parallel.planner.machine import load_machine
 from bytetx.parallel.planner.plan import plan
 from bytetx.parallel.planner.shapes import shape_of
@@ -108,7 +109,7 @@ def test_advice_names_the_reason_for_which_replicas_are_refused() -> None:
 
 def test_replicas_that_need_as_many_gpus_were_called_worse() -> None:
     found = plan("bert-large", goal="memory", rate=1e5)
-    single = found.find(found.best.grid.__class__())
+    single = found.find(Grid())
     assert single is not None and single.num_gpus == found.best.num_gpus
     assert "worse" not in found.advice
 

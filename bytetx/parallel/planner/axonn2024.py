@@ -101,7 +101,7 @@ def training_cost(
         if size == 1:
             return 0.0
         inner = grid.inner(axis)
-        is_inside = inner * size <= machine.gpus_per_node
+        is_inside = machine.is_inside(inner, size, ranks=grid.size)
         gbps = machine.inside_gbps(inner, size) if is_inside else machine.between_gbps(inner)
         return num_bytes * (size - 1) / size / gbps / 1e9
 

@@ -152,8 +152,8 @@ class Plan:
         if self.goal == "memory" and replicas.num_gpus == best.num_gpus:
             return (
                 f"{text} Plain replicas need as many GPUs, and {replicas.memory.total / GIB:.1f} "
-                f"GiB of each instead of {best.memory.total / GIB:.1f}: prefer them if they fit, "
-                "they need no fast links."
+                f"GiB of each instead of {best.memory.total / GIB:.1f}: prefer them, they need no "
+                "fast links."
             )
         if self.goal != "memory" and gain < _SAME:
             return (

@@ -126,8 +126,8 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
         sums_per_layer=1 if layers.norm_placement == "parallel" else 2,
         output_size=spec.output_size,
         num_shared_layers=spec.num_layer_groups * spec.layers_per_group,
-        can_divide_hidden=layers.disentangled is None and layers.convolution is None,
-        norms_projections=layers.qk_norm == "projection" and "q_norm" in spec.layer,
+        can_divide_hidden=layers.can_divide_hidden,
+        norms_projections=layers.norms_projections and "q_norm" in spec.layer,
     )
 
 
