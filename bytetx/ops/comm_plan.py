@@ -40,7 +40,6 @@ _MAX_SPLIT_K = 5  # clusters of eight start late: 1024 columns, 2048 features, 6
 # all_gather_gemm, relative to its columns (two H200s, bf16, 4096 rows, 12288 features to 6144: 938
 # us and 992).
 _SHARDED_TILES = {"128x192": (192, 1.0), "128x128": (128, 1.06)}
-_GATED_TILE = "128x128"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +163,7 @@ def fused_plans(layer: Layer) -> list[CommPlan]:
             CommPlan("fused_small_m" if is_small_m else "fused", "one_shot", tile)
             for tile, _, _, is_small_m in native.gemm_all_reduce_tilings()
         ]
-    tiles = [_GATED_TILE] if layer.is_gated else list(_SHARDED_TILES)
-    return [CommPlan("fused", "peer_store", tile) for tile in tiles]
+    return [CommPlan("fused", "peer_store", tile) for tile in _SHARDED_TILES]
 
 
 def is_built(layer: Layer, plan: CommPlan) -> bool:

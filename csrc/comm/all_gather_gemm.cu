@@ -25,7 +25,7 @@ void all_gather_gemm(const AllGatherGemmParams& p, const Launch& launch) {
     if (o.m == 0) return;
     const DeviceGuard guard(launch.device);
     const auto stream = static_cast<cudaStream_t>(launch.stream);
-    if (comm::tile_columns("all_gather_gemm", o) == 128 || o.gated) {
+    if (comm::tile_columns("all_gather_gemm", o) == 128) {
         gemm::launch_all_gather_gemm<gemm::CommTile128x128>(p, stream);
     } else {
         gemm::launch_all_gather_gemm<gemm::Tile128x192>(p, stream);

@@ -52,7 +52,7 @@ void launch_gather(const AllGatherGemmParams& o, cudaStream_t stream) {
 
 template <typename C>
 void launch_gather_epilogue(const AllGatherGemmParams& o, cudaStream_t stream) {
-    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0 && C::kTileN <= 128;
+    constexpr bool kCanGate = C::kTileN % (2 * kPermutedRows) == 0;
     const Activation activation = o.linear.activation;
     const bool is_erf = activation == Activation::gelu;
     if (o.linear.gated) {
@@ -60,7 +60,7 @@ void launch_gather_epilogue(const AllGatherGemmParams& o, cudaStream_t stream) {
             if (is_erf) return launch_gather<C, ActivationForm::erf, true>(o, stream);
             return launch_gather<C, ActivationForm::sigmoid, true>(o, stream);
         }
-        throw std::invalid_argument("all_gather_gemm: this tiling is too wide for gates");
+        throw std::invalid_argument("all_gather_gemm: only tilings of a multiple of 64 columns gate");
     }
     if (is_erf) return launch_gather<C, ActivationForm::erf, false>(o, stream);
     if (activation == Activation::none || activation == Activation::relu) {
