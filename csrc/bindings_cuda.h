@@ -6,6 +6,7 @@
 #include "bindings.h"
 #include "cache_ops.h"
 #include "comm_ops.h"
+#include "decode_step_ops.h"
 #include "gate_ops.h"
 #include "linear_norm_ops.h"
 #include "padding_ops.h"
@@ -96,6 +97,8 @@ void bind_cuda(py::module_& m) {
     bind(m, "paged_plan", &paged_plan);
     bind(m, "planned_paged_attention", &planned_paged_attention);
     bind(m, "rotary_write_kv", &rotary_write_kv);
+    m.def("decode_step_workspace_bytes", &decode_step_workspace_bytes);
+    bind(m, "decode_step", &decode_step);
     bind(m, "count_tokens", &count_tokens);
     bind(m, "pack_padded", &pack_padded);
     bind(m, "unpack_padded", &unpack_padded);

@@ -113,6 +113,17 @@ def linear_norm_workspace_bytes(m: int, n: int) -> int:
     return 0 if isinstance(module, str) else int(module.linear_norm_workspace_bytes(m, n))
 
 
+def decode_step_workspace_bytes(
+    device: torch.device, hidden_size: int, inner_size: int, num_heads: int, num_kv_heads: int
+) -> int:
+    """What the kernel `decode_step` needs; 0 where it is not built, or takes no such sizes."""
+    if kernel("decode_step", device) is None:
+        return 0
+    index = launch_args(device)[0]
+    sizes = (index, hidden_size, inner_size, num_heads, num_kv_heads)
+    return int(_modules["cuda"].decode_step_workspace_bytes(*sizes))  # type: ignore[union-attr]
+
+
 def fp8_linear_tilings() -> list[tuple[str, int, int, bool]]:
     """Those of the kernel `fp8_linear`, like linear_tilings()."""
     module = _modules["cuda"]
