@@ -21,6 +21,7 @@ from bytetx.generate.sampler import SamplingMetadata
 from bytetx.nn.executor import Executor
 from bytetx.nn.heads import LmHead
 from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.one_sequence import OneSequence
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.paged_plan import launches_by_sizes
 from bytetx.runtime.cuda_graphs import GraphCache
@@ -56,6 +57,7 @@ class CudaSteps:
         self._last_tokens = last_tokens
         self._ring = PinnedRing()
         self._graphs: GraphCache | None = None
+        self._one_sequence = OneSequence.of(transformer, cache)
         # The other ranks of a tensor-parallel group run bucketed decode steps, but no mixed ones.
         self._runs_mixed = self.is_capturable and not executor.has_workers
         if has_graphs and self.is_capturable:
@@ -145,7 +147,10 @@ class CudaSteps:
         else:
             ids = self._last_tokens.resolve(step.batch.input_ids)
         batch = replace(step.batch, input_ids=ids)
-        hidden_states = self._transformer.forward(batch, cache=self._cache)
+        if self._one_sequence is not None and layout.is_decode and layout.num_rows == 1:
+            hidden_states = self._one_sequence.forward(batch)
+        else:
+            hidden_states = self._transformer.forward(batch, cache=self._cache)
         if step.logits_rows is not None:
             hidden_states = hidden_states.index_select(0, step.logits_rows)
         if not is_greedy:

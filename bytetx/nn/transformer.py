@@ -187,6 +187,11 @@ class Transformer:
         )
         return x if self.project_out is None else linear(x, self.project_out)
 
+    @torch.inference_mode()
+    def embed(self, batch: PackedBatch) -> torch.Tensor:
+        """The embedded tokens that the layers begin with; of all layers in this process."""
+        return self._embed(batch, self.blocks.begin(batch.total_tokens))
+
     def _embed(self, batch: PackedBatch, rows: Rows) -> torch.Tensor:
         """ELECTRA projects the sum of its tables, OPT-350m its words before it adds positions."""
         table, norm = self.embeddings, self.embeddings.norm

@@ -22,6 +22,10 @@ from bytetx.generate.model_runner import ModelRunner
 from bytetx.generate.sampler import SamplingMetadata
 from bytetx.generate.sampler_output import SamplerOutput
 from bytetx.model import Model
+from bytetx.nn.kv_cache import KvCache
+from bytetx.nn.one_sequence import OneSequence
+from bytetx.nn.transformer import Transformer
+from bytetx.packed import PackedBatch
 from bytetx.runtime import cuda_graphs as graphs
 from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.paged_layout import (
@@ -102,6 +106,36 @@ def test_padded_steps_give_what_plain_ones_do(
     assert engine._scheduler.num_preempted > 0
     assert (engine.num_graphs > 0) == cuda_graphs
     assert num_free_pages(engine) == engine._scheduler.pages.num_pages
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_one_sequence_has_its_own_layers(
+    folder: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    cuda_graphs: bool,
+) -> None:
+    """They run its decode steps, and no other steps."""
+    wanted = tokens_of(bytetx.load(folder, device="cpu"), GREEDY)
+    request.getfixturevalue("like_a_gpu")
+    rows: list[int] = []
+
+    class Fake:
+        def __init__(self, transformer: Transformer, cache: KvCache):
+            self.transformer, self.cache = transformer, cache
+
+        def forward(self, batch: PackedBatch) -> torch.Tensor:
+            assert batch.max_seqlen == 1
+            rows.append(batch.total_tokens)
+            return self.transformer.forward(batch, cache=self.cache)
+
+    monkeypatch.setattr(OneSequence, "of", Fake)
+    model = bytetx.load(folder, device="cpu", cuda_graphs=cuda_graphs)
+    assert tokens_of(model, GREEDY) == wanted
+    rows.clear()
+    alone = [list(model.generate([p], GREEDY)[0].token_ids) for p in prompts()[:2]]
+    assert alone == wanted[:2]
+    assert set(rows) == {1}
 
 
 @pytest.mark.parametrize("params", [GREEDY, replace(SAMPLED, temperature=0.3, top_k=2)])

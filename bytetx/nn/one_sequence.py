@@ -1,0 +1,134 @@
+"""Decode steps of one sequence as one kernel, for the models that have it."""
+
+from typing import TypeGuard
+
+from torch import Tensor
+
+from bytetx.nn.blocks import LocalBlocks
+from bytetx.nn.kv_cache import KvCache, LayerCache
+from bytetx.nn.layers import LayerWeights
+from bytetx.nn.transformer import Transformer
+from bytetx.ops.decode_step import StepLayer, StepWeights, decode_step, make_workspace
+from bytetx.ops.gated import BLOCK, GatedWeight
+from bytetx.ops.linear import LinearWeight
+from bytetx.packed import PackedBatch
+
+
+class OneSequence:
+    """Runs a model's layers for the new token of one sequence; see `of` for which models.
+
+    Its steps run one after another, on one stream.
+    """
+
+    def __init__(self, transformer: Transformer, weights: StepWeights):
+        self._transformer, self._weights = transformer, weights
+        self._workspace = make_workspace(weights)
+
+    @classmethod
+    def of(cls, transformer: Transformer, cache: KvCache) -> "OneSequence | None":
+        """None where the kernel does not compute what the layers do, or has not their sizes."""
+        weights = step_weights(transformer, cache)
+        if weights is None or weights.workspace_bytes == 0:
+            return None
+        return cls(transformer, weights)
+
+    def forward(self, batch: PackedBatch) -> Tensor:
+        """What Transformer.forward returns with the cache, [1, hidden_size]; writes the cache."""
+        past = batch.past
+        assert past is not None and batch.position_ids is not None  # of a decode step
+        return decode_step(
+            self._transformer.embed(batch),
+            self._weights,
+            position_ids=batch.position_ids,
+            kv_seqlens=past.kv_seqlens,
+            slot_mapping=past.slot_mapping,
+            page_table=past.page_table,
+            workspace=self._workspace,
+        )
+
+
+def step_weights(transformer: Transformer, cache: KvCache) -> StepWeights | None:
+    """The model's weights and pages as the kernel takes them; None where its layers do more.
+
+    It has pre-norm layers with RMS norms and a SiLU gate, without biases, windows or experts, whose
+    heads turn by one rotary table; all weights in this process.
+    """
+    spec, layers = transformer.spec, transformer.layers
+    layer_spec, numbers = layers.layer_spec, range(spec.num_layers)
+    rotations = {layer_spec.rotary_of(i) for i in numbers}
+    scales = {layer_spec.softmax_scale_of(i) for i in numbers}
+    rotation = rotations.pop()
+    is_plain = (
+        layer_spec.causal
+        and layer_spec.norm_placement == "pre"
+        and layer_spec.norm == "rms_norm"
+        and spec.activation == "silu"
+        and layer_spec.qk_norm == "head"
+        and not any(layer_spec.window_of(i) for i in numbers)
+        and not layer_spec.softcap
+        and layers.alibi_slopes is None
+        and layers.relative_bias is None
+        and layers.buckets is None
+        and layers.convolution is None
+    )
+    is_local = (
+        type(layers.blocks) is LocalBlocks
+        and not layers.is_interleaved
+        and not layers.batch_invariant
+        and transformer.project_out is None
+        and spec.residual_multiplier == 1.0
+    )
+    if not is_plain or not is_local or rotations or len(scales) > 1 or rotation is None:
+        return None
+    if rotation.is_interleaved or rotation.scaling == "dynamic":
+        return None
+    of_layers = [
+        _step_layer(weights, pages)
+        for weights, pages in zip(layers.weights, cache.layers, strict=True)
+    ]
+    found = tuple(layer for layer in of_layers if layer is not None)
+    if len(found) < len(of_layers) or layers.final_norm is None:
+        return None
+    tables = layers.tables[rotation]
+    return StepWeights(
+        found,
+        layers.final_norm.weight,
+        tables.cos,
+        tables.sin,
+        eps=spec.norm_eps,
+        softmax_scale=scales.pop(),
+    )
+
+
+def _step_layer(w: LayerWeights, pages: LayerCache) -> StepLayer | None:
+    qkv, attn_out, ffn_out = _plain(w.qkv), _plain(w.attn_out), _plain(w.ffn_out)
+    ffn_in = _plain(w.ffn_in.fused) if _is_gate(w.ffn_in) else None
+    if qkv is None or attn_out is None or ffn_in is None or ffn_out is None:
+        return None
+    if w.attn_norm is None or w.ffn_norm is None or w.attn_out_norm or w.ffn_out_norm:
+        return None
+    return StepLayer(
+        qkv,
+        attn_out,
+        ffn_in,
+        ffn_out,
+        w.attn_norm.weight,
+        w.ffn_norm.weight,
+        None if w.q_norm is None else w.q_norm.weight,
+        None if w.k_norm is None else w.k_norm.weight,
+        pages.k_cache,
+        pages.v_cache,
+    )
+
+
+def _is_gate(w: object) -> TypeGuard[GatedWeight]:
+    return isinstance(w, GatedWeight) and w.block == BLOCK
+
+
+def _plain(w: object) -> Tensor | None:
+    """A weight alone: the kernel adds no bias and takes no other layout."""
+    if not isinstance(w, LinearWeight) or w.bias is not None:
+        return None
+    if w.is_prepacked or w.int8 is not None:
+        return None
+    return w.weight

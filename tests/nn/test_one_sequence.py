@@ -1,0 +1,61 @@
+"""Which models' layers the kernel for one sequence computes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_causal
+from tiny import load
+from tiny_decoders import DECODERS
+
+from bytetx.nn.kv_cache import allocate_cache
+from bytetx.nn.one_sequence import OneSequence, step_weights
+from bytetx.nn.transformer import Transformer
+
+# Pre-norm layers with RMS norms and a SiLU gate, without biases, windows, experts or multipliers.
+PLAIN = {
+    *("llama", "llama2", "llama-tied", "llama-wide-heads", "llama-linear", "llama3", "llama-yarn"),
+    *("mistral-full", "qwen3", "phi3"),
+}
+
+
+def cache_of(transformer: Transformer) -> object:
+    spec = transformer.spec
+    return allocate_cache(
+        num_layers=spec.num_layers,
+        num_pages=2,
+        page_size=16,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=torch.float32,
+    )
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_layers_that_do_more_run_as_before(tmp_path: Path, name: str) -> None:
+    inner = {"ffn_dim": 96} if name.startswith("opt") else {"intermediate_size": 96}
+    if DECODERS[name][0] in ("GPT2", "GPTJ", "GPTNeo", "GPTBigCode", "Falcon", "Bloom"):
+        inner = {}
+    transformer = load(save_causal(tmp_path, name, **inner), prepack=False).transformer
+    weights = step_weights(transformer, cache_of(transformer))
+    assert (weights is not None) == (name in PLAIN)
+    if weights is None:
+        return
+    spec = transformer.spec
+    assert weights.hidden_size == spec.hidden_size and weights.num_kv_heads == spec.num_kv_heads
+    assert (weights.layers[0].q_norm is None) == (name != "qwen3")
+    # There is no such kernel on a CPU.
+    assert weights.workspace_bytes == 0
+    assert OneSequence.of(transformer, cache_of(transformer)) is None
+
+
+def test_gates_that_are_not_in_blocks_of_32_run_as_before(tmp_path: Path) -> None:
+    transformer = load(save_causal(tmp_path, "qwen3"), prepack=False).transformer
+    assert step_weights(transformer, cache_of(transformer)) is None
+
+
+def test_batch_invariant_layers_run_as_before(tmp_path: Path) -> None:
+    folder = save_causal(tmp_path, "qwen3", intermediate_size=96)
+    transformer = load(folder, prepack=False).transformer
+    transformer.layers.batch_invariant = True
+    assert step_weights(transformer, cache_of(transformer)) is None
