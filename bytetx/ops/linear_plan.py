@@ -61,6 +61,7 @@ _TURNS_FROM_ROWS = 129
 _TURNS = 1.4
 _PUSH_US = 2.34e-4  # of a sum that CTAs share
 _ROUND_US = 0.66  # of CTAs that begin when others have ended
+_PAIR_US = 0.05  # of pairs: faster for some sizes, which the table names
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,19 @@ class Tiling:
     columns: int
     is_small_m: bool
 
+    @property
+    def comes_in_pairs(self) -> bool:
+        """Whether a cluster works on two tiles, one below the other."""
+        return self.name.endswith("pair") if self.is_small_m else not self.name.endswith("single")
+
+    @property
+    def split_ks(self) -> Sequence[int]:
+        """How many CTAs may share k."""
+        return _SPLIT_KS if self.is_small_m and not self.comes_in_pairs else (1,)
+
     def num_tiles(self, m: int, n: int) -> int:
-        """Tiles that cover [m, n]; most for many rows come in pairs, one below the other."""
-        pair = 1 if self.is_small_m or self.name.endswith("single") else 2
+        """Tiles that cover [m, n]."""
+        pair = 2 if self.comes_in_pairs else 1
         return -(-m // (pair * self.rows)) * pair * -(-n // self.columns)
 
 
@@ -226,7 +237,7 @@ def ranked_plans(able: Sequence[Tiling], m: int, n: int, k: int) -> list[tuple[f
         (
             (_predicted_us(tiling, split_k, m, n, k), tiling, split_k)
             for tiling in able
-            for split_k in (_SPLIT_KS if tiling.is_small_m else (1,))
+            for split_k in tiling.split_ks
             if split_k == 1 or k >= split_k * _SPLIT_FEATURES
         ),
         key=lambda plan: round(plan[0], 3),  # equal ones in the order of `able`
@@ -250,6 +261,8 @@ def _predicted_us(tiling: Tiling, split_k: int, m: int, n: int, k: int) -> float
     if waves > 1 and m >= _TURNS_FROM_ROWS and 2 * n * k > _L2_BYTES:
         block_us *= _TURNS
     joining_us = 0.0 if split_k == 1 else sums * _PUSH_US
+    if tiling.comes_in_pairs:
+        joining_us = _PAIR_US
     return _START_US + waves * (blocks * block_us + joining_us) + (waves - 1) * _ROUND_US
 
 

@@ -28,12 +28,21 @@ constexpr Entry entry(const char* name) {
 }
 
 constexpr Entry kEntries[] = {
-    entry<gemm::Tile128x192>("128x192"),           entry<gemm::Tile192x128>("192x128"),
-    entry<gemm::Tile128x128>("128x128"),           entry<gemm::Tile192x128Single>("192x128-single"),
-    entry<gemm::SmallM64x32>("small-m-64x32"),     entry<gemm::SmallM64x64>("small-m-64x64"),
-    entry<gemm::SmallM64x96>("small-m-64x96"),     entry<gemm::SmallM128x64>("small-m-128x64"),
-    entry<gemm::SmallM128x96>("small-m-128x96"),   entry<gemm::SmallM128x128>("small-m-128x128"),
-    entry<gemm::SmallM192x128>("small-m-192x128"), entry<gemm::SmallM128x32>("small-m-128x32"),
+    entry<gemm::Tile128x192>("128x192"),
+    entry<gemm::Tile192x128>("192x128"),
+    entry<gemm::Tile128x128>("128x128"),
+    entry<gemm::Tile192x128Single>("192x128-single"),
+    entry<gemm::SmallM64x32>("small-m-64x32"),
+    entry<gemm::SmallM64x64>("small-m-64x64"),
+    entry<gemm::SmallM64x96>("small-m-64x96"),
+    entry<gemm::SmallM128x64>("small-m-128x64"),
+    entry<gemm::SmallM128x96>("small-m-128x96"),
+    entry<gemm::SmallM128x128>("small-m-128x128"),
+    entry<gemm::SmallM192x128>("small-m-192x128"),
+    entry<gemm::SmallM128x32>("small-m-128x32"),
+    entry<gemm::SmallM64x64Pair>("small-m-64x64-pair"),
+    entry<gemm::SmallM128x64Pair>("small-m-128x64-pair"),
+    entry<gemm::SmallM128x128Pair>("small-m-128x128-pair"),
 };
 constexpr int kNumEntries = sizeof(kEntries) / sizeof(Entry);
 

@@ -141,4 +141,17 @@ struct LinearEpilogue : EpilogueDefaults, TileLayout<C> {
     }
 };
 
+// As LinearEpilogue, with a residual that the threads load and add to the first value.
+template <typename C, ActivationForm kForm, bool kGated>
+struct ResidualFirstEpilogue : LinearEpilogue<C, kForm, kGated> {
+    using Linear = LinearEpilogue<C, kForm, kGated>;
+    using Linear::Linear;
+
+    template <typename Accumulators, typename Wait>
+    __device__ __forceinline__ void begin(Accumulators& sums, const Wait& wait) const {
+        Linear::begin(sums, wait);
+        if (this->in.residual != nullptr) this->add_residual(sums);
+    }
+};
+
 }  // namespace bytetx::gemm

@@ -23,9 +23,30 @@ inline bool are_crowded(int ctas, int ranks) {
     return ctas > (ranks > 2 ? num_sms() * 10 / 11 : num_sms());
 }
 
-// A smaller split-k than asked for where k has not as many blocks, or shared memory no room. A
-// stage for every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched
-// before the kernel before has ended.
+struct SmallMShape {
+    int num_stages, smem_bytes;
+};
+
+// A stage for every block of a CTA, up to kMostBytesOfStages: weights that have one are fetched
+// before the kernel before has ended. more_bytes: what a CTA has behind the stages.
+template <typename C>
+SmallMShape small_m_shape(int ctas, int cluster_ctas, int blocks, int more_bytes) {
+    constexpr int kStage = C::kStageBytes, kHead = LaunchStages<C>::kHeadBytes;
+    const int wanted = std::min(C::kStages, blocks);
+    const auto stages_in = [&](int bytes) {
+        return std::min(wanted, (bytes - kHead - more_bytes) / kStage);
+    };
+    int num_stages = std::min(stages_in(kMostSmemBytes), std::max(2, kMostBytesOfStages / kStage));
+    const bool is_crowded = are_crowded(ctas, cluster_ctas);
+    if (is_crowded) {
+        const int shallow = stages_in(kSmemBytesOfTwo);
+        if (shallow >= std::min(wanted, kFewestStages)) num_stages = shallow;
+    }
+    const int used = kHead + num_stages * kStage + more_bytes;
+    return {num_stages, std::max(used, is_crowded ? 0 : kSmemBytesOfOne)};
+}
+
+// A smaller split-k than asked for where k has not as many blocks, or shared memory no room.
 template <typename C, ActivationForm kForm, bool kGated>
 void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     using Epilogue = SplitKEpilogue<C, kForm, kGated>;
@@ -42,26 +63,36 @@ void launch_small_m(const LinearParams& o, cudaStream_t stream) {
     // Two stages at least: one is given back when the next one's products have begun.
     while (ranks > 1 && kHead + 2 * kStage + parts_bytes(ranks) > kMostSmemBytes) --ranks;
     const int ctas = p.tiles_m * p.tiles_n * ranks;
-    const int wanted = std::min(C::kStages, (p.num_k_blocks + ranks - 1) / ranks);
-    const auto stages_in = [&](int bytes) {
-        return std::min(wanted, (bytes - kHead - parts_bytes(ranks)) / kStage);
-    };
-    int num_stages = std::min(stages_in(kMostSmemBytes), std::max(2, kMostBytesOfStages / kStage));
-    const bool is_crowded = are_crowded(ctas, ranks);
-    if (is_crowded) {
-        const int shallow = stages_in(kSmemBytesOfTwo);
-        if (shallow >= std::min(wanted, kFewestStages)) num_stages = shallow;
-    }
-    p.stages = {num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
-    const int smem_bytes = std::max(kHead + num_stages * kStage + parts_bytes(ranks),
-                                    is_crowded ? 0 : kSmemBytesOfOne);
+    const int blocks = num_tiles(p.num_k_blocks, ranks);  // of a CTA, at most
+    const auto shape = small_m_shape<C>(ctas, ranks, blocks, parts_bytes(ranks));
+    p.stages = {shape.num_stages, (a_rows + C::kTileN) * kBlockK * kElementBytes};
     allow_smem_once<K::kFunction>(kMostSmemBytes);
-    launch_kernel(K::kFunction, {dim3(ctas), dim3(C::kThreads), smem_bytes, stream, ranks}, p);
+    launch_kernel(K::kFunction, {dim3(ctas), dim3(C::kThreads), shape.smem_bytes, stream, ranks},
+                  p);
+}
+
+// Clusters that share columns instead of k.
+template <typename C, ActivationForm kForm, bool kGated>
+void launch_small_m_pairs(const LinearParams& o, cudaStream_t stream) {
+    using Epilogue = ResidualFirstEpilogue<C, kForm, kGated>;
+    using K = Kernel<C, OneTileScheduler, DenseProducer<C>, Epilogue>;
+    static_assert(sizeof(typename K::Smem) <= LaunchStages<C>::kHeadBytes);
+    typename K::Params p{};
+    static_cast<Problem&>(p) = make_problem<C>(o);
+    p.epilogue = LinearInputs::of(o);
+    const int ctas = p.tiles_m * p.tiles_n * C::kClusterCtas;
+    const auto shape = small_m_shape<C>(ctas, C::kClusterCtas, p.num_k_blocks, 0);
+    p.stages = {shape.num_stages, C::kStageBytes};
+    allow_smem_once<K::kFunction>(kMostSmemBytes);
+    launch_kernel(K::kFunction,
+                  {dim3(ctas), dim3(C::kThreads), shape.smem_bytes, stream, C::kClusterCtas}, p);
 }
 
 template <typename C, ActivationForm kForm, bool kGated>
 void launch(const LinearParams& o, cudaStream_t stream) {
-    if constexpr (C::kIsForSmallM) {
+    if constexpr (C::kIsForSmallM && C::kClusterCtas > 1) {
+        launch_small_m_pairs<C, kForm, kGated>(o, stream);
+    } else if constexpr (C::kIsForSmallM) {
         launch_small_m<C, kForm, kGated>(o, stream);
     } else {
         using K = Kernel<C, RasterScheduler, DenseProducer<C>, LinearEpilogue<C, kForm, kGated>>;

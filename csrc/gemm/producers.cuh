@@ -94,6 +94,13 @@ __device__ __forceinline__ void fetch_operands(const K& k, const Weights& fetch_
         }
         if constexpr (!kIsPersistent) break;
     }
+    // Until the other CTAs have released all stages: their signals must not reach the CTA that has
+    // this one's place next.
+    if constexpr (!kIsPersistent && C::kClusterCtas > 1) {
+        for (int i = 0; i < s.stages.num_stages(p.stages); ++i, ring.advance()) {
+            EmptyBarrier::wait(&s.ring.empty[ring.index], ring.phase ^ 1);
+        }
+    }
 }
 
 // Both operands by TMA: weights to all CTAs of a cluster, rows to one.

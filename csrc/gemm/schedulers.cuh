@@ -25,15 +25,13 @@ struct RasterOrder {
     int rows;   // rows of cluster tiles in a band
 };
 
-// What persistent schedulers share: a CTA has several tiles, each over all features.
+// What schedulers share whose CTAs have tiles of their own, each over all features.
 template <typename C>
-struct PersistentCta {
-    static constexpr bool kIsPersistent = true;
+struct WholeKCta {
     static constexpr bool kProducerReturns = false;
     const Problem& p;
 
     __device__ __forceinline__ Share k_blocks() const { return {0, p.num_k_blocks}; }
-    __device__ __forceinline__ bool has(int tile) const { return tile < p.tiles_m * p.tiles_n; }
 
     __device__ __forceinline__ void sync_start() const {
         if constexpr (C::kClusterCtas > 1) {
@@ -50,6 +48,16 @@ struct PersistentCta {
         }
     }
     __device__ __forceinline__ void end_producer() const {}
+};
+
+// What persistent schedulers share: a CTA has several tiles.
+template <typename C>
+struct PersistentCta : WholeKCta<C> {
+    static constexpr bool kIsPersistent = true;
+
+    __device__ __forceinline__ bool has(int tile) const {
+        return tile < this->p.tiles_m * this->p.tiles_n;
+    }
 };
 
 // The CTAs of a cluster work on tiles below one another: each fetches a part of b and sends it to
@@ -97,6 +105,27 @@ struct RowScheduler : PersistentCta<C> {
 
     __device__ __forceinline__ int tile_m(int tile) const { return tile * C::kTileM; }
     __device__ __forceinline__ int tile_n(int) const { return place * C::kTileN; }
+};
+
+// As RasterScheduler, with one tile a CTA, clusters along n.
+template <typename C>
+struct OneTileScheduler : WholeKCta<C> {
+    struct Inputs {};
+    static constexpr bool kIsPersistent = false;
+    static constexpr int num_clusters = 0;
+    int rank = static_cast<int>(cute::block_rank_in_cluster());
+    int cluster = static_cast<int>(blockIdx.x) / C::kClusterCtas;
+    int m, n;  // of the tile
+
+    __device__ __forceinline__ OneTileScheduler(const Problem& p, const Inputs&)
+        : WholeKCta<C>{p},
+          m((cluster / p.tiles_n * C::kClusterCtas + rank) * C::kTileM),
+          n(cluster % p.tiles_n * C::kTileN) {}
+
+    __device__ __forceinline__ bool has(int) const { return true; }
+    __device__ __forceinline__ int tile_m(int) const { return m; }
+    __device__ __forceinline__ int tile_n(int) const { return n; }
+    __device__ __forceinline__ void sync_end() const {}  // the producer has waited for the others
 };
 
 // What schedulers share whose clusters have one tile: as many CTAs as the launch says share k. The

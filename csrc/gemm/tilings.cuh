@@ -53,6 +53,14 @@ struct SmallMTiling {
     using Stages = LaunchStages<C>;
 };
 
+// The same without split-k: the two CTAs of a cluster work on tiles below one another and send each
+// other their half of b. With as many CTAs as SMs it is L2 that bounds the main loop, and pairs
+// read a quarter to a third less from it.
+template <int kTogether, int kRowBlocks, int kTileN, int kStages = 16>
+struct SmallMPairTiling : SmallMTiling<kTogether, kRowBlocks, kTileN, kStages> {
+    static constexpr int kClusterCtas = 2;
+};
+
 // Whole rows of d belong to a group of kParts clusters, of kClusterCtas each, that lie beside one
 // another; a CTA has kTileN columns.
 template <int kRowBlocks, int kTileN, int kStages, int kClusterCtas, int kParts_>
@@ -106,6 +114,9 @@ using SmallM128x64 = SmallMTiling<2, 1, 64>;
 using SmallM128x96 = SmallMTiling<2, 1, 96, 5>;
 using SmallM128x128 = SmallMTiling<2, 1, 128, 4>;
 using SmallM192x128 = SmallMTiling<3, 1, 128, 4>;
+using SmallM64x64Pair = SmallMPairTiling<1, 1, 64>;
+using SmallM128x64Pair = SmallMPairTiling<2, 1, 64>;
+using SmallM128x128Pair = SmallMPairTiling<2, 1, 128>;
 
 // fp8_linear().
 using Fp8Tile128x128 = Tiling<2, 128, 7, 1>;

@@ -1,6 +1,7 @@
 """Linear layers on Hopper: every tiling, epilogue and dtype against float64."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -87,6 +88,19 @@ def test_every_tiling(name: str, split_k: int, dtype: torch.dtype, m: int) -> No
             poison_free_memory()
             ours = run_kernel(x, w, plan=plan, activation=activation, residual=rest)
             assert_right(ours, x, w, activation, rest)
+
+
+@pytest.mark.parametrize("size", ["64x64", "128x64", "128x128"])
+@pytest.mark.parametrize("m", [1, 65, 200, 520])
+def test_pairs_give_the_bits_of_single_tiles(size: str, m: int) -> None:
+    """Pairs share what they read, not what they sum; one launch behind the other."""
+    pair, single = (LinearPlan(index_of(f"small-m-{size}{end}")) for end in ("-pair", ""))
+    x, w, residual = random_layer(m, 736, 1096, torch.float16)
+    for activation, rest in (("none", residual), ("gelu", None)):
+        poison_free_memory()
+        run = partial(run_kernel, x, w, activation=activation, residual=rest)
+        ours = [run(plan=pair) for _ in range(20)]
+        assert all(torch.equal(d, run(plan=single)) for d in ours)
 
 
 @pytest.mark.parametrize(
