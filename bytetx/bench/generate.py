@@ -70,6 +70,12 @@ def shapes() -> list[Shape]:
             tuple(uniform_requests(64, (100, 1024), (1, 1))),
             note="one token each: the fraction of the floor is the share of the GEMM rate reached",
         ),
+        Shape(
+            "qwen3-0.6b-1x256",
+            "qwen3-0.6b",
+            tuple(uniform_requests(1, (100, 100), (256, 256))),
+            note="one sequence: the fraction of the floor is the share of the memory rate reached",
+        ),
         Shape("gpt2-124m-64x128", "gpt2-124m", tuple(uniform_requests(64, (50, 500), (128, 128)))),
     ]
 
