@@ -27,9 +27,10 @@ from bytetx.parallel.tp import GroupCollectives, Store, TpGroup, gpu_of, join_gr
 
 _ROUNDS = 7  # the median of them
 _LAUNCHES = 100
-# Of calls in a graph before those that are timed, and of those: a GPU at its power limit lowers its
-# clock after some milliseconds, as it does in a pass.
-_GRAPH_US, _HOT_US = 2_000.0, 25_000.0
+# Of calls in a graph; of those before the timed ones, and of the timed ones. A GPU at its power
+# limit takes a tenth of a second to find the clock that it keeps, as in passes one after another:
+# after 25 ms, rates of equal work differed by a fifth (two H100s, GEMMs of 8192 and 16384 rows).
+_GRAPH_US, _HOT_US, _TIMED_US = 2_000.0, 200_000.0, 50_000.0
 _KERNELS = 200  # of the graph that tells the time between two
 
 
@@ -232,9 +233,9 @@ def _hot_us(run: Callable[[], object], collectives: GroupCollectives) -> float:
     graph = capture(lambda: [run() for _ in range(calls)])
     collectives.barrier()
     graph.replay()
-    replays = agreed(_HOT_US / timed_us(graph.replay, 1))
-    timed_us(graph.replay, replays)
-    return timed_us(graph.replay, replays) / calls
+    replay_us = timed_us(graph.replay, 1)
+    timed_us(graph.replay, agreed(_HOT_US / replay_us))
+    return timed_us(graph.replay, agreed(_TIMED_US / replay_us)) / calls
 
 
 def groups_of(size: int) -> list[tuple[int, int]]:
