@@ -28,16 +28,17 @@ from bytetx.parallel.tp import GroupCollectives, Store, TpGroup, gpu_of, join_gr
 _ROUNDS = 7  # the median of them
 _LAUNCHES = 100
 # Of calls in a graph; of those before the timed ones, and of the timed ones. A GPU at its power
-# limit takes a tenth of a second to find the clock that it keeps, as in passes one after another:
-# after 25 ms, rates of equal work differed by a fifth (two H100s, GEMMs of 8192 and 16384 rows).
-_GRAPH_US, _HOT_US, _TIMED_US = 2_000.0, 200_000.0, 50_000.0
+# limit takes a while to find the clock that it keeps, as in passes one after another: after 25 ms,
+# large GEMMs that run at equal rates in passes differed by a fifth (two H100s, 2026-11-26).
+_GRAPH_US, _HOT_US, _TIMED_US = 2_000.0, 100_000.0, 40_000.0
 _KERNELS = 200  # of the graph that tells the time between two
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: GEMMs of rows and of inputs = outputs = features; attention over `tokens`
-    in texts of `lengths`; bytes that are copied, payloads of collectives, and of z's copies."""
+    """What is measured: GEMMs by rows and features, the root of inputs x outputs; attention over
+    `tokens` in texts of `lengths`; bytes that are copied, payloads of collectives, and of z's
+    copies."""
 
     gemm_rows: tuple[int, ...]
     features: tuple[int, ...]
@@ -265,10 +266,18 @@ def _fill(points: list[tuple[int, int, float]]) -> None:
 def _gemm_tflops(
     m: int, features: int, dtype: torch.dtype, device: torch.device, timer: Timer
 ) -> float:
-    x = torch.randn(m, features, device=device, dtype=dtype)
-    weight = torch.randn(features, features, device=device, dtype=dtype) * features**-0.5
-    w = prepare_linear(weight, x[0].clone(), prepack=False)
-    return 2 * m * features**2 / timer(lambda: linear(x, w)) / 1e6
+    """Of three products of equal work, square, wide and deep: one shape alone may suit its tiles."""
+    randn = partial(torch.randn, device=device, dtype=dtype)
+    took = 0.0
+    for n, k in (
+        (features, features),
+        (2 * features, features // 2),
+        (features // 2, 2 * features),
+    ):
+        x, weight = randn(m, k), randn(n, k) * k**-0.5
+        w = prepare_linear(weight, randn(n), prepack=False)
+        took += timer(partial(linear, x, w))
+    return 3 * 2 * m * features**2 / took / 1e6
 
 
 def _attention_tflops(

@@ -163,9 +163,13 @@ def _host_us(
 
 def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
     """Whether a kernel computes and communicates at once, as where y is the only axis."""
-    is_of_y = transfer.axis == "y" and transfer.is_of_layer
-    if not (grid.is_y_alone and is_of_y and _is_inside(machine, grid, "y")):
-        return False  # the kernels read and write the memory of their peers
+    return transfer.axis == "y" and transfer.is_of_layer and _has_fused_sums(grid, machine)
+
+
+def _has_fused_sums(grid: Grid, machine: Machine) -> bool:
+    """Whether products with y's sums are such kernels: they read and write their peers' memory."""
+    if not (grid.is_y_alone and _is_inside(machine, grid, "y")):
+        return False
     return machine.fused_y > 0 or machine.sum_gbps > 0
 
 
@@ -253,9 +257,14 @@ def _others_us(
         flop, length=max(length, 1.0), head_dim=shape.head_dim, causal=shape.causal
     )
     kv_bytes = work.kv_rows * 2 * local.num_kv_heads * shape.head_dim * itemsize
-    # Each norm reads a sum and a residual and writes both.
-    moved: float = kv_bytes + 2 * 4 * work.rows * local.hidden * itemsize
-    kernels = 3
+    # Each norm reads a sum and a residual and writes both: of a rank's own rows where kernels sum and
+    # norm them at once, whose measured time has the norms in it.
+    is_fused = grid.y > 1 and _has_fused_sums(grid, machine)
+    normed_rows = work.rows / grid.y if is_fused else work.rows
+    is_in_sums = is_fused and machine.sum_gbps > 0
+    norms = 0 if is_in_sums else 2
+    moved: float = kv_bytes + norms * 4 * normed_rows * local.hidden * itemsize
+    kernels = 1 + norms
     if grid.x > 1:
         moved += work.rows * _unfused_bytes(shape, local, itemsize=itemsize) / _UNFUSED_RATE
         kernels += _LAYER_OPS_OF_X
