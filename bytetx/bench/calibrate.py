@@ -266,14 +266,11 @@ def _fill(points: list[tuple[int, int, float]]) -> None:
 def _gemm_tflops(
     m: int, features: int, dtype: torch.dtype, device: torch.device, timer: Timer
 ) -> float:
-    """Of three products of equal work, square, wide and deep: one shape alone may suit its tiles."""
+    """Of three products of equal work: square, wide and deep."""
     randn = partial(torch.randn, device=device, dtype=dtype)
     took = 0.0
-    for n, k in (
-        (features, features),
-        (2 * features, features // 2),
-        (features // 2, 2 * features),
-    ):
+    wide, narrow = 2 * features, features // 2
+    for n, k in ((features, features), (wide, narrow), (narrow, wide)):
         x, weight = randn(m, k), randn(n, k) * k**-0.5
         w = prepare_linear(weight, randn(n), prepack=False)
         took += timer(partial(linear, x, w))

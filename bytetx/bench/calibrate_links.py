@@ -1,5 +1,6 @@
 """What moves between the GPUs of this machine: collectives, z's copies, and y's fused sums."""
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from bytetx.parallel.planner.machine import Kind, wire_bytes
 from bytetx.parallel.tp import GroupCollectives, TpGroup
 
 Timer = Callable[[Callable[[], object]], float]
+_PAIRS = 5  # of a fused product and one alone
 _ROW_STEP = 256  # of shares of rows, whole tiles of every tiling
 
 
@@ -109,9 +111,16 @@ def measure_sums(group: TpGroup, *, rows: Sequence[int], features: int, timer: T
             linear(x, second)
 
         moved = wire_bytes("all_reduce", whole.nbytes, size)
-        points.append((moved, max(timer(fused) - timer(alone), 1.0)))
+        points.append((moved, max(_extra_us(timer, fused, alone), 1.0)))
     us, per_byte = line(points)
     return SumOfY(us, 1 / per_byte / 1e3)
+
+
+def _extra_us(timer: Timer, longer: Callable[[], object], shorter: Callable[[], object]) -> float:
+    """How much longer a call takes: the median of pairs in turn, but the first, before which the
+    GPUs may have idled and keep a higher clock than later."""
+    pairs = [(timer(longer), timer(shorter)) for _ in range(_PAIRS + 1)]
+    return statistics.median(a - b for a, b in pairs[1:])
 
 
 def _gather(collectives: GroupCollectives, received: Tensor, sent: Tensor) -> None:

@@ -46,6 +46,7 @@ def test_a_case_says_what_the_planner_chose_and_what_was_fastest(
     case = grids.Shape("bert-large-equal-2048", "bert-large", (512,) * 4)
     found = grids.measure(case, family, load_machine("h100-nvlink"))
     assert found.shape["chosen"] == "data2" and found.shape["fastest"] == "z2"
+    assert found.shape["beaten_by"] == "z2"
     assert found.ours == pytest.approx(20, rel=0.5) and set(found.rivals) == {"one", "z2", "y2"}
     ms = found.rivals | {"data2": found.ours}
     errors = [abs(float(found.shape[f"planned_{grid}_ms"]) / ms[grid] - 1) for grid in ms]
@@ -67,6 +68,12 @@ def test_it_needs_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(BytetxError, match="two GPUs or more, and torch finds 1"):
         grids.grids_suite(patterns=[], machine="h100-nvlink")
+
+
+def test_a_grid_is_faster_where_it_is_in_every_round() -> None:
+    assert grids.is_faster([1.0, 2.0], [1.1, 2.1])
+    assert not grids.is_faster([1.0, 2.0], [1.1, 1.9])
+    assert not grids.is_faster([1.0, 2.0], [1.0, 2.0])
 
 
 def test_the_share_of_copies_that_kernels_cover() -> None:

@@ -64,7 +64,7 @@ class Case:
     def run(self, w: StepWeights, workspace: Tensor, *, slot: int | None = None) -> Tensor:
         slot = self.slot if slot is None else slot
         position, keys, slots = (
-            torch.tensor([n], dtype=torch.int32, device="cuda")
+            torch.full([1], n, dtype=torch.int32, device="cuda")  # in a graph, too
             for n in (self.num_keys - 1, self.num_keys, slot)
         )
         return decode_step(

@@ -257,8 +257,8 @@ def _others_us(
         flop, length=max(length, 1.0), head_dim=shape.head_dim, causal=shape.causal
     )
     kv_bytes = work.kv_rows * 2 * local.num_kv_heads * shape.head_dim * itemsize
-    # Each norm reads a sum and a residual and writes both: of a rank's own rows where kernels sum and
-    # norm them at once, whose measured time has the norms in it.
+    # Each norm reads a sum and a residual and writes both. Kernels with y's sums norm a rank's own
+    # rows alone, and the measured time of their sums has the norms in it.
     is_fused = grid.y > 1 and _has_fused_sums(grid, machine)
     normed_rows = work.rows / grid.y if is_fused else work.rows
     is_in_sums = is_fused and machine.sum_gbps > 0
