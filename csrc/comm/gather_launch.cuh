@@ -60,7 +60,8 @@ void launch_gather_epilogue(const AllGatherGemmParams& o, cudaStream_t stream) {
             if (is_erf) return launch_gather<C, ActivationForm::erf, true>(o, stream);
             return launch_gather<C, ActivationForm::sigmoid, true>(o, stream);
         }
-        throw std::invalid_argument("all_gather_gemm: only tilings of a multiple of 64 columns gate");
+        throw std::invalid_argument(
+            "all_gather_gemm: only tilings of a multiple of 64 columns gate");
     }
     if (is_erf) return launch_gather<C, ActivationForm::erf, false>(o, stream);
     if (activation == Activation::none || activation == Activation::relu) {
