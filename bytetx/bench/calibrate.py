@@ -4,6 +4,8 @@ All ranks run one program in lockstep; rank 0 writes what the slowest of them to
 a small model as users load it, for what a pass takes around its layers.
 """
 
+import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -110,10 +112,24 @@ def calibrate_to_file(path: Path, *, ranks: int | None = None) -> str:
     if not path.parent.is_dir() or path.is_dir():
         wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} is no folder"
         raise InputError(f"{wrong}; give --calibrate another file")
-    try:
-        path.touch()  # measuring takes a while: what cannot be written is said before
+    try:  # measuring takes a while: what cannot be written is said before
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error
+    partial_file = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(_measured_text(size, has_gpus=num_gpus > 0))
+        load_machine(partial_file)  # what was written can be read
+        partial_file.chmod(0o644)
+        partial_file.replace(path)
+    finally:
+        partial_file.unlink(missing_ok=True)
+    return f"wrote {path}; use it with: bytetx plan --machine {path} --model ..."
+
+
+def _measured_text(size: int, *, has_gpus: bool) -> str:
+    """Of the machine file, from processes that this one starts."""
     workers, store = spawn(
         size, module="bytetx.bench.calibrate", num_threads=torch.get_num_threads()
     )
@@ -122,11 +138,9 @@ def calibrate_to_file(path: Path, *, ranks: int | None = None) -> str:
         workers.wait_for_replies()
     finally:
         workers.close()
-    if num_gpus:
+    if has_gpus:
         found.around = measure_around(size)
-    path.write_text(machine_text(found, size=size), encoding="utf-8")
-    load_machine(path)  # what was written can be read
-    return f"wrote {path}; use it with: bytetx plan --machine {path} --model ..."
+    return machine_text(found, size=size)
 
 
 def main(arguments: Sequence[str]) -> None:

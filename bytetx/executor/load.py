@@ -120,14 +120,16 @@ def _planned_grid(
             "grid of data and y"
         )
     shape = shape_of(spec)
+    most = spec.max_positions // (2 if shape.has_lm_head else 1)
+    tokens = max(1, min(_AUTO_TOKENS, most))
     resolved = resolve_dtype(dtype, placed, saved=saved_dtype(folder, spec))
     planned = plan(
         shape,
         machine=machine,
         gpus=size,
-        lengths=_AUTO_TOKENS,
+        lengths=tokens,
         batch=_AUTO_BATCH,
-        output_tokens=_AUTO_TOKENS if shape.has_lm_head else 0,
+        output_tokens=tokens if shape.has_lm_head else 0,
         dtype=str(resolved).removeprefix("torch."),
     )
     return planned.best.grid

@@ -85,6 +85,21 @@ def test_what_cannot_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         calibrate.calibrate_to_file(tmp_path / "m.toml", ranks=2)
 
 
+def test_a_failure_leaves_no_file_and_an_old_one_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(size: int, *, has_gpus: bool) -> str:
+        raise InputError("a rank ended")
+
+    monkeypatch.setattr(calibrate, "_measured_text", fail)
+    old = tmp_path / "old.toml"
+    old.write_text("# of yesterday")
+    for path in (tmp_path / "new.toml", old):
+        with pytest.raises(InputError, match="a rank ended"):
+            calibrate.calibrate_to_file(path, ranks=2)
+    assert list(tmp_path.iterdir()) == [old] and old.read_text() == "# of yesterday"
+
+
 def test_the_host_is_measured_by_launches() -> None:
     alone = GroupCollectives(None, rank=0, size=1)
     op_us, collective_us = calibrate.host_us(alone, torch.float32, torch.device("cpu"))

@@ -16,6 +16,7 @@ from bytetx.errors import InputError, OptionError
 from bytetx.executor import load as executor_load
 from bytetx.executor import messages
 from bytetx.executor.messages import Join, decode, encode
+from bytetx.nn.loading import load_spec
 from bytetx.parallel.grid import Grid
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96}
@@ -123,7 +124,8 @@ def test_auto_is_the_plan_of_all_gpus(llama: Path, monkeypatch: pytest.MonkeyPat
         return executor_load._planned_grid(llama, 1, device="auto", dtype="auto")
 
     assert planned(1, "NVIDIA H200") is None
-    options = {"lengths": 512, "batch": 64, "output_tokens": 512, "dtype": "float16"}
+    half = load_spec(llama).max_positions // 2  # texts, and as many tokens of answers
+    options = {"lengths": half, "batch": 64, "output_tokens": half, "dtype": "float16"}
     assert planned(4, "NVIDIA H200") == plan(llama, gpus=4, **options).best.grid
     with pytest.raises(OptionError, match="this is NVIDIA L4"):
         planned(2, "NVIDIA L4")

@@ -16,6 +16,7 @@ from bytetx.parallel.planner.cost import TransferCost
 from bytetx.parallel.planner.ledger import local_sizes, pass_transfers
 from bytetx.parallel.planner.machine import (
     Around,
+    Machine,
     RateTable,
     load_machine,
     machine_names,
@@ -264,6 +265,47 @@ def test_measured_sums_of_y() -> None:
     moved = 2048 * 1024 * 2  # 2 (p - 1) / p of the payload
     assert row.exposed_us == pytest.approx(48 * (10 + moved / 100e3))
     assert row.hides_behind == "its GEMMs"
+
+
+def test_measured_sums_of_y_have_the_norms_in_them() -> None:
+    """They read and write a rank's own rows, four times each; without measured sums as well."""
+    h200 = replace(load_machine("h200-nvlink"), fused_y=0.5)
+
+    def compute_us(machine: Machine, grid: str) -> float:
+        found = plan("bert-large", machine=machine, gpus=2, lengths=[512] * 8)
+        return found.explain(grid).prefill.compute_us
+
+    norms_us = 24 * 2 * (2048 * 4 * 1024 * 2 / h200.hbm_gbps / 1e3 + h200.launch_us)
+    measured = replace(h200, sum_us=10.0, sum_gbps=100.0)
+    assert compute_us(h200, "y2") - compute_us(measured, "y2") == pytest.approx(norms_us)
+    assert compute_us(h200, "data2") == compute_us(measured, "data2")
+    apart = replace(h200, fused_y=0.0)  # every rank norms all rows
+    more_us = compute_us(apart, "y2") - compute_us(h200, "y2")
+    assert more_us == pytest.approx(24 * 2 * 2048 * 4 * 1024 * 2 / h200.hbm_gbps / 1e3)
+
+
+def test_texts_longer_than_the_model_takes() -> None:
+    short = replace(SHAPES["gpt2-xl"], max_positions=100)
+    with pytest.raises(OptionError, match="takes 100 tokens, and the longest text has 101:"):
+        plan(short, gpus=2, lengths=[101, 5])
+    with pytest.raises(OptionError, match="has 90 and 11 of its answer"):
+        plan(short, gpus=2, lengths=90, batch=4, output_tokens=11)
+    assert plan(short, gpus=2, lengths=90, batch=4, output_tokens=10).grids
+    cut = plan(short, gpus=2, lengths="ln128", batch=64, output_tokens=10).traffic
+    assert max(cut.seqlens) == 90 and min(cut.seqlens) < 90
+    with pytest.raises(OptionError, match="and 100 of its answer"):
+        plan(short, gpus=2, lengths="ln128", output_tokens=100)
+
+
+def test_every_rank_of_y_holds_all_logits() -> None:
+    shape = SHAPES["llama-8b"]
+    options = {"gpus": 2, "lengths": 8, "output_tokens": 4}
+
+    def workspace(batch: int) -> int:
+        return plan(shape, batch=batch, **options).explain("y2").memory.workspace
+
+    of_logits = 2 * (shape.vocab_size + shape.vocab_size // 2)
+    assert workspace(128) - workspace(64) > 64 * of_logits
 
 
 def test_what_surrounds_a_pass() -> None:

@@ -325,7 +325,8 @@ def memory_of(
     """rows, total_rows: of a pass, in a slot and in all.  kv_rows: tokens whose keys and values a
     rank has room for in all layers.
 
-    Word embeddings and logits are divided over y; positions, norms and biases are on every rank.
+    Word embeddings are divided over y; positions, norms and biases are on every rank, and logits
+    once they are gathered.
     """
     shard = gathered_numbers(local.weights, grid.z) // grid.z
     tables = local.vocab * (2 if shape.has_lm_head and not shape.is_tied else 1)
@@ -334,7 +335,7 @@ def memory_of(
     widest = max(features, shape.num_inner * local.inner)
     # Every rank receives the rows of all slots, and puts them in the order of the batch.
     received = 2 * total_rows * shape.hidden_size if grid.num_slots > 1 else 0
-    logits = num_logits * local.vocab
+    logits = num_logits * (local.vocab + (shape.vocab_size if grid.y > 1 else 0))
     return Memory(
         weights=itemsize * (shape.num_stored_layers * shard + embedding),
         gathered=itemsize * 2 * local.weights if grid.z > 1 else 0,

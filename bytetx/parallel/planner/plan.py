@@ -22,7 +22,7 @@ from bytetx.parallel.planner.cost import (
 from bytetx.parallel.planner.ledger import local_sizes
 from bytetx.parallel.planner.machine import GIB, Machine, load_machine
 from bytetx.parallel.planner.shapes import ModelShape, shape_of
-from bytetx.parallel.planner.traffic import Traffic, make_traffic
+from bytetx.parallel.planner.traffic import PROFILES, Traffic, make_traffic
 
 Goal = Literal["latency", "throughput", "memory"]
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -209,12 +209,13 @@ def plan(
 
     model: a checkpoint's folder, its spec, or a named shape.  machine: a name or a TOML file.
     gpus: of one model instance; None: a node.  With goal "memory", grids of fewer GPUs compete.
-    lengths: tokens of texts: a profile's name, a number, or a list of one batch.  batch: texts a
-    step, where lengths is no list.  output_tokens: generated for each text.  rate: texts a second;
-    each grid then says how many instances serve it.
+    lengths: tokens of texts: a profile's name, whose texts are cut where the model ends, a number,
+    or a list of one batch.  batch: texts a step, where lengths is no list.  output_tokens:
+    generated for each text.  rate: texts a second; each grid then says how many instances serve it.
     memory_gib: of a GPU; None is the machine's.  goal: latency of a batch, throughput a GPU, or
     memory: the fewest GPUs, then the least memory.
-    Runs without torch. Raises OptionError for an option, InputError where no grid fits.
+    Runs without torch. Raises OptionError for an option or texts longer than the model takes,
+    InputError where no grid fits.
     """
     shape, described = shape_of(model), load_machine(machine)
     gpus = described.gpus_per_node if gpus is None else gpus
@@ -230,6 +231,9 @@ def plan(
     if output_tokens and not shape.has_lm_head:
         raise OptionError(f"{shape.name} generates no tokens; leave output_tokens out")
     traffic = make_traffic(lengths, batch=batch, output_tokens=output_tokens, rate=rate)
+    if shape.max_positions:
+        is_profile = isinstance(lengths, str) and lengths in PROFILES
+        traffic = _fit(traffic, shape, is_profile=is_profile)
     sizes = divisors(gpus) if goal == "memory" else [gpus]
     found, refused = _cost_all(
         (grid for size in sizes for grid in grids_of(size)),
@@ -253,6 +257,21 @@ def plan(
         ranked,
         tuple(refused),
     )
+
+
+def _fit(traffic: Traffic, shape: ModelShape, *, is_profile: bool) -> Traffic:
+    """Texts of a profile are cut where the model ends; others must not be longer."""
+    most = shape.max_positions - traffic.output_tokens
+    if is_profile and most > 0:
+        return replace(traffic, seqlens=tuple(min(length, most) for length in traffic.seqlens))
+    longest = max(traffic.seqlens)
+    if longest > most:
+        with_answer = f" and {traffic.output_tokens} of its answer" if traffic.output_tokens else ""
+        raise OptionError(
+            f"{shape.name} takes {shape.max_positions} tokens, and the longest text has "
+            f"{longest}{with_answer}: give shorter lengths"
+        )
+    return traffic
 
 
 def _are_replicas(grid: Grid) -> bool:

@@ -21,6 +21,7 @@ class ModelShape:
     output_size: features of the last rows, 0: hidden_size.
     num_shared_layers: sets of weights that the layers take in turn, 0: each has its own.
     can_divide_hidden: whether x divides it.  norms_projections: of all heads of q and k at once.
+    max_positions: the most tokens of a text, 0: any number.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelShape:
     num_shared_layers: int = 0
     can_divide_hidden: bool = True
     norms_projections: bool = False
+    max_positions: int = 0
 
     @property
     def num_stored_layers(self) -> int:
@@ -128,6 +130,7 @@ def _shape_of_spec(spec: ModelSpec, *, name: str | None = None) -> ModelShape:
         num_shared_layers=spec.num_layer_groups * spec.layers_per_group,
         can_divide_hidden=layers.can_divide_hidden,
         norms_projections=layers.norms_projections and "q_norm" in spec.layer,
+        max_positions=spec.max_positions,
     )
 
 
