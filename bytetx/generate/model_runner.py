@@ -18,7 +18,13 @@ from bytetx.nn.heads import LmHead, LogitRows
 from bytetx.nn.kv_cache import KvCache
 from bytetx.nn.transformer import Transformer
 from bytetx.packed import PackedBatch, Past
-from bytetx.runtime.faults import failed_op, first_line, is_of_device, is_out_of_memory
+from bytetx.runtime.faults import (
+    failed_op,
+    first_line,
+    is_of_device,
+    is_out_of_memory,
+    lost_error,
+)
 from bytetx.runtime.forking import computing
 from bytetx.runtime.input_batch import InputBatch
 from bytetx.runtime.on_stream import OnStream
@@ -97,7 +103,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def start(self, plan: SchedulerOutput) -> SamplerOutput:
-        """Runs the step, or queues it; StepError where the device could not run it."""
+        """Runs the step, or queues it; StepError where the device could not run it.
+
+        Raises DeviceLostError where the device, or a rank, no longer answers.
+        """
         try:
             with computing(self.device), self._on_stream():
                 input_batch = self._input_batches.build(plan)
@@ -108,7 +117,18 @@ class ModelRunner:
         except Exception as error:
             if not is_of_device(error, self.device):
                 raise
+            self._check_device(error, len(plan.rows))
             raise self._step_error(error, plan) from error
+
+    def _check_device(self, error: Exception, num_texts: int) -> None:
+        """Raises DeviceLostError where nothing can run after the step that failed."""
+        if self._stream is None:
+            return
+        try:
+            self._stream.synchronize()
+        except RuntimeError as dead:
+            self._executor.check()  # it knows which rank is lost
+            raise lost_error(dead, num_texts, self.device) from error
 
     def _run_or_retry(self, input_batch: InputBatch, metadata: SamplingMetadata) -> SamplerOutput:
         """Runs the step; where memory is short, once more after the graphs are freed."""
