@@ -4,7 +4,6 @@ All ranks run one program in lockstep; rank 0 writes what the slowest of them to
 a small model as users load it, for what a pass takes around its layers.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -113,18 +112,14 @@ def calibrate_to_file(path: Path, *, ranks: int | None = None) -> str:
         wrong = f"{path} is a folder" if path.is_dir() else f"{path.parent} is no folder"
         raise InputError(f"{wrong}; give --calibrate another file")
     try:  # measuring takes a while: what cannot be written is said before
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from error
-    partial_file = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_measured_text(size, has_gpus=num_gpus > 0))
-        load_machine(partial_file)  # what was written can be read
-        partial_file.chmod(0o644)
-        partial_file.replace(path)
-    finally:
-        partial_file.unlink(missing_ok=True)
+    with folder:
+        measured = Path(folder.name) / path.name
+        measured.write_text(_measured_text(size, has_gpus=num_gpus > 0), encoding="utf-8")
+        load_machine(measured)  # what was written can be read
+        measured.replace(path)
     return f"wrote {path}; use it with: bytetx plan --machine {path} --model ..."
 
 
