@@ -168,7 +168,7 @@ def _is_fused(transfer: Transfer, grid: Grid, machine: Machine) -> bool:
 
 def _has_fused_sums(grid: Grid, machine: Machine) -> bool:
     """Whether products with y's sums are such kernels: they read and write their peers' memory."""
-    if not (grid.is_y_alone and _is_inside(machine, grid, "y")):
+    if grid.y == 1 or not (grid.is_y_alone and _is_inside(machine, grid, "y")):
         return False
     return machine.fused_y > 0 or machine.sum_gbps > 0
 
@@ -259,10 +259,9 @@ def _others_us(
     kv_bytes = work.kv_rows * 2 * local.num_kv_heads * shape.head_dim * itemsize
     # Each norm reads a sum and a residual and writes both. Kernels with y's sums norm a rank's own
     # rows alone, and the measured time of their sums has the norms in it.
-    is_fused = grid.y > 1 and _has_fused_sums(grid, machine)
-    normed_rows = work.rows / grid.y if is_fused else work.rows
-    is_in_sums = is_fused and machine.sum_gbps > 0
-    norms = 0 if is_in_sums else 2
+    norms, normed_rows = 2, float(work.rows)
+    if _has_fused_sums(grid, machine):
+        norms, normed_rows = 0 if machine.sum_gbps else 2, work.rows / grid.y
     moved: float = kv_bytes + norms * 4 * normed_rows * local.hidden * itemsize
     kernels = 1 + norms
     if grid.x > 1:
