@@ -51,15 +51,15 @@ __device__ __forceinline__ void scout(const DecodeParams& p, DecodeSmem<C>& s, i
     constexpr int kInts = sizeof(PagedItem) / sizeof(int);
     RingIndex<kItemsAhead> at;
     if (p.early_read != 0) wait_for_prior_kernel();
-    for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
+    for (OwnItems items; items.current < total; items.advance(), at.advance()) {
         StagedItem& staged = s.staged[at.index];
-        const int own = next;
-        if (index + gridDim.x < total) next = load_record(p, index + gridDim.x, lane);
+        const int own = next, kv_head = items.current % p.num_kv_heads;
+        if (items.next() < total) next = load_record(p, items.next(), lane);
         Barrier::wait(&s.item_empty[at.index], at.phase ^ 1);
         if (lane < kInts) reinterpret_cast<int*>(&staged.item)[lane] = own;
-        if (lane == 0) staged.kv_head = index % p.num_kv_heads;
+        if (lane == 0) staged.kv_head = kv_head;
         __syncwarp();
-        stage_queries<C>(p, staged.item, index % p.num_kv_heads, s.q[at.index], lane);
+        stage_queries<C>(p, staged.item, kv_head, s.q[at.index], lane);
         Barrier::arrive(&s.item_full[at.index]);
     }
 }

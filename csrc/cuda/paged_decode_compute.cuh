@@ -14,7 +14,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeSmem<C>& s,
     RingIndex<C::kStages> stage;
     stage.advance(warp);
     int ahead = warp;  // steps from the item's first one to the warp's next one
-    for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance(), join.advance()) {
+    for (OwnItems items; items.current < total; items.advance(), at.advance(), join.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const PagedItem& item = s.staged[at.index].item;
         const int num_rows = item.num_rows, num_steps = item.num_steps();

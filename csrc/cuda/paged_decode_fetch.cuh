@@ -137,25 +137,25 @@ struct Fetcher {
 
     // Records are read an item ahead and pages 32 steps, so that no copy waits for them.
     __device__ void run(int record) {
-        int index = blockIdx.x, first_step = 0;
-        KeyRange next = range_of(record, index);
+        OwnItems items;
+        int first_step = 0;
+        KeyRange next = range_of(record, items.current);
         int pages_ahead = load_pages(next, 0);  // none of an item that is not there
         const auto load_next = [&] {
-            const int after = index + static_cast<int>(gridDim.x);
-            record = after < total ? load_record(p, after, lane) : 0;
+            record = items.next() < total ? load_record(p, items.next(), lane) : 0;
         };
         load_next();
-        while (index < total) {
+        while (items.current < total) {
             const KeyRange keys = next;
             const int pages = pages_ahead, first = first_step;
             first_step += 32;
             if (first_step >= keys.num_steps()) {
-                index += gridDim.x;
+                items.advance();
                 first_step = 0;
-                next = range_of(record, index);
+                next = range_of(record, items.current);
                 load_next();
             }
-            if (index < total) pages_ahead = load_pages(next, first_step);
+            if (items.current < total) pages_ahead = load_pages(next, first_step);
             fetch(keys, keys.first_key + first * kStepKeys, min(keys.num_steps() - first, 32),
                   pages);
         }

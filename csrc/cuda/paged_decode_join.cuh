@@ -136,7 +136,7 @@ __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, in
     RingIndex<kItemsAhead> at;
     RingIndex<1> sums;
     int first_warp = 0;  // that has the item's first step
-    for (int index = blockIdx.x; index < total; index += gridDim.x, at.advance()) {
+    for (OwnItems items; items.current < total; items.advance(), at.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const StagedItem& staged = s.staged[at.index];
         Barrier::wait(&s.join_full, sums.phase);

@@ -118,6 +118,21 @@ __device__ __forceinline__ int num_items(const DecodeParams& p) {
     return __ldcg(&p.header->num_items) * p.num_kv_heads;
 }
 
+// The items of one CTA: one of each round of as many items as there are CTAs, in odd rounds from
+// the other end. Items come longest first, so that all CTAs get about as many keys. `uniform`: the
+// compiler does not see that a loop-carried index is the same in all lanes, and would make each
+// shuffle of the loops that it bounds ready for divergent ones.
+struct OwnItems {
+    int current = static_cast<int>(blockIdx.x);
+    int step = 2 * static_cast<int>(gridDim.x - blockIdx.x) - 1;  // to the next; two make 2 rounds
+
+    __device__ int next() const { return current + step; }
+    __device__ void advance() {
+        current = uniform(current + step);
+        step = uniform(2 * static_cast<int>(gridDim.x) - step);
+    }
+};
+
 // An item's record, an int a lane.
 __device__ __forceinline__ int load_record(const DecodeParams& p, int index, int lane) {
     constexpr int kInts = sizeof(PagedItem) / sizeof(int);

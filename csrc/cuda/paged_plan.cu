@@ -2,10 +2,10 @@
 // so that no length travels to the host and a captured graph serves any lengths.
 //
 // One CTA: a thread a sequence counts what its sequence needs, a scan over the CTA gives its
-// offset, and the thread writes its items. Tiles are sorted into buckets by their number of keys,
-// longest first, because the prefill kernel's CTAs take them one after another and should end with
-// a short one. The order within a bucket is arbitrary and changes no result. Bound by latency; made
-// once a step and shared by all layers.
+// offsets, and the thread writes its items. Items and tiles are sorted into buckets by their number
+// of keys, longest first, because CTAs take them one after another and should end with a short one.
+// The order within a bucket is arbitrary and changes no result. Bound by latency; made once a step
+// and shared by all layers.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBuckets = 256;  // of tiles, by number of keys
+constexpr int kBuckets = 256;  // of items and of tiles, by number of keys
 
 struct PlanKernelParams {
     const int* cu_seqlens;
@@ -146,11 +146,50 @@ __device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int
     }
 }
 
-// Of the keys that a piece's last tile sees; that of the most is 0.
-__device__ int bucket_of(const PlanKernelParams& p, const Piece& piece) {
-    const int first = p.window > 0 ? max(0, piece.keys - p.tile_tokens + 1 - p.window) : 0;
-    const float length = static_cast<float>(piece.keys - first) / static_cast<float>(p.max_keys);
+// Of a piece's chunks; that of the longest is 0.
+__device__ int item_bucket(const Piece& piece) {
+    constexpr int kKeys = 2 * kChunkKeys / kBuckets;  // few sequences have longer chunks
+    const int keys = min(piece.chunk_keys, piece.keys - piece.first_key);
+    return kBuckets - 1 - min((keys - 1) / kKeys, kBuckets - 1);
+}
+
+// Of the keys that a piece's rows see; that of the most is 0.
+__device__ int tile_bucket(const PlanKernelParams& p, const Piece& piece) {
+    const float length =
+        static_cast<float>(piece.keys - piece.first_visible) / static_cast<float>(p.max_keys);
     return kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
+}
+
+// Where each bucket begins, given how many entries a piece has and in which bucket they are.
+template <typename Count, typename Bucket>
+__device__ void find_starts(const PlanKernelParams& p, int* starts, Count&& count,
+                            Bucket&& bucket) {
+    for (int i = threadIdx.x; i < kBuckets; i += kThreads) starts[i] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        const int entries = count(piece);
+        if (entries > 0) atomicAdd(&starts[bucket(piece)], entries);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        constexpr int kOfLane = kBuckets / 32;
+        int* own = starts + threadIdx.x * kOfLane;
+        int sum = 0;
+        for (int i = 0; i < kOfLane; ++i) sum += own[i];
+        int before = sum;
+        for (int by = 1; by < 32; by *= 2) {
+            const int below = __shfl_up_sync(~0u, before, by);
+            if (static_cast<int>(threadIdx.x) >= by) before += below;
+        }
+        before -= sum;
+        for (int i = 0; i < kOfLane; ++i) {
+            const int entries = own[i];
+            own[i] = before;
+            before += entries;
+        }
+    }
+    __syncthreads();
 }
 
 // All tiles, those of the longest sequences first, so that the last CTAs to finish are short; those
@@ -158,24 +197,14 @@ __device__ int bucket_of(const PlanKernelParams& p, const Piece& piece) {
 // the order of their own keys alone, all keys would come from DRAM (16 pieces of 512 tokens after
 // 4096, 16/8 heads: 627 us). Returns how many there are.
 __device__ int sort_tiles(const PlanKernelParams& p) {
-    __shared__ int counts[kBuckets], starts[kBuckets];
-    for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
-        const Piece piece(p, i);
-        if (piece.is_tiled) atomicAdd(&counts[bucket_of(p, piece)], piece.num_tiles(p));
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < kBuckets; i += kThreads) {
-        int sum = 0;
-        for (int j = 0; j < i; ++j) sum += counts[j];
-        starts[i] = sum;
-    }
-    __syncthreads();
+    __shared__ int starts[kBuckets];
+    find_starts(
+        p, starts, [&](const Piece& piece) { return piece.is_tiled ? piece.num_tiles(p) : 0; },
+        [&](const Piece& piece) { return tile_bucket(p, piece); });
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
         if (!piece.is_tiled) continue;
-        int at = atomicAdd(&starts[bucket_of(p, piece)], piece.num_tiles(p));
+        int at = atomicAdd(&starts[tile_bucket(p, piece)], piece.num_tiles(p));
         for_each_tile(p, piece, i, [&](const PagedTile& tile) {
             if (at < p.sizes.tiles) p.plan.tiles[at] = tile;
             ++at;
@@ -188,12 +217,20 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
 __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
+    __shared__ int starts[kBuckets];  // of items
+    if (p.has_items) {
+        find_starts(
+            p, starts, [&](const Piece& piece) { return piece.need(p).items; }, item_bucket);
+    }
     Need total{};
     for (int first = 0; first < p.batch_size; first += kThreads) {
         const int sequence = first + static_cast<int>(threadIdx.x);
         const Piece piece(p, sequence);
-        const Need at = exclusive_scan(piece.need(p), total);
-        if (piece.need(p).items > 0) write_items(p, piece, sequence, at);
+        const Need need = piece.need(p);
+        Need at = exclusive_scan(need, total);
+        if (need.items == 0) continue;
+        at.items = atomicAdd(&starts[item_bucket(piece)], need.items);
+        write_items(p, piece, sequence, at);
     }
     const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p) : 0;
     const int64_t num_counters = min(int64_t{total.units} * p.num_kv_heads, p.sizes.counters);

@@ -2,7 +2,8 @@
 // read; and how keys are cut into chunks.
 //
 //   PagedHeader  counts
-//   PagedItem    items[max_items]     for the decode kernel, each times every key head
+//   PagedItem    items[max_items]     for the decode kernel, each times every key head; longest
+//                                     first
 //   PagedTile    tiles[max_tiles]     for the prefill kernel, likewise; longest sequences first
 //   unsigned     counters[max_units * num_kv_heads]   0 between launches
 #pragma once
@@ -88,7 +89,7 @@ inline bool uses_clusters(const PagedPlanParams& p) {
 // keys take 257.7 us in chunks of 512 keys, 251.2 of 1024, 244.2 unsplit. One of 8192 among 63 of
 // one key wants many chunks: 15.5 us of 512 keys, 17.9 of 1024 (H200, 2026-11-21).
 constexpr int kChunkKeys = 1024;
-constexpr int kManyChunks = 16;
+constexpr int kManyChunks = 8;  // 16 sequences of 16384, heads 32/8: 362.7 us, of 16 367.9 (H100)
 
 __host__ __device__ inline int count_chunks(int keys) {
     const int single = (keys + kChunkKeys - 1) / kChunkKeys;
