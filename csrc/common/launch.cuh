@@ -5,6 +5,8 @@
 //   before
 //     it may touch; weights and plan-independent set-up (barriers, tensor maps) may come earlier.
 //     No CTA returns without it: the wait of the kernel after covers only the kernel right before.
+//     Where the kernel before released this one only after its own wait, and this one touches
+//     nothing of it, the wait of one CTA at its end is enough (decode rows beside tiles).
 //   - release_next_kernel() lets the next kernel's CTAs take free places of an SM. It takes effect
 //     when every CTA has called it or ended, so calling it first thing starves nobody.
 #pragma once

@@ -35,6 +35,8 @@ struct PackedSource {
 
     __device__ __forceinline__ int num_items() const { return *p.used_tiles * p.num_heads; }
     __device__ __forceinline__ Counters& counters() const { return *p.counters; }
+    static __device__ __forceinline__ bool shares_gpu() { return false; }
+    static __device__ __forceinline__ int num_ctas() { return static_cast<int>(gridDim.x); }
     __device__ __forceinline__ int share(int value, Slot&) const { return bytetx::uniform(value); }
 
     __device__ __forceinline__ Item read_item(int index) const {

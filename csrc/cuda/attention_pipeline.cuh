@@ -24,6 +24,8 @@
 //   kProducerWarps              that fetch together
 //   kThreadsCopy                keys come by cp.async of all their threads, not by TMA
 //   num_items(), read_item(i), counters()                          of the plan
+//   shares_gpu()                whether the next kernel runs beside this one
+//   num_ctas()                  that work, the first ones; the others leave their SMs to it
 //   share(next, slot)           the first thread's number, in all threads of the producer
 //   fetch_q(...), start_keys(...), fetch_kv(...)                   the producer's part
 //   num_rows(item, warpgroup), bounds(slot, item, warpgroup, row)  which keys a row sees
@@ -51,9 +53,9 @@ struct PipelineSmem {
 };
 
 // The last CTA leaves the counters as it found them: zero, for the next call with this plan.
-__device__ __forceinline__ void finish_counting(Counters& counters) {
+__device__ __forceinline__ void finish_counting(Counters& counters, int num_ctas) {
     __threadfence();
-    if (atomicAdd(&counters.done_ctas, 1) + 1 < static_cast<int>(gridDim.x)) return;
+    if (atomicAdd(&counters.done_ctas, 1) + 1 < num_ctas) return;
     counters.next_item = 0;
     counters.done_ctas = 0;
 }
@@ -62,7 +64,7 @@ __device__ __forceinline__ void finish_counting(Counters& counters) {
 // several of the longest: each CTA begins with its own, and draws one ahead from then on.
 template <typename C, typename Source>
 __device__ __forceinline__ void produce(const typename Source::Params& p,
-                                        PipelineSmem<C, Source>& s) {
+                                        PipelineSmem<C, Source>& s, int num_ctas) {
     const int thread = static_cast<int>(threadIdx.x) % 128;
     Source source(p);
     const int num_items = source.num_items();
@@ -73,7 +75,7 @@ __device__ __forceinline__ void produce(const typename Source::Params& p,
     auto item = source.read_item(index < num_items ? index : 0);
     while (index < num_items) {
         int next = 0;
-        if (thread == 0) next = gridDim.x + atomicAdd(&source.counters().next_item, 1);
+        if (thread == 0) next = num_ctas + atomicAdd(&source.counters().next_item, 1);
         EmptyBarrier::wait(&s.q_empty[q.index], q.phase ^ 1);  // pairs with release_queries
         if (thread == 0) {
             s.slots[slot.index].item = item;  // before the arrival below, which releases it
@@ -95,7 +97,7 @@ __device__ __forceinline__ void produce(const typename Source::Params& p,
     if (thread != 0) return;
     s.slots[slot.index].item = {};  // the end
     EmptyBarrier::arrive(&s.q_full[q.index]);
-    finish_counting(source.counters());
+    finish_counting(source.counters(), num_ctas);
 }
 
 // One warpgroup's way through the items.
@@ -331,14 +333,19 @@ __global__ void __launch_bounds__(128 * (C::kNumWarpgroups + 1), 1)
                   65536 / (128 * (C::kNumWarpgroups + 1)) / 8 * 8 * (C::kNumWarpgroups + 1));
     extern __shared__ __align__(1024) uint8_t smem[];
     auto& s = *reinterpret_cast<PipelineSmem<C, Source>*>(smem);
-    release_next_kernel();
+    const Source source(p);
+    if (!source.shares_gpu()) release_next_kernel();
     init_barriers(s);
     __syncthreads();
     wait_for_prior_kernel();
+    // Only now, so that the next kernel finds what this one was to wait for, without a wait.
+    if (source.shares_gpu()) release_next_kernel();
+    const int num_ctas = source.num_ctas();
+    if (static_cast<int>(blockIdx.x) >= num_ctas) return;
     const int thread = static_cast<int>(threadIdx.x);
     if (uniform(thread / 128) == C::kNumWarpgroups) {
         cutlass::arch::warpgroup_reg_dealloc<C::kProducerRegisters>();
-        if (uniform(thread % 128 / 32) < Source::kProducerWarps) produce<C, Source>(p, s);
+        if (uniform(thread % 128 / 32) < Source::kProducerWarps) produce<C, Source>(p, s, num_ctas);
     } else {
         cutlass::arch::warpgroup_reg_alloc<C::kConsumerRegisters>();
         consume<C, Source>(p, s);

@@ -113,7 +113,8 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.window = p.plan.window;
     params.scale = p.softmax_scale * kLog2e;
     params.change = paged::score_change(p);
-    params.early_read = p.early_read;
+    params.beside_tiles = paged::runs_side_by_side(p.plan);
+    params.early_read = params.beside_tiles ? 0 : p.early_read;
     return params;
 }
 
@@ -160,8 +161,10 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
         dispatch_at_least<64, 96, 128>(
             p.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
     };
+    const bool has_tiles = p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1;
+    const bool tiles_first = paged::runs_side_by_side(p.plan);  // they leave SMs to the rows
+    if (tiles_first || p.plan.batch_invariant) run_tiles();
     if (p.plan.batch_invariant) {
-        run_tiles();
         BYTETX_CUDA_CHECK(cudaGetLastError());
         return;
     }
@@ -173,7 +176,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
             launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
         });
     }
-    if (p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1) run_tiles();
+    if (has_tiles && !tiles_first) run_tiles();
     BYTETX_CUDA_CHECK(cudaGetLastError());
 }
 

@@ -19,6 +19,11 @@
 // Early read: if the kernel before wrote only q and this step's rows (early_read), this kernel
 // reads the plan and older keys before that kernel has ended. That kernel must itself have waited
 // for the kernels before it when it released this one.
+//
+// Beside tiles (beside_tiles): the kernel before is that of the same step's prefill tiles, which
+// has waited for all before it when it releases this one, and of which this one reads nothing. So
+// it waits for it only at the end, in one CTA. Its CTAs take the SMs that tiles leave, and when
+// those are done, theirs.
 #pragma once
 
 #include "cuda/paged_decode_compute.cuh"
@@ -37,9 +42,9 @@ __device__ __forceinline__ void stage_queries(const DecodeParams& p, const Paged
         const int row = (i * 32 + lane) / C::kPieces, piece = (i * 32 + lane) % C::kPieces;
         uint4 words{};
         if (row < item.num_rows && piece * 8 < p.head_dim) {
-            words = *reinterpret_cast<const uint4*>(static_cast<const T*>(p.q) +
-                                                    row_address(p, item, kv_head, row, p.q_stride) +
-                                                    piece * 8);
+            words = __ldcg(reinterpret_cast<const uint4*>(
+                static_cast<const T*>(p.q) + row_address(p, item, kv_head, row, p.q_stride) +
+                piece * 8));
         }
         *reinterpret_cast<uint4*>(to + C::q_offset(row, piece)) = words;
     }
@@ -90,7 +95,7 @@ __global__ void __launch_bounds__(kDecodeThreads, C::kMinCtas)
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (threadIdx.x == 0) init_barriers(s);
     __syncthreads();
-    if (p.early_read == 0) wait_for_prior_kernel();
+    if (p.early_read == 0 && !p.beside_tiles) wait_for_prior_kernel();
     const int record = load_record(p, blockIdx.x, lane);  // beside their number: some are cleared
     const int total = num_items(p);
     if (warp == kFetchWarp || warp == kFetchWarp + 1) {

@@ -163,6 +163,8 @@ struct Fetcher {
         // After the wait: what the next kernel may read early has been written. First thing or
         // here: alike.
         release_next_kernel();
+        // In one CTA, so that the next kernel's wait for this one is a wait for the tiles, too.
+        if (p.beside_tiles && blockIdx.x == gridDim.x - 1) wait_for_prior_kernel();
         wait_for_copies<0>();
     }
 };

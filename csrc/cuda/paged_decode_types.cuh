@@ -35,6 +35,7 @@ struct DecodeParams {
     float scale;  // of scores, to powers of two
     ScoreChange change;
     int early_read;
+    bool beside_tiles;
 };
 
 constexpr int kComputeWarps = 4;

@@ -195,8 +195,8 @@ __device__ void find_starts(const PlanKernelParams& p, int* starts, Count&& coun
 // All tiles, those of the longest sequences first, so that the last CTAs to finish are short; those
 // of one sequence next to one another, so that the CTAs that run at once share its keys in L2: in
 // the order of their own keys alone, all keys would come from DRAM (16 pieces of 512 tokens after
-// 4096, 16/8 heads: 627 us). Returns how many there are.
-__device__ int sort_tiles(const PlanKernelParams& p) {
+// 4096, 16/8 heads: 627 us). Returns how many there are, and adds their keys to `keys`.
+__device__ int sort_tiles(const PlanKernelParams& p, int& keys) {
     __shared__ int starts[kBuckets];
     find_starts(
         p, starts, [&](const Piece& piece) { return piece.is_tiled ? piece.num_tiles(p) : 0; },
@@ -205,10 +205,13 @@ __device__ int sort_tiles(const PlanKernelParams& p) {
         const Piece piece(p, i);
         if (!piece.is_tiled) continue;
         int at = atomicAdd(&starts[tile_bucket(p, piece)], piece.num_tiles(p));
+        int of_piece = 0;
         for_each_tile(p, piece, i, [&](const PagedTile& tile) {
+            of_piece += tile.end_key - tile.first_visible + kTileStart;
             if (at < p.sizes.tiles) p.plan.tiles[at] = tile;
             ++at;
         });
+        atomicAdd(&keys, of_piece);
     }
     __syncthreads();
     return starts[kBuckets - 1];  // one past the last bucket's tiles
@@ -218,6 +221,9 @@ __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
     __shared__ int starts[kBuckets];  // of items
+    __shared__ int item_keys, tile_keys;
+    if (threadIdx.x == 0) item_keys = tile_keys = 0;
+    __syncthreads();
     if (p.has_items) {
         find_starts(
             p, starts, [&](const Piece& piece) { return piece.need(p).items; }, item_bucket);
@@ -230,15 +236,19 @@ __global__ void __launch_bounds__(kThreads)
         Need at = exclusive_scan(need, total);
         if (need.items == 0) continue;
         at.items = atomicAdd(&starts[item_bucket(piece)], need.items);
+        atomicAdd(&item_keys, need.units * (piece.keys - piece.first_key));
         write_items(p, piece, sequence, at);
     }
-    const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p) : 0;
+    const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p, tile_keys) : 0;
+    __syncthreads();  // the sums of keys
     const int64_t num_counters = min(int64_t{total.units} * p.num_kv_heads, p.sizes.counters);
     for (int64_t i = threadIdx.x; i < num_counters; i += kThreads) p.plan.counters[i] = 0;
     if (threadIdx.x == 0) {
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
                           static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)),
-                          {}};
+                          {},
+                          item_keys,
+                          tile_keys};
     }
     const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
     for (int64_t i = total.items + threadIdx.x; i < cleared; i += kThreads) p.plan.items[i] = {};

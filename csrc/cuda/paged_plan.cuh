@@ -58,11 +58,17 @@ struct alignas(16) PagedTile {
     int end_key;
 };
 
+// item_keys, tile_keys: sums over items and tiles, of one key head; a tile counts as kTileStart
+// keys more than it has.
 struct alignas(16) PagedHeader {
     int num_items;
     int num_tiles;
     attention::Counters counters;  // of the prefill kernel
+    int item_keys;
+    int tile_keys;
 };
+
+constexpr int kTileStart = 192;
 
 // Warpgroups of 64 rows that a prefill tile has.
 constexpr int prefill_warpgroups(int head_dim) { return attention::pipeline_rows(head_dim) / 64; }
@@ -79,6 +85,14 @@ inline int64_t row_units(const PagedPlanParams& p) {
 inline bool uses_clusters(const PagedPlanParams& p) {
     constexpr int64_t kFewUnits = 64;  // half the SMs
     return p.tile_tokens > 0 && row_units(p) <= kFewUnits && !p.batch_invariant;
+}
+
+// Whether decode rows and tiles run at once, on SMs of their own: the first are bound by memory,
+// the second by arithmetic, and neither kernel leaves the other room on an SM.
+inline bool runs_side_by_side(const PagedPlanParams& p) {
+    // Where all pieces are as long as the longest, there are no decode rows.
+    return p.tile_tokens > 0 && p.max_seqlen > 1 && !uses_clusters(p) && !p.batch_invariant &&
+           p.total_tokens < p.batch_size * p.max_seqlen;
 }
 
 // How one sequence's keys are cut into chunks, a function of its own keys alone: into chunks of up

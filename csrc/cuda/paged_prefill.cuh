@@ -73,6 +73,7 @@ inline PrefillParams prefill_params(const PlannedPagedAttentionParams& p) {
     params.group_inverse = (65536u + params.group - 1) / params.group;
     params.head_dim = p.head_dim;
     params.window = p.plan.window;
+    params.beside_rows = runs_side_by_side(p.plan);
     params.halves_last = !p.plan.batch_invariant;
     params.softmax_scale = p.softmax_scale;
     params.power_scale = p.softmax_scale * kLog2e;

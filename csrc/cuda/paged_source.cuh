@@ -50,6 +50,7 @@ struct PrefillParams {
     unsigned group_inverse;  // 2^16 / group, rounded up: divides rows of a tile exactly
     int head_dim;
     int window;
+    bool beside_rows;  // decode rows run at the same time
     bool halves_last;  // a last step of half the keys, where a row's bits may depend on its piece
     float softmax_scale;
     float power_scale;  // the same for powers of two
@@ -58,6 +59,21 @@ struct PrefillParams {
     __device__ int token_of(int row) const { return static_cast<int>(row * group_inverse >> 16); }
     __device__ int head_of(int row) const { return row - token_of(row) * group; }
     __device__ int warpgroup_tokens() const { return token_of(kTileRows); }
+
+    // How many of the CTAs should have tiles while the other SMs read the keys of decode rows: so
+    // many that both end at about the same time, but half of the SMs at least, for the other half
+    // has the memory's rate; and where tiles take longer, not those that rows still need.
+    __device__ int num_tile_ctas(int all) const {
+        constexpr float kTileNs = 15.0f;        // a key of a tile, on an SM
+        constexpr float kBytesPerNs = 3500.0f;  // of all SMs
+        constexpr float kSlower = 1.15f;        // tiles wait for memory behind the others' keys
+        constexpr float kReaders = 24.0f;       // SMs that use all of the memory's rate
+        const float rows = header->item_keys * (4.0f * head_dim / kBytesPerNs);
+        const float tiles = header->tile_keys * kTileNs / all;
+        const float even = kSlower * all * tiles / rows;
+        const float most = all - kReaders * fminf(1.0f, rows / tiles);
+        return max(all / 2, static_cast<int>(fminf(even, most)));
+    }
 };
 
 // Where one warpgroup's rows come from and go to.
@@ -135,6 +151,12 @@ struct PrefillSource {
         return p.header->num_tiles * p.num_kv_heads;
     }
     __device__ __forceinline__ Counters& counters() const { return p.header->counters; }
+    __device__ __forceinline__ bool shares_gpu() const { return p.beside_rows; }
+    __device__ __forceinline__ int num_ctas() const {
+        const int all = static_cast<int>(gridDim.x);
+        if (!p.beside_rows || p.header->item_keys == 0) return all;
+        return p.num_tile_ctas(all);
+    }
 
     __device__ __forceinline__ Item read_item(int index) const {
         const PagedTile tile = p.tiles[index / p.num_kv_heads];

@@ -280,6 +280,37 @@ def test_layers_share_a_plan() -> None:
         inputs.attend(plan=plan, window=7)
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 128), (6, 3, 64)])
+@pytest.mark.parametrize("num_rows", [0, 3, 40, 300])
+def test_layers_of_a_mixed_step_wait_for_one_another(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_rows: int
+) -> None:
+    """Decode rows and pieces run side by side; each layer's keys are results of the one before."""
+    decode = [(1, 1 + 37 * i % 1500) for i in range(num_rows)]
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    step, inputs = make([*decode, (300, 650), (1, 9), (65, 65), (200, 1000)], **heads)
+    slots, plan = step.past.slot_mapping.cuda(), inputs.plan()
+    first, num_layers = inputs.q, 6
+
+    def run(*, synchronized: bool = False) -> Tensor:
+        inputs.q = first
+        for _ in range(num_layers):
+            k, v = inputs.q[:, :num_kv_heads], inputs.q[:, num_heads - num_kv_heads :]
+            write_kv(k, v, inputs.k_cache, inputs.v_cache, slots)
+            inputs.q = inputs.attend(plan=plan)
+            if synchronized:
+                torch.cuda.synchronize()
+        return inputs.q
+
+    expected = run(synchronized=True)
+    assert not expected.isnan().any()
+    graph, output = captured(run)
+    for _ in range(10):
+        output.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(output, expected)
+
+
 def test_unaligned_rows_take_the_slow_path() -> None:
     step, inputs = make([(1, 20), (3, 9)])
     rows = torch.zeros(len(step.q), 4 * 64 + 1, dtype=torch.bfloat16).cuda()
