@@ -31,10 +31,9 @@ py::list list_tilings(int32_t count, LinearTiling (*tiling)(int32_t)) {
 }
 
 // Bytes of the plan, and of the workspace of calls with it; the addresses of p may be 0.
-py::tuple paged_bytes(const py::tuple& fields, int32_t head_dim) {
+py::tuple paged_bytes(const py::tuple& fields) {
     const auto p = FromPython<PagedPlanParams>::convert(fields);
-    return py::make_tuple(paged_plan_bytes(p),
-                          planned_paged_attention_workspace_bytes(p, head_dim));
+    return py::make_tuple(paged_plan_bytes(p), planned_paged_attention_workspace_bytes(p));
 }
 
 PeerMemory make_peer_memory(const std::vector<Address>& buffers, const std::vector<Address>& flags,

@@ -119,6 +119,7 @@ struct PagedPlanParams {
     int32_t max_kv_seqlen;
     int32_t num_heads;
     int32_t num_kv_heads;
+    int32_t head_dim;
     int32_t window;
     int32_t tile_tokens;  // paged_tile_tokens()
     // A row has the same bits in pieces of any size and in any batch: all go through prefill tiles,
@@ -147,14 +148,13 @@ struct PlannedPagedAttentionParams {
     int64_t workspace_bytes;
     int64_t max_pages;
     int32_t page_size;
-    int32_t head_dim;
     int64_t q_stride;
     float softmax_scale;
     float softcap;  // 0: none
     DType dtype;
     int32_t early_read;  // what may be read before the preceding kernel has ended (PDL)
 };
-int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim);
+int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p);
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch);
 
 // Reads the lengths, as only a CPU can: decode rows need room by the keys that they have.

@@ -45,6 +45,7 @@ class PagedPlanParams(NamedTuple):
     max_kv_seqlen: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
     window: int
     tile_tokens: int
     batch_invariant: bool = False

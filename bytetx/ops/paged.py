@@ -206,7 +206,7 @@ def _check_plan(
     batch_invariant: bool,
 ) -> None:
     params = plan.params
-    heads = (params.num_heads, params.num_kv_heads, plan.head_dim)
+    heads = (params.num_heads, params.num_kv_heads, params.head_dim)
     made_for = (params.batch_size, params.total_tokens, *heads, plan.window, params.batch_invariant)
     total_tokens, num_heads, head_dim = q.shape
     wanted = (

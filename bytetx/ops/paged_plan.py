@@ -34,13 +34,12 @@ class EarlyRead(IntEnum):
 class PagedPlan:
     """Which keys each part of the paged kernels reads; made by plan_paged_attention, on the device.
 
-    params: what it was made for, with addresses in the tensors below.  head_dim, window: as given.
+    params: what it was made for, with addresses in the tensors below.  window: as given.
     buffer: uint8, the plan in the layout of csrc/cuda/paged_plan.cuh, behind it the workspace that
     all calls with this plan use in turn: they must run one behind the other on one stream.
     """
 
     params: PagedPlanParams
-    head_dim: int
     window: int
     buffer: Tensor
     cu_seqlens: Tensor
@@ -86,15 +85,16 @@ def plan_paged_attention(
         max_kv_seqlen=max_kv_seqlen,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
         window=min(window, native.MAX_WINDOW),
         tile_tokens=kernels.tile_tokens(num_heads, num_kv_heads, head_dim),
         batch_invariant=batch_invariant,
     )
-    plan_bytes, workspace_bytes = kernels.bytes(params, head_dim)
+    plan_bytes, workspace_bytes = kernels.bytes(params)
     buffer = torch.empty(plan_bytes + workspace_bytes, dtype=torch.uint8, device=device)
     params = params._replace(plan=buffer.data_ptr(), plan_bytes=plan_bytes)
     kernels.plan(*params, *native.launch_args(device))
-    return PagedPlan(params, head_dim, window, buffer, cu_seqlens, kv_seqlens)
+    return PagedPlan(params, window, buffer, cu_seqlens, kv_seqlens)
 
 
 def takes_paged_plan(
@@ -168,7 +168,6 @@ def run_planned(
         plan.buffer.shape[0] - plan.params.plan_bytes,
         page_table.shape[1],
         k_cache.shape[1],
-        plan.head_dim,
         q.stride(0),
         softmax_scale,
         softcap,
@@ -186,7 +185,7 @@ def has_paged_kernel(device: torch.device) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     tile_tokens: Callable[[int, int, int], int]
-    bytes: Callable[[PagedPlanParams, int], tuple[int, int]]
+    bytes: Callable[[PagedPlanParams], tuple[int, int]]
     plan: Callable[..., Any]
     attention: Callable[..., Any]
 

@@ -37,7 +37,11 @@ namespace {
 // Of a CTA: with a row a warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
 template <typename Tiling>
 constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
-constexpr int kMostTokens = 16;  // of a warp: 32 took 7 % longer at 65k tokens of 1024
+// Of a warp, or of a CTA that owns a row. With a row a warp, 16 tokens took 5 to 7 % longer than 4
+// at 32k tokens, 8 up to 5 %, 2 up to 4 % (H100): where a warp's work is long, reads at the
+// beginning and writes at the end have the memory to themselves.
+template <typename Tiling>
+constexpr int kMostTokens = Tiling::kThreadsPerRow == kWarpSize ? 4 : 16;
 
 // Columns of bad_ids.
 constexpr int kInputId = 0, kPositionId = 1, kTokenTypeId = 2;
@@ -244,7 +248,7 @@ bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_
         const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
         const int64_t rounds =
             (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
-        const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens});
+        const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens<Tiling>});
         const int64_t cta_tokens = tokens_per_warp * owners;
         const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
         launch_kernel(

@@ -35,10 +35,6 @@ namespace {
 
 constexpr int64_t kAlignment = 16;
 
-int padded_dim(int head_dim) {
-    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-}
-
 int64_t stats_bytes(const PagedPlanParams& p) {
     const int64_t bytes =
         paged::plan_sizes(p).partial_rows * p.num_kv_heads * int64_t{sizeof(float2)};
@@ -50,20 +46,21 @@ void check(const PlannedPagedAttentionParams& p) {
         throw std::invalid_argument("planned_paged_attention needs " + what);
     };
     if (p.dtype != DType::f16 && p.dtype != DType::bf16) fail("f16 or bf16");
-    if (p.head_dim <= 0 || p.head_dim > 256 || p.head_dim % 8 != 0) {
-        fail("head_dim a multiple of 8 up to 256, got " + std::to_string(p.head_dim));
+    if (p.plan.head_dim <= 0 || p.plan.head_dim > 256 || p.plan.head_dim % 8 != 0) {
+        fail("head_dim a multiple of 8 up to 256, got " + std::to_string(p.plan.head_dim));
     }
     if (p.plan.num_kv_heads <= 0 || p.plan.num_heads % p.plan.num_kv_heads != 0) {
         fail("num_kv_heads to divide num_heads, got " + std::to_string(p.plan.num_kv_heads) +
              " and " + std::to_string(p.plan.num_heads));
     }
-    const int most_heads = p.head_dim > 128 ? paged::most_unit_rows(p.head_dim) : p.plan.num_heads;
+    const int most_heads =
+        p.plan.head_dim > 128 ? paged::most_unit_rows(p.plan.head_dim) : p.plan.num_heads;
     if (p.plan.num_heads / p.plan.num_kv_heads > most_heads) {
         fail("at most " + std::to_string(most_heads) + " query heads a key head of " +
-             std::to_string(p.head_dim) + " features, got " +
+             std::to_string(p.plan.head_dim) + " features, got " +
              std::to_string(p.plan.num_heads / p.plan.num_kv_heads));
     }
-    if (p.head_dim > 128 && (p.plan.max_seqlen > 1 || p.plan.batch_invariant)) {
+    if (p.plan.head_dim > 128 && (p.plan.max_seqlen > 1 || p.plan.batch_invariant)) {
         fail("one row a sequence of heads above 128 features, not batch-invariant, got " +
              std::to_string(p.plan.max_seqlen));
     }
@@ -77,7 +74,7 @@ void check(const PlannedPagedAttentionParams& p) {
     if (!(p.softmax_scale > 0.0f))
         fail("softmax_scale > 0, got " + std::to_string(p.softmax_scale));
     if (!(p.softcap >= 0.0f)) fail("softcap >= 0, got " + std::to_string(p.softcap));
-    const int64_t needed = planned_paged_attention_workspace_bytes(p.plan, p.head_dim);
+    const int64_t needed = planned_paged_attention_workspace_bytes(p.plan);
     if (p.workspace_bytes < needed) {
         fail(std::to_string(needed) + " bytes of workspace, got " +
              std::to_string(p.workspace_bytes));
@@ -109,7 +106,7 @@ paged::DecodeParams decode_params(const PlannedPagedAttentionParams& p) {
     params.num_heads = p.plan.num_heads;
     params.num_kv_heads = p.plan.num_kv_heads;
     params.group = p.plan.num_heads / p.plan.num_kv_heads;
-    params.head_dim = p.head_dim;
+    params.head_dim = p.plan.head_dim;
     params.window = p.plan.window;
     params.scale = p.softmax_scale * kLog2e;
     params.change = paged::score_change(p);
@@ -132,12 +129,12 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
 
 template <typename T, int kHeadDim>
 void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
-    const bool is_token = p.plan.tile_tokens > 0;  // else units hold up to kUnitRows rows
-    if (is_token && p.plan.num_heads / p.plan.num_kv_heads <= 8) {
-        if constexpr (kHeadDim == 128) {
-            const int64_t most = paged::plan_sizes(p.plan).items * p.plan.num_kv_heads;
-            if (most <= num_sms()) return launch_decode<paged::AloneTypes<T>>(p, stream);
+    if constexpr (kHeadDim == 128) {
+        if (paged::has_sm_alone(p.plan, num_sms())) {
+            return launch_decode<paged::AloneTypes<T>>(p, stream);
         }
+    }
+    if (paged::unit_tiles(p.plan) == 1) {
         return launch_decode<paged::DecodeTypes<T, kHeadDim, 1>>(p, stream);
     }
     if constexpr (kHeadDim <= 128) {
@@ -147,9 +144,10 @@ void launch_decode(const PlannedPagedAttentionParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p, int32_t head_dim) {
+int64_t planned_paged_attention_workspace_bytes(const PagedPlanParams& p) {
     const int64_t rows = paged::plan_sizes(p).partial_rows;
-    return stats_bytes(p) + rows * p.num_kv_heads * padded_dim(head_dim) * int64_t{sizeof(float)};
+    return stats_bytes(p) +
+           rows * p.num_kv_heads * paged::padded_dim(p.head_dim) * int64_t{sizeof(float)};
 }
 
 void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch& launch) {
@@ -159,7 +157,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     const auto stream = static_cast<cudaStream_t>(launch.stream);
     const auto run_tiles = [&] {
         dispatch_at_least<64, 96, 128>(
-            p.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
+            p.plan.head_dim, [&]<int kHeadDim>() { paged::launch_prefill<kHeadDim>(p, stream); });
     };
     const bool has_tiles = p.plan.tile_tokens > 0 && p.plan.max_seqlen > 1;
     const bool tiles_first = paged::runs_side_by_side(p.plan);  // they leave SMs to the rows
@@ -171,7 +169,7 @@ void planned_paged_attention(const PlannedPagedAttentionParams& p, const Launch&
     if (paged::uses_clusters(p.plan)) {
         paged::launch_cluster(p, decode_params(p), stream);
     } else {
-        dispatch_at_least<32, 64, 128, 256>(p.head_dim, [&]<int kHeadDim>() {
+        dispatch_at_least<32, 64, 128, 256>(p.plan.head_dim, [&]<int kHeadDim>() {
             if (p.dtype == DType::f16) return launch_decode<__half, kHeadDim>(p, stream);
             launch_decode<__nv_bfloat16, kHeadDim>(p, stream);
         });

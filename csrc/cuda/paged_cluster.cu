@@ -31,7 +31,7 @@ void launch_typed(const PlannedPagedAttentionParams& p, const DecodeParams& rows
 
 void launch_cluster(const PlannedPagedAttentionParams& p, const DecodeParams& rows,
                     cudaStream_t stream) {
-    dispatch_at_least<32, 64, 128, 256>(p.head_dim, [&]<int kHeadDim>() {
+    dispatch_at_least<32, 64, 128, 256>(p.plan.head_dim, [&]<int kHeadDim>() {
         constexpr int kMostRows = most_unit_rows(kHeadDim);
         dispatch_at_least<8, kMostRows>(std::min(rows.group, kMostRows), [&]<int kRows>() {
             if (p.dtype == DType::f16) {

@@ -1,20 +1,20 @@
 // Attention of few rows over many paged keys: the kernel of decode rows.
 //
-// An item of the plan is a chunk of one sequence's keys, read for one key head by one CTA, for up
-// to 16 rows: the query heads that share the key head. Eight warps are specialised, so that no wait
-// for memory delays the stream of keys. When memory is saturated, every dependent load costs
-// microseconds: with all work in the four compute warps, items of 256 keys ran at 0.41 of the copy
-// rate, most of it waits at the end of an item (H200, 2026-11-21).
+// An item of the plan is all keys of one sequence, chunk after chunk, or one chunk of a long
+// sequence. One CTA reads it for one key head, for up to 16 rows: the query heads that share the
+// key head. Eight warps are specialised, so that no wait for memory delays the stream of keys. When
+// memory is saturated, every dependent load costs microseconds: with all work in the four compute
+// warps, items of 256 keys ran at 0.41 of the copy rate, most of it waits at the end of an item
+// (H200, 2026-11-21).
 //
 //   fetch      two warps, one for keys and one for values: steps of 16 keys of item after item,
-//   into
-//              a ring of stages that continues into the next item (cp.async on an mbarrier)
+//              into a ring of stages that continues into the next item (cp.async on an mbarrier)
 //   scout      one or two items ahead: loads the item's record and its queries to shared memory
 //   compute    four warps take steps round-robin, | w0 | w1 | w2 | w3 | w0 | w1 | ..., each with
-//   its
-//              own softmax
-//   join       adds the four warps' sums and writes them; after a sequence's last chunk, merges all
-//              chunks in key order, so the result does not depend on which chunk finishes last
+//              its own softmax, which begins anew with every chunk
+//   join       adds the four warps' sums of a chunk, joins them to those of the chunks before it,
+//              in the order of the keys, and writes the item's; behind the last chunk of a sequence
+//              that several CTAs have, joins all of them in the same order
 //
 // Early read: if the kernel before wrote only q and this step's rows (early_read), this kernel
 // reads the plan and older keys before that kernel has ended. That kernel must itself have waited

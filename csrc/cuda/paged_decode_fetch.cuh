@@ -9,7 +9,7 @@ namespace bytetx::paged {
 struct KeyRange {
     int sequence, position, first_visible, first_key, end_key, kv_head;
 
-    __device__ int num_steps() const { return (end_key - first_key + kStepKeys - 1) / kStepKeys; }
+    __device__ int num_steps() const { return num_steps_of(end_key - first_key); }
 };
 
 // Arrives for this thread when its copies so far are there.

@@ -20,39 +20,78 @@ __device__ __forceinline__ void add_scaled(float4& sum, float4 values, float fac
     sum.w += values.w * factor;
 }
 
-// The sums of the warps, to out or, where there are more chunks, to memory.
+// Joins the sums of a row's next chunk to those of the chunks before it. It has the same bits
+// wherever it is done, in a CTA that has both chunks or in one that reads them from memory: hence
+// every rounding is named.
+struct JoinFactors {
+    float kept, added;
+
+    // Both {row_max, sum of weights}.
+    __device__ __forceinline__ JoinFactors(float2& joined, float2 next) {
+        const float most = fmaxf(joined.x, next.x);
+        kept = exp2_approx(__fsub_rn(joined.x, most));
+        added = exp2_approx(__fsub_rn(next.x, most));
+        joined = {most, one(joined.y, next.y)};
+    }
+
+    __device__ __forceinline__ float one(float joined, float next) const {
+        return __fmaf_rn(next, added, __fmul_rn(joined, kept));
+    }
+
+    __device__ __forceinline__ void add(float4& joined, float4 next) const {
+        joined = {one(joined.x, next.x), one(joined.y, next.y), one(joined.z, next.z),
+                  one(joined.w, next.w)};
+    }
+};
+
+// The warps' sums of the chunk from key `first` on: to those of the item's chunks before it, and
+// behind the item's last one to out or, where other items have other chunks, to memory.
 template <typename C>
-__device__ __forceinline__ void join_warps(const DecodeParams& p, const DecodeSmem<C>& s,
-                                           const StagedItem& staged, int first_warp, int lane) {
+__device__ __forceinline__ void join_warps(const DecodeParams& p, DecodeSmem<C>& s,
+                                           const StagedItem& staged, int first, int chunk,
+                                           int first_warp, int lane) {
     using T = typename C::T;
     const PagedItem& item = staged.item;
     constexpr int kFours = C::kDim / 4;
     const int64_t partial = int64_t{item.partial_row} + int64_t{item.chunk} * item.num_rows;
+    const bool is_last = first + item.chunk_keys >= item.end_key;
     for (int i = lane; i < item.num_rows * kFours; i += 32) {
         const int row = i / kFours, column = i % kFours * 4;
-        float row_max = kNoMax, weights = 0.0f;
+        float2 stats{kNoMax, 0.0f};
 #pragma unroll
-        for (int w = 0; w < kComputeWarps; ++w) row_max = fmaxf(row_max, s.stats[w][row].x);
+        for (int w = 0; w < kComputeWarps; ++w) stats.x = fmaxf(stats.x, s.stats[w][row].x);
         float4 sums{};
 #pragma unroll
         for (int w = 0; w < kComputeWarps; ++w) {
             const int warp = (first_warp + w) % kComputeWarps;
             const float2 stat = s.stats[warp][row];
-            const float factor = exp2_approx(stat.x - row_max);
-            weights += stat.y * factor;
+            const float factor = exp2_approx(stat.x - stats.x);
+            stats.y += stat.y * factor;
             add_scaled(sums, *reinterpret_cast<const float4*>(&s.join[warp][row][column]), factor);
         }
-        if (item.num_chunks > 1) {
+        auto& kept = *reinterpret_cast<float4*>(&s.joined[row][column]);
+        if (chunk > 0) {
+            float2 joined = s.joined_stats[chunk % 2][row];
+            float4 values = kept;
+            JoinFactors(joined, stats).add(values, sums);
+            stats = joined;
+            sums = values;
+        }
+        if (!is_last) {
+            kept = sums;
+            if (column == 0) s.joined_stats[(chunk + 1) % 2][row] = stats;
+        } else if (item.is_split()) {
             const int64_t at = (partial + row) * p.num_kv_heads + staged.kv_head;
             *reinterpret_cast<float4*>(p.partial_out + at * C::kDim + column) = sums;
-            if (column == 0) p.partial_stats[at] = {row_max, weights};
+            if (column == 0) p.partial_stats[at] = stats;
         } else if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
             store_four(
                 static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
-                sums, 1.0f / weights);
+                sums, 1.0f / stats.y);
         }
     }
+    __syncwarp();  // joined_stats
 }
 
 // Whether this item is the last of its unit's chunks to be in memory: then all of them are visible.
@@ -71,19 +110,10 @@ __device__ __forceinline__ bool is_last_chunk(const DecodeParams& p, const Stage
     return __shfl_sync(kFullMask, before, 0) == last;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-    for (int by = 16; by > 0; by /= 2) x = fmaxf(x, __shfl_xor_sync(kFullMask, x, by));
-    return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int by = 16; by > 0; by /= 2) x += __shfl_xor_sync(kFullMask, x, by);
-    return x;
-}
-
-// Joins the chunks of a unit, which are all in memory: a lane a chunk for the factors, then a lane
-// four features. Loads go out kBatch at a time, before anything waits for one: under load each
-// takes microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of keys.
+// Joins the chunks of a unit, which are all in memory: a lane has the statistics of a chunk, and
+// four features of all. Loads go out kBatch at a time, before anything waits for one: under load
+// each takes microseconds, and one at a time 16 chunks of 4 rows cost four times the stream of
+// keys.
 template <typename C>
 __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedItem& staged,
                                             int lane) {
@@ -103,7 +133,7 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
         float2 stat{kNoMax, 0.0f};
         if (lane < num_chunks) stat = __ldcg(p.partial_stats + at + lane * chunk_rows);
         float4 sums{};
-        float own_factor = 0.0f, weights = 0.0f;
+        float2 joined{};
         for (int chunk = 0; chunk < num_chunks; chunk += kBatch) {
             float4 values[kBatch];
 #pragma unroll
@@ -112,21 +142,23 @@ __device__ __forceinline__ void join_chunks(const DecodeParams& p, const StagedI
                 values[i] =
                     __ldcg(reinterpret_cast<const float4*>(from + of * chunk_rows * C::kDim));
             }
-            if (chunk == 0) {
-                own_factor = exp2_approx(stat.x - warp_max(stat.x));
-                weights = warp_sum(stat.y * own_factor);
-            }
 #pragma unroll
             for (int i = 0; i < kBatch; ++i) {
-                const float factor = __shfl_sync(kFullMask, own_factor, chunk + i);
-                if (chunk + i < num_chunks) add_scaled(sums, values[i], factor);
+                const float2 next{__shfl_sync(kFullMask, stat.x, chunk + i),
+                                  __shfl_sync(kFullMask, stat.y, chunk + i)};
+                if (chunk + i == 0) {
+                    joined = next;
+                    sums = values[i];
+                } else if (chunk + i < num_chunks) {
+                    JoinFactors(joined, next).add(sums, values[i]);
+                }
             }
         }
         if (column < p.head_dim) {
             const int64_t stride = int64_t{p.num_heads} * p.head_dim;
             store_four(
                 static_cast<T*>(p.out) + row_address(p, item, staged.kv_head, row, stride) + column,
-                sums, 1.0f / weights);
+                sums, 1.0f / joined.y);
         }
     }
 }
@@ -135,18 +167,21 @@ template <typename C>
 __device__ __forceinline__ void join(const DecodeParams& p, DecodeSmem<C>& s, int total, int lane) {
     RingIndex<kItemsAhead> at;
     RingIndex<1> sums;
-    int first_warp = 0;  // that has the item's first step
+    int first_warp = 0;  // that has the chunk's first step
     for (OwnItems items; items.current < total; items.advance(), at.advance()) {
         Barrier::wait(&s.item_full[at.index], at.phase);
         const StagedItem& staged = s.staged[at.index];
-        Barrier::wait(&s.join_full, sums.phase);
-        join_warps(p, s, staged, first_warp, lane);
-        first_warp = (first_warp + staged.item.num_steps()) % kComputeWarps;
-        Barrier::arrive(&s.join_empty);
-        sums.advance();
-        if (staged.item.num_chunks > 1 && is_last_chunk(p, staged, lane)) {
-            join_chunks<C>(p, staged, lane);
+        const PagedItem& item = staged.item;
+        int chunk = 0;  // of the item
+        for (int first = item.first_key; first < item.end_key; first += item.chunk_keys) {
+            Barrier::wait(&s.join_full, sums.phase);
+            join_warps(p, s, staged, first, chunk++, first_warp, lane);
+            const int num_steps = num_steps_of(item.chunk_end(first) - first);
+            first_warp = (first_warp + num_steps) % kComputeWarps;
+            Barrier::arrive(&s.join_empty);
+            sums.advance();
         }
+        if (item.is_split() && is_last_chunk(p, staged, lane)) join_chunks<C>(p, staged, lane);
         Barrier::arrive(&s.item_empty[at.index]);
     }
 }

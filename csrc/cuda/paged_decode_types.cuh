@@ -54,7 +54,7 @@ struct DecodeTypes {
     static constexpr int kTileBytes = kStepKeys * kDim * 2;
     // Two CTAs an SM, 128 KB on their way at most: copies alone, in rings of this size, reach the
     // rate of a plain sum (238.8 us for 64 sequences of 4096 keys, 237.3); half of it takes 242.7.
-    static constexpr int kMinCtas = kTiles * kDim > 128 ? 1 : 2;
+    static constexpr int kMinCtas = ctas_per_sm(kTiles, kDim);
     static constexpr int kStages = (kMinCtas == 1 ? 128 : 64) * 1024 / (2 * kTileBytes);
     static constexpr int kPieces = kDim / 8;     // of 16 bytes, a row
     static constexpr int kSumStride = kDim + 4;  // floats
@@ -70,8 +70,8 @@ struct DecodeTypes {
     }
 };
 
-// Where no SM has more than one item, its CTA has all of the ring that fits: 16 sequences of 1024
-// keys take 18.3 us, 19.9 with 64 KB. With 64 features copies are bound by their instructions.
+// For few sequences: an SM's only CTA has all of the ring that fits. 16 sequences of 1024 keys take
+// 18.3 us, 19.9 with 64 KB (H200). With 64 features copies are bound by their instructions.
 template <typename T_>
 struct AloneTypes : DecodeTypes<T_, 128, 1> {
     static constexpr int kMinCtas = 1;
@@ -89,6 +89,8 @@ struct DecodeSmem {
     alignas(128) uint8_t q[kItemsAhead][C::kRows * C::kDim * 2];
     alignas(16) float join[kComputeWarps][C::kRows][C::kSumStride];
     float2 stats[kComputeWarps][C::kRows];
+    alignas(16) float joined[C::kRows][C::kDim];  // of an item's chunks so far
+    float2 joined_stats[2][C::kRows];             // the same, of an even and of an odd number
     StagedItem staged[kItemsAhead];
     uint64_t full[C::kStages][2], empty[C::kStages][2];  // of keys, of values
     uint64_t item_full[kItemsAhead], item_empty[kItemsAhead];

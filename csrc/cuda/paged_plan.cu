@@ -8,6 +8,7 @@
 // and shared by all layers.
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -23,7 +24,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBuckets = 256;  // of items and of tiles, by number of keys
+constexpr int kBuckets = 512;       // of items and of tiles, by number of keys
+constexpr int kOctaveBuckets = 32;  // of items: from some keys to twice as many
 
 struct PlanKernelParams {
     const int* cu_seqlens;
@@ -38,6 +40,7 @@ struct PlanKernelParams {
     int tile_tokens;
     int max_keys;
     bool batch_invariant;
+    DecodeCtas ctas;
 };
 
 // What one sequence needs, or all before it.
@@ -103,18 +106,55 @@ struct Piece {
         return (tokens + p.tile_tokens - 1) / p.tile_tokens;
     }
 
-    __device__ Need need(const PlanKernelParams& p) const {
-        if (tokens == 0 || is_tiled || !p.has_items) return {};
-        const int rows = tokens * p.group, units = (rows + kUnitRows - 1) / kUnitRows;
-        return {units, units * num_chunks, num_chunks > 1 ? rows * num_chunks : 0};
+    __device__ int num_units(const PlanKernelParams& p) const {
+        if (tokens == 0 || is_tiled || !p.has_items) return 0;
+        return (tokens * p.group + kUnitRows - 1) / kUnitRows;
+    }
+    __device__ int keys_to_read() const { return keys - first_key; }
+
+    __device__ Need need(const PlanKernelParams& p, bool is_split) const {
+        const int units = num_units(p);
+        if (units == 0) return {};
+        if (!is_split) return {units, units, 0};
+        return {units, units * num_chunks, tokens * p.group * num_chunks};
     }
 };
 
-__device__ void write_items(const PlanKernelParams& p, const Piece& piece, int sequence, Need at) {
+__device__ int clamp_to_int(unsigned long long value) {
+    constexpr unsigned long long kMost = INT_MAX;
+    return static_cast<int>(min(value, kMost));
+}
+
+// Which sequences' chunks are items of their own: the long ones, which alone would take longer than
+// the memory takes for all, and in a last round that leaves most CTAs idle all. Chunks of other
+// sequences are read by one CTA, one after another: sums that CTAs exchange through memory cost far
+// more than their bytes (64 sequences of 4096 keys, heads 32/8, H100: 366 us in chunks of 1024, 351
+// without what is exchanged).
+struct Split {
+    int max_keys;    // of a sequence that is not split
+    int first_tail;  // the first sequence of such a last round
+
+    // units, keys: sums over all sequences, of one key head.
+    __device__ Split(const PlanKernelParams& p, int units, unsigned long long keys) {
+        max_keys = clamp_to_int(keys * p.num_kv_heads / p.ctas.full_rate);
+        const int64_t all = int64_t{units} * p.num_kv_heads, rest = all % p.ctas.all;
+        const bool has_tail = all > p.ctas.all && rest > 0 && rest < p.ctas.full_rate;
+        first_tail = has_tail ? static_cast<int>((all - rest) * p.batch_size / all) : INT_MAX;
+    }
+
+    __device__ bool operator()(const Piece& piece, int sequence) const {
+        return piece.num_chunks > 1 && (piece.keys_to_read() > max_keys || sequence >= first_tail);
+    }
+};
+
+__device__ void write_items(const PlanKernelParams& p, const Piece& piece, bool is_split,
+                            int sequence, Need at) {
     const int rows = piece.tokens * p.group;
+    const int num_items = is_split ? piece.num_chunks : 1;  // of a unit
+    const int item_keys = is_split ? piece.chunk_keys : piece.keys_to_read();
     for (int row = 0; row < rows; row += kUnitRows) {
-        for (int chunk = 0; chunk < piece.num_chunks; ++chunk) {
-            const int first = piece.first_key + chunk * piece.chunk_keys;
+        for (int chunk = 0; chunk < num_items; ++chunk) {
+            const int first = piece.first_key + chunk * item_keys;
             if (at.items >= p.sizes.items) return;  // only where a length exceeds its bound
             p.plan.items[at.items++] = {sequence,
                                         piece.first_token,
@@ -123,13 +163,14 @@ __device__ void write_items(const PlanKernelParams& p, const Piece& piece, int s
                                         piece.keys - piece.tokens,
                                         piece.first_visible,
                                         first,
-                                        min(first + piece.chunk_keys, piece.keys),
+                                        min(first + item_keys, piece.keys),
+                                        piece.chunk_keys,
                                         chunk,
                                         piece.num_chunks,
                                         at.partial_rows,
                                         at.units};
         }
-        at.partial_rows += min(rows - row, kUnitRows) * piece.num_chunks;
+        at.partial_rows += is_split ? min(rows - row, kUnitRows) * piece.num_chunks : 0;
         ++at.units;
     }
 }
@@ -146,11 +187,12 @@ __device__ void for_each_tile(const PlanKernelParams& p, const Piece& piece, int
     }
 }
 
-// Of a piece's chunks; that of the longest is 0.
-__device__ int item_bucket(const Piece& piece) {
-    constexpr int kKeys = 2 * kChunkKeys / kBuckets;  // few sequences have longer chunks
-    const int keys = min(piece.chunk_keys, piece.keys - piece.first_key);
-    return kBuckets - 1 - min((keys - 1) / kKeys, kBuckets - 1);
+// Of a piece's items; that of the longest is 0.
+__device__ int item_bucket(const Piece& piece, bool is_split) {
+    constexpr float kFewKeys = 6.0f;  // up to 64 they are all alike
+    const int keys = is_split ? min(piece.chunk_keys, piece.keys_to_read()) : piece.keys_to_read();
+    const float octaves = fmaxf(__log2f(static_cast<float>(keys)) - kFewKeys, 0.0f);
+    return kBuckets - 1 - min(static_cast<int>(octaves * kOctaveBuckets), kBuckets - 1);
 }
 
 // Of the keys that a piece's rows see; that of the most is 0.
@@ -160,7 +202,8 @@ __device__ int tile_bucket(const PlanKernelParams& p, const Piece& piece) {
     return kBuckets - 1 - min(static_cast<int>(length * kBuckets), kBuckets - 1);
 }
 
-// Where each bucket begins, given how many entries a piece has and in which bucket they are.
+// Where each bucket begins, given how many entries a piece has, count(piece, sequence), and in
+// which bucket they are.
 template <typename Count, typename Bucket>
 __device__ void find_starts(const PlanKernelParams& p, int* starts, Count&& count,
                             Bucket&& bucket) {
@@ -168,8 +211,8 @@ __device__ void find_starts(const PlanKernelParams& p, int* starts, Count&& coun
     __syncthreads();
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
-        const int entries = count(piece);
-        if (entries > 0) atomicAdd(&starts[bucket(piece)], entries);
+        const int entries = count(piece, i);
+        if (entries > 0) atomicAdd(&starts[bucket(piece, i)], entries);
     }
     __syncthreads();
     if (threadIdx.x < 32) {
@@ -199,8 +242,8 @@ __device__ void find_starts(const PlanKernelParams& p, int* starts, Count&& coun
 __device__ int sort_tiles(const PlanKernelParams& p, int& keys) {
     __shared__ int starts[kBuckets];
     find_starts(
-        p, starts, [&](const Piece& piece) { return piece.is_tiled ? piece.num_tiles(p) : 0; },
-        [&](const Piece& piece) { return tile_bucket(p, piece); });
+        p, starts, [&](const Piece& piece, int) { return piece.is_tiled ? piece.num_tiles(p) : 0; },
+        [&](const Piece& piece, int) { return tile_bucket(p, piece); });
     for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
         const Piece piece(p, i);
         if (!piece.is_tiled) continue;
@@ -221,23 +264,40 @@ __global__ void __launch_bounds__(kThreads)
     plan_kernel(const __grid_constant__ PlanKernelParams p) {
     wait_for_prior_kernel();
     __shared__ int starts[kBuckets];  // of items
-    __shared__ int item_keys, tile_keys;
-    if (threadIdx.x == 0) item_keys = tile_keys = 0;
+    __shared__ int tile_keys, num_units;
+    __shared__ unsigned long long item_keys;
+    if (threadIdx.x == 0) {
+        item_keys = 0;
+        tile_keys = num_units = 0;
+    }
     __syncthreads();
-    if (p.has_items) {
+    for (int i = threadIdx.x; i < p.batch_size; i += kThreads) {
+        const Piece piece(p, i);
+        const int units = piece.num_units(p);
+        if (units == 0) continue;
+        atomicAdd(&num_units, units);
+        atomicAdd(&item_keys, static_cast<unsigned long long>(units) * piece.keys_to_read());
+    }
+    __syncthreads();
+    const Split is_split(p, num_units, item_keys);
+    const auto need_of = [&](const Piece& piece, int i) {
+        return piece.need(p, is_split(piece, i));
+    };
+    if (num_units > 0) {
         find_starts(
-            p, starts, [&](const Piece& piece) { return piece.need(p).items; }, item_bucket);
+            p, starts, [&](const Piece& piece, int i) { return need_of(piece, i).items; },
+            [&](const Piece& piece, int i) { return item_bucket(piece, is_split(piece, i)); });
     }
     Need total{};
     for (int first = 0; first < p.batch_size; first += kThreads) {
         const int sequence = first + static_cast<int>(threadIdx.x);
         const Piece piece(p, sequence);
-        const Need need = piece.need(p);
+        const Need need = need_of(piece, sequence);
         Need at = exclusive_scan(need, total);
         if (need.items == 0) continue;
-        at.items = atomicAdd(&starts[item_bucket(piece)], need.items);
-        atomicAdd(&item_keys, need.units * (piece.keys - piece.first_key));
-        write_items(p, piece, sequence, at);
+        const bool splits = is_split(piece, sequence);
+        at.items = atomicAdd(&starts[item_bucket(piece, splits)], need.items);
+        write_items(p, piece, splits, sequence, at);
     }
     const int num_tiles = p.sizes.tiles > 0 ? sort_tiles(p, tile_keys) : 0;
     __syncthreads();  // the sums of keys
@@ -247,7 +307,7 @@ __global__ void __launch_bounds__(kThreads)
         *p.plan.header = {static_cast<int>(min(int64_t{total.items}, p.sizes.items)),
                           static_cast<int>(min(int64_t{num_tiles}, p.sizes.tiles)),
                           {},
-                          item_keys,
+                          clamp_to_int(item_keys),
                           tile_keys};
     }
     const int64_t cleared = min(p.sizes.items, int64_t{kClearedItems});
@@ -297,7 +357,8 @@ void paged_plan(const PagedPlanParams& p, const Launch& launch) {
                                          p.window,
                                          p.tile_tokens,
                                          std::max(p.max_kv_seqlen, 1),
-                                         p.batch_invariant};
+                                         p.batch_invariant,
+                                         paged::decode_ctas(p, num_sms())};
     const LaunchShape shape{1, paged::kThreads, 0, static_cast<cudaStream_t>(launch.stream)};
     launch_kernel(paged::plan_kernel, shape, params);
 }

@@ -29,8 +29,9 @@ constexpr int kMaxChunks = 32;       // of a sequence: a lane each where they ar
 constexpr int kClearedItems = 512;   // of a plan: those that may be read before their number
 constexpr int kClusterCtas = 8;      // the most that any Hopper GPU runs as one
 
-// A unit is up to kUnitRows rows of a piece against one chunk of its keys. Rows of a piece are
-// (token, query head of the group), the heads of a token next to one another.
+// A unit is up to kUnitRows rows of a piece, (token, query head of the group), the heads of a token
+// next to one another. An item is a unit against all keys of its piece, chunk after chunk, or
+// against one of the chunks.
 struct alignas(16) PagedItem {
     int sequence;
     int first_token;    // of the piece, in q
@@ -39,14 +40,25 @@ struct alignas(16) PagedItem {
     int first_visible;  // key that any row of the piece sees
     int first_key;      // a multiple of kStepKeys
     int end_key;
-    int chunk, num_chunks;
-    int partial_row;  // of chunk 0, where there are several chunks
-    int unit;         // its counters
+    int chunk_keys;   // of every chunk but the piece's last
+    int chunk;        // the first of the item
+    int num_chunks;   // of the piece
+    int partial_row;  // of chunk 0, where each chunk is an item
+    int unit;         // its counters there
 
-    __host__ __device__ int num_steps() const {
-        return (end_key - first_key + kStepKeys - 1) / kStepKeys;
+    // Where the chunk that begins with key `first` ends.
+    __host__ __device__ int chunk_end(int first) const {
+        return first + chunk_keys < end_key ? first + chunk_keys : end_key;
+    }
+
+    // Whether other items have the other chunks of its keys.
+    __host__ __device__ bool is_split() const {
+        return num_chunks > 1 && end_key - first_key <= chunk_keys;
     }
 };
+
+// Steps of so many keys.
+__host__ __device__ inline int num_steps_of(int keys) { return (keys + kStepKeys - 1) / kStepKeys; }
 
 // A run of tokens of one piece, with all query heads of a key head.
 struct alignas(16) PagedTile {
@@ -97,13 +109,13 @@ inline bool runs_side_by_side(const PagedPlanParams& p) {
 
 // How one sequence's keys are cut into chunks, a function of its own keys alone: into chunks of up
 // to kChunkKeys, into kManyChunks while those hold up to twice as many keys, then of that many, and
-// at last into kMaxChunks.
+// at last into kMaxChunks. A chunk has a softmax of its own, and chunks are joined in the order of
+// the keys, so that a result does not depend on which of them are items of their own.
 //
-// A chunk's end costs its CTA some 0.9 us of the stream, whoever computes: 64 sequences of 4096
-// keys take 257.7 us in chunks of 512 keys, 251.2 of 1024, 244.2 unsplit. One of 8192 among 63 of
-// one key wants many chunks: 15.5 us of 512 keys, 17.9 of 1024 (H200, 2026-11-21).
+// One of 8192 keys among 63 of one key wants many chunks: 15.5 us of 512 keys, 17.9 of 1024 (H200,
+// 2026-11-21).
 constexpr int kChunkKeys = 1024;
-constexpr int kManyChunks = 8;  // 16 sequences of 16384, heads 32/8: 362.7 us, of 16 367.9 (H100)
+constexpr int kManyChunks = 8;
 
 __host__ __device__ inline int count_chunks(int keys) {
     const int single = (keys + kChunkKeys - 1) / kChunkKeys;
@@ -116,6 +128,36 @@ __host__ __device__ inline int count_chunks(int keys) {
 __host__ __device__ inline int chunk_length(int keys) {
     const int chunks = count_chunks(keys), even = (keys + chunks - 1) / chunks;
     return (even + kRoundKeys - 1) / kRoundKeys * kRoundKeys;
+}
+
+// Features that the decode kernel is built for.
+inline int padded_dim(int head_dim) {
+    return head_dim <= 32 ? 32 : head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
+// Tiles of eight rows that a unit has: without tiles for prefill every unit has kUnitRows rows.
+inline int unit_tiles(const PagedPlanParams& p) {
+    return p.tile_tokens > 0 && p.num_heads / p.num_kv_heads <= 8 ? 1 : 2;
+}
+
+// Of the decode kernel, unless an SM has one CTA for another reason.
+constexpr int ctas_per_sm(int num_tiles, int dim) { return num_tiles * dim > 128 ? 1 : 2; }
+
+// Whether few sequences have the decode kernel with one CTA an SM, which has all shared memory.
+inline bool has_sm_alone(const PagedPlanParams& p, int sms) {
+    return padded_dim(p.head_dim) == 128 && unit_tiles(p) == 1 && row_units(p) <= sms;
+}
+
+// The decode kernel's CTAs, and how many of them together read at the rate of the memory.
+struct DecodeCtas {
+    int all, full_rate;
+};
+
+inline DecodeCtas decode_ctas(const PagedPlanParams& p, int sms) {
+    constexpr int kFullRateSms = 90, kFullRateNarrow = 210;  // narrow: bound by instructions
+    const int dim = padded_dim(p.head_dim);
+    const int per_sm = has_sm_alone(p, sms) ? 1 : ctas_per_sm(unit_tiles(p), dim);
+    return {per_sm * sms, dim <= 64 ? kFullRateNarrow : per_sm * kFullRateSms};
 }
 
 // Sizes that a batch cannot exceed, from host integers alone.

@@ -30,9 +30,9 @@ struct PrefillTiling {
 // Queries: boxes of the tokens of a warpgroup, with all heads of a group.
 template <typename C>
 CUtensorMap make_q_map(const PlannedPagedAttentionParams& p, const PrefillParams& params) {
-    const cuuint64_t sizes[3] = {cuuint64_t(p.head_dim), cuuint64_t(params.num_heads),
+    const cuuint64_t sizes[3] = {cuuint64_t(p.plan.head_dim), cuuint64_t(params.num_heads),
                                  cuuint64_t(p.plan.total_tokens)};
-    const cuuint64_t strides[2] = {cuuint64_t(p.head_dim) * kElementBytes,
+    const cuuint64_t strides[2] = {cuuint64_t(p.plan.head_dim) * kElementBytes,
                                    cuuint64_t(p.q_stride) * kElementBytes};
     const cuuint32_t box[3] = {C::kBoxColumns, cuuint32_t(params.group),
                                cuuint32_t(kTileRows / params.group)};
@@ -45,7 +45,7 @@ CUtensorMap make_cache_map(const PlannedPagedAttentionParams& p, const PrefillPa
                            const void* cache) {
     constexpr cuuint64_t kColumns = C::kBoxColumns, kGroupKeys = 8;
     constexpr cuuint64_t kMostGroups = cuuint64_t{1} << 28;  // slots are 31 bits
-    const cuuint64_t row = cuuint64_t(params.num_kv_heads) * p.head_dim;
+    const cuuint64_t row = cuuint64_t(params.num_kv_heads) * p.plan.head_dim;
     const cuuint64_t sizes[4] = {kColumns, kGroupKeys, row / kColumns, kMostGroups};
     const cuuint64_t strides[3] = {row * kElementBytes, kColumns * kElementBytes,
                                    kGroupKeys * row * kElementBytes};
@@ -71,7 +71,7 @@ inline PrefillParams prefill_params(const PlannedPagedAttentionParams& p) {
     params.num_kv_heads = p.plan.num_kv_heads;
     params.group = p.plan.num_heads / p.plan.num_kv_heads;
     params.group_inverse = (65536u + params.group - 1) / params.group;
-    params.head_dim = p.head_dim;
+    params.head_dim = p.plan.head_dim;
     params.window = p.plan.window;
     params.beside_rows = runs_side_by_side(p.plan);
     params.halves_last = !p.plan.batch_invariant;
@@ -104,7 +104,7 @@ void launch_prefill_typed(const PlannedPagedAttentionParams& p, cudaStream_t str
     using Plain = attention::TileTypes<T, kHeadDim, PrefillTiling<kHeadDim, false>>;
     using Changing = attention::TileTypes<T, kHeadDim, PrefillTiling<kHeadDim, true>>;
     constexpr int kLeastPage = 8;
-    if (p.head_dim != kHeadDim || p.page_size < kLeastPage) {
+    if (p.plan.head_dim != kHeadDim || p.page_size < kLeastPage) {
         return launch_source<Changing, PagedCopySource>(p, stream);
     }
     if (p.softcap > 0.0f || p.alibi_slopes != nullptr) {

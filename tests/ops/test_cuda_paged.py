@@ -72,6 +72,18 @@ class Inputs:
         return plan
 
 
+def repeat_last(inputs: Inputs, count: int) -> None:
+    """Makes the last of some sequences of one row `count` sequences, which read the same pages."""
+
+    def repeated(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:-1], rows[-1:].expand(count, *rows.shape[1:])]).contiguous()
+
+    inputs.q = repeated(inputs.q)
+    for name in ("kv_seqlens", "page_table"):
+        inputs.lengths[name] = repeated(inputs.lengths[name])
+    inputs.lengths["cu_seqlens"] = torch.arange(len(inputs.q) + 1).int().cuda()
+
+
 def check(
     lengths: list[tuple[int, int]],
     *,
@@ -234,6 +246,34 @@ def test_batch_mates_change_no_bit_in_large_batches() -> None:
     )
     for i, rows in zip(chosen, apart.split(seqlens), strict=True):
         assert torch.equal(rows, together[i])
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(16, 8, 128), (24, 24, 64)])
+@pytest.mark.parametrize("window", [0, 2500])
+@pytest.mark.parametrize("num_mates", [6, 70, 300])
+def test_long_sequences_have_the_same_bits_split_and_whole(
+    num_mates: int, window: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    """Among its like one CTA has all of a long sequence, among short ones many share it."""
+    lengths = [(1, keys) for keys in (1025, 2048, 4097, 9000, 20_000, 6000)]
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    step, inputs = make(lengths, window=window, dtype=dtype, **heads)
+    repeat_last(inputs, num_mates)
+    whole = inputs.attend(window=window)[: len(lengths)]
+    assert_exact(whole, step, window=window)
+    inputs.lengths["kv_seqlens"][len(lengths) - 1 :] = 1
+    split = inputs.attend(window=window)[: len(lengths) - 1]
+    assert torch.equal(split, whole[:-1])
+
+
+@pytest.mark.parametrize("batch_size", [9, 16, 17, 33, 34, 45, 66, 100])
+def test_equal_sequences_have_the_same_bits_in_any_number(batch_size: int) -> None:
+    """Whether CTAs have one each, two, or a last round leaves most of them idle."""
+    step, inputs = make([(1, 3000)], num_heads=16, num_kv_heads=8, head_dim=128)
+    repeat_last(inputs, batch_size)
+    rows = inputs.attend()
+    assert_exact(rows[:1], step)
+    assert torch.equal(rows, rows[:1].expand_as(rows))
 
 
 def test_runs_give_the_same_bits() -> None:
