@@ -89,6 +89,14 @@ def test_broken_csv_rows_are_errors_and_the_others_go_on(tmp_path: Path) -> None
     assert [m.split(":")[0].split()[-1] for m in errors_in(values)] == ["4", "5", "6"]
 
 
+def test_csv_cells_in_quotes_keep_their_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'\xef\xbb\xbfid,text\r\n1,"two\r\nlines"\r\n2,"a\rb\n"\r\n\r\n3,last\r')
+    assert read(path) == ["two\r\nlines", "a\rb\n", "last"]
+    path.write_bytes(b'text\n"\r"\n"x\r\n"\nend')
+    assert read(path) == ["\r", "x\r\n", "end"]
+
+
 def test_csv_quote_that_never_ends_is_an_error_where_it_starts(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('text\nfine\n"open\nand\nmore\n')

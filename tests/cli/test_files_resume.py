@@ -21,7 +21,14 @@ from bytetx.cli.files.lock import OutputError, OutputLock, OutputPaths, check_ou
 from bytetx.cli.files.parquet import ParquetForm
 from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import Shape
-from bytetx.cli.files.resume import Counts, Progress, skip_done
+from bytetx.cli.files.resume import (
+    SIDE_FILES,
+    Counts,
+    Progress,
+    check_same_job,
+    side_files_identity,
+    skip_done,
+)
 from bytetx.cli.files.terminal import closing_line, short
 from bytetx.cli.files.writer import StagedOutput, begin_or_resume, find_unfinished, is_complete
 from bytetx.encode.request import RunStats
@@ -198,6 +205,30 @@ def test_resuming_with_other_inputs_or_options_is_refused(
         run(texts, out, resume=True)
     texts.write_text("\n".join([*lines, '{"text": "one more"}']))
     assert run(texts, out, resume=True).num_texts == 41
+
+
+def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    files = ["config.json", "tokenizer.json", "vocab.txt", "1_Pooling/config.json"]
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    first = side_files_identity(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "note.json").write_text("{}")
+    (tmp_path / "README.md").write_text("hello")
+    assert side_files_identity(tmp_path) == first
+    out = OutputPaths(tmp_path / "v.npy").progress
+    progress = Progress({"task": "embed", SIDE_FILES: first})
+    for name in files:
+        (tmp_path / name).write_text("[]")
+        now = side_files_identity(tmp_path)
+        assert now != first
+        with pytest.raises(InputError, match=SIDE_FILES):
+            check_same_job(progress, {"task": "embed", SIDE_FILES: now}, out)
+        # A job that noted none goes on.
+        check_same_job(Progress({"task": "embed"}), {"task": "embed", SIDE_FILES: now}, out)
+        (tmp_path / name).write_text("{}")
+    assert side_files_identity(tmp_path) == first
 
 
 def test_a_damaged_progress_file_is_an_error_that_says_so(tmp_path: Path) -> None:

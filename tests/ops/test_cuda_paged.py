@@ -252,7 +252,12 @@ def test_batch_mates_change_no_bit_in_large_batches() -> None:
 @pytest.mark.parametrize("window", [0, 2500])
 @pytest.mark.parametrize("num_mates", [6, 70, 300])
 def test_long_sequences_have_the_same_bits_split_and_whole(
-    num_mates: int, window: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    num_mates: int,
+    window: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
 ) -> None:
     """Among its like one CTA has all of a long sequence, among short ones many share it."""
     lengths = [(1, keys) for keys in (1025, 2048, 4097, 9000, 20_000, 6000)]

@@ -17,7 +17,13 @@ from bytetx.cli.files.parquet import ParquetForm
 from bytetx.cli.files.parquet_reader import kept_types
 from bytetx.cli.files.reader import open_sources, read_records
 from bytetx.cli.files.records import RankRequest, Record, RecordError, Shape, Source, Value
-from bytetx.cli.files.resume import Progress, model_identity, skip_done
+from bytetx.cli.files.resume import (
+    SIDE_FILES,
+    Progress,
+    model_identity,
+    side_files_identity,
+    skip_done,
+)
 from bytetx.cli.files.tasks import Task, is_unicode
 from bytetx.cli.files.terminal import JobBar, closing_line, tell, waiting
 from bytetx.cli.files.writer import (
@@ -288,6 +294,7 @@ def _job(options: JobOptions, task: Task, folder: Path, *, keep: tuple[str, ...]
         "bytetx": __version__,
         "task": task.name,
         "model": model_identity(folder),
+        SIDE_FILES: side_files_identity(folder),
         "device": options.device,
         "dtype": DTYPE_ALIASES.get(options.dtype, options.dtype),
         "tp": options.tp if options.ranks is None else options.ranks.size,

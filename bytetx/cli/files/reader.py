@@ -163,12 +163,16 @@ class _Lines:
             )
 
     def __iter__(self) -> Iterator[str]:
+        return (line.removesuffix("\n").removesuffix("\r") for line in self.with_ends())
+
+    def with_ends(self) -> Iterator[str]:
+        """The same with their ends, as a cell in quotes holds them."""
         while line := self._read():
             self.end_bytes += len(line)
             self.number += 1
             if self.number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            yield line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8", "surrogateescape")
+            yield line.decode("utf-8", "surrogateescape")
         num_bytes = self.end_bytes - self._start_bytes
         if num_bytes < self._source.size_bytes:
             raise InputError(
@@ -242,11 +246,8 @@ def _parse_object(line: str) -> dict[str, Any]:
 
 def _read_csv(source: Source, lines: _Lines, shape: Shape) -> Iterator[Record]:
     is_tsv = source.path is not None and source.path.suffix.lower() == ".tsv"
-    # The reader needs line ends to keep those inside a quoted cell; strict, so that a quote that
-    # never ends is an error and not a cell as long as the file.
-    rows = csv.reader(
-        (f"{line}\n" for line in lines), delimiter="\t" if is_tsv else ",", strict=True
-    )
+    # Strict, so that a quote that never ends is an error and not a cell as long as the file.
+    rows = csv.reader(lines.with_ends(), delimiter="\t" if is_tsv else ",", strict=True)
     header = _csv_header(source, rows)
     check_columns(source, header, shape)
     while True:

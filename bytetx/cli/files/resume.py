@@ -79,6 +79,8 @@ def load_progress(path: Path) -> Progress:
 def check_same_job(progress: Progress, job: Mapping[str, Any], path: Path) -> None:
     """Raises InputError that names what differs from the unfinished job."""
     was, now = progress.job, json.loads(json.dumps(job))
+    if SIDE_FILES not in was:  # a job of before they were noted
+        now.pop(SIDE_FILES, None)
     differing = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if differing:
         key = differing[0]
@@ -123,6 +125,30 @@ def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None
             f"{path} is of a job with other inputs: their first {num_done:,} texts differ from "
             "these; give the same files in the same order, or start again with --overwrite"
         )
+
+
+def side_files_identity(folder: Path) -> str:
+    """A digest of what decides results beside the weights: tokenizers, pooling, prompts, templates.
+
+    Hidden files and folders, such as a download's notes, are left out.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        is_hidden = any(part.startswith(".") for part in inside.parts)
+        if path.suffix not in _SIDE_SUFFIXES or is_hidden or not path.is_file():
+            continue
+        try:
+            content = path.read_bytes()
+        except OSError:  # loading says so, if it needs the file
+            content = b""
+        digest.update(f"{inside} {len(content)}".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+SIDE_FILES = "model_side_files"  # of a job: side_files_identity() of its checkpoint
+_SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
 
 
 def model_identity(folder: Path) -> str:
