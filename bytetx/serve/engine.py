@@ -202,7 +202,12 @@ async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
     """arrays: f32 [total_vectors, dimensions], int64 [num_texts + 1], where each text starts"""
     if served.facts.gives_token_vectors:
         options = dict(call.options)
-        options.pop("left", None)
+        if options.pop("left", False) and options.get("truncate"):
+            raise ServeError(
+                "validation",
+                "truncation_direction Left is not for models of late interaction, whose markers "
+                "stand at the beginning; shorten the text or set truncation_direction to Right",
+            )
         name = options.get("prompt_name")
         options["task"] = name if name in ("query", "document") else "document"
         tokens = await served.model.embed_tokens(call.inputs, **options)

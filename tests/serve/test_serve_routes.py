@@ -5,6 +5,7 @@ import base64
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import orjson
@@ -14,9 +15,14 @@ from draft_oracle import MAX_DRAFT, Oracle, oracle  # noqa: F401  (oracle: a fix
 from serving import InProcess
 
 from bytetx import SamplingParams
+from bytetx.encode.request import RunStats
 from bytetx.errors import OptionError
+from bytetx.serve.calls import Call, Outcome
+from bytetx.serve.engine import TASKS
+from bytetx.serve.errors import ServeError
 from bytetx.serve.loading import close_models, load_models
 from bytetx.serve.settings import ServeSettings, model_sources
+from bytetx.tasks.vectors import TokenEmbeddings
 
 TEXTS = [text for text in SENTENCES if text]
 LONG = "New York is big. " + "the quick brown fox jumps over the lazy dog " * 20
@@ -100,6 +106,26 @@ def test_embed_all(in_process: InProcess) -> None:
     expected = model.hidden_states([f"the quick brown {text}" for text in TEXTS[:3]])
     for given, states in zip(answer, expected, strict=True):
         np.testing.assert_allclose(given, states[0], atol=1e-5)
+
+
+def test_late_interaction_is_not_truncated_on_the_left() -> None:
+    """It would lose its marker: an error says so; where nothing is truncated, nothing changes."""
+
+    async def embed_tokens(inputs: list[str], **options: object) -> TokenEmbeddings:
+        assert options == {"truncate": False, "task": "document"}
+        return TokenEmbeddings(np.zeros((1, 2), np.float32), np.array([0, 1]), stats=RunStats())
+
+    served = SimpleNamespace(
+        facts=SimpleNamespace(gives_token_vectors=True),
+        model=SimpleNamespace(embed_tokens=embed_tokens),
+    )
+
+    def call(**options: object) -> Outcome:
+        return asyncio.run(TASKS["embed_tokens"](served, Call("m", "embed_tokens", ["a"], options)))
+
+    with pytest.raises(ServeError, match="Right"):
+        call(left=True, truncate=True)
+    assert call(left=True, truncate=False).arrays[0].shape == (1, 2)
 
 
 def test_embed_sparse(in_process: InProcess) -> None:
