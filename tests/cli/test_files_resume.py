@@ -214,8 +214,9 @@ def test_a_tokenizer_or_a_pooling_of_before_is_not_resumed_with_another(tmp_path
         (tmp_path / name).write_text("{}")
     first = side_files_identity(tmp_path)
     (tmp_path / ".cache").mkdir()
-    (tmp_path / ".cache" / "note.json").write_text("{}")
-    (tmp_path / "README.md").write_text("hello")
+    (tmp_path / ".cache" / "config.json").write_text("{}")
+    for name in ("README.md", "in.txt", "out.npy.progress.json", "out.jsonl"):
+        (tmp_path / name).write_text("hello")
     assert side_files_identity(tmp_path) == first
     out = OutputPaths(tmp_path / "v.npy").progress
     progress = Progress({"task": "embed", SIDE_FILES: first})

@@ -130,13 +130,13 @@ def skip_done(records: Iterator[Record], progress: Progress, path: Path) -> None
 def side_files_identity(folder: Path) -> str:
     """A digest of what decides results beside the weights: tokenizers, pooling, prompts, templates.
 
-    Hidden files and folders, such as a download's notes, are left out.
+    By their names: inputs and outputs of jobs may lie in the checkpoint's folder, too.
     """
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder)
         is_hidden = any(part.startswith(".") for part in inside.parts)
-        if path.suffix not in _SIDE_SUFFIXES or is_hidden or not path.is_file():
+        if path.name not in _SIDE_NAMES or is_hidden or not path.is_file():
             continue
         try:
             content = path.read_bytes()
@@ -148,7 +148,26 @@ def side_files_identity(folder: Path) -> str:
 
 
 SIDE_FILES = "model_side_files"  # of a job: side_files_identity() of its checkpoint
-_SIDE_SUFFIXES = {".json", ".txt", ".model", ".jinja"}
+_SIDE_NAMES = {
+    "adapter_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "config.json",
+    "config_sentence_transformers.json",
+    "generation_config.json",
+    "merges.txt",
+    "modules.json",
+    "router_config.json",
+    "sentence_bert_config.json",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+}
 
 
 def model_identity(folder: Path) -> str:
