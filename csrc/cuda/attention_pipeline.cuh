@@ -129,8 +129,27 @@ struct Consumer {
     __device__ __forceinline__ void pass_on(int steps) {
         for (; steps > 0; --steps) {
             wait_kv();  // else the arrival might count for an earlier phase
+            take_turn();
+            pass_turn();
             release(&s.kv_empty[kv.index]);
             kv.advance();
+        }
+    }
+
+    // Two warpgroups issue the products of a step one after the other, so that the softmax of one
+    // runs beside the products of the other. Each takes a turn with every step of an item, whether
+    // it multiplies or not.
+    static constexpr bool kTakesTurns = C::kNumWarpgroups == 2 && !C::kQInRegisters;
+    static constexpr uint32_t kTurnBarrier = 2;
+
+    __device__ __forceinline__ void take_turn() const {
+        if constexpr (kTakesTurns) {
+            cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + warpgroup);
+        }
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if constexpr (kTakesTurns) {
+            cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (warpgroup ^ 1));
         }
     }
 
@@ -246,7 +265,9 @@ struct Consumer {
     __device__ __forceinline__ void start(const typename C::Element* q_tile, int first,
                                           bool is_last) {
         wait_kv();
+        take_turn();
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
+        pass_turn();
         cute::warpgroup_wait<0>();
         cute::warpgroup_fence_operand(scores);
         if (is_last) release_queries();
@@ -262,8 +283,10 @@ struct Consumer {
         const int before = kv.index;
         kv.advance();
         wait_kv();
+        take_turn();
         auto scores = rows.template multiply_qk<kWidth>(q_tile, s.k[kv.index]);
         rows.template multiply_pv<kN>(weights, s.v[before]);
+        pass_turn();
         cute::warpgroup_wait<1>();
         cute::warpgroup_fence_operand(scores);
         if (is_last) release_queries();
@@ -305,6 +328,7 @@ __device__ __forceinline__ void consume(const typename Source::Params& p,
     Consumer<C, Source> consumer{Source(p), s, uniform(thread / 128)};
     consumer.rows.tid = thread % 128;
     consumer.rows.lane = thread % 32;
+    if (consumer.warpgroup == 1) consumer.pass_turn();  // to the first one
     while (consumer.take_item()) {
     }
 }
