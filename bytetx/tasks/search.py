@@ -272,12 +272,12 @@ def _rows(name: str, given: object) -> "_Dense | _Sparse":
 def _tokens(name: str, given: object) -> _Tokens:
     if isinstance(given, TokenEmbeddings):
         return _Tokens(_tensor(name, given.vectors), given.cu_seqlens)
-    if isinstance(given, tuple) and len(given) == 2 and np.ndim(given[1]) == 1:
+    if isinstance(given, tuple) and len(given) == 2 and _num_dims(given[1]) == 1:
         x = _tensor(name, given[0])
-        bounds = given[1].cpu() if isinstance(given[1], torch.Tensor) else given[1]
+        bounds = given[1].cpu().numpy() if isinstance(given[1], torch.Tensor) else given[1]
         cu_seqlens = np.asarray(bounds, dtype=np.int64)
         is_whole = len(cu_seqlens) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == x.shape[0]
-        if x.dim() != 2 or not is_whole or (cu_seqlens[1:] < cu_seqlens[:-1]).any():
+        if x.dim() != 2 or not is_whole or np.count_nonzero(cu_seqlens[1:] < cu_seqlens[:-1]):
             raise OptionError(
                 f"{name}: cu_seqlens must rise from 0 to the rows of [total_vectors, dimensions], "
                 f"got {cu_seqlens[:1]} to {cu_seqlens[-1:]} for shape {tuple(x.shape)}"
@@ -294,6 +294,10 @@ def _tokens(name: str, given: object) -> _Tokens:
         raise OptionError(f"{name} must be matrices [num_vectors, dimensions] of one size")
     cu_seqlens = np.cumsum([0, *map(len, matrices)], dtype=np.int64)
     return _Tokens(torch.cat(matrices) if matrices else torch.empty((0, 0)), cu_seqlens)
+
+
+def _num_dims(x: object) -> int:
+    return x.dim() if isinstance(x, torch.Tensor) else np.ndim(x)
 
 
 def _tensor(name: str, given: object) -> torch.Tensor:

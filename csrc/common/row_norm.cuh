@@ -42,7 +42,11 @@ enum class RowNorm { layer, rms, none };
 template <typename T, typename Tiling>
 using RowRegisters = float[Tiling::kVecsPerThread][kVecSize<T>];
 
-// The same as it lies in memory; zeros where the row has ended or was not loaded.
+// Features of a row that fills its registers: with so many, every bound is known to the compiler.
+template <typename T, typename Tiling>
+constexpr int kFullRow = Tiling::kThreadsPerRow * Tiling::kVecsPerThread * kVecSize<T>;
+
+// A row as it lies in memory; zeros where the row has ended or was not loaded.
 template <typename Tiling>
 struct RawRow {
     uint4 words[Tiling::kVecsPerThread] = {};

@@ -61,25 +61,26 @@ struct TokenRows {
 __device__ __forceinline__ TokenRows find_rows(const EmbedParams& p, int64_t token) {
     TokenRows rows{};
     if (token >= p.total_tokens) return rows;
+    // All before the first is looked at, or each waits for the one before.
+    const int word = p.inputs_embeds == nullptr ? p.input_ids[token] : 0;
+    const int type = p.token_type != nullptr ? p.token_type_ids[token] : 0;
+    const int placed = p.position != nullptr ? p.position_ids[token] : 0;
     bool is_bad = false;
-    const auto table_row = [&](const int32_t* ids, int64_t num_rows, int column) {
-        const int64_t id = ids[token];
-        if (id >= 0 && id < num_rows) return static_cast<int>(id);
+    const auto table_row = [&](int id, int64_t num_rows, int column) {
+        if (id >= 0 && id < num_rows) return id;
         if (p.bad_ids != nullptr) {
             // Any one of several: never 0, which is inside every table.
-            atomicExch(p.bad_ids + column, static_cast<int>(id));
+            atomicExch(p.bad_ids + column, id);
             is_bad = true;
         }
-        return static_cast<int>(id < 0 ? 0 : num_rows - 1);
+        return id < 0 ? 0 : static_cast<int>(num_rows - 1);
     };
     rows.word = p.inputs_embeds != nullptr ? static_cast<int>(token)
-                                           : table_row(p.input_ids, p.num_words, kInputId);
+                                           : table_row(word, p.num_words, kInputId);
     if (p.token_type != nullptr) {
-        rows.token_type = table_row(p.token_type_ids, p.num_token_types, kTokenTypeId);
+        rows.token_type = table_row(type, p.num_token_types, kTokenTypeId);
     }
-    if (p.position != nullptr) {
-        rows.position = table_row(p.position_ids, p.num_positions, kPositionId);
-    }
+    if (p.position != nullptr) rows.position = table_row(placed, p.num_positions, kPositionId);
     if (is_bad) rows.token_type |= kBadToken;
     return rows;
 }
@@ -106,8 +107,8 @@ __device__ __forceinline__ void fill_nan(RowRegisters<T, Tiling>& h) {
 }
 
 // tokens_per_warp: neighbouring tokens of a warp (of a CTA, where it owns a row), at most
-// kMostTokens.
-template <typename T, typename Tiling, RowNorm kNorm>
+// kMostTokens.  kIsFull: rows fill their registers.
+template <typename T, typename Tiling, RowNorm kNorm, bool kIsFull>
 __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     embed_kernel(const __grid_constant__ EmbedParams p, const int tokens_per_warp,
                  const bool streams) {
@@ -116,7 +117,8 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
     constexpr int kTokens = TokenRing<Tiling>::kTokens;
     const int thread = static_cast<int>(threadIdx.x);
     const int lane = thread % Tiling::kThreadsPerRow;
-    const int num_vecs = static_cast<int>(p.hidden_size / kVecSize<T>);
+    const int64_t hidden_size = kIsFull ? kFullRow<T, Tiling> : p.hidden_size;
+    const int num_vecs = static_cast<int>(hidden_size / kVecSize<T>);
     constexpr int kOwnerThreads = std::max(Tiling::kThreadsPerRow, kWarpSize);
     constexpr int kMates = Tiling::kRowsPerWarp;
     const int mate = thread / Tiling::kThreadsPerRow % kMates;  // whose row this thread has
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(Tiling::kCtaThreads, 1)
         if (typed & kBadToken) fill_nan<T, Tiling>(h);
         slot = slot + 1 == kTokens ? 0 : slot + 1;
         copy_next();  // over the token before this one
-        store_normalized_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, p.hidden_size,
+        store_normalized_row<T, Tiling, kNorm>(h, lane, first + token, weight, bias, hidden_size,
                                                p.eps, {p.out, nullptr, nullptr, streams});
     }
 }
@@ -233,6 +235,25 @@ void check(const EmbedParams& p) {
     }
 }
 
+template <typename T, typename Tiling, RowNorm kNorm, bool kIsFull>
+void launch_rows(const EmbedParams& p, const Launch& launch, cudaStream_t stream) {
+    const auto kernel = embed_kernel<T, Tiling, kNorm, kIsFull>;
+    constexpr int kSmemBytes = sizeof(TokenRing<Tiling>);
+    static const int64_t resident =
+        resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
+    constexpr int kMates = Tiling::kRowsPerWarp;
+    const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
+    const int64_t rounds =
+        (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
+    const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens<Tiling>});
+    const int64_t cta_tokens = tokens_per_warp * owners;
+    const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
+    launch_kernel(
+        kernel, {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), kSmemBytes, stream},
+        p, static_cast<int>(tokens_per_warp),
+        is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
+}
+
 template <typename T, RowNorm kNorm>
 bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_t stream) {
     if (!fits_vecs<T>(p.hidden_size, p.word, p.position, p.token_type, p.inputs_embeds,
@@ -240,22 +261,10 @@ bool launch_in_registers(const EmbedParams& p, const Launch& launch, cudaStream_
         return false;
     }
     return dispatch_packed_row_tiling<T>(p.hidden_size, [&]<typename Tiling>() {
-        const auto kernel = embed_kernel<T, Tiling, kNorm>;
-        constexpr int kSmemBytes = sizeof(TokenRing<Tiling>);
-        static const int64_t resident =
-            resident_ctas(kernel, Tiling::kCtaThreads, kSmemBytes, launch.device);
-        constexpr int kMates = Tiling::kRowsPerWarp;
-        const int64_t owners = Tiling::kRowsPerCta / kMates;  // of a CTA
-        const int64_t rounds =
-            (p.total_tokens + resident * owners * kMates - 1) / (resident * owners * kMates);
-        const int64_t tokens_per_warp = std::min(rounds * kMates, int64_t{kMostTokens<Tiling>});
-        const int64_t cta_tokens = tokens_per_warp * owners;
-        const int64_t grid = (p.total_tokens + cta_tokens - 1) / cta_tokens;
-        launch_kernel(
-            kernel,
-            {dim3(static_cast<unsigned>(grid)), dim3(Tiling::kCtaThreads), kSmemBytes, stream}, p,
-            static_cast<int>(tokens_per_warp),
-            is_beyond_l2(p.total_tokens * p.hidden_size * sizeof(T), launch.device));
+        if (p.hidden_size == kFullRow<T, Tiling>) {
+            return launch_rows<T, Tiling, kNorm, true>(p, launch, stream);
+        }
+        launch_rows<T, Tiling, kNorm, false>(p, launch, stream);
     });
 }
 

@@ -31,9 +31,6 @@ namespace bytetx {
 // registers, so that every bound is known. once: the same, each warp with one row, no E4M3.
 enum class RowWay { any, full, once };
 
-template <typename T, typename Tiling>
-constexpr int kFullRow = Tiling::kThreadsPerRow * Tiling::kVecsPerThread * kVecSize<T>;
-
 // Parameters in registers are loaded before the kernel before has ended, and beside the row.
 template <typename Tiling>
 constexpr bool kKeepsParameters = Tiling::kVecsPerThread <= 4;

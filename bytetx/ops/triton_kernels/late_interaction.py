@@ -18,6 +18,7 @@ from torch import Tensor
 from bytetx.ops.triton_kernels.launch import (
     dot_precision,
     launch,
+    launch_kept,
     next_power_of_2,
     num_multiprocessors,
 )
@@ -285,11 +286,13 @@ def maxsim_of_one(
     Returns f32 [1, num_documents].
     """
     num_vectors, size = query.shape
-    num_documents = len(cu_documents) - 1
+    num_documents = cu_documents.shape[0] - 1
     out = torch.empty((1, num_documents), dtype=torch.float32, device=query.device)
     if num_documents == 0:
         return out
-    launch(
+    meta, block_m = _meta(query), max(16, next_power_of_2(num_vectors))
+    launch_kept(
+        ("one query", query.dtype, size, block_m, meta["PRECISION"]),
         _one_query_kernel,
         (num_documents,),
         query,
@@ -300,8 +303,8 @@ def maxsim_of_one(
         size,
         float(num_vectors if is_mean else 1),
         float(empty_score),
-        BLOCK_M=max(16, next_power_of_2(num_vectors)),
-        **_meta(query),
+        BLOCK_M=block_m,
+        **meta,
     )
     return out
 
