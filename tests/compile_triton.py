@@ -50,6 +50,7 @@ class Compiler:
         self.target = GPUTarget("cuda", capability, 32)
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+        meta.pop("key", None)
         options = {name: meta.pop(name) for name in ("num_warps", "num_stages") if name in meta}
         names = kernel.arg_names
         signature = {name: type_of(arg) for name, arg in zip(names, args, strict=False)}

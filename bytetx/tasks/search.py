@@ -296,7 +296,7 @@ def _tokens(name: str, given: object) -> _Tokens:
     return _Tokens(torch.cat(matrices) if matrices else torch.empty((0, 0)), cu_seqlens)
 
 
-def _num_dims(x: object) -> int:
+def _num_dims(x: npt.ArrayLike | torch.Tensor) -> int:
     return x.dim() if isinstance(x, torch.Tensor) else np.ndim(x)
 
 

@@ -249,6 +249,19 @@ def test_maxsim_of_one_query(num_vectors: int, dtype: torch.dtype, size: int) ->
     assert scores.isnan().tolist() == [[True, False, False, False, False]]
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+def test_maxsim_of_one_query_again(offset: int) -> None:
+    """What was compiled for aligned operands is kept, and not used for others."""
+    for num_vectors, num_documents in ((32, 5), (17, 3), (32, 1)):
+        q = normal(num_vectors * 20 + offset)[offset:].view(num_vectors, 20)
+        d = normal(num_documents * 20 + offset)[offset:].view(num_documents, 20)
+        bounds = ints(*range(num_documents + 1))
+        expected = (q.double() @ d.double().T).sum(0)
+        for _ in range(2):
+            scores = triton_kernels.maxsim_of_one(q, d, bounds, empty_score=0.0)
+            torch.testing.assert_close(scores[0].double(), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("query_lengths", [[5], [100], [3, 0, 9]], ids=str)
 @pytest.mark.parametrize("is_mean", [False, True])
 @pytest.mark.parametrize("product_bytes", [1, 1 << 20])

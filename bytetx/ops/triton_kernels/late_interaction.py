@@ -18,7 +18,6 @@ from torch import Tensor
 from bytetx.ops.triton_kernels.launch import (
     dot_precision,
     launch,
-    launch_kept,
     next_power_of_2,
     num_multiprocessors,
 )
@@ -291,8 +290,7 @@ def maxsim_of_one(
     if num_documents == 0:
         return out
     meta, block_m = _meta(query), max(16, next_power_of_2(num_vectors))
-    launch_kept(
-        ("one query", query.dtype, size, block_m, meta["PRECISION"]),
+    launch(
         _one_query_kernel,
         (num_documents,),
         query,
@@ -303,6 +301,7 @@ def maxsim_of_one(
         size,
         float(num_vectors if is_mean else 1),
         float(empty_score),
+        key=(query.dtype, size, block_m, meta["PRECISION"]),
         BLOCK_M=block_m,
         **meta,
     )
