@@ -12,6 +12,7 @@
 #else
 #include "bindings_wordpiece.h"
 #include "cpu/isa.h"
+#include "cpu/maxsim_tiles.h"
 #include "cpu/step_block.h"
 #include "int8_ops.h"
 #endif
@@ -81,6 +82,17 @@ void write_step_block(const py::tuple& layout, const py::object& block, const py
     cpu::write_step_block(params, texts, out);
 }
 
+// out: int32, at least maxsim_tiles_size() of them.
+int64_t maxsim_tiles(Address cu_documents, int64_t num_documents, int64_t tile,
+                     const py::object& out) {
+    const auto* bounds = pointer<int64_t>(cu_documents);
+    const auto [numbers, size] = int32_array(out, true);
+    if (tile < 1 || size < cpu::maxsim_tiles_size(num_documents, bounds[num_documents], tile)) {
+        throw py::value_error("the tiles may not fit");
+    }
+    return cpu::maxsim_tiles(bounds, num_documents, tile, numbers);
+}
+
 int64_t paged_attention_bytes(Address cu_seqlens, Address kv_seqlens, int64_t batch_size,
                               int num_heads, int num_kv_heads, int head_dim, int window,
                               bool batch_invariant, int num_threads) {
@@ -105,6 +117,7 @@ void bind_cpu(py::module_& m) {
     bind(m, "paged_attention", &paged_attention);
     m.def("flatten_int_lists", &flatten_int_lists);
     m.def("write_step_block", &write_step_block);
+    m.def("maxsim_tiles", &maxsim_tiles);
     m.def("int8_linear_isa", &int8_linear_isa);
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);

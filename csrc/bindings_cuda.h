@@ -9,6 +9,7 @@
 #include "decode_step_ops.h"
 #include "gate_ops.h"
 #include "linear_norm_ops.h"
+#include "maxsim_ops.h"
 #include "padding_ops.h"
 
 namespace bytetx {
@@ -98,6 +99,7 @@ void bind_cuda(py::module_& m) {
     bind(m, "rotary_write_kv", &rotary_write_kv);
     m.def("decode_step_workspace_bytes", &decode_step_workspace_bytes);
     bind(m, "decode_step", &decode_step);
+    bind(m, "maxsim_of_one", &maxsim_of_one);
     bind(m, "count_tokens", &count_tokens);
     bind(m, "pack_padded", &pack_padded);
     bind(m, "unpack_padded", &unpack_padded);

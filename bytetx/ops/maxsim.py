@@ -6,9 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bytetx.ops.check import HALF_DTYPES
+from bytetx.ops import native
+from bytetx.ops.check import HALF_DTYPES, is_aligned
 from bytetx.ops.pooling import pool
 from bytetx.ops.triton_backend import triton_beside_native
+
+# What the native kernel of one query takes.
+_KERNEL_SIZES = (32, 64, 96, 128)
+_KERNEL_VECTORS = 64
 
 
 def maxsim_scores(
@@ -33,6 +38,8 @@ def maxsim_scores(
     q, d = _operand(queries), _operand(documents)
     if q.dtype != d.dtype:
         q, d = q.float(), d.float()
+    if len(cu_queries) == 2 and _has_kernel(q, d):
+        return _native_of_one(q, d, cu_documents, empty_score=empty_score, is_mean=is_mean)
     triton = triton_beside_native(d.device)
     if triton is not None and len(cu_queries) == 2 and 0 < q.shape[0] <= triton.MAX_ONE_QUERY:
         scores: Tensor = triton.maxsim_of_one(
@@ -62,6 +69,42 @@ def maxsim_scores(
     is_empty = cu_documents[1:] == cu_documents[:-1]
     if is_empty.any():
         out.masked_fill_(torch.from_numpy(is_empty).to(d.device), empty_score)
+    return out
+
+
+def _has_kernel(q: Tensor, d: Tensor) -> bool:
+    return (
+        q.dtype in HALF_DTYPES
+        and q.is_cuda
+        and native.kernel("maxsim_of_one", d.device) is not None
+        and q.shape[1] in _KERNEL_SIZES
+        and 0 < q.shape[0] <= _KERNEL_VECTORS
+        and q.is_contiguous()
+        and d.is_contiguous()
+        and is_aligned(q)
+        and is_aligned(d)
+    )
+
+
+def _native_of_one(
+    q: Tensor, d: Tensor, cu_documents: np.ndarray, *, empty_score: float, is_mean: bool
+) -> Tensor:
+    """The native kernel on what _has_kernel takes."""
+    num_documents = len(cu_documents) - 1
+    out = torch.empty((1, num_documents), dtype=torch.float32, device=d.device)
+    bounds = np.ascontiguousarray(cu_documents)  # int64, and read before the call returns
+    native.require_kernel("maxsim_of_one", d.device)(
+        q.data_ptr(),
+        d.data_ptr(),
+        bounds.__array_interface__["data"][0],
+        out.data_ptr(),
+        *q.shape,
+        num_documents,
+        q.shape[0] if is_mean else 1,
+        empty_score,
+        native.DTYPE_CODES[q.dtype],
+        *native.launch_args(d.device),
+    )
     return out
 
 

@@ -9,6 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
+import numpy as np
 import torch
 
 from bytetx.ops.native_modules import load_native
@@ -169,6 +170,12 @@ def write_step_block() -> Callable[..., None] | None:
     """The native core's (layout, block, input_ids, seqlens, token_type_ids or None, prompt_tokens
     or None), of csrc/cpu/step_block.h; arrays of int32."""
     return getattr(_modules["cpu"], "write_step_block", None)
+
+
+def maxsim_tiles() -> Callable[[int, int, int, np.ndarray], int] | None:
+    """The native core's (address of cu_documents int64 [num_documents + 1], num_documents, tile,
+    int32 array to be filled) -> number of tiles; see csrc/cpu/maxsim_tiles.h."""
+    return getattr(_modules["cpu"], "maxsim_tiles", None)
 
 
 def word_piece() -> Callable[..., Any] | None:

@@ -43,7 +43,6 @@ namespace {
 
 using paged::copy_or_zero;
 using paged::load_matrices;
-using paged::mma;
 using paged::piece_offset;
 
 constexpr int kRows = 64;  // queries of a CTA, and keys of a step

@@ -10,7 +10,7 @@ from sampled_rows import columns_of
 from test_sample_tokens import is_right, random_rows
 from torch import Tensor
 
-from bytetx.ops import reference
+from bytetx.ops import native, reference
 from bytetx.ops.gated import prepare_gated
 from bytetx.ops.linear import ACTIVATIONS
 from bytetx.ops.pooling import POOLING_MODES
@@ -247,6 +247,21 @@ def test_maxsim_of_one_query(num_vectors: int, dtype: torch.dtype, size: int) ->
     d[1, 0] = torch.nan
     scores = triton_kernels.maxsim_of_one(q, d, bounds, empty_score=-7.0)
     assert scores.isnan().tolist() == [[True, False, False, False, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("num_documents", [0, 1, 300])
+def test_tiles_without_the_native_core(
+    num_documents: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = np.random.default_rng(0).choice([0, 1, 31, 32, 33, 64, 65, 400], num_documents)
+    bounds = np.array([0, 3, 5]), np.cumsum([0, *lengths])
+    ours = triton_kernels.tiles_of(*bounds, dtype, torch.device("cpu"))
+    assert native.maxsim_tiles() is not None
+    monkeypatch.setattr(native, "maxsim_tiles", lambda: None)
+    right = triton_kernels.tiles_of(*bounds, dtype, torch.device("cpu"))
+    for name, got, wanted in zip(ours._fields, ours, right, strict=True):
+        assert got.dtype == torch.int32 and torch.equal(got, wanted), name
 
 
 @pytest.mark.parametrize("offset", [0, 1])

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bytetx.ops import native
 from bytetx.ops.triton_kernels.launch import (
     dot_precision,
     launch,
@@ -203,6 +204,26 @@ def tiles_of(
 ) -> Tiles:
     """One upload.  cu_queries, cu_documents: on the host, bounds.  dtype: the vectors'."""
     tile = _tile_vectors(dtype)
+    cut = native.maxsim_tiles()
+    if cut is None:
+        parts = [cu_queries, *_cut(cu_documents, tile)]
+        packed = np.concatenate(parts, dtype=np.int32, casting="unsafe")
+        sizes = [len(part) for part in parts]
+    else:
+        bounds = np.ascontiguousarray(cu_documents, dtype=np.int64)
+        first, count = len(cu_queries), len(bounds) - 1
+        packed = np.empty(first + 1 + 4 * count + 3 * (bounds.item(-1) // tile), dtype=np.int32)
+        packed[:first] = cu_queries
+        address = bounds.__array_interface__["data"][0]
+        num_tiles = cut(address, count, tile, packed[first:])
+        sizes = [first, count + 1, num_tiles, num_tiles, num_tiles]
+        packed = packed[: sum(sizes)]
+    uploaded = torch.from_numpy(packed).to(device, non_blocking=True)  # staged before the call returns
+    return Tiles(*uploaded.split(sizes))
+
+
+def _cut(cu_documents: np.ndarray, tile: int) -> tuple[np.ndarray, ...]:
+    """Of Tiles: first_tiles, begins, ends, finished; five times slower than the native core."""
     counts = (np.diff(cu_documents) + (tile - 1)) // tile
     first_tiles = np.zeros(len(cu_documents), dtype=np.int64)
     np.cumsum(counts, out=first_tiles[1:])
@@ -210,15 +231,7 @@ def tiles_of(
     begins = (cu_documents[:-1] - tile * first_tiles[:-1])[documents]
     begins += np.arange(0, tile * len(begins), tile)
     past, last = begins + tile, cu_documents[1:][documents]
-    parts = (
-        cu_queries,
-        first_tiles,
-        begins,
-        np.minimum(past, last),
-        np.where(past >= last, documents, -1),
-    )
-    packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32, casting="unsafe"))
-    return Tiles(*packed.to(device).split([len(part) for part in parts]))
+    return first_tiles, begins, np.minimum(past, last), np.where(past >= last, documents, -1)
 
 
 def maxsim(queries: Tensor, documents: Tensor, tiles: Tiles) -> Tensor:
