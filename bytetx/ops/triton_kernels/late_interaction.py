@@ -218,7 +218,8 @@ def tiles_of(
         num_tiles = cut(address, count, tile, packed[first:])
         sizes = [first, count + 1, num_tiles, num_tiles, num_tiles]
         packed = packed[: sum(sizes)]
-    uploaded = torch.from_numpy(packed).to(device, non_blocking=True)  # staged before the call returns
+    # The copy is staged before the call returns: the array need not live on.
+    uploaded = torch.from_numpy(packed).to(device, non_blocking=True)
     return Tiles(*uploaded.split(sizes))
 
 
