@@ -17,17 +17,9 @@ import tokenizers
 from bytetx.checkpoint.files import load_config
 from bytetx.checkpoint.side_files import MAX_TOKENIZER_BYTES, read_bytes, read_json
 from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_config
+from bytetx.checkpoint.tokenizer_files import VOCABULARIES, VOCABULARY_PARTS
 from bytetx.errors import CheckpointError
 
-# Each says that a checkpoint has a tokenizer, though not in the form that is read without help.
-_VOCABULARIES = (
-    "vocab.txt",
-    "vocab.json",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "tokenizer.model",
-)
-_OTHER_FILES = ("merges.txt", "added_tokens.json", "special_tokens_map.json")
 # Keys of tokenizer_config.json that say how the vocabulary is used; none of them can name a file.
 _KEYS = (
     *SPECIAL_TOKENS,
@@ -48,7 +40,7 @@ _KEYS = (
 
 def has_vocabulary(folder: Path) -> bool:
     """Whether there are files that convert_vocabulary reads."""
-    return any((folder / name).is_file() for name in _VOCABULARIES)
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def convert_vocabulary(folder: Path) -> tokenizers.Tokenizer:
@@ -74,7 +66,7 @@ def convert_vocabulary(folder: Path) -> tokenizers.Tokenizer:
         )
     with tempfile.TemporaryDirectory(prefix="bytetx-") as name:
         lone = Path(name)
-        for path in (folder / name for name in (*_VOCABULARIES, *_OTHER_FILES)):
+        for path in (folder / name for name in (*VOCABULARIES, *VOCABULARY_PARTS)):
             if path.is_file():
                 (lone / path.name).write_bytes(read_bytes(path, max_bytes=MAX_TOKENIZER_BYTES))
         (lone / "tokenizer_config.json").write_text(json.dumps(config))
@@ -95,7 +87,7 @@ def convert_vocabulary(folder: Path) -> tokenizers.Tokenizer:
 
 def _sentencepiece_hint(folder: Path) -> str:
     """What transformers, which asks for tiktoken instead, does not say."""
-    found = [name for name in _VOCABULARIES if (folder / name).is_file()]
+    found = [name for name in VOCABULARIES if (folder / name).is_file()]
     if not found[0].endswith(".model"):
         return ""
     return (

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from bytetx.checkpoint.tokenizer_files import TOKENIZER_FILES
 from bytetx.cli.files.records import RankRequest, Record, RecordError
 from bytetx.errors import InputError
 
@@ -149,24 +150,14 @@ def side_files_identity(folder: Path) -> str:
 
 SIDE_FILES = "model_side_files"  # of a job: side_files_identity() of its checkpoint
 _SIDE_NAMES = {
+    *TOKENIZER_FILES,
     "adapter_config.json",
-    "added_tokens.json",
-    "chat_template.jinja",
     "config.json",
     "config_sentence_transformers.json",
     "generation_config.json",
-    "merges.txt",
     "modules.json",
     "router_config.json",
     "sentence_bert_config.json",
-    "sentencepiece.bpe.model",
-    "special_tokens_map.json",
-    "spiece.model",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
 }
 
 
