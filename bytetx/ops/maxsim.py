@@ -67,7 +67,7 @@ def maxsim_scores(
         seqlens = np.maximum(np.diff(cu_queries), 1)
         out /= torch.from_numpy(seqlens).to(d.device)[:, None]
     is_empty = cu_documents[1:] == cu_documents[:-1]
-    if is_empty.any():
+    if np.count_nonzero(is_empty):
         out.masked_fill_(torch.from_numpy(is_empty).to(d.device), empty_score)
     return out
 
@@ -122,7 +122,10 @@ def cuts(ends: np.ndarray, most: int) -> Iterator[slice]:
 def _rows(x: Tensor, ends: np.ndarray, some: slice) -> tuple[Tensor, np.ndarray]:
     """The rows of some texts, and their bounds."""
     own = ends[some.start : some.stop + 1]
-    return x[int(own[0]) : int(own[-1])], own - own[0]
+    first, last = own.item(0), own.item(-1)
+    if first == 0 and last == x.shape[0]:  # all of them, as of most calls
+        return x, own
+    return x[first:last], own - first
 
 
 def _blockwise(q: Tensor, seqlens: np.ndarray, documents: Tensor, ends: np.ndarray) -> Tensor:
