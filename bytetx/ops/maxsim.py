@@ -96,7 +96,7 @@ def _native_of_one(
     native.require_kernel("maxsim_of_one", d.device)(
         q.data_ptr(),
         d.data_ptr(),
-        bounds.__array_interface__["data"][0],
+        bounds.ctypes.data,
         out.data_ptr(),
         *q.shape,
         num_documents,

@@ -103,6 +103,8 @@ def test_vectors_with_gradients() -> None:
     for scores in (bytetx.similarity(x, x), bytetx.maxsim((x, [0, 2, 6]), [x])):
         assert not scores.requires_grad
         scores += 1.0  # callers may change what they get
+    found = bytetx.semantic_search(x, x, top_k=2)
+    assert found.indices.shape == found.scores.shape == (6, 2)
 
 
 def test_texts_without_vectors() -> None:

@@ -212,10 +212,10 @@ def tiles_of(
     else:
         bounds = np.ascontiguousarray(cu_documents, dtype=np.int64)
         first, count = len(cu_queries), len(bounds) - 1
-        packed = np.empty(first + 1 + 4 * count + 3 * (bounds.item(-1) // tile), dtype=np.int32)
+        most = count + 1 + 3 * (count + bounds.item(-1) // tile)  # maxsim_tiles_size() in csrc
+        packed = np.empty(first + most, dtype=np.int32)
         packed[:first] = cu_queries
-        address = bounds.__array_interface__["data"][0]
-        num_tiles = cut(address, count, tile, packed[first:])
+        num_tiles = cut(bounds.ctypes.data, count, tile, packed[first:])
         sizes = [first, count + 1, num_tiles, num_tiles, num_tiles]
         packed = packed[: sum(sizes)]
     # The copy is staged before the call returns: the array need not live on.
