@@ -5,12 +5,14 @@ python tests/compile_triton.py 80 89 120: compute capabilities without the dot.
 
 import json
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from bytetx.ops import triton_kernels
 from bytetx.ops.padded_ids import IdTables, PackedIds, PaddedIds
@@ -19,6 +21,7 @@ from bytetx.ops.triton_kernels import (
     disentangled,
     gemm,
     late_interaction,
+    launch,
     norms,
     padding,
     paged,
@@ -79,7 +82,13 @@ class Compiler:
 def type_of(arg: object) -> str:
     if isinstance(arg, torch.Tensor):
         return POINTERS[arg.dtype]
+    if isinstance(arg, TensorDescriptor):
+        return f"tensordesc<{POINTERS[arg.base.dtype][1:]}{arg.block_shape}>"
     return "fp32" if isinstance(arg, float) else "i32"
+
+
+def has_tensor_descriptors(capability: int, device: torch.device) -> bool:
+    return capability // 10 in launch.DESCRIPTOR_MAJORS
 
 
 def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
@@ -119,9 +128,10 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
         (ids, ids, ids), (x, x, x), norm_weight=weight, norm_bias=weight, eps=1e-5,
         inputs_embeds=None, bad_ids=ends,
     )  # fmt: skip
-    for m in (1, 32, 200, total):
+    for m in (1, 32, 200, total, 1 << 14):
         wide = torch.empty(4 * width, width, dtype=dtype)
-        triton_kernels.linear(x[:m], wide, wide[:, 0], activation="gelu", residual=None)
+        activations = torch.empty(m, width, dtype=dtype)
+        triton_kernels.linear(activations, wide, wide[:, 0], activation="gelu", residual=None)
     triton_kernels.gate_rows(x, width // 2, block=32, activation="silu")
     cos = torch.empty(99, head_dim // 2)
     triton_kernels.rotary(q, cos, cos, ids, is_interleaved=False)
@@ -152,10 +162,11 @@ def launch_all(dtype: torch.dtype, head_dim: int, mean_tokens: int) -> None:
 
 
 def main(capabilities: list[int]) -> None:
-    for module in (paged, late_interaction):
+    for module in (gemm, paged, late_interaction):
         module.num_multiprocessors = lambda device: 132
 
     for capability in capabilities:
+        gemm.has_tensor_descriptors = partial(has_tensor_descriptors, capability)
         for module in MODULES:
             module.launch = Compiler(capability)
         launch_all(torch.float16, 64, 100)

@@ -19,6 +19,7 @@ from bytetx.ops.sampling import uniform
 pytest.importorskip("triton")
 
 from bytetx.ops import maxsim, triton_kernels  # noqa: E402
+from bytetx.ops.triton_kernels import gemm  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy, which interprets them, warns of inf and NaN.
@@ -131,6 +132,27 @@ def test_linear(m: int, activation: str, dtype: torch.dtype) -> None:
         right = reference.activate(product if b is None else product + b.double(), activation)
         right = right if rest is None else right + rest.double()
         ours = triton_kernels.linear(x, w, b, activation=activation, residual=rest)
+        torch.testing.assert_close(ours.double(), right, rtol=2 * torch.finfo(dtype).eps, atol=2e-5)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("dtype", GEMM_DTYPES[1:])
+def test_linear_by_descriptors(
+    dtype: torch.dtype, activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cuda" and not gemm.has_tensor_descriptors(torch.device(DEVICE)):
+        pytest.skip("this GPU loads by addresses")
+    monkeypatch.setattr(gemm, "has_tensor_descriptors", lambda device: True)
+    monkeypatch.setattr(gemm, "num_multiprocessors", lambda device: 2)  # a program, several tiles
+    m, n, k = 300, 328, 136  # no multiples of a tile's
+    x, w, bias = normal(m, k, dtype=dtype), normal(n, k, dtype=dtype), normal(n, dtype=dtype)
+    residual = normal(m, n, dtype=dtype)
+    shifted = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(m, k)  # not of 16-byte addresses
+    for b, rest, rows in ((bias, None, x), (None, residual, x), (bias, residual, shifted)):
+        product = x.double() @ w.double().T
+        right = reference.activate(product if b is None else product + b.double(), activation)
+        right = right if rest is None else right + rest.double()
+        ours = triton_kernels.linear(rows, w, b, activation=activation, residual=rest)
         torch.testing.assert_close(ours.double(), right, rtol=2 * torch.finfo(dtype).eps, atol=2e-5)
 
 

@@ -10,15 +10,31 @@ from torch import Tensor
 
 from bytetx.ops.triton_kernels.launch import dot_precision, launch, next_power_of_2
 from bytetx.ops.triton_kernels.softmax import (
+    LOG2_E,
     add_key,
     add_keys,
     begin_rows,
     count_not_finite,
-    in_log2,
     soft_capped,
 )
 
-_SHORT_TOKENS = 256  # mean length up to which tiles hold 64 rows: fewer keys of others are read
+_LONG_TOKENS = 512  # mean length from which on tiles hold 128 rows: their keys are read less often
+_LOG2_E = tl.constexpr(LOG2_E)
+_SLOW_ROWS = tl.constexpr(16)  # rows that go key by key at a time: few registers
+
+
+@triton.jit
+def seen_ranges(rows, bounds, total_tokens, window, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """(first, end) of the keys that each row sees; end <= first for rows of padding."""
+    is_row = rows < total_tokens
+    starts = tl.load(bounds + rows, mask=is_row, other=total_tokens)
+    ends = tl.load(bounds + total_tokens + rows, mask=is_row, other=0)
+    if CAUSAL:
+        ends = tl.minimum(ends, rows + 1)
+    if HAS_WINDOW:
+        starts = tl.maximum(starts, rows - window + 1)
+        ends = tl.minimum(ends, rows + window)
+    return starts, ends
 
 
 @triton.jit
@@ -32,12 +48,17 @@ def _scores(
     scale,
     softcap,
     span,
+    SCALES_SCORES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
-    """Scores in units of log 2 of products s [rows, keys]: softcap, then bias."""
-    s = s * scale
+    """Scores of products s [rows, keys]: scaled, softcap, bias.
+
+    Where there is neither softcap nor bias, the softmax scales them (add_keys).
+    """
+    if SCALES_SCORES:
+        s = s * scale
     if HAS_SOFTCAP:
         s = soft_capped(s, softcap)
     if HAS_BIAS:
@@ -47,7 +68,7 @@ def _scores(
             key_position = keys
         index = key_position[None, :] - row_position[:, None] + span - 1
         s += tl.load(bias_row + index, mask=is_seen, other=0.0)
-    return in_log2(s)
+    return s
 
 
 @triton.jit
@@ -63,21 +84,19 @@ def _attend(
     first,
     last,
     key_end,
-    rows,
     starts,
     ends,
     bias_row,
     row_position,
     bias_positions,
     scale,
+    to_log2,
     softcap,
     span,
-    window,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    SCALES_SCORES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -88,17 +107,13 @@ def _attend(
     features = tl.arange(0, BLOCK_D)
     for at in range(first, last, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        is_key = keys < key_end
-        mask = is_key[:, None] & (features < HEAD_DIM)[None, :]
+        mask = (features < HEAD_DIM)[None, :]
+        if MASKED:
+            mask = mask & (keys < key_end)[:, None]
         offsets = keys.to(tl.int64)[:, None]
         k = tl.load(k_head + offsets * k_stride + features[None, :], mask=mask, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         is_seen = (keys[None, :] >= starts[:, None]) & (keys[None, :] < ends[:, None])
-        if CAUSAL:
-            is_seen &= keys[None, :] <= rows[:, None]
-        if HAS_WINDOW:
-            is_seen &= rows[:, None] - keys[None, :] < window
-            is_seen &= keys[None, :] - rows[:, None] < window
         s = _scores(
             s,
             keys,
@@ -109,6 +124,7 @@ def _attend(
             scale,
             softcap,
             span,
+            SCALES_SCORES,
             HAS_SOFTCAP,
             HAS_BIAS,
             HAS_POSITIONS,
@@ -116,26 +132,27 @@ def _attend(
         if MASKED:
             s = tl.where(is_seen, s, float("-inf"))
         v = tl.load(v_head + offsets * v_stride + features[None, :], mask=mask, other=0.0)
-        acc, top, total = add_keys(acc, top, total, s, v, MASKED, PRECISION)
+        acc, top, total = add_keys(acc, top, total, s, v, to_log2, MASKED, PRECISION)
     return acc, top, total
 
 
 @triton.jit
 def _attend_key_by_key(
-    q,
+    q_head,
     k_head,
     v_head,
+    out_head,
+    bounds,
+    first_row,
+    total_tokens,
+    q_stride,
     k_stride,
     v_stride,
-    first,
-    last,
-    rows,
-    starts,
-    ends,
+    out_stride,
     bias_row,
-    row_position,
     bias_positions,
     scale,
+    to_log2,
     softcap,
     span,
     window,
@@ -144,79 +161,55 @@ def _attend_key_by_key(
     BLOCK_M: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SCALES_SCORES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
 ):
-    """A tile of which a row is not finite, each row with its own keys: slow, and rarely done."""
+    """A tile of which a row is not finite, each row with its own keys: slow, and rarely done.
+
+    It begins anew, a few rows at a time, so that it takes no registers from the tiles that are.
+    """
     features = tl.arange(0, BLOCK_D)
     is_feature = features < HEAD_DIM
-    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
-    for key in range(first, last):
-        is_seen = (key >= starts) & (key < ends)
-        if CAUSAL:
-            is_seen &= key <= rows
-        if HAS_WINDOW:
-            is_seen &= (rows - key < window) & (key - rows < window)
-        keys = tl.zeros((1,), tl.int32) + key
-        place = keys.to(tl.int64)
-        k = tl.load(k_head + place * k_stride + features, mask=is_feature, other=0.0)
-        v = tl.load(v_head + place * v_stride + features, mask=is_feature, other=0.0)
-        s = tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1)
-        s = _scores(
-            s[:, None],
-            keys,
-            bias_row,
-            row_position,
-            bias_positions,
-            is_seen[:, None],
-            scale,
-            softcap,
-            span,
-            HAS_SOFTCAP,
-            HAS_BIAS,
-            HAS_POSITIONS,
-        )
-        v = v.to(tl.float32)
-        acc, top, total = add_key(acc, top, total, tl.sum(s, 1), v, is_seen)
-    return acc / total[:, None]
-
-
-@triton.jit
-def key_ranges(
-    rows,
-    starts,
-    ends,
-    first_row,
-    total_tokens,
-    window,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-):
-    """Of a tile's keys: the first, the first and last block that all rows see, and the end.
-
-    The end is 0 or less where the tile has rows of padding alone.
-    """
-    is_row = ends > starts
-    last_row = tl.max(tl.where(is_row, rows, -1), 0)
-    first, end = tl.min(starts, 0), tl.max(ends, 0)
-    all_first = tl.max(tl.where(is_row, starts, 0), 0)
-    all_end = tl.min(tl.where(is_row, ends, total_tokens), 0)
-    if CAUSAL:
-        end = tl.minimum(end, last_row + 1)
-        all_end = tl.minimum(all_end, first_row + 1)
-    if HAS_WINDOW:
-        first = tl.maximum(first, first_row - window + 1)
-        end = tl.minimum(end, last_row + window)
-        all_first = tl.maximum(all_first, last_row - window + 1)
-        all_end = tl.minimum(all_end, first_row + window)
-    free_first = first + tl.cdiv(all_first - first, BLOCK_N) * BLOCK_N
-    free_last = first + tl.maximum(all_end - first, 0) // BLOCK_N * BLOCK_N
-    if free_last <= free_first:
-        free_first = end
-        free_last = end
-    return first, free_first, free_last, end
+    for part in range(0, BLOCK_M, _SLOW_ROWS):
+        rows = first_row + part + tl.arange(0, _SLOW_ROWS)
+        starts, ends = seen_ranges(rows, bounds, total_tokens, window, CAUSAL, HAS_WINDOW)
+        is_row = ends > starts
+        mask = is_row[:, None] & is_feature[None, :]
+        place = rows.to(tl.int64)[:, None]
+        q = tl.load(q_head + place * q_stride + features[None, :], mask=mask, other=0.0)
+        q = q.to(tl.float32)
+        row_position = rows
+        if HAS_POSITIONS:
+            row_position = tl.load(bias_positions + rows, mask=is_row, other=0)
+        acc, top, total = begin_rows(_SLOW_ROWS, BLOCK_D)
+        for key in range(tl.min(starts, 0), tl.max(ends, 0)):
+            is_seen = (key >= starts) & (key < ends)
+            keys = tl.zeros((1,), tl.int32) + key
+            key_place = keys.to(tl.int64)
+            k = tl.load(k_head + key_place * k_stride + features, mask=is_feature, other=0.0)
+            v = tl.load(v_head + key_place * v_stride + features, mask=is_feature, other=0.0)
+            s = tl.sum(q * k.to(tl.float32)[None, :], 1)
+            s = _scores(
+                s[:, None],
+                keys,
+                bias_row,
+                row_position,
+                bias_positions,
+                is_seen[:, None],
+                scale,
+                softcap,
+                span,
+                SCALES_SCORES,
+                HAS_SOFTCAP,
+                HAS_BIAS,
+                HAS_POSITIONS,
+            )
+            s = tl.sum(s, 1) * to_log2
+            acc, top, total = add_key(acc, top, total, s, v.to(tl.float32), is_seen)
+        out_row = out_head + place * out_stride + features[None, :]
+        tl.store(out_row, (acc / total[:, None]).to(out_head.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["total_tokens", "span", "window"])
@@ -244,36 +237,38 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    SCALES_SCORES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head = tl.program_id(0)
-    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = rows < total_tokens
-    starts = tl.load(bounds + rows, mask=is_row, other=total_tokens)
-    ends = tl.load(bounds + total_tokens + rows, mask=is_row, other=0)
+    first_row = tl.program_id(1) * BLOCK_M
+    rows = first_row + tl.arange(0, BLOCK_M)
+    starts, ends = seen_ranges(rows, bounds, total_tokens, window, CAUSAL, HAS_WINDOW)
     is_row = ends > starts
-    first, free_first, free_last, key_end = key_ranges(
-        rows,
-        starts,
-        ends,
-        tl.program_id(1) * BLOCK_M,
-        total_tokens,
-        window,
-        BLOCK_N,
-        CAUSAL,
-        HAS_WINDOW,
-    )
+    first, key_end = tl.min(starts, 0), tl.max(ends, 0)
     if key_end <= 0:
         return
+    # The blocks of keys that every row sees need no mask.
+    all_first = tl.max(tl.where(is_row, starts, 0), 0)
+    all_end = tl.min(tl.where(is_row, ends, total_tokens), 0)
+    free_first = first + tl.cdiv(all_first - first, BLOCK_N) * BLOCK_N
+    free_last = first + tl.maximum(all_end - first, 0) // BLOCK_N * BLOCK_N
+    if free_last <= free_first:
+        free_first = key_end
+        free_last = key_end
+    to_log2 = _LOG2_E
+    if not SCALES_SCORES:
+        to_log2 = scale * _LOG2_E
     features = tl.arange(0, BLOCK_D)
     offsets = rows.to(tl.int64)[:, None]
     mask = is_row[:, None] & (features < HEAD_DIM)[None, :]
     q_head = q_base + head * HEAD_DIM
     k_head = k_base + head // GROUP * HEAD_DIM
     v_head = v_base + head // GROUP * HEAD_DIM
+    out_head = out + head * HEAD_DIM
     q = tl.load(q_head + offsets * q_stride + features[None, :], mask=mask, other=0.0)
     bias_row = bias
     row_position = rows
@@ -283,32 +278,32 @@ def _attention_kernel(
             row_position = tl.load(bias_positions + rows, mask=is_row, other=0)
     acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     acc, top, total = _attend(
-        acc, top, total, q, k_head, v_head, k_stride, v_stride, first, free_first, key_end, rows,
-        starts, ends, bias_row, row_position, bias_positions, scale, softcap, span, window,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS,
-        True, PRECISION,
+        acc, top, total, q, k_head, v_head, k_stride, v_stride, first, free_first, key_end, starts,
+        ends, bias_row, row_position, bias_positions, scale, to_log2, softcap, span, HEAD_DIM,
+        BLOCK_D, BLOCK_N, SCALES_SCORES, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS, True, PRECISION,
     )  # fmt: skip
     acc, top, total = _attend(
         acc, top, total, q, k_head, v_head, k_stride, v_stride, free_first, free_last, key_end,
-        rows, starts, ends, bias_row, row_position, bias_positions, scale, softcap, span, window,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS,
-        False, PRECISION,
+        starts, ends, bias_row, row_position, bias_positions, scale, to_log2, softcap, span,
+        HEAD_DIM, BLOCK_D, BLOCK_N, SCALES_SCORES, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS, False,
+        PRECISION,
     )  # fmt: skip
     acc, top, total = _attend(
-        acc, top, total, q, k_head, v_head, k_stride, v_stride, free_last, key_end, key_end, rows,
-        starts, ends, bias_row, row_position, bias_positions, scale, softcap, span, window,
-        HEAD_DIM, BLOCK_D, BLOCK_N, CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS,
-        True, PRECISION,
+        acc, top, total, q, k_head, v_head, k_stride, v_stride, free_last, key_end, key_end, starts,
+        ends, bias_row, row_position, bias_positions, scale, to_log2, softcap, span, HEAD_DIM,
+        BLOCK_D, BLOCK_N, SCALES_SCORES, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS, True, PRECISION,
     )  # fmt: skip
     result = acc / total[:, None]
     if count_not_finite(result, mask) > 0:
-        result = _attend_key_by_key(
-            q, k_head, v_head, k_stride, v_stride, first, key_end, rows, starts, ends, bias_row,
-            row_position, bias_positions, scale, softcap, span, window, HEAD_DIM, BLOCK_D, BLOCK_M,
-            CAUSAL, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, HAS_POSITIONS,
+        _attend_key_by_key(
+            q_head, k_head, v_head, out_head, bounds, first_row, total_tokens, q_stride, k_stride,
+            v_stride, out_stride, bias_row, bias_positions, scale, to_log2, softcap, span, window,
+            HEAD_DIM, BLOCK_D, BLOCK_M, CAUSAL, HAS_WINDOW, SCALES_SCORES, HAS_SOFTCAP, HAS_BIAS,
+            HAS_POSITIONS,
         )  # fmt: skip
-    out_row = out + offsets * out_stride + head * HEAD_DIM
-    tl.store(out_row + features[None, :], result.to(out.dtype.element_ty), mask=mask)
+    else:
+        out_row = out_head + offsets * out_stride + features[None, :]
+        tl.store(out_row, result.to(out.dtype.element_ty), mask=mask)
 
 
 def varlen_attention(
@@ -361,6 +356,7 @@ def varlen_attention(
         BLOCK_N=block_n,
         CAUSAL=causal,
         HAS_WINDOW=window > 0,
+        SCALES_SCORES=softcap > 0 or relative_bias is not None or softmax_scale <= 0,
         HAS_SOFTCAP=softcap > 0,
         HAS_BIAS=relative_bias is not None,
         HAS_POSITIONS=relative_bias is not None and bias_positions is not None,
@@ -374,12 +370,13 @@ def varlen_attention(
 def _tiles(block_d: int, element_bytes: int, *, mean_tokens: float) -> tuple[int, int, int, int]:
     """(rows, keys, warps, stages) of a tile.
 
-    Each fits in the 99 KiB of an sm_86, sm_89 or sm_120, and in their registers.
+    Each fits in the 99 KiB of an sm_86, sm_89 or sm_120, and leaves registers for two more programs
+    a multiprocessor: one's softmax runs while another's products do.
     """
     if element_bytes == 4:
         return (32, 32, 8, 1) if block_d > 64 else (64, 32, 8, 1)
     if block_d > 128:
         return 64, 32, 8, 2
-    if block_d > 64:
-        return 64, 64, 8, 2
-    return (64, 64, 4, 2) if mean_tokens <= _SHORT_TOKENS else (128, 64, 8, 3)
+    if block_d > 64 or mean_tokens < _LONG_TOKENS:
+        return 64, 32, 4, 3
+    return 128, 64, 8, 3

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bytetx.ops.triton_kernels.attention import key_ranges
+from bytetx.ops.triton_kernels.attention import seen_ranges
 from bytetx.ops.triton_kernels.launch import (
     address_or,
     dot_precision,
@@ -145,7 +145,7 @@ def _attend(
             s += tl.trans(tl.gather(products, tl.trans(bucket), 1))
         s = tl.where(is_seen, s * scale, float("-inf"))
         v = tl.load(v_head + offsets * v_stride + features[None, :], mask=key_mask, other=0.0)
-        acc, top, total = add_keys(acc, top, total, s, v, True, PRECISION)
+        acc, top, total = add_keys(acc, top, total, s, v, 1.0, True, PRECISION)
     return acc / total[:, None]
 
 
@@ -177,12 +177,9 @@ def _disentangled_kernel(
     head = tl.program_id(0)
     first_row = tl.program_id(1) * BLOCK_M
     rows = first_row + tl.arange(0, BLOCK_M)
-    starts = tl.load(bounds + rows, mask=rows < total_tokens, other=total_tokens)
-    ends = tl.load(bounds + total_tokens + rows, mask=rows < total_tokens, other=0)
+    starts, ends = seen_ranges(rows, bounds, total_tokens, 0, False, False)
     is_row = ends > starts
-    first, _, _, key_end = key_ranges(
-        rows, starts, ends, first_row, total_tokens, 0, BLOCK_M, False, False
-    )
+    first, key_end = tl.min(starts, 0), tl.max(ends, 0)
     if key_end <= 0:
         return
     features = tl.arange(0, BLOCK_D)

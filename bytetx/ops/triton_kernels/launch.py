@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+DESCRIPTOR_MAJORS = (9, 10)  # compute capabilities of Hopper, and of Blackwell in data centres
 _ALIGNMENT = 16  # bytes of an address that Triton compiles for
 
 _compiled: dict[Hashable, tuple[Any, tuple[Any, ...]]] = {}  # a kernel and its constants
@@ -54,6 +55,14 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@cache
+def has_tensor_descriptors(device: torch.device) -> bool:
+    """Whether loads by descriptors pay: TMA, and 227 KiB of shared memory a multiprocessor."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device)[0] in DESCRIPTOR_MAJORS
 
 
 def next_power_of_2(n: int) -> int:

@@ -18,10 +18,11 @@ from bytetx.ops.triton_kernels.launch import (
     num_multiprocessors,
 )
 from bytetx.ops.triton_kernels.sequences import sequence_of
-from bytetx.ops.triton_kernels.softmax import add_keys, begin_rows, in_log2, soft_capped
+from bytetx.ops.triton_kernels.softmax import LOG2_E, add_keys, begin_rows, soft_capped
 
 _MAX_PARTS = 16
 _KEYS_A_PART = 256  # at least
+_LOG2_E = tl.constexpr(LOG2_E)
 _WAVES = 2  # programs a multiprocessor that are enough
 
 
@@ -37,20 +38,26 @@ def _scores(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Scores in units of log 2 of scaled products s [rows, keys]; -inf for keys that rows miss."""
+    """Scores of scaled products s [rows, keys]; MASKED: -inf for keys that rows miss."""
     if HAS_SOFTCAP:
         s = soft_capped(s, softcap)
     if HAS_SLOPES:
         s += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
-    is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
-    if HAS_WINDOW:
-        is_seen &= position[:, None] - keys[None, :] < window
-    return tl.where(is_seen, in_log2(s), float("-inf"))
+    if MASKED:
+        is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen &= position[:, None] - keys[None, :] < window
+        s = tl.where(is_seen, s, float("-inf"))
+    return s
 
 
 @triton.jit
 def _attend_pages(
+    acc,
+    top,
+    total,
     rows,
     k_cache,
     v_cache,
@@ -71,26 +78,30 @@ def _attend_pages(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
+    MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """Online softmax of query rows over the keys from `first` to `last` of one sequence's pages.
 
     least: the first key that any of the rows sees. Pages before it may be another sequence's now,
     and are not read: a weight of 0 times a value that is not finite would be NaN.
+    MASKED: not every row sees them all; else they are whole blocks.
     """
     features = tl.arange(0, BLOCK_D)
-    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     for at in range(first, last, BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        is_key = (keys >= least) & (keys < last)
+        is_key = keys >= 0
+        if MASKED:
+            is_key = (keys >= least) & (keys < last)
         page = tl.load(pages + keys // PAGE_SIZE, mask=is_key, other=0)
         page = tl.minimum(tl.maximum(page, 0), num_pages - 1)
         slot = page.to(tl.int64) * PAGE_SIZE + keys % PAGE_SIZE
         offsets = (slot * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + features[None, :]
-        key_mask = is_key[:, None] & (features < HEAD_DIM)[None, :]
+        key_mask = (features < HEAD_DIM)[None, :]
+        if MASKED:
+            key_mask = key_mask & is_key[:, None]
         k = tl.load(k_cache + offsets, mask=key_mask, other=0.0)
         s = _scores(
             tl.dot(rows, tl.trans(k), input_precision=PRECISION) * scale,
@@ -103,9 +114,10 @@ def _attend_pages(
             HAS_WINDOW,
             HAS_SOFTCAP,
             HAS_SLOPES,
+            MASKED,
         )
         v = tl.load(v_cache + offsets, mask=key_mask, other=0.0)
-        acc, top, total = add_keys(acc, top, total, s, v, True, PRECISION)
+        acc, top, total = add_keys(acc, top, total, s, v, _LOG2_E, MASKED, PRECISION)
     return acc, top, total
 
 
@@ -196,32 +208,22 @@ def _paged_kernel(
     slope = position  # not read
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
+    free_last = first  # the blocks of keys that every row sees need no mask
+    if not HAS_WINDOW:
+        all_end = tl.minimum(num_keys - num_rows + first_row + 1, key_end)
+        free_last += tl.maximum(all_end - first, 0) // BLOCK_N * BLOCK_N
+    pages = page_table + sequence.to(tl.int64) * max_pages
+    acc, top, total = begin_rows(BLOCK_M, BLOCK_D)
     acc, top, total = _attend_pages(
-        rows,
-        k_cache,
-        v_cache,
-        page_table + sequence.to(tl.int64) * max_pages,
-        num_pages,
-        kv_head,
-        first,
-        key_end,
-        least,
-        position,
-        slope,
-        scale,
-        softcap,
-        window,
-        NUM_KV_HEADS,
-        HEAD_DIM,
-        PAGE_SIZE,
-        HAS_WINDOW,
-        HAS_SOFTCAP,
-        HAS_SLOPES,
-        PRECISION,
-        BLOCK_D,
-        BLOCK_M,
-        BLOCK_N,
-    )
+        acc, top, total, rows, k_cache, v_cache, pages, num_pages, kv_head, first, free_last, least,
+        position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE, HAS_WINDOW,
+        HAS_SOFTCAP, HAS_SLOPES, False, PRECISION, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
+    acc, top, total = _attend_pages(
+        acc, top, total, rows, k_cache, v_cache, pages, num_pages, kv_head, free_last, key_end,
+        least, position, slope, scale, softcap, window, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE,
+        HAS_WINDOW, HAS_SOFTCAP, HAS_SLOPES, True, PRECISION, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
     if PARTS > 1:
         cell = (token * NUM_HEADS + head) * PARTS + part
         tl.store(part_tops + cell, top, mask=is_row)
@@ -364,6 +366,8 @@ def _tile(block_m: int, block_d: int, element_bytes: int) -> tuple[int, int, int
     """(keys, warps, stages); all fit in 99 KiB of shared memory."""
     if element_bytes == 4:
         return (32 if block_d <= 64 else 16), 4 if block_m < 64 else 8, 1
-    if block_m >= 64:
-        return (64 if block_d <= 128 else 32), 4 if block_d <= 64 and block_m == 64 else 8, 2
+    if block_m > 64 or (block_m == 64 and block_d > 128):
+        return (64 if block_d <= 128 else 32), 8, 2
+    if block_m == 64:
+        return (64, 4, 2) if block_d <= 64 else (32, 4, 3)
     return (64 if block_d <= 128 else 32), 4, 3

@@ -1,5 +1,5 @@
-"""Online softmax, which the attention kernels share: scores come in units of log 2, any keys at a
-time, and the sum of their values is kept with the largest score and the sum of weights so far."""
+"""Online softmax, which the attention kernels share: scores come any keys at a time, and the sum of
+their values is kept with the largest score and the sum of weights so far."""
 
 import triton
 import triton.language as tl
@@ -7,7 +7,6 @@ import triton.language as tl
 from bytetx.ops.triton_kernels.activation import tanh
 
 LOG2_E = 1.4426950408889634
-_LOG2_E = tl.constexpr(LOG2_E)
 
 
 @triton.jit
@@ -24,21 +23,17 @@ def soft_capped(s, softcap):
 
 
 @triton.jit
-def in_log2(s):
-    return s * _LOG2_E
-
-
-@triton.jit
-def add_keys(acc, top, total, s, v, MASKED: tl.constexpr, PRECISION: tl.constexpr):
+def add_keys(acc, top, total, s, v, to_log2, MASKED: tl.constexpr, PRECISION: tl.constexpr):
     """Adds keys with scores s [rows, keys] and values v [keys, features].
 
+    to_log2: positive; s times it is in units of log 2, as top is: one fused multiply-add a score.
     MASKED: scores may be -inf, and a row may have seen no key yet.
     """
-    new_top = tl.maximum(top, tl.max(s, 1))
+    new_top = tl.maximum(top, tl.max(s, 1) * to_log2)
     base = new_top
     if MASKED:
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s * to_log2 - base[:, None])
     shrink = tl.exp2(top - base)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
@@ -47,7 +42,7 @@ def add_keys(acc, top, total, s, v, MASKED: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def add_key(acc, top, total, s, v, is_seen):
-    """Adds one key, s [rows] and v [features] in f32, to the rows that see it and to no other.
+    """Adds one key, s [rows] in units of log 2 and v [features], in f32, to the rows that see it.
 
     The weight of an unseen key is 0, and 0 * NaN is NaN: for tiles of which a row is not finite.
     """
