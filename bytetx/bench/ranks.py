@@ -13,7 +13,7 @@ from bytetx.bench.gpu import SAMPLE_US, SAMPLES, Run, capture, left_out, orders,
 from bytetx.bench.suite import Measurement
 from bytetx.errors import BytetxError
 from bytetx.ops.comm_gemm import Peers
-from bytetx.parallel.nccl import disable_multicast
+from bytetx.parallel.symmetric import disable_multicast
 from bytetx.parallel.tp import TpGroup, join_group
 
 NOTES = (

@@ -1,4 +1,4 @@
-"""What of NCCL and of torch's symmetric memory only environment variables set."""
+"""Where NCCL listens, which only environment variables can set."""
 
 import os
 from collections.abc import Iterator
@@ -23,16 +23,3 @@ def loopback_sockets() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_INTERFACE, None)
-
-
-def disable_multicast() -> None:
-    """For NCCL and torch's symmetric memory, in this process: not every host's NVLink has it, and
-    where it fails, it fails after minutes.
-    """
-    os.putenv("NCCL_NVLS_ENABLE", "0")
-    os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-
-def allow_shared_gpus() -> None:
-    """For ranks that share a GPU, in this process."""
-    os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")

@@ -1,6 +1,7 @@
 """Memory that the GPUs of a host share: the only file that uses torch's symmetric memory."""
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,10 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
-
-# symm_mem.empty imports it, and sympy with it: 2 s, which join_group spends beside NCCL's start.
-import torch.fx.experimental.symbolic_shapes  # noqa: F401
 from torch._C._distributed_c10d import Backend, _register_process_group, _SymmetricMemory
 from torch.distributed.distributed_c10d import GroupName
 
 from bytetx.ops.comm_workspace import NUM_FLAGS, Workspace, make_workspace
-from bytetx.parallel.nccl import allow_shared_gpus
 
 logger = logging.getLogger("bytetx")
 
@@ -126,6 +123,19 @@ def peer_reads(
     if not _all_agree(store, "access", rank=rank, size=size, answer=has_access):
         return None
     return PeerReads(store, backend, device)
+
+
+def disable_multicast() -> None:
+    """For NCCL and torch's symmetric memory, in this process: not every host's NVLink has it, and
+    where it fails, it fails after minutes.
+    """
+    os.putenv("NCCL_NVLS_ENABLE", "0")
+    os.putenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def allow_shared_gpus() -> None:
+    """For ranks that share a GPU, in this process."""
+    os.putenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
 
 
 def _shared(

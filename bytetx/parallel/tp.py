@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -17,7 +16,7 @@ from torch._C._distributed_c10d import Backend
 from bytetx.ops.comm_gemm import Peers
 from bytetx.ops.comm_workspace import Workspace
 from bytetx.parallel.grid import Grid
-from bytetx.parallel.nccl import allow_shared_gpus, disable_multicast, loopback_sockets
+from bytetx.parallel.nccl import loopback_sockets
 from bytetx.parallel.row_scheme import RowScheme, row_scheme
 
 if TYPE_CHECKING:  # it imports triton, which CPUs do not need
@@ -34,7 +33,6 @@ _RENDEZVOUS_TIMEOUT = timedelta(minutes=2)
 _STORE_TIMEOUT = timedelta(seconds=1)
 # By then collectives outside of graphs have ended.
 _ABORT_SECONDS = 2.0
-_SYMMETRIC = "bytetx.parallel.symmetric"  # seconds to import, beside NCCL's start
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +128,6 @@ def join_group(
     workspace_bytes: of memory that the ranks share, for the fused ops; 0 is none.
     rows: None is the device's own scheme.  grid: of all ranks; None is y alone.
     """
-    shares_memory = workspace_bytes > 0 and device.type == "cuda"
-    if shares_memory:
-        Thread(target=import_module, args=(_SYMMETRIC,), name="bytetx-import", daemon=True).start()
     with loopback_sockets() if device.type == "cuda" else nullcontext():
         backend = _backend(dist.PrefixStore("bytetx", store), rank=rank, size=size, device=device)
         collectives = GroupCollectives(backend, rank=rank, size=size)
@@ -141,7 +136,7 @@ def join_group(
         if grid is not None and not grid.is_y_alone:
             axes = _join_axes(store, grid, rank=rank, device=device, rows=rows)
     workspace = None
-    if shares_memory:
+    if workspace_bytes and device.type == "cuda":
         # Imported here: it imports triton, which CPUs do not need.
         from bytetx.parallel.symmetric import symmetric_workspace
 
@@ -214,7 +209,7 @@ def join_axis(
     collectives = GroupCollectives(backend, rank=own, size=size)
     collectives.all_reduce(torch.zeros(1, device=device))
     if reads_peers and device.type == "cuda":
-        from bytetx.parallel.symmetric import peer_reads
+        from bytetx.parallel.symmetric import allow_shared_gpus, peer_reads
 
         if is_shared:
             allow_shared_gpus()
@@ -252,6 +247,8 @@ def _backend(
     shares_gpus: whether several ranks have one GPU; None: where there are fewer than `size`.
     """
     if device.type == "cuda":
+        from bytetx.parallel.symmetric import disable_multicast
+
         torch.cuda.set_device(device)
         disable_multicast()
     # NCCL takes one rank per GPU; gloo takes tensors of GPUs, too.
