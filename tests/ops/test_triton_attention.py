@@ -34,38 +34,20 @@ def rows(total: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(total, heads, head_dim, device=DEVICE).to(dtype)
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    *,
-    scale: float | None = None,
-    **options: object,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: object) -> Tensor:
     """The Triton kernel, into an output that held NaN."""
     out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
     bounds = triton_kernels.sequence_bounds(bounds_of(lengths), len(q))
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    triton_kernels.varlen_attention(
-        q, k, v, bounds, batch_size=len(lengths), softmax_scale=scale, out=out, **options
-    )
+    options = {"softmax_scale": q.shape[2] ** -0.5} | options
+    triton_kernels.varlen_attention(q, k, v, bounds, batch_size=len(lengths), out=out, **options)
     return out
 
 
-def expected(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: list[int],
-    *,
-    scale: float | None = None,
-    **options: object,
-) -> Tensor:
+def expected(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], **options: object) -> Tensor:
     bounds, longest = bounds_of(lengths), max(lengths, default=0)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    options = {"softmax_scale": q.shape[2] ** -0.5} | options
     operands = (q.float(), k.float(), v.float(), bounds)
-    return reference.varlen_attention(*operands, max_seqlen=longest, softmax_scale=scale, **options)
+    return reference.varlen_attention(*operands, max_seqlen=longest, **options)
 
 
 def assert_close(ours: Tensor, right: Tensor, dtype: torch.dtype) -> None:
@@ -100,8 +82,8 @@ def test_long_ones_and_many_short_ones(lengths: list[int], options: dict[str, ob
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-3, 3.0])
 def test_scales(scale: float) -> None:
     q, k, v = (rows(sum(EDGES), 2, 64, torch.float16) for _ in range(3))
-    right = expected(q, k, v, EDGES, scale=scale)
-    assert_close(attend(q, k, v, EDGES, scale=scale), right, torch.float16)
+    right = expected(q, k, v, EDGES, softmax_scale=scale)
+    assert_close(attend(q, k, v, EDGES, softmax_scale=scale), right, torch.float16)
 
 
 @pytest.mark.parametrize("has_positions", [False, True])

@@ -19,7 +19,6 @@ from bytetx.ops.triton_kernels.softmax import (
 )
 
 _LONG_TOKENS = 512  # mean length from which on tiles hold 128 rows: their keys are read less often
-_LOG2_E = tl.constexpr(LOG2_E)
 _SLOW_ROWS = tl.constexpr(16)  # rows that go key by key at a time: few registers
 
 
@@ -259,9 +258,9 @@ def _attention_kernel(
     if free_last <= free_first:
         free_first = key_end
         free_last = key_end
-    to_log2 = _LOG2_E
+    to_log2 = LOG2_E
     if not SCALES_SCORES:
-        to_log2 = scale * _LOG2_E
+        to_log2 = scale * LOG2_E
     features = tl.arange(0, BLOCK_D)
     offsets = rows.to(tl.int64)[:, None]
     mask = is_row[:, None] & (features < HEAD_DIM)[None, :]

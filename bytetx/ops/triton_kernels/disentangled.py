@@ -238,7 +238,7 @@ def disentangled_attention(
         (len(buckets) + 1) // 2,
         0 if table is None else table.shape[0],
         num_heads,
-        softmax_scale * LOG2_E,
+        softmax_scale * LOG2_E.value,
         HEAD_DIM=head_dim,
         BLOCK_D=max(16, next_power_of_2(head_dim)),
         BLOCK_M=_BLOCK,

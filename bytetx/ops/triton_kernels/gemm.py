@@ -74,11 +74,11 @@ def _finished(
 
 @triton.jit(do_not_specialize=["m"])
 def _linear_kernel(
-    x,
-    w,
     bias,
     residual,
     out,
+    x,
+    w,
     m,
     n,
     k,
@@ -165,87 +165,47 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, residual: Tensor | None
 ) -> Tensor:
     """ops.linear.linear on checked arguments; weight: contiguous [n, k]."""
-    out = x.new_empty((x.shape[0], weight.shape[0]))
+    (m, k), n = x.shape, weight.shape[0]
+    out = x.new_empty((m, n))
     if out.numel() == 0:
         return out
-    tile = _descriptor_tile(x, weight)
-    if tile is None:
-        _run_by_addresses(x, weight, bias, residual, out, activation)
-    else:
-        _run_by_descriptors(x, weight, bias, residual, out, activation, tile)
-    return out
-
-
-def _run_by_addresses(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str,
-) -> None:
-    (m, n), k = out.shape, x.shape[1]
-    tile = _tile(m, n, x.element_size(), num_multiprocessors(x.device))
-    launch(
-        _linear_kernel,
-        (_num_tiles(tile, m, n),),
-        x,
-        weight,
-        address_or(bias, weight),
-        address_or(residual, x),
-        out,
-        m,
-        n,
-        k,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=activation,
-        PRECISION=dot_precision(x.dtype),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.inner,
-        GROUP_ROWS=_GROUP_ROWS,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-def _run_by_descriptors(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    out: Tensor,
-    activation: str,
-    tile: _Tile,
-) -> None:
-    (m, n), k = out.shape, x.shape[1]
-    num_programs = min(_num_tiles(tile, m, n), _PROGRAMS * num_multiprocessors(x.device))
+    multiprocessors = num_multiprocessors(x.device)
+    descriptor_tile = _descriptor_tile(x, weight, multiprocessors)
+    tile = descriptor_tile or _tile(m, n, x.element_size(), multiprocessors)
+    num_tiles = _num_tiles(tile, m, n)
+    operands = (address_or(bias, weight), address_or(residual, x), out)
+    meta = {
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "ACTIVATION": activation,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "BLOCK_K": tile.inner,
+        "GROUP_ROWS": _GROUP_ROWS,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    if descriptor_tile is None:
+        precision = dot_precision(x.dtype)
+        grid = (num_tiles,)
+        launch(_linear_kernel, grid, *operands, x, weight, m, n, k, PRECISION=precision, **meta)
+        return out
     launch(
         _descriptor_kernel,
-        (num_programs,),
-        address_or(bias, weight),
-        address_or(residual, x),
-        out,
+        (min(num_tiles, _PROGRAMS * multiprocessors),),
+        *operands,
         TensorDescriptor.from_tensor(x, [tile.rows, tile.inner]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.inner]),
         TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),
         m,
         n,
         k,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        ACTIVATION=activation,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        BLOCK_K=tile.inner,
-        GROUP_ROWS=_GROUP_ROWS,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **meta,
     )
+    return out
 
 
-def _descriptor_tile(x: Tensor, weight: Tensor) -> _Tile | None:
+def _descriptor_tile(x: Tensor, weight: Tensor, multiprocessors: int) -> _Tile | None:
     """The tile with the shorter way through all of them; None where addresses serve better.
 
     That is where a multiprocessor would have no tile, or where a descriptor fits no row.
@@ -255,7 +215,6 @@ def _descriptor_tile(x: Tensor, weight: Tensor) -> _Tile | None:
         return None
     if not (is_aligned(x) and is_aligned(weight) and has_tensor_descriptors(x.device)):
         return None
-    multiprocessors = num_multiprocessors(x.device)
     low, high = (_num_tiles(tile, m, n) for tile in (_LOW_TILE, _HIGH_TILE))
     if low < multiprocessors:
         return None

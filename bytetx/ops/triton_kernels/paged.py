@@ -22,7 +22,6 @@ from bytetx.ops.triton_kernels.softmax import LOG2_E, add_keys, begin_rows, soft
 
 _MAX_PARTS = 16
 _KEYS_A_PART = 256  # at least
-_LOG2_E = tl.constexpr(LOG2_E)
 _WAVES = 2  # programs a multiprocessor that are enough
 
 
@@ -117,7 +116,7 @@ def _attend_pages(
             MASKED,
         )
         v = tl.load(v_cache + offsets, mask=key_mask, other=0.0)
-        acc, top, total = add_keys(acc, top, total, s, v, _LOG2_E, MASKED, PRECISION)
+        acc, top, total = add_keys(acc, top, total, s, v, LOG2_E, MASKED, PRECISION)
     return acc, top, total
 
 

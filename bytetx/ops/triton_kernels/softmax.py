@@ -6,7 +6,7 @@ import triton.language as tl
 
 from bytetx.ops.triton_kernels.activation import tanh
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
