@@ -1,11 +1,12 @@
-"""Builds the native core: bytetx._cpu always, bytetx._cuda where nvcc and the CUTLASS headers are.
+"""Builds the native core: bytetx._cpu always, bytetx._cuda where a GPU is that runs it.
 
 Objects are kept in build/objects under a hash of compiler and flags, and are compiled again only
 when the content of their source or of a header they include has changed. All cores compile at once.
-Settings: CXX (host compiler), NVCC (empty: no CUDA half), CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's
-include folder).
+Settings: BYTETX_CUDA (1: build _cuda on any machine, or fail; 0: leave it out), CXX (the host
+compiler), NVCC, CUDA_HOME, BYTETX_CUTLASS_DIR (CUTLASS's include folder).
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -23,6 +24,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from glob import glob
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -33,9 +35,12 @@ ROOT = Path(__file__).resolve().parent
 OBJECTS = ROOT / "build" / "objects"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 OLDEST_NVCC = (12, 0)  # the first that knows C++20 and sm_90a
+CAPABILITY = "9.0"  # of the GPUs that sm_90a runs on
+WSL_TOOLS = "/usr/lib/wsl/lib"  # where Windows puts nvidia-smi, which need not be on PATH
+GPU_FILES = ("/proc/driver/nvidia/gpus/*", "/dev/nvidia[0-9]*")  # of which a GPU has some
 
-SOURCE_HASH = "csrc/source_hash.cpp"
-BOTH_MODULES = ("csrc/bindings.cpp", SOURCE_HASH)  # compiled for _cpu and for _cuda
+BUILD_FACTS = "csrc/build_facts.cpp"
+BOTH_MODULES = ("csrc/bindings.cpp", BUILD_FACTS)  # compiled for _cpu and for _cuda
 
 CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 CUDA_FLAGS = [
@@ -121,10 +126,42 @@ def version_of(command: Iterable[str]) -> str:
     return next((line for line in lines if "release" in line), lines[0]).strip()
 
 
+def is_cuda_asked_for() -> bool | None:
+    """BYTETX_CUDA; None: where a GPU is that runs it."""
+    given = os.environ.get("BYTETX_CUDA", "")
+    if given not in ("", "0", "1"):
+        raise BuildError(
+            f"BYTETX_CUDA is {given!r}; set 1 to build the CUDA kernels, 0 to leave them out, or "
+            "unset it to build them where a GPU is"
+        )
+    return bool(int(given)) if given else None
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """Why no kernel of _cuda would run on this machine, or None where one does or may."""
+    smi = shutil.which("nvidia-smi") or shutil.which("nvidia-smi", path=WSL_TOOLS)
+    said = ""
+    if smi:
+        query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            ran = subprocess.run(query, capture_output=True, text=True, timeout=60)
+            said = "" if ran.returncode else ran.stdout.replace("No devices were found", "").strip()
+    capabilities = sorted(set(re.findall(r"^\d+\.\d+$", said, re.MULTILINE)))
+    if capabilities and CAPABILITY not in capabilities:
+        return (
+            f"the GPUs here have compute capability {', '.join(capabilities)}, and the kernels are "
+            f"for {CAPABILITY} (H100, H200); Triton kernels serve others"
+        )
+    # Drivers from before 2021 know no compute_cap, and containers may have no nvidia-smi.
+    is_there = said or any(map(glob, GPU_FILES))
+    return None if is_there else "no NVIDIA GPU was found on the machine that built bytetx"
+
+
 def find_nvcc() -> str | None:
-    """NVCC where it is set (empty: none), else nvcc on PATH, else in CUDA_HOME."""
+    """NVCC where it is set, else nvcc on PATH, else in CUDA_HOME."""
     if "NVCC" in os.environ:
-        return shutil.which(os.environ["NVCC"]) if os.environ["NVCC"] else None
+        return shutil.which(os.environ["NVCC"])
     home = os.environ.get("CUDA_HOME")
     return shutil.which("nvcc") or (shutil.which("nvcc", path=f"{home}/bin") if home else None)
 
@@ -144,18 +181,33 @@ def find_cutlass() -> Path | None:
     return next((p for p in places if (p / "cutlass" / "cutlass.h").exists()), None)
 
 
+def why_no_cuda_wanted() -> str | None:
+    """Why _cuda is not built whatever tools there are, and what to do; None where it is."""
+    asked = is_cuda_asked_for()
+    if asked is False:
+        return "BYTETX_CUDA=0 left it out: unset it, or set it to 1, and install again"
+    no_gpu = None if asked else why_no_gpu()
+    if no_gpu is None:
+        return None
+    return f"{no_gpu}; to build the CUDA kernels all the same, install with BYTETX_CUDA=1 set"
+
+
 @cache
 def find_cuda() -> Cuda | str:
     """The CUDA tools, or the reason why _cuda is not built and what to do about it."""
-    nvcc = find_nvcc()
+    unwanted = why_no_cuda_wanted()
+    if unwanted is not None:
+        return unwanted
+    nvcc, need = find_nvcc(), ".".join(map(str, OLDEST_NVCC))
     if nvcc is None:
-        return (
-            "no nvcc on PATH or in CUDA_HOME/bin" if "NVCC" not in os.environ else "NVCC names none"
+        given = os.environ.get("NVCC")
+        where = (
+            "on PATH or in CUDA_HOME/bin" if given is None else f"by the name in NVCC, {given!r}"
         )
+        return f"no nvcc {where}: install CUDA {need} or later, put nvcc on PATH and install again"
     version = version_of([nvcc])
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
-        need = ".".join(map(str, OLDEST_NVCC))
         return f"{nvcc} is '{version}', and CUDA {need} or later is needed: put it first on PATH"
     cutlass = find_cutlass()
     if cutlass is None:
@@ -213,8 +265,8 @@ def host_step(source: str, flags: list[str]) -> Step:
             "which brings it, or `pip install pybind11`"
         ) from None
     compiler = host_compiler()
-    if source == SOURCE_HASH:
-        flags = [*flags, f'-DBYTETX_SOURCE_HASH="{source_hash()}"']
+    if source == BUILD_FACTS:
+        flags = [*flags, *build_facts()]
     flags = [*CPU_FLAGS, *flags, "-Icsrc"]
     systems = [sysconfig.get_path("include"), pybind11.get_include()]
     versions = [version_of(compiler), sys.implementation.cache_tag, pybind11.__version__]
@@ -230,6 +282,14 @@ def cuda_step(source: str, cuda: Cuda) -> Step:
 
 def nvcc_command(cuda: Cuda) -> list[str]:
     return [cuda.nvcc, *(["-ccbin", host_compiler()[0]] if os.environ.get("CXX") else [])]
+
+
+def build_facts() -> list[str]:
+    """The macros of BUILD_FACTS."""
+    cuda = find_cuda()
+    why_no_cuda = cuda if isinstance(cuda, str) else ""
+    facts = {"BYTETX_SOURCE_HASH": source_hash(), "BYTETX_WHY_NO_CUDA": why_no_cuda}
+    return [f"-D{name}={json.dumps(text)}" for name, text in facts.items()]  # as C writes strings
 
 
 def source_hash() -> str:
@@ -298,27 +358,63 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def compile_all(steps: list[Step], jobs: int) -> None:
+class Progress:
+    """Says how many sources of each part are done: a line a source on stdout and, as pip hides
+    that, a counter on the user's terminal."""
+
+    def __init__(self, totals: dict[str, int]) -> None:
+        self.totals, self.done = totals, dict.fromkeys(totals, 0)
+        self.lock = threading.Lock()
+
+    def add(self, part: str, text: str) -> None:
+        """One source of `part` is done."""
+        with self.lock:
+            self.done[part] += 1
+            count = f"{part} {self.done[part]}/{self.totals[part]}"
+            print(f"{count} {text}", flush=True)
+            is_last = self.done == self.totals
+            show_on_terminal("" if is_last else f" {count}")
+
+
+def show_on_terminal(text: str) -> None:
+    """Writes `text` behind the cursor, which stays where it is: pip turns its wheel there. Nothing
+    where stdout is the terminal, or in the background, where writing may stop the build."""
+    try:
+        terminal = os.open("/dev/tty", os.O_WRONLY)
+    except OSError:
+        return
+    try:
+        if not sys.stdout.isatty() and os.tcgetpgrp(terminal) == os.getpgrp():
+            os.write(terminal, f"\x1b7\x1b[K{text}\x1b8".encode())
+    except OSError:
+        pass
+    finally:
+        os.close(terminal)
+
+
+def compile_all(parts: dict[str, list[Step]], jobs: int) -> None:
     """Brings every object up to date; warnings of objects that were kept are said again."""
     OBJECTS.mkdir(parents=True, exist_ok=True)
-    lock, done = threading.Lock(), 0
+    progress = Progress({part: len(steps) for part, steps in parts.items()})
 
-    def bring_up_to_date(step: Step) -> None:
-        nonlocal done
+    def bring_up_to_date(part: str, step: Step) -> None:
         log = cached_log(step)
         how = "compiled" if log is None else "kept"
         log = compile_step(step) if log is None else log
-        with lock:
-            done += 1
-            print(f"[{done}/{len(steps)}] {how} {step.source}", *filter(None, [log]), sep="\n")
+        progress.add(part, "\n".join(filter(None, [f"{how} {step.source}", log])))
 
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(bring_up_to_date, step) for step in steps]
+        futures = [
+            pool.submit(bring_up_to_date, part, step)
+            for part, steps in parts.items()
+            for step in steps
+        ]
         try:
             for future in futures:
                 future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
+            show_on_terminal("")
             raise
 
 
@@ -349,17 +445,20 @@ class BuildNative(build_ext):
 
     def build_extensions(self) -> None:
         cuda = find_cuda()
-        has_cuda = isinstance(cuda, Cuda)
         print(f"bytetx._cpu: {version_of(host_compiler())}")
-        print(f"bytetx._cuda: {cuda.version}" if has_cuda else f"bytetx._cuda: not built: {cuda}")
-        modules = {"bytetx._cpu": cpu_steps()} | (
-            {"bytetx._cuda": cuda_steps(cuda)} if has_cuda else {}
-        )
-        jobs = int(self.parallel or 0) or num_cores()
-        compile_all([step for steps in modules.values() for step in steps], jobs)
+        parts = {"CPU": cpu_steps()}
+        if isinstance(cuda, Cuda):
+            print(f"bytetx._cuda: {cuda.version}; BYTETX_CUDA=0 leaves it out")
+            parts["CUDA"] = cuda_steps(cuda)
+        elif is_cuda_asked_for():
+            raise BuildError(f"BYTETX_CUDA=1 asks for CUDA kernels: {cuda}")
+        else:
+            print(f"bytetx._cuda: not built: {cuda}")
+        compile_all(parts, int(self.parallel or 0) or num_cores())
         for extension in self.extensions:
-            linker = self.linker(extension.name, cuda)
-            link(linker, modules[extension.name], Path(self.get_ext_fullpath(extension.name)))
+            part = "CUDA" if extension.name == "bytetx._cuda" else "CPU"
+            output = Path(self.get_ext_fullpath(extension.name))
+            link(self.linker(extension.name, cuda), parts[part], output)
 
     @staticmethod
     def linker(name: str, cuda: Cuda | str) -> list[str]:
@@ -395,9 +494,10 @@ def extensions() -> list[Extension]:
 
 
 def build_requirements() -> list[str]:
-    """CUTLASS where nvcc is; egg_info is the command by which installers ask for requirements."""
+    """CUTLASS where _cuda is built; egg_info is how installers ask for requirements."""
     is_asking = "egg_info" in sys.argv
-    return [CUTLASS] if is_asking and find_nvcc() and find_cutlass() is None else []
+    has_use = why_no_cuda_wanted() is None and find_nvcc() is not None
+    return [CUTLASS] if is_asking and has_use and find_cutlass() is None else []
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 
 #include "bindings.h"
 
+#include "build_facts.h"
 #include "cache_ops.h"
 #include "disentangled_ops.h"
-#include "source_hash.h"
 
 #ifdef BYTETX_CUDA
 #include "bindings_cuda.h"
@@ -122,6 +122,7 @@ void bind_cpu(py::module_& m) {
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);
     bind_wordpiece(m);
+    m.attr("why_no_cuda") = why_no_cuda();
 }
 
 #endif

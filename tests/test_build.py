@@ -1,6 +1,9 @@
 """The native core: how it is built, what it needs, and what it says when something is missing."""
 
+import contextlib
 import importlib.util
+import os
+import pty
 import re
 import sys
 from pathlib import Path
@@ -8,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from setuptools import Distribution
 
 from bytetx.ops import native
 from bytetx.ops.backend_report import OPS, backend_report
@@ -35,15 +39,51 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def compile_once(build: ModuleType, capsys: pytest.CaptureFixture) -> str:
-    build.compile_all([build.Step("csrc/a b.cpp", COMPILER, key="0")], jobs=2)
+    build.compile_all({"CPU": [build.Step("csrc/a b.cpp", COMPILER, key="0")]}, jobs=2)
     return capsys.readouterr().out
 
 
 def test_object_is_kept_until_a_header_changes(build: ModuleType, capsys) -> None:
-    assert "compiled csrc/a b.cpp" in compile_once(build, capsys)
-    assert "kept csrc/a b.cpp" in compile_once(build, capsys)
+    assert "CPU 1/1 compiled csrc/a b.cpp" in compile_once(build, capsys)
+    assert "CPU 1/1 kept csrc/a b.cpp" in compile_once(build, capsys)
     (build.ROOT / "csrc" / "answer.h").write_text("inline int answer() { return 2; }\n")
     assert "compiled csrc/a b.cpp" in compile_once(build, capsys)
+
+
+COUNT_ON_A_TERMINAL = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("bytetx_setup", sys.argv[1])
+build = importlib.util.module_from_spec(spec)
+sys.modules["bytetx_setup"] = build  # dataclasses look for it
+spec.loader.exec_module(build)
+progress = build.Progress({"CPU": 1, "CUDA": 2})
+for part in ("CUDA", "CPU", "CUDA"):
+    progress.add(part, "compiled a source")
+"""
+
+
+def test_progress_reaches_the_terminal_that_pip_hides(tmp_path: Path) -> None:
+    """stdout is pip's pipe; the terminal behind it shows a counter, and nothing at the end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        command = [sys.executable, "-c", COUNT_ON_A_TERMINAL, str(ROOT / "setup.py")]
+        os.execv(sys.executable, command)
+    shown = b""
+    with contextlib.suppress(OSError):  # EIO: the child has ended
+        while chunk := os.read(terminal, 1024):
+            shown += chunk
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, shown
+    texts = re.findall(rb"\x1b7\x1b\[K(.*?)\x1b8", shown)
+    assert texts == [b" CUDA 1/2", b" CPU 1/1", b""]
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "CUDA 1/2 compiled a source",
+        "CPU 1/1 compiled a source",
+        "CUDA 2/2 compiled a source",
+    ]
 
 
 def test_header_edited_while_it_compiles_makes_the_object_stale(
@@ -91,14 +131,103 @@ def test_missing_pybind11_says_what_to_install(build: ModuleType, monkeypatch) -
         build.cpu_steps()
 
 
-def test_cutlass_is_asked_for_only_where_nvcc_is(build: ModuleType, monkeypatch) -> None:
+@pytest.fixture
+def machine(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
+    """setup.py on a machine with nvcc 13, without CUTLASS, nvidia-smi, a GPU or settings."""
+    for name in ("BYTETX_CUDA", "BYTETX_CUTLASS_DIR", "NVCC", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(build, "find_cutlass", lambda: None)
+    monkeypatch.setattr(build, "GPU_FILES", (str(tmp_path / "gpus" / "*"),))
+    monkeypatch.setattr(build, "WSL_TOOLS", str(tmp_path / "no"))
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    put_program(tmp_path / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    return build
+
+
+def put_program(path: Path, said: str, status: int = 0) -> None:
+    path.write_text(f"#!/bin/sh\necho '{said}'\nexit {status}\n")
+    path.chmod(0o755)
+
+
+def is_cuda_wanted(build: ModuleType) -> bool:
+    """Whether nothing but the CUTLASS headers keeps _cuda from being built."""
+    return "the CUTLASS headers are not" in build.find_cuda()
+
+
+def test_cuda_was_compiled_for_an_hour_where_no_gpu_is(machine: ModuleType) -> None:
+    assert "no NVIDIA GPU was found" in machine.find_cuda()
+    assert "install with BYTETX_CUDA=1 set" in machine.find_cuda()
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "is_wanted"),
+    [
+        ("9.0", 0, True),
+        ("8.0\n9.0", 0, True),
+        ("GPU 0: a name", 0, True),
+        ("No devices were found", 0, False),
+        ("NVIDIA-SMI has failed", 9, False),
+        ("8.9", 0, False),
+    ],
+)
+def test_nvidia_smi_says_whether_there_is_a_gpu(
+    machine: ModuleType, tmp_path: Path, said: str, status: int, is_wanted: bool
+) -> None:
+    put_program(tmp_path / "bin" / "nvidia-smi", said, status)
+    assert is_cuda_wanted(machine) == is_wanted
+    assert is_wanted or "BYTETX_CUDA=1" in machine.find_cuda()
+
+
+def test_a_gpu_is_found_without_nvidia_smi(machine: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    assert is_cuda_wanted(machine)
+
+
+@pytest.mark.parametrize(("asked", "is_wanted"), [("1", True), ("0", False)])
+def test_bytetx_cuda_decides_where_it_is_set(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str, is_wanted: bool
+) -> None:
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: None if asked == "0" else "no GPU")
+    monkeypatch.setenv("BYTETX_CUDA", asked)
+    assert is_cuda_wanted(machine) == is_wanted
+
+
+def test_bytetx_cuda_takes_no_other_value(machine: ModuleType, monkeypatch) -> None:
+    monkeypatch.setenv("BYTETX_CUDA", "yes")
+    with pytest.raises(SystemExit, match="BYTETX_CUDA is 'yes'; set 1 to build .* 0 to leave"):
+        machine.find_cuda()
+
+
+@pytest.mark.parametrize("missing", ["nvcc", "CUTLASS"])
+def test_cuda_that_is_asked_for_and_cannot_be_built_is_an_error(
+    machine: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+) -> None:
+    monkeypatch.setenv("BYTETX_CUDA", "1")
+    if missing == "nvcc":
+        (tmp_path / "bin" / "nvcc").unlink()
+    monkeypatch.setattr(machine, "cpu_steps", list)
+    monkeypatch.setattr(machine, "host_compiler", lambda: ("c++",))
+    monkeypatch.setattr(machine, "version_of", lambda command: "release 13.0")
+    command = machine.BuildNative(Distribution({"ext_modules": []}))
+    with pytest.raises(machine.BuildError, match=f"BYTETX_CUDA=1 .*{missing}.*install"):
+        command.build_extensions()
+
+
+def test_cpu_module_knows_why_cuda_was_not_built(machine: ModuleType, monkeypatch) -> None:
+    monkeypatch.setattr(machine, "source_hash", lambda: "0")
+    facts = machine.build_facts()
+    assert any(fact.startswith('-DBYTETX_WHY_NO_CUDA="no NVIDIA GPU was found') for fact in facts)
+
+
+def test_cutlass_is_asked_for_only_where_cuda_is_built(machine: ModuleType, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["setup.py", "egg_info"])
-    monkeypatch.setattr(build, "find_nvcc", lambda: None)
-    assert build.build_requirements() == []
-    assert build.find_cuda() == "no nvcc on PATH or in CUDA_HOME/bin"
-    monkeypatch.setattr(build, "find_nvcc", lambda: "/opt/cuda/bin/nvcc")
-    assert build.build_requirements() == ["nvidia-cutlass==4.2.0.0"]
+    assert machine.build_requirements() == []
+    monkeypatch.setenv("BYTETX_CUDA", "1")
+    assert machine.build_requirements() == ["nvidia-cutlass==4.2.0.0"]
+    monkeypatch.setenv("NVCC", "")
+    assert machine.build_requirements() == []
+    assert "no nvcc by the name in NVCC, ''" in machine.find_cuda()
 
 
 @pytest.mark.parametrize(
@@ -109,12 +238,11 @@ def test_cutlass_is_asked_for_only_where_nvcc_is(build: ModuleType, monkeypatch)
     ],
 )
 def test_cuda_that_cannot_be_used_names_the_remedy(
-    build: ModuleType, monkeypatch, version: str, expected: str
+    machine: ModuleType, monkeypatch, tmp_path: Path, version: str, expected: str
 ) -> None:
-    monkeypatch.setattr(build, "find_nvcc", lambda: "/opt/cuda/bin/nvcc")
-    monkeypatch.setattr(build, "version_of", lambda command: version)
-    monkeypatch.setattr(build, "find_cutlass", lambda: None)
-    assert expected in build.find_cuda()
+    monkeypatch.setenv("BYTETX_CUDA", "1")
+    put_program(tmp_path / "bin" / "nvcc", version)
+    assert expected in machine.find_cuda()
 
 
 def test_wrong_cutlass_folder_is_refused(build: ModuleType, monkeypatch, tmp_path: Path) -> None:

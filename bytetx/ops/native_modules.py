@@ -111,12 +111,14 @@ def _expected_hash(package: Path) -> str | None:
 
 
 def _missing(name: str, package: Path) -> NativeModule:
-    """What is said where no module is found: a machine without nvcc has no _cuda, and that is
-    nothing to warn of."""
+    """The reason and the way where no module is found. A machine without a GPU has no _cuda, and
+    that is nothing to warn of."""
     if name == "_cuda":
+        # The run that built _cpu knew; _cpu is loaded first.
+        known = getattr(sys.modules.get("bytetx._cpu"), "why_no_cuda", "")
         return NativeModule(
-            "bytetx._cuda was not built: put nvcc 12.0 or later on PATH and run "
-            "`pip install -v -e .` in the checkout, which says what it found"
+            "bytetx._cuda was not built: "
+            + (known or "install with BYTETX_CUDA=1 set, which says what is missing")
         )
     reason = f"{package} has no compiled core, and bytetx is slower without it: {_remedy(package)}"
     return NativeModule(reason, reason)
@@ -131,5 +133,7 @@ def _stale(folder: Path, package: Path, then: str) -> str:
 
 def _remedy(package: Path) -> str:
     if (package.parent / "setup.py").exists():
-        return f"run `pip install -e .` in {package.parent}"
+        # What was built without a GPU is built again without one.
+        asked = "BYTETX_CUDA=1 " if any(package.glob("_cuda*.so")) else ""
+        return f"run `{asked}pip install -e .` in {package.parent}"
     return "install bytetx again from its checkout"

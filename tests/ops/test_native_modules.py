@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from paths import ROOT
@@ -82,8 +83,20 @@ def test_an_installed_module_of_older_sources_is_not_loaded_in_silence(
 def test_a_checkout_without_any_module_says_what_to_do(checkout: Path, tmp_path: Path) -> None:
     found = load_installed("_cpu", package=checkout, search_path=[str(tmp_path)])
     assert "has no compiled core" in found.warning and "pip install -e ." in found.warning
+    (checkout / "_cuda.cpython-311-x86_64-linux-gnu.so").touch()  # built where no GPU may be
+    found = load_installed("_cpu", package=checkout, search_path=[str(tmp_path)])
+    assert "run `BYTETX_CUDA=1 pip install -e .`" in found.warning
+
+
+@pytest.mark.parametrize("known", ["", "no GPU was found; set BYTETX_CUDA=1"])
+def test_a_missing_cuda_module_says_what_the_build_knew(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "bytetx._cpu", SimpleNamespace(why_no_cuda=known))
     cuda = load_installed("_cuda", package=checkout, search_path=[str(tmp_path)])
-    assert "nvcc" in cuda.module and cuda.warning == ""  # as on every machine without nvcc
+    assert cuda.module.startswith(f"bytetx._cuda was not built: {known}")
+    assert "BYTETX_CUDA=1" in cuda.module
+    assert cuda.warning == ""  # as on every machine without a GPU
 
 
 def test_documents_in_csrc_do_not_count_as_sources(checkout: Path) -> None:
