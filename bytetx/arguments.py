@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from numbers import Integral, Real
 from typing import TypeGuard, TypeVar
 
-from bytetx.errors import InputError, OptionError
+from bytetx.errors import InputError, OptionError, shown
 
 T = TypeVar("T")
 
@@ -34,12 +34,12 @@ def check_top_k(top_k: object, *, may_be_none: bool = True) -> None:
 def check_positive(name: str, given: object) -> None:
     """OptionError unless `given` is a positive integer."""
     if not _is_integer(given) or given < 1:
-        raise OptionError(f"{name} must be a positive integer, got {given!r}")
+        raise OptionError(f"{name} must be a positive integer, got {shown(given)}")
 
 
 def check_not_negative(name: str, given: object) -> None:
     if not _is_integer(given) or given < 0:
-        raise OptionError(f"{name} must be an integer from 0, got {given!r}")
+        raise OptionError(f"{name} must be an integer from 0, got {shown(given)}")
 
 
 def check_draft_size(num_speculative_tokens: object) -> None:
@@ -48,7 +48,7 @@ def check_draft_size(num_speculative_tokens: object) -> None:
     if not _is_integer(given) or not 0 <= given <= MAX_DRAFT:
         raise OptionError(
             f"num_speculative_tokens must be an integer from 0, which drafts none, to {MAX_DRAFT}, "
-            f"got {given!r}"
+            f"got {shown(given)}"
         )
 
 
@@ -61,13 +61,13 @@ def check_token_budget(token_budget: int) -> int:
 def check_group_timeout(given: object) -> None:
     """InputError unless `given` is a number of seconds, at least 1 (inf is one)."""
     if isinstance(given, bool) or not isinstance(given, Real) or given < 1 or given != given:
-        raise InputError(f"group_timeout must be at least 1 (seconds), got {given!r}")
+        raise InputError(f"group_timeout must be at least 1 (seconds), got {shown(given)}")
 
 
 def check_integer(name: str, given: object) -> None:
     """OptionError unless `given` is an integer."""
     if not _is_integer(given):
-        raise OptionError(f"{name} must be an integer, got {given!r}")
+        raise OptionError(f"{name} must be an integer, got {shown(given)}")
 
 
 def check_seconds(name: str, given: object) -> None:
@@ -75,13 +75,15 @@ def check_seconds(name: str, given: object) -> None:
     if given is None:
         return
     if isinstance(given, bool) or not isinstance(given, int | float) or not given >= 0:
-        raise OptionError(f"{name} must be a number of seconds, 0 or more, got {given!r}")
+        raise OptionError(f"{name} must be a number of seconds, 0 or more, got {shown(given)}")
 
 
 def check_dimensions(dimensions: object, *, size: int) -> None:
     """OptionError unless dimensions is None or an integer from 1 to size."""
     if dimensions is not None and not (_is_integer(dimensions) and 1 <= dimensions <= size):
-        raise OptionError(f"dimensions must be an integer from 1 to {size}, got {dimensions!r}")
+        raise OptionError(
+            f"dimensions must be an integer from 1 to {size}, got {shown(dimensions)}"
+        )
 
 
 def check_text(name: str, given: object) -> None:
@@ -114,7 +116,7 @@ def check_names(name: str, given: object) -> None:
         or not isinstance(given, Collection)
         or not all(isinstance(entry, str) for entry in given)
     ):
-        raise OptionError(f"{name} must be a list of str, got {given!r}")
+        raise OptionError(f"{name} must be a list of str, got {shown(given)}")
 
 
 def chosen_modes(pooling: object, *, known: Sequence[str]) -> tuple[str, ...]:
@@ -122,7 +124,9 @@ def chosen_modes(pooling: object, *, known: Sequence[str]) -> tuple[str, ...]:
     modes = (pooling,) if isinstance(pooling, str) else pooling
     modes = tuple(modes) if isinstance(modes, Iterable) else ()
     if not modes or not all(mode in known for mode in modes):
-        raise OptionError(f"pooling must be one or more of {', '.join(known)}, got {pooling!r}")
+        raise OptionError(
+            f"pooling must be one or more of {', '.join(known)}, got {shown(pooling)}"
+        )
     return modes
 
 
@@ -134,7 +138,7 @@ def chosen_layers(layers: object, *, num_states: int) -> tuple[int, ...]:
     ):
         raise OptionError(
             f"layers must be one or more integers from {-num_states} to {num_states - 1}, got "
-            f"{layers!r}"
+            f"{shown(layers)}"
         )
     return tuple(layer % num_states for layer in chosen)
 

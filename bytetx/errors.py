@@ -1,5 +1,9 @@
 """The errors of bytetx; each says what was given, what is needed and what to do."""
 
+import reprlib
+
+_MAX_SHOWN = 200  # characters of a caller's value in an error
+
 
 class BytetxError(ValueError):
     """Base of every error that is the caller's or the checkpoint's to fix."""
@@ -58,3 +62,26 @@ class DeadlineError(BytetxError, TimeoutError):
 
 class ClosedError(RuntimeError):
     """A request to an AsyncModel that was closed, or that it was closed before the results of."""
+
+
+class _Shown(reprlib.Repr):
+    """reprlib's, whose work and length are bounded, with limits for one line of an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxset = self.maxdict = self.maxarray = 8
+        self.maxstring = self.maxother = self.maxlong = _MAX_SHOWN
+
+    def repr_int(self, x: int, level: int) -> str:
+        bits = x.bit_length()  # Python writes no integer of thousands of digits
+        return repr(x) if bits < 4 * _MAX_SHOWN else f"an integer of {bits} bits"
+
+
+_SHOWN = _Shown()
+
+
+def shown(value: object) -> str:
+    """A caller's value as an error quotes it: its repr, at most 200 characters of it."""
+    text = _SHOWN.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."

@@ -21,7 +21,7 @@ from bytetx.arguments import (
 from bytetx.checkpoint.files import resolve_checkpoint
 from bytetx.encode.model_runner import Runner
 from bytetx.encode.step import Task
-from bytetx.errors import InputError, OptionError
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.executor.heartbeat import DEFAULT_LIMIT_S
 from bytetx.executor.load import load_ranks
 from bytetx.info import checkpoint_info, checkpoint_line
@@ -439,7 +439,7 @@ class Model(GenerationMixin, EmbedAllMixin, ChunkMixin, RerankMixin, AnswerMixin
         """Model.tag, ready to run."""
         if aggregation not in AGGREGATIONS:
             known = ", ".join(AGGREGATIONS)
-            raise OptionError(f"aggregation must be one of {known}, got {aggregation!r}")
+            raise OptionError(f"aggregation must be one of {known}, got {shown(aggregation)}")
         check_names("ignore_labels", ignore_labels)
         head = self._need_head(self.heads.token, "token classification")
         tokenizer = self._need_tokenizer()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any
 
-from bytetx.errors import InputError
+from bytetx.errors import InputError, shown
 
 # Takes the token ids so far (prompt and output) and the row's f32 logits [vocab_size], returns
 # logits of that shape.
@@ -88,7 +88,8 @@ class SamplingParams:
                 check(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InputError(
-                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+                f"min_tokens must be at most max_tokens ({shown(self.max_tokens)}), got "
+                f"{shown(self.min_tokens)}"
             )
         if self.is_greedy and self.n > 1:
             raise InputError(
@@ -123,7 +124,8 @@ class SamplingParams:
             for token in tokens:
                 if not 0 <= token < vocab_size:
                     raise InputError(
-                        f"{name} must name tokens below vocab_size ({vocab_size}), got {token}"
+                        f"{name} must name tokens below vocab_size ({vocab_size}), got "
+                        f"{shown(token)}"
                     )
 
     def _set(self, name: str, value: object) -> None:
@@ -139,7 +141,7 @@ def _integer(low: int, high: int | None = None) -> _Check:
     def check(name: str, value: Any) -> None:
         is_integer = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_integer or value < low or (high is not None and value > high):
-            raise InputError(f"{name} must be an integer, {bounds}, got {value!r}")
+            raise InputError(f"{name} must be an integer, {bounds}, got {shown(value)}")
 
     return check
 
@@ -148,7 +150,7 @@ def _top_k(name: str, value: Any) -> None:
     is_integer = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_integer or value < _NO_TOP_K:
         raise InputError(
-            f"{name} must be an integer, at least 1, or 0 or -1, which keep all, got {value!r}"
+            f"{name} must be an integer, at least 1, or 0 or -1, which keep all, got {shown(value)}"
         )
 
 
@@ -162,7 +164,7 @@ def _number(low: float = -math.inf, high: float = math.inf, *, above: bool = Fal
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         fits = is_number and math.isfinite(value) and low <= value <= high
         if not fits or (above and value == low):
-            raise InputError(f"{name} must be {wanted}, got {value!r}")
+            raise InputError(f"{name} must be {wanted}, got {shown(value)}")
 
     return check
 
@@ -171,12 +173,14 @@ def _stop(name: str, value: Any) -> None:
     strings = [value] if isinstance(value, str) else value
     is_list = isinstance(strings, Sequence) and all(isinstance(s, str) for s in strings)
     if not is_list or "" in strings:
-        raise InputError(f"{name} must be a string or strings, none of them empty, got {value!r}")
+        raise InputError(
+            f"{name} must be a string or strings, none of them empty, got {shown(value)}"
+        )
 
 
 def _token_ids(name: str, value: object) -> None:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        raise InputError(f"{name} must be a list of token ids, got {value!r}")
+        raise InputError(f"{name} must be a list of token ids, got {shown(value)}")
     for token in value:
         _integer(0)(name, token)
 
@@ -188,22 +192,22 @@ def _repetition_penalty(name: str, value: object) -> None:
 
 def _logit_bias(name: str, value: object) -> None:
     if not isinstance(value, Mapping):
-        raise InputError(f"{name} must map token ids to numbers, got {value!r}")
+        raise InputError(f"{name} must map token ids to numbers, got {shown(value)}")
     for token, bias in value.items():
         _integer(0)(f"{name}'s token", token)
         if bias != -math.inf:  # which forbids a token
-            _number()(f"{name}[{token}]", bias)
-            _number(-_FLOAT32_MAX, _FLOAT32_MAX)(f"{name}[{token}]", bias)
+            _number()(f"{name}[{shown(token)}]", bias)
+            _number(-_FLOAT32_MAX, _FLOAT32_MAX)(f"{name}[{shown(token)}]", bias)
 
 
 def _flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise InputError(f"{name} must be True or False, got {value!r}")
+        raise InputError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _callables(name: str, value: object) -> None:
     if not isinstance(value, Sequence) or not all(map(callable, value)):
-        raise InputError(f"{name} must be a list of functions, got {value!r}")
+        raise InputError(f"{name} must be a list of functions, got {shown(value)}")
 
 
 _MAY_BE_NONE = {

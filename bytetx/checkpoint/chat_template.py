@@ -14,7 +14,7 @@ from typing import Any
 from bytetx.checkpoint.chat_process import BROKEN, REFUSED, TEXT, RendererProcess
 from bytetx.checkpoint.side_files import read_text
 from bytetx.checkpoint.tokenizer_config import SPECIAL_TOKENS, read_tokenizer_config, special_token
-from bytetx.errors import CheckpointError, InputError
+from bytetx.errors import CheckpointError, InputError, shown
 
 Message = Mapping[str, Any]
 
@@ -117,7 +117,7 @@ def _plain_messages(messages: Sequence[Message]) -> list[Any]:
         if not has_both or not isinstance(message["role"], str):
             raise InputError(
                 f'message {number} of the chat must be {{"role": "...", "content": "..."}}, got '
-                f"{message!r:.200}"
+                f"{shown(message)}"
             )
     try:
         return [_plain(message) for message in messages]

@@ -17,7 +17,7 @@ from bytetx.checkpoint.side_files import (
     read_json_objects,
     table_of,
 )
-from bytetx.errors import CheckpointError, OptionError
+from bytetx.errors import CheckpointError, OptionError, shown
 
 _FILE = "router_config.json"
 _ROUTER: dict[str, Field] = {
@@ -61,7 +61,7 @@ class RouterSpec:
         if found is None:
             known = ", ".join(map(repr, self.tasks))
             raise OptionError(
-                f"task must be one of {known} (this checkpoint's routes), got {task!r:.200}"
+                f"task must be one of {known} (this checkpoint's routes), got {shown(task)}"
             )
         return found
 

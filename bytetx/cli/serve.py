@@ -220,6 +220,7 @@ def serve(
         raise OptionError(
             f'serve needs the package {error.name}; install the extra: pip install "bytetx[serve]"'
         ) from error
+    _check_api_key(api_key)
     sources = model_sources(model or (), served_model_name or ())
     are_named = bool(served_model_name) or any("=" in given for given in model or ())
     settings = ServeSettings(
@@ -269,6 +270,18 @@ def serve(
     from bytetx.serve.server import serve as run_server
 
     run_server(settings)
+
+
+def _check_api_key(given: list[str] | None) -> None:
+    """OptionError where a variable for the key is set and holds none: a secret that was not filled
+    in would otherwise open the server to everyone."""
+    import os
+
+    blank = [name for name in ("BYTETX_API_KEY", "API_KEY") if name in os.environ]
+    if blank and not given:
+        raise OptionError(
+            f"{blank[0]} is set and holds no key; give it one, or unset it to serve without a key"
+        )
 
 
 def _set_hub_cache(folder: str) -> None:

@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 
 import numpy as np
 
-from bytetx.errors import InputError, StepError, TooLongError
+from bytetx.errors import InputError, StepError, TooLongError, shown
 from bytetx.generate.output_processor import DetokenizerFactory, OutputState
 from bytetx.generate.outputs import RequestOutput, RowResult, StepResult
 from bytetx.generate.scheduler import Scheduler, SchedulerOutput, SequenceState
@@ -293,8 +293,8 @@ class GenerationEngine:
         params.check_vocab(vocab_size)
         if params.stop and self._new_detokenizer is None:
             raise InputError(
-                f"stop strings {list(params.stop)} need text, and the model has no tokenizer: "
-                "use stop_token_ids"
+                f"stop strings {shown(list(params.stop))} need text, and the model has no "
+                "tokenizer: use stop_token_ids"
             )
         ids = np.asarray(tokens)
         unknown = ids[(ids < 0) | (ids >= vocab_size)]
@@ -306,9 +306,9 @@ class GenerationEngine:
         if tokens and room < wanted:
             raise TooLongError(
                 f"a prompt of {len(tokens)} tokens leaves room for {max(room, 0)}, and "
-                f"{wanted} are wanted: a sequence has at most {self._scheduler.max_tokens} tokens "
-                "here, by the model's positions and the cache; shorten the prompt, or give the "
-                "cache more memory"
+                f"{shown(wanted)} are wanted: a sequence has at most {self._scheduler.max_tokens} "
+                "tokens here, by the model's positions and the cache; shorten the prompt, or give "
+                "the cache more memory"
             )
         return room if params.max_tokens is None else min(params.max_tokens, room)
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from bytetx.checkpoint.family import families
 from bytetx.checkpoint.spec import build_spec
-from bytetx.errors import BytetxError, CheckpointError, InputError
+from bytetx.errors import BytetxError, CheckpointError, InputError, shown
 from bytetx.hf.causal import (
     CAUSAL_OUTPUTS,
     CausalForward,
@@ -81,7 +81,7 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     lacks what the config says (NomicBERT v2's experts).
     """
     if pads not in PADS:
-        raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {pads!r}")
+        raise InputError(f"pads must be one of {', '.join(map(repr, PADS))}, got {shown(pads)}")
     bases = _base_models(model)
     _check_transformers()
     for base in bases:
@@ -234,6 +234,6 @@ def _check_not_dispatched(base: nn.Module) -> None:
         forward = module.__dict__.get("forward")
         if module is base and forward is not None and not isinstance(forward, PackedForward):
             raise BytetxError(
-                f"the forward of {type(base).__name__} was already replaced by {forward!r}; "
+                f"the forward of {type(base).__name__} was already replaced by {shown(forward)}; "
                 "undo that first"
             )

@@ -22,7 +22,7 @@ from bytetx.checkpoint.staged_reader import StagedReader
 from bytetx.checkpoint.task_adapters import read_task_adapters
 from bytetx.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from bytetx.checkpoint.weights import Weights
-from bytetx.errors import CheckpointError, OptionError
+from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.batch_invariance import (
     check_batch_invariant,
     invariant_linear,
@@ -497,15 +497,17 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}") from error
+        raise OptionError(
+            f"device must be auto, cpu or cuda[:index], got {shown(device)}"
+        ) from error
     if resolved.type not in ("cpu", "cuda"):
-        raise OptionError(f"device must be auto, cpu or cuda[:index], got {device!r}")
+        raise OptionError(f"device must be auto, cpu or cuda[:index], got {shown(device)}")
     if resolved.type == "cuda":
         check_device_after_fork(resolved)
         if (resolved.index or 0) >= torch.cuda.device_count():
             raise OptionError(
-                f"device {device!r} was asked for, torch sees {torch.cuda.device_count()} CUDA "
-                "devices; use device='cpu'"
+                f"device {shown(device)} was asked for, torch sees {torch.cuda.device_count()} "
+                "CUDA devices; use device='cpu'"
             )
         resolved = torch.device("cuda", resolved.index or 0)
     return resolved
@@ -530,7 +532,7 @@ def resolve_dtype(
         resolved = DTYPES.get(DTYPE_ALIASES.get(dtype, dtype), dtype)
     if not isinstance(resolved, torch.dtype) or resolved not in DTYPES.values():
         known = ", ".join([*DTYPES, *DTYPE_ALIASES, FP8])
-        raise OptionError(f"dtype must be auto, {known} or {INT8}, got {dtype!r}")
+        raise OptionError(f"dtype must be auto, {known} or {INT8}, got {shown(dtype)}")
     return resolved
 
 

@@ -34,7 +34,7 @@ from bytetx.checkpoint.side_files import (
     table_of,
 )
 from bytetx.checkpoint.weights import read_header
-from bytetx.errors import CheckpointError, OptionError
+from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.splade import POOLING_STRATEGIES, SPARSE_ACTIVATIONS, SpladeSpec
 from bytetx.ops.linear import LinearWeight, linear, prepare_linear
 from bytetx.ops.norm import layer_norm
@@ -311,7 +311,9 @@ class SentenceSpec:
             return ""
         if not isinstance(name, str) or name not in self.prompts:
             known = ", ".join(sorted(self.prompts)) or "none"
-            raise OptionError(f"prompt_name {name!r} is not in this checkpoint; it has: {known}")
+            raise OptionError(
+                f"prompt_name {shown(name)} is not in this checkpoint; it has: {known}"
+            )
         return self.prompts[name] or ""
 
 

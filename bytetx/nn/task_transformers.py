@@ -8,7 +8,7 @@ import torch
 
 from bytetx.checkpoint.task_adapters import Added, TaskAdapters
 from bytetx.checkpoint.weights import Weights
-from bytetx.errors import CheckpointError, OptionError
+from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.blocks import LocalBlocks
 from bytetx.nn.fp8 import Fp8Blocks
 from bytetx.nn.layer_weights import load_layers
@@ -59,12 +59,12 @@ class TaskTransformers:
         if not isinstance(task, str) or task not in self._adapters.added:
             raise OptionError(
                 f"task must be one of {', '.join(map(repr, self.names))} (or None for the model "
-                f"without an adapter), got {task!r:.200}"
+                f"without an adapter), got {shown(task)}"
             )
         if self._base.blocks.shard is not None:
             raise OptionError(
-                f"task {task!r} has an adapter, which a model loaded with tp does not merge; load "
-                "it with tp=1"
+                f"task {shown(task)} has an adapter, which a model loaded with tp does not merge; "
+                "load it with tp=1"
             )
         with self._lock:
             found = self._made.get(task)
@@ -99,9 +99,9 @@ class TaskTransformers:
             if not is_out_of_memory(error):
                 raise
             raise CheckpointError(
-                f"the layers of task {task!r} do not fit the memory of {device} beside those of "
-                f"the model and of {len(self._made)} other tasks: {error}; free memory there, or "
-                "load the model in a half type"
+                f"the layers of task {shown(task)} do not fit the memory of {device} beside "
+                f"those of the model and of {len(self._made)} other tasks: {error}; free memory "
+                "there, or load the model in a half type"
             ) from error
         return Transformer(spec, embeddings, layers)
 

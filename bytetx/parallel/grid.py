@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 
 AXES = ("data", "z", "y", "x")
 _PART = re.compile(r"(data|z|y|x)([1-9][0-9]{0,5})")
@@ -102,7 +102,7 @@ def parse_grid(text: str) -> Grid:
         if found is None or found[1] in lengths:
             raise OptionError(
                 f"grid must name axes among {', '.join(AXES)} once each with their ranks, as in "
-                f"data2.z2 or y4, got {text!r}"
+                f"data2.z2 or y4, got {shown(text)}"
             )
         lengths[found[1]] = int(found[2])
     return Grid(**lengths)

@@ -6,7 +6,7 @@ from typing import TypeGuard, TypeVar
 
 import numpy as np
 
-from bytetx.errors import InputError
+from bytetx.errors import InputError, shown
 from bytetx.ops.int_lists import flatten_int_lists
 
 Ids = Sequence[int] | np.ndarray
@@ -61,8 +61,8 @@ def check_range(ids: np.ndarray, index: int, vocab_size: int) -> None:
     low, high = ids.min(), ids.max()
     if low < 0 or high >= vocab_size:
         raise InputError(
-            f"texts[{index}] holds token id {low if low < 0 else high}; ids of this model lie "
-            f"between 0 and {vocab_size - 1}; were they made by another tokenizer?"
+            f"texts[{index}] holds token id {shown(int(low if low < 0 else high))}; ids of this "
+            f"model lie between 0 and {vocab_size - 1}; were they made by another tokenizer?"
         )
 
 

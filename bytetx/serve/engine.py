@@ -15,7 +15,7 @@ import tokenizers
 from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.request import RunStats
-from bytetx.errors import DeviceLostError
+from bytetx.errors import DeviceLostError, shown
 from bytetx.generate.outputs import RequestOutput, TokenLogprob
 from bytetx.model import Model
 from bytetx.sampling_params import SamplingParams
@@ -328,7 +328,8 @@ def _decode_now(served: ServedModel, call: Call) -> Outcome:
         wrong = next((token for token in ids if not 0 <= token < size), None)
         if wrong is not None:
             raise ServeError(
-                "validation", f"ids must be token ids below {size}, the vocabulary; got {wrong}"
+                "validation",
+                f"ids must be token ids below {size}, the vocabulary; got {shown(wrong)}",
             )
     rows = [tokenizer.decode(ids, skip_special_tokens=skips) for ids in call.inputs]
     return Outcome(Timings(num_texts=len(rows), num_tokens=sum(map(len, call.inputs))), rows)

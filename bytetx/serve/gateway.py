@@ -29,6 +29,7 @@ logger = logging.getLogger("bytetx.serve")
 CLIENT_LEFT = 499  # nginx's status; only in metrics
 _BODY_SECONDS = 30.0
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_MAX_KEY = 80  # characters of a key in an error
 _DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
 
 
@@ -276,9 +277,14 @@ def _parse(model: type[BaseModel] | None, body: bytes) -> BaseModel | None:
 def validation_error(error: ValidationError) -> ServeError:
     """The first thing that is wrong, in one line."""
     first = error.errors(include_url=False, include_context=False)[0]
-    place = ".".join(str(part) for part in first["loc"])
+    place = ".".join(_place(part) for part in first["loc"])
     message = first["msg"][:300].replace("\n", " ")
     if first["type"] == "json_invalid":
         return ServeError("validation", f"the body is no JSON: {message}")
-    param = str(first["loc"][0]) if first["loc"] else None
+    param = _place(first["loc"][0]) if first["loc"] else None
     return ServeError("validation", f"{place or 'the body'}: {message}", param=param)
+
+
+def _place(part: int | str) -> str:
+    """A field's name or an index; a key of a table is the caller's."""
+    return str(part)[:_MAX_KEY]

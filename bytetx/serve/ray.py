@@ -19,7 +19,7 @@ from ray.serve.exceptions import BackPressureError
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 from bytetx.serve.app import build_app
 from bytetx.serve.balance import estimate_tokens
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece
@@ -319,7 +319,7 @@ def _read(name: str, value: Any, kind: str) -> Any:
             return float(value)
         return int(value) if "int" in kind else value
     except (KeyError, ValueError) as error:
-        raise OptionError(f"{name} cannot be {value!r}") from error
+        raise OptionError(f"{name} cannot be {shown(value)}") from error
 
 
 def _autoscaling(scale: Scale) -> AutoscalingConfig:

@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from bytetx.errors import shown
 from bytetx.serve.answers import check_batch, count_characters, json_answer
 from bytetx.serve.calls import Call, ModelFacts, Piece, Timings
 from bytetx.serve.client import EventStream
@@ -336,7 +337,7 @@ def _token_bias(bias: dict[str, float] | None) -> dict[str, float] | None:
     wrong = next((token for token in bias or () if not token.isdecimal()), None)
     if wrong is not None:
         raise ServeError(
-            "validation", f"logit_bias must map token ids to numbers, got {wrong!r:.40}"
+            "validation", f"logit_bias must map token ids to numbers, got {shown(wrong)}"
         )
     return bias
 

@@ -6,6 +6,7 @@ import orjson
 from pydantic import ValidationError
 from starlette.responses import Response
 
+from bytetx.errors import shown
 from bytetx.serve.answers import check_batch, count_characters, json_answer, run
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
@@ -257,7 +258,8 @@ def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
     if function not in (None, "none"):
         raise ServeError(
             "validation",
-            f"function_to_apply must be none or left out, which is the model's own: {function!r}",
+            "function_to_apply must be none or left out, which is the model's own: "
+            f"{shown(function)}",
         )
     return options | ({"raw_scores": True} if function == "none" else {})
 

@@ -5,18 +5,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from bytetx.errors import shown
+
 MAX_PROMPTS = 64  # of one /v1/completions
 
 
 def _wrong(what: str, value: object) -> PydanticCustomError:
     return PydanticCustomError(
-        "wrong_input", "must be {what}, got {got}", {"what": what, "got": _short(value)}
+        "wrong_input", "must be {what}, got {got}", {"what": what, "got": shown(value)}
     )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _are_ids(value: object) -> bool:

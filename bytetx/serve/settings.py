@@ -1,5 +1,6 @@
 """Settings of the server: models, limits, addresses; checked once, when they are made."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,10 +10,11 @@ from typing import Any
 import orjson
 
 from bytetx.arguments import check_draft_size
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 
 # Pooling modes as TEI writes them.
 _TEI_POOLING = {"last-token": "lasttoken"}
+_KEY = re.compile(r"[\x21-\x7e]+")
 METRICS_NAMES = ("bytetx", "te")
 
 
@@ -78,18 +80,21 @@ class ServeSettings:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise OptionError(
-                f"two models are called {twice!r}; name each of them, as in --model NAME=PATH"
+                f"two models are called {shown(twice)}; name each of them, as in --model NAME=PATH"
             )
         if self.default_prompt is not None and self.default_prompt_name is not None:
             raise OptionError("--default-prompt and --default-prompt-name exclude each other")
         for name in self.metrics_names:
             if name not in METRICS_NAMES:
                 raise OptionError(
-                    f"--metrics-names must be of {', '.join(METRICS_NAMES)}, got {name!r}"
+                    f"--metrics-names must be of {', '.join(METRICS_NAMES)}, got {shown(name)}"
                 )
         check_draft_size(self.num_speculative_tokens)
-        if any(not key for key in self.api_keys):
-            raise OptionError("--api-key must not be empty; leave it out to serve without a key")
+        if not all(map(_KEY.fullmatch, self.api_keys)):
+            raise OptionError(
+                "--api-key must be one or more visible ASCII characters, as a header carries them, "
+                "and one of those given is not; leave it out to serve without a key"
+            )
 
     @property
     def pooling_mode(self) -> str | None:
@@ -111,7 +116,7 @@ def model_sources(given: Sequence[str], served_names: Sequence[str] = ()) -> lis
     for index, text in enumerate(given):
         name, equals, path = text.partition("=")
         if equals and (not name or not path):
-            raise OptionError(f"--model must be PATH or NAME=PATH, got {text!r}")
+            raise OptionError(f"--model must be PATH or NAME=PATH, got {shown(text)}")
         if not equals:
             name = path = text
         if index < len(served_names):

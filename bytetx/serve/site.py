@@ -4,6 +4,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Literal
 
+from bytetx.errors import shown
 from bytetx.serve.calls import Backend, ModelFacts
 from bytetx.serve.errors import ServeError
 from bytetx.serve.records import Recorder
@@ -78,7 +79,7 @@ class Site:
             known = ", ".join(model.name for model in models)
             raise ServeError(
                 "not_found",
-                f"the model {_short(name)} is not served here; there is: {known}",
+                f"the model {shown(name)} is not served here; there is: {known}",
                 param="model",
                 code="model_not_found",
             )
@@ -94,7 +95,3 @@ def need_task(model: ModelFacts, task: str, *, kind: str) -> None:
             f"{', '.join(model.tasks).replace('_', ' ')}",
             param="model",
         )
-
-
-def _short(name: str) -> str:
-    return repr(name) if len(name) <= 80 else repr(name[:77] + "...")

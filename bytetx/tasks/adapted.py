@@ -10,7 +10,7 @@ import torch
 
 from bytetx.arguments import check_text
 from bytetx.encode.step import Capture, Step, Task
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.runtime.forking import computing
 from bytetx.tasks.one_pass import OnePass
@@ -89,7 +89,7 @@ class NamedTaskMixin(OnePass):
             if not isinstance(name, str) or name not in PROMPT_NAMES:
                 raise OptionError(
                     f"task must be {' or '.join(map(repr, PROMPT_NAMES))} (this checkpoint has no "
-                    f"adapters of other tasks), got {name!r:.200}"
+                    f"adapters of other tasks), got {shown(name)}"
                 )
             return job
         with computing(self.checkpoint.device):

@@ -12,7 +12,7 @@ from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.pipeline import Finished
 from bytetx.encode.request import Failure
 from bytetx.encode.step import Capture, Step, Task, is_head
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.inputs import InputReader
 
@@ -95,11 +95,11 @@ def chosen_overflow(overflow: object, *, truncate: bool, stride: object) -> Over
     elif truncate:
         raise OptionError("truncate and overflow exclude each other; give overflow alone")
     if overflow not in ("error", "truncate", "chunk"):
-        raise OptionError(f"overflow must be error, truncate or chunk, got {overflow!r}")
+        raise OptionError(f"overflow must be error, truncate or chunk, got {shown(overflow)}")
     if isinstance(stride, bool) or not isinstance(stride, int) or stride < 0:
-        raise OptionError(f"stride must be a number of tokens, 0 or more, got {stride!r}")
+        raise OptionError(f"stride must be a number of tokens, 0 or more, got {shown(stride)}")
     if stride and overflow != "chunk":
-        raise OptionError(f"stride goes with overflow='chunk', got {overflow!r}")
+        raise OptionError(f"stride goes with overflow='chunk', got {shown(overflow)}")
     return overflow
 
 
@@ -107,7 +107,9 @@ def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> Non
     """Makes a reader cut texts. OptionError where chunks would have no tokens of their own."""
     most = tokenizer.max_tokens - tokenizer.num_special_tokens
     if stride >= most:
-        raise OptionError(f"stride must be less than the {most} tokens of a chunk, got {stride}")
+        raise OptionError(
+            f"stride must be less than the {most} tokens of a chunk, got {shown(stride)}"
+        )
     # Nothing is cut off, and from the right the chunks come in the text's order.
     reader.tokenizer = tokenizer.limited(tokenizer.max_tokens, stride=stride, direction="right")
     reader.cuts = True

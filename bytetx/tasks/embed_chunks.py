@@ -11,7 +11,7 @@ import torch
 
 from bytetx.encode.request import Alignment, Requests, Span
 from bytetx.encode.step import Step, Task
-from bytetx.errors import InputError, OptionError
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.transformer import Transformer
 from bytetx.requests.spans import SpanReader
 from bytetx.tasks.adapted import routed
@@ -286,7 +286,7 @@ def _check_spans(texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> None:
         for span in of_text:
             if not _is_span(span, len(text)):
                 raise InputError(
-                    f"spans[{index}] has {span!r}, which is no (start, end) within the "
+                    f"spans[{index}] has {shown(span)}, which is no (start, end) within the "
                     f"{len(text)} characters of the text"
                 )
 

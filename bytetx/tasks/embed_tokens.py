@@ -12,7 +12,7 @@ from bytetx.arguments import check_text
 from bytetx.checkpoint.multi_vector import MultiVectorSpec, TokenPoolingSpec
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Capture, Step
-from bytetx.errors import InputError, OptionError
+from bytetx.errors import InputError, OptionError, shown
 from bytetx.nn.sentence_modules import Normalize
 from bytetx.nn.transformer import Transformer
 from bytetx.nn.unseen_tokens import forward_with_unseen, why_no_unseen_tokens
@@ -180,7 +180,7 @@ class TokenVectorMixin(OnePass):
     ) -> Call[TokenEmbeddings]:
         """Model.embed_tokens, ready to run."""
         if task not in ("query", "document"):
-            raise OptionError(f"task must be 'query' or 'document', got {task!r}")
+            raise OptionError(f"task must be 'query' or 'document', got {shown(task)}")
         size, job = self._token_task(task, normalize, precision=precision, ranges=ranges)
         reader = self._token_reader(task, truncate=truncate, on_error=on_error)
         reader.prompt = self._token_prompt(task, prompt, prompt_name)

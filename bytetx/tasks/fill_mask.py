@@ -11,7 +11,7 @@ import torch
 from bytetx.arguments import text_fault
 from bytetx.checkpoint.tokenizer import Tokenizer
 from bytetx.encode.step import Step
-from bytetx.errors import InputError
+from bytetx.errors import InputError, shown
 from bytetx.nn.heads import MaskedLMHead
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.log_softmax import log_softmax
@@ -107,7 +107,7 @@ def find_targets(tokenizer: Tokenizer, targets: Sequence[str]) -> torch.Tensor:
         if token_id is None:
             pieces = tokenizer.encode_plain(target).ids
             if not pieces:
-                raise InputError(f"target {target!r} has no token in this vocabulary")
+                raise InputError(f"target {shown(target)} has no token in this vocabulary")
             token_id = pieces[0]
             piece = tokenizer.token(token_id)
             logger.warning("target %r is no single token: %r is scored for it", target, piece)

@@ -10,7 +10,7 @@ from typing import Any, Literal, Unpack, overload
 
 from bytetx.arguments import check_iterable
 from bytetx.encode.request import RunStats
-from bytetx.errors import InputError
+from bytetx.errors import InputError, shown
 from bytetx.generate.build import GenerationSizes, build_engine, generation_sizes
 from bytetx.generate.engine import GenerationEngine
 from bytetx.generate.outputs import RequestOutput
@@ -118,7 +118,7 @@ class GenerationMixin:
         params = SamplingParams() if params is None else params
         self._check_params(prompts, params)
         if stream not in (False, True, "pieces"):
-            raise InputError(f"stream must be False, True or 'pieces', got {stream!r}")
+            raise InputError(f"stream must be False, True or 'pieces', got {shown(stream)}")
         keeps_errors = keeps_bad_texts(on_error)
         check_iterable("prompts", prompts)
         sizes = self.generation_sizes(

@@ -11,7 +11,7 @@ from bytetx.encode.model_runner import Runner
 from bytetx.encode.pipeline import EngineOptions, Finished, in_order, run, run_at_once
 from bytetx.encode.request import RunCounter
 from bytetx.encode.scheduler import WINDOW_FILL, windows
-from bytetx.errors import InputError
+from bytetx.errors import InputError, shown
 from bytetx.nn.loading import Heads, LoadedCheckpoint
 from bytetx.requests.inputs import Input, InputReader
 from bytetx.tasks.call import Call, ListSink, as_they_are
@@ -28,7 +28,7 @@ _FEW = 64  # inputs; with more, what a window ahead costs is nothing beside them
 def keeps_bad_texts(on_error: str) -> bool:
     """Whether a bad text's error takes the place of its result. InputError for another value."""
     if on_error not in ("raise", "return"):
-        raise InputError(f"on_error must be 'raise' or 'return', got {on_error!r}")
+        raise InputError(f"on_error must be 'raise' or 'return', got {shown(on_error)}")
     return on_error == "return"
 
 

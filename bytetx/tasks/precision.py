@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 
 Precision = Literal["float32", "float16", "int8", "uint8", "binary", "ubinary"]
 
@@ -91,9 +91,9 @@ def make_quantizer(
     """
     if not isinstance(precision, str) or precision not in DTYPES:
         known = ", ".join(DTYPES)
-        raise OptionError(f"precision must be one of {known}, got {precision!r}")
+        raise OptionError(f"precision must be one of {known}, got {shown(precision)}")
     if ranges is not None and precision not in _INTEGERS:
-        raise OptionError(f"ranges go with precision int8 or uint8, got {precision!r}")
+        raise OptionError(f"ranges go with precision int8 or uint8, got {shown(precision)}")
     if precision == "float32":
         return None
     if ranges is None:

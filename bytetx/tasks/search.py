@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from bytetx.arguments import check_top_k
-from bytetx.errors import OptionError
+from bytetx.errors import OptionError, shown
 from bytetx.ops.maxsim import cuts, maxsim_scores
 from bytetx.tasks.results import Embeddings
 from bytetx.tasks.vectors import SparseEmbeddings, TokenEmbeddings
@@ -242,7 +242,7 @@ def _collections(
     """Both sides, and the device of the scores."""
     if function not in SIMILARITIES:
         known = ", ".join(SIMILARITIES)
-        raise OptionError(f"function must be one of {known}, got {function!r}")
+        raise OptionError(f"function must be one of {known}, got {shown(function)}")
     make = _tokens if function in _OF_TOKENS else _rows
     left, right = make("the first vectors", a), make("the second vectors", b)
     if left.size != right.size and len(left) and len(right):

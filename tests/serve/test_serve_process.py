@@ -142,6 +142,43 @@ def test_what_cannot_be_served_is_one_line(
     assert words in errors[0] and "\n" not in errors[0]
 
 
+@pytest.mark.parametrize(
+    ("environment", "arguments"),
+    [
+        ({"API_KEY": ""}, []),
+        ({"API_KEY": " \n"}, []),
+        ({"BYTETX_API_KEY": ""}, []),
+        ({"BYTETX_API_KEY": "", "API_KEY": ""}, []),
+        ({}, ["--api-key", ""]),
+        ({}, ["--api-key", " "]),
+        ({}, ["--api-key", "good", "--api-key", ""]),
+        ({"API_KEY": "good"}, ["--api-key", "two words"]),
+        ({}, ["--api-key", "schl\u00fcssel"]),
+    ],
+)
+def test_a_blank_key_opened_the_server(
+    environment: dict[str, str], arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret that was not filled in: the server refuses to start."""
+    from bytetx.cli.commands import main
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    errors: list[str] = []
+    monkeypatch.setattr("bytetx.cli.commands._print_error", errors.append)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--model", "/no/such/folder", "--device", "cpu", *arguments])
+    assert ended.value.code == 2 and "key" in errors[0].lower()
+    assert "\n" not in errors[0] and "/no/such/folder" not in errors[0]
+
+
+def test_a_key_beside_a_blank_variable_is_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bytetx.cli import serve as command
+
+    monkeypatch.setenv("API_KEY", "")
+    command._check_api_key(["good"])
+
+
 def test_a_busy_port_is_named() -> None:
     from bytetx.errors import OptionError
     from bytetx.serve.http_server import bind_tcp
