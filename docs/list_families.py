@@ -1,4 +1,4 @@
-"""Lists the families of models/*.toml in the table of README.md.
+"""Lists the families of models/*.toml in the table of docs/models.md.
 
     python docs/list_families.py
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "README.md"
+PAGE = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 
 # What a head of a checkpoint is for; every family embeds and gives hidden states.

@@ -1,12 +1,11 @@
 """The structure of the package, read from its imports: who imports whom, and what stays where."""
 
 import ast
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from paths import load_script
 
 from bytetx.checkpoint.family import families
 
@@ -50,15 +49,6 @@ WITHOUT_TORCH = [
     "bytetx.serve.supervisor",
 ]
 COMPILED = {"bytetx._cpu", "bytetx._cuda"}
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 drawing = load_script("draw_architecture")
 

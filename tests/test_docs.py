@@ -1,14 +1,15 @@
-"""The documentation: every relative link leads somewhere, every benchmark command exists."""
+"""The documentation: links lead somewhere, bench commands exist, figures are those of records."""
 
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from paths import ROOT, load_script
 
 from bytetx.bench.cli import app
 
-ROOT = Path(__file__).resolve().parent.parent
+figures = load_script("figures")
 _PAGES = ["README.md", "CHANGELOG.md", "csrc/README.md", "benchmarks/README.md", "models/README.md"]
 PAGES = [ROOT / page for page in _PAGES if (ROOT / page).is_file()]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
@@ -61,3 +62,32 @@ def test_every_bench_command_exists(page: Path) -> None:
     found = set(re.findall(r"bytetx bench ([a-z]\w*)", page.read_text(encoding="utf-8")))
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
     assert found - known == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 8192
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_figures_are_those_of_the_records(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert figures.with_tables(text) == text, "run: python docs/figures.py"
+    assert [figure for figure in figures.tied_figures(text) if not figure.is_true] == []
+
+
+@pytest.mark.parametrize("page", figures.STRICT, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_figure_names_its_record(page: Path) -> None:
+    assert list(figures.untied_figures(page.read_text(encoding="utf-8"))) == []
+
+
+def test_a_stale_or_untied_figure_is_found() -> None:
+    record = figures.records("h200")["encoder", "base-1x128"]
+    comment = "<!-- h200 encoder/base-1x128 -->"
+    right = f"{record.ours:.2f} ms{comment}, {record.ours * 1e3:,.0f} µs{comment}"
+    assert [figure.is_true for figure in figures.tied_figures(right)] == [True, True]
+    wrong = f"{record.ours + 0.01:.2f} ms{comment}"
+    assert [figure.is_true for figure in figures.tied_figures(wrong)] == [False]
+    with pytest.raises(KeyError):
+        list(figures.tied_figures("1 ms<!-- h200 encoder/gone -->"))
+    assert list(figures.untied_figures(right)) == []
+    assert list(figures.untied_figures("It takes 3 ms.\n\n4 ms <!-- apart: once -->")) == ["3 ms"]

@@ -1,6 +1,6 @@
 """The README's tables, made from records: figures, rivals and ratios, device by device."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bytetx.bench.records import Record
@@ -96,10 +96,12 @@ def markdown_tables(records: Iterable[Record]) -> str:
     for record in sorted(records, key=lambda record: record.date):
         devices.setdefault(record.device, {})[record.suite, record.case] = record
     cpus = {name: own for name, own in devices.items() if _cpu_cases(own)}
-    parts = [_cpu_table(name, own) for name, own in cpus.items()]
+    parts = [_cpu_part(name, own) for name, own in cpus.items()]
     if len(cpus) > 1:
         parts.append(_range_table(cpus))
-    parts += [_gpu_table(name, own) for name, own in devices.items() if _gpu_rows(own)]
+    parts += [
+        f"On {name}:\n\n{gpu_table(own)}" for name, own in devices.items() if _gpu_rows(own)
+    ]
     if not parts:
         raise BytetxError("the records hold no case that the README has a line for")
     return "\n\n".join(parts)
@@ -109,7 +111,9 @@ def _cpu_cases(records: Records) -> list[str]:
     return [case for case in _CPU_CASES if ("cpu", case) in records]
 
 
-def _cpu_table(device: str, records: Records) -> str:
+def cpu_table(records: Records, cases: Collection[str] = tuple(_CPU_CASES)) -> str:
+    """Return tokens per second of one CPU's `cases`, with the rivals' and our ratio to them."""
+
     def cell(record: Record, rival: str) -> str:
         name = _rival_in(record, rival)
         if name is None:
@@ -118,13 +122,17 @@ def _cpu_table(device: str, records: Records) -> str:
 
     lines = []
     for case in _cpu_cases(records):
-        record = records["cpu", case]
-        own = f"**{1e6 / record.ours:,.0f}**"
-        lines.append([_CPU_CASES[case], own, *(cell(record, rival) for rival in _CPU_RIVALS)])
+        if case in cases:
+            record = records["cpu", case]
+            own = f"**{1e6 / record.ours:,.0f}**"
+            lines.append([_CPU_CASES[case], own, *(cell(record, rival) for rival in _CPU_RIVALS)])
+    return _table(["texts in, vectors out", "bytetx", *_CPU_RIVALS.values()], lines)
+
+
+def _cpu_part(device: str, records: Records) -> str:
     head = f"Tokens a second on {device}{_gemm_rates(records)}; in brackets, bytetx's over the "
     head += "rival's:"
-    table = _table(["texts in, vectors out", "bytetx", *_CPU_RIVALS.values()], lines)
-    return "\n\n".join([head, table, *_cpu_sentences(records)])
+    return "\n\n".join([head, cpu_table(records), *_cpu_sentences(records)])
 
 
 def _gemm_rates(records: Records) -> str:
@@ -192,13 +200,14 @@ def _range(values: Sequence[float], words: Callable[[float], str]) -> str:
     return low if low == high else f"{low.removesuffix('×')} to {high}"
 
 
-def _gpu_rows(records: Records) -> list[Row]:
-    return [row for row in GPU_ROWS if (row.suite, row.case) in records]
+def _gpu_rows(records: Records, rows: Sequence[Row] = GPU_ROWS) -> list[Row]:
+    return [row for row in rows if (row.suite, row.case) in records]
 
 
-def _gpu_table(device: str, records: Records) -> str:
+def gpu_table(records: Records, rows: Sequence[Row] = GPU_ROWS) -> str:
+    """Return one GPU's figures of those `rows` that it has records of, each with its best rival."""
     lines = []
-    for row in _gpu_rows(records):
+    for row in _gpu_rows(records, rows):
         record = records[row.suite, row.case]
         own = "" if row.rivals else f"**{_amount(record, record.ours, with_unit=True)}**"
         rival = _best_rival(record, row)
@@ -209,7 +218,7 @@ def _gpu_table(device: str, records: Records) -> str:
         name = _name(rival)
         words = f"{name}{':' * (',' in name)} {value}"
         lines.append([row.what, own, words, ratio_words(record.ratio(rival))])
-    return f"On {device}:\n\n" + _table(["what", "bytetx", "best rival", ""], lines)
+    return _table(["what", "bytetx", "best rival", ""], lines)
 
 
 def _best_rival(record: Record, row: Row) -> str | None:
