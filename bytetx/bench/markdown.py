@@ -99,9 +99,7 @@ def markdown_tables(records: Iterable[Record]) -> str:
     parts = [_cpu_part(name, own) for name, own in cpus.items()]
     if len(cpus) > 1:
         parts.append(_range_table(cpus))
-    parts += [
-        f"On {name}:\n\n{gpu_table(own)}" for name, own in devices.items() if _gpu_rows(own)
-    ]
+    parts += [f"On {name}:\n\n{gpu_table(own)}" for name, own in devices.items() if _gpu_rows(own)]
     if not parts:
         raise BytetxError("the records hold no case that the README has a line for")
     return "\n\n".join(parts)
