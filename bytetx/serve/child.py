@@ -11,7 +11,7 @@ import sys
 import uvloop
 
 from bytetx.errors import BytetxError, DeviceLostError
-from bytetx.serve.http_server import make_site, run_site
+from bytetx.serve.http_server import accept_again, make_site, run_site
 from bytetx.serve.logs import set_up_logs
 from bytetx.serve.remote import EngineClient
 from bytetx.serve.settings import ServeSettings, read_settings, say_ready
@@ -43,6 +43,7 @@ async def _engine(settings: ServeSettings, path: str) -> None:
 async def _frontend(settings: ServeSettings, path: str, descriptor: int) -> None:
     listener = socket.socket(fileno=descriptor)
     listener.setblocking(False)
+    accept_again(listener)
     client = EngineClient(path)
     site = make_site(settings, client)
     client.num_running = lambda: site.num_running

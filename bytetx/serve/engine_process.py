@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing, suppress
 from dataclasses import asdict
 from functools import partial
@@ -49,6 +49,9 @@ async def run_engine(settings: ServeSettings, path: str, ends: asyncio.Event) ->
         await close_models(served)
     if not backend.is_healthy:
         raise DeviceLostError("the device was lost")
+
+
+_Work = Callable[[FrameProtocol, dict[str, Any]], Coroutine[Any, Any, None]]
 
 
 class EngineCalls:
@@ -101,19 +104,17 @@ class EngineCalls:
             "metrics": self._document,
             "stats": self._document,
         }[op]
-        self._start(key, self._guard(protocol, header, work(protocol, header)))
+        self._start(key, self._guard(protocol, header, work))
 
     def _start(self, key: tuple[int, int], work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks[key] = task
         task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    async def _guard(
-        self, protocol: FrameProtocol, header: dict[str, Any], work: Coroutine[Any, Any, None]
-    ) -> None:
+    async def _guard(self, protocol: FrameProtocol, header: dict[str, Any], work: _Work) -> None:
         """Sends the error of a call to its front-end."""
         try:
-            await work
+            await work(protocol, header)  # made here: a call that is cancelled first has no other
         except Exception as error:
             _send_error(protocol, header["id"], error)
 

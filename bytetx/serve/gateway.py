@@ -10,7 +10,9 @@ import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel, ValidationError
@@ -20,14 +22,20 @@ from starlette.types import Receive, Scope, Send
 
 from bytetx.serve.calls import ModelFacts, Timings
 from bytetx.serve.client import ClientLeftError, WhileConnected
+from bytetx.serve.connections import BODY_S
 from bytetx.serve.errors import ServeError, Style, as_serve_error
 from bytetx.serve.records import Finished
 from bytetx.serve.site import Site
 
 logger = logging.getLogger("bytetx.serve")
 
+M = TypeVar("M", bound=BaseModel)
 CLIENT_LEFT = 499  # nginx's status; only in metrics
-_BODY_SECONDS = 30.0
+_TOO_LATE = 408
+_BODY_SECONDS = BODY_S
+_REST_SECONDS = 5.0  # for the body of a request that is refused before it has come
+# A longer body is parsed in a thread: one of 2 MB takes some 50 ms.
+_MAX_INLINE_BYTES = 1 << 15
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_KEY = 80  # characters of a key in an error
 _DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
@@ -46,6 +54,7 @@ class Exchange(Request):
     model_name: str | None = None  # of the path's prefix
     started: float
     body_bytes: bytes = b""
+    is_body_read: bool = False
     facts: ModelFacts | None = None
     timings: Timings | None = None
     first_token_seconds: float | None = None
@@ -133,6 +142,8 @@ class Gateway:
         response.raw_headers.append((b"x-request-id", exchange.request_id.encode()))
         if self._site.phase == "draining":
             response.raw_headers.append((b"connection", b"close"))
+        if status != _TOO_LATE and not exchange.is_body_read:
+            await _discard_body(exchange, headers, limit=self._site.settings.payload_limit_bytes)
         try:
             await response(exchange.scope, exchange.receive, exchange._send)
         except (OSError, ClientLeftError):  # while its answer was written
@@ -156,6 +167,8 @@ class Gateway:
         exchange.body_bytes = await _read_body(
             exchange.receive, headers, limit=site.settings.payload_limit_bytes
         )
+        exchange.is_body_read = True
+        site.ready_backend()  # which may have begun to drain meanwhile
         most = site.settings.max_concurrent_requests
         if site.num_running >= most:
             raise ServeError(
@@ -164,9 +177,9 @@ class Gateway:
                 "again soon",
                 retry_after_s=1,
             )
-        body = _parse(route.body, exchange.body_bytes)
         site.num_running += 1
         try:
+            body = None if route.body is None else await parse(exchange, route.body)
             async with WhileConnected(exchange.receive):
                 response = await _call(route, exchange, body)
             return _Counted(response, site)
@@ -265,11 +278,27 @@ def _too_large(limit: int) -> ServeError:
     )
 
 
-def _parse(model: type[BaseModel] | None, body: bytes) -> BaseModel | None:
-    if model is None:
-        return None
+async def _discard_body(exchange: Exchange, headers: Mapping[bytes, bytes], *, limit: int) -> None:
+    """Takes the rest of a body that is no longer needed, where it is no longer than limit bytes.
+
+    Closing a connection on which bytes still arrive resets it, and the client may lose its answer.
+    """
+    length = headers.get(b"content-length", b"0")
+    has_body = length != b"0" or b"transfer-encoding" in headers
+    if not has_body or b"expect" in headers or (length.isdigit() and int(length) > limit):
+        return
+    with suppress(ServeError, ClientLeftError, TimeoutError):
+        async with asyncio.timeout(_REST_SECONDS):
+            await _read_parts(exchange.receive, limit=limit)
+
+
+async def parse(exchange: Exchange, model: type[M]) -> M:
+    """The exchange's body as the model; raises ServeError. A long one is read in a thread."""
+    body = exchange.body_bytes
     try:
-        return model.model_validate_json(body)
+        if len(body) <= _MAX_INLINE_BYTES:
+            return model.model_validate_json(body)
+        return await exchange.site.in_thread(lambda: model.model_validate_json(body))
     except ValidationError as error:
         raise validation_error(error) from None
 

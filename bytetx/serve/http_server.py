@@ -1,22 +1,24 @@
 """Runs the application on sockets: starting, ready, draining, end."""
 
 import asyncio
+import ctypes
 import logging
 import os
 import signal
 import socket
 import stat
-from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
+import struct
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from bytetx.errors import OptionError
 from bytetx.serve.app import build_app
+from bytetx.serve.connections import KEEP_ALIVE_S, Connections, max_connections
 from bytetx.serve.interpreter import settle_interpreter
 from bytetx.serve.records import METRICS_TYPE, Recorder
 from bytetx.serve.settings import ServeSettings
@@ -26,9 +28,13 @@ from bytetx.serve.tracing import Tracer
 logger = logging.getLogger("bytetx.serve")
 
 _BACKLOG = 2048
-_KEEP_ALIVE_S = 75
-_HEAD_BYTES = 1 << 16
+_METRICS_CONNECTIONS = 32  # of the port of its own
 _POLL_S = 0.02
+_CHECK_TICKS = 10  # of uvicorn's tenths of a second
+# At the end: for requests that have come in part, for clients that use their connection again and
+# are told to close it, and for those that were accepted last.
+_ARRIVING_S, _FAREWELL_S, _IDLE_S, _LAST_S = 2.0, 1.0, 0.25, 0.5
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux
 
 
 def make_site(settings: ServeSettings, recorder: Recorder) -> Site:
@@ -56,10 +62,12 @@ async def run_site(
     Until SIGTERM, SIGINT, or `ends`; what `start` raises is raised.
     """
     settings = site.settings
-    servers = [_Server(build_app(site))]
+    limit = max_connections()
+    servers = [_Server(build_app(site), max_connections=limit)]
     listeners = [sockets]
     if settings.prometheus_port is not None:
-        servers.append(_Server(_MetricsApp(site.recorder)))
+        metrics = _Server(_MetricsApp(site.recorder), max_connections=_METRICS_CONNECTIONS)
+        servers.append(metrics)
         listeners.append([bind_tcp(settings.hostname, settings.prometheus_port)])
     ends = asyncio.Event() if ends is None else ends
     loop = asyncio.get_running_loop()
@@ -72,17 +80,21 @@ async def run_site(
     if site.settings.frontends == 1:
         for one in sockets:
             logger.info("listening on %s", address(one))
+    connections = servers[0].connections
     try:
         if await _start(site, start, ends):
             site.phase = "ready"
             settle_interpreter()
             on_ready()
             await ends.wait()
-            await _drain(site, ends)
+            await _drain(site, connections, ends)
+        site.phase = "draining"
+        await _say_farewell(site, connections, sockets, ends)
     finally:
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*running)
+        site.close()
         if site.tracer is not None:
             await asyncio.to_thread(site.tracer.close)
     logger.info("ended")
@@ -104,53 +116,89 @@ async def _start(
     return True
 
 
-async def _drain(site: Site, ends: asyncio.Event) -> None:
+async def _drain(site: Site, connections: Connections, ends: asyncio.Event) -> None:
     """Refuses requests and waits for those that run, until the timeout or a second signal."""
     site.phase = "draining"
     logger.info("shutting down: %d requests are being answered", site.num_running)
     ends.clear()
-    deadline = asyncio.get_running_loop().time() + site.settings.shutdown_timeout_s
-    while site.num_running and not ends.is_set():
-        if asyncio.get_running_loop().time() > deadline:
+    clock = asyncio.get_running_loop().time
+    start = clock()
+    while not ends.is_set():
+        is_arriving = connections.num_arriving() and clock() < start + _ARRIVING_S
+        if not (site.num_running or connections.num_busy() or is_arriving):
+            return
+        if clock() > start + site.settings.shutdown_timeout_s:
             logger.warning(
                 "%d requests did not end within %g s (--shutdown-timeout) and are dropped",
-                site.num_running,
+                max(site.num_running, connections.num_busy()),
                 site.settings.shutdown_timeout_s,
             )
             return
         await asyncio.sleep(_POLL_S)
 
 
-class _Protocol(HttpToolsProtocol):
-    """HTTP with a limit on the bytes before a body, which uvicorn does not have."""
+async def _say_farewell(
+    site: Site, connections: Connections, sockets: Sequence[socket.socket], ends: asyncio.Event
+) -> None:
+    """Ends connections so that no client loses a request that it has sent.
 
-    _head_bytes = 0
-    _is_in_head = True
+    One that is in use is told to close with its next answer, which is 503; idle ones are closed.
+    Then nothing new is accepted, and what was accepted meanwhile is refused as well.
+    """
+    clock = asyncio.get_running_loop().time
 
-    def data_received(self, data: bytes) -> None:
-        if self._is_in_head:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_head and self._head_bytes > _HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The headers have more than {_HEAD_BYTES} bytes.")
+    async def wait(seconds: float) -> None:
+        end = clock() + seconds
+        while connections.every and clock() < end and not ends.is_set():
+            connections.close_idle(since=clock() - _IDLE_S)
+            await asyncio.sleep(_POLL_S)
 
-    def on_headers_complete(self) -> None:
-        self._is_in_head, self._head_bytes = False, 0
-        super().on_headers_complete()
+    if site.backend is None:  # it did not start
+        ends.clear()
+    await wait(_FAREWELL_S)
+    for one in sockets:
+        if site.settings.frontends == 1:  # else it is the supervisor's
+            remove_path(one)
+        refuse_new(one)
+    await asyncio.sleep(_POLL_S)  # the event loop accepts what waits
+    await wait(_LAST_S)
 
-    def on_message_complete(self) -> None:
-        self._is_in_head = True
-        super().on_message_complete()
+
+def remove_path(listener: socket.socket) -> None:
+    """Removes the file of a Unix socket, so that nobody finds it any more."""
+    if listener.family == socket.AF_UNIX:
+        with suppress(OSError):
+            os.unlink(listener.getsockname())
+
+
+def refuse_new(listener: socket.socket) -> None:
+    """Lets no new connection wait at a listener, so that closing it resets none.
+
+    The kernel drops what asks for one; the client asks again, and is refused once the listener is
+    closed.
+    """
+    # One instruction of the classic packet filter: return 0, keep no byte of the packet.
+    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
+    program = struct.pack("@HP", 1, ctypes.addressof(instruction))
+    with suppress(OSError):  # no Linux, or no TCP
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def accept_again(listener: socket.socket) -> None:
+    """Undoes refuse_new(): of a listener that the next process goes on with."""
+    with suppress(OSError):  # it was not called
+        listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 class _Server(uvicorn.Server):
     """uvicorn without its own handling of signals, which would refuse connections at once."""
 
-    def __init__(self, app: ASGIApp):
+    def __init__(self, app: ASGIApp, *, max_connections: int):
+        self.connections = Connections(limit=max_connections)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=_Protocol,
+                http=self.connections.protocol,  # type: ignore[arg-type]  # a factory will do
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -158,10 +206,15 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE_S,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _CHECK_TICKS == 0:
+            self.connections.check(asyncio.get_running_loop().time())
+        return await super().on_tick(counter)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

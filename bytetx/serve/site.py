@@ -1,8 +1,10 @@
 """Site: what all requests share: settings, the engine behind them, phase, records."""
 
+import asyncio
 import hmac
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
 
 from bytetx.errors import shown
 from bytetx.serve.calls import Backend, ModelFacts
@@ -11,8 +13,10 @@ from bytetx.serve.records import Recorder
 from bytetx.serve.settings import ServeSettings
 from bytetx.serve.tracing import Tracer
 
+T = TypeVar("T")
 Phase = Literal["starting", "ready", "draining"]
 
+_NUM_THREADS = 2
 _NOT_READY = {
     "starting": "the server is loading its models; try again soon",
     "draining": "the server is shutting down; send the request to another one",
@@ -33,6 +37,16 @@ class Site:
         self.phase: Phase = "starting"
         self.num_running = 0
         self._keys = [key.encode() for key in settings.api_keys]
+        # Its own, for asyncio's threads may all wait for templates.
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="bytetx-json")
+
+    async def in_thread(self, function: Callable[[], T]) -> T:
+        """Runs what would hold up the event loop: reading and writing long documents."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_ready(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bytetx.errors import OptionError
 from bytetx.serve.child_process import ChildProcess, drain_on_signals, run_until_told
-from bytetx.serve.http_server import address, bind
+from bytetx.serve.http_server import address, bind, remove_path
 from bytetx.serve.settings import ServeSettings
 
 logger = logging.getLogger("bytetx.serve")
@@ -42,16 +42,17 @@ async def supervise(settings: ServeSettings) -> None:
         ]
         drain_on_signals(frontends, ends)
         logger.info("listening on %s", address(listeners[0]))
-        code = await _run(engine, frontends, ends)
-    for listener in set(listeners):
-        listener.close()
+        code = await _run(engine, frontends, listeners, ends)
     if code is not None:
         raise SystemExit(code if code > 0 else 1)
     logger.info("ended")
 
 
 async def _run(
-    engine: ChildProcess, frontends: Sequence[ChildProcess], ends: asyncio.Event
+    engine: ChildProcess,
+    frontends: Sequence[ChildProcess],
+    listeners: Sequence[socket.socket],
+    ends: asyncio.Event,
 ) -> int | None:
     """None after a signal, else the exit code of an engine that did not get ready."""
     ready: set[ChildProcess] = set()
@@ -65,6 +66,9 @@ async def _run(
         child.start(note_ready)
     failed = await run_until_told([engine], ends)
     logger.info("shutting down")
+    for listener in set(listeners):
+        remove_path(listener)
+        listener.close()  # the front-ends have theirs, and nothing waits where nobody accepts
     await asyncio.gather(*(child.stop() for child in frontends))  # they drain
     await engine.stop()
     return None if failed is None else failed[1]

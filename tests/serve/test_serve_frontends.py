@@ -1,6 +1,7 @@
 """Front-ends that share a port, and the engine process: killed, it comes back."""
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -8,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import httpx
 import numpy as np
@@ -18,7 +20,10 @@ from serving import InProcess, Server, start_server
 from bytetx import SamplingParams
 from bytetx.errors import OptionError
 from bytetx.serve.calls import Call
+from bytetx.serve.engine import LocalBackend
+from bytetx.serve.engine_process import EngineCalls
 from bytetx.serve.errors import ServeError
+from bytetx.serve.metrics import Metrics
 from bytetx.serve.remote import EngineClient
 from bytetx.serve.settings import ServeSettings, model_sources, read_settings, settings_line
 from bytetx.serve.supervisor import _listeners
@@ -287,3 +292,20 @@ def test_settings_cross_a_process(tmp_path: Path) -> None:
     again = read_settings(settings_line(settings))
     assert list(again.models) == list(settings.models) and again.uds_path == tmp_path
     assert (list(again.api_keys), again.max_batch_tokens) == (["k"], 5)
+
+
+def test_a_call_that_is_cancelled_before_it_starts_leaves_no_coroutine(
+    in_process: InProcess, recwarn: pytest.WarningsRecorder
+) -> None:
+    async def main() -> None:
+        backend = cast(LocalBackend, in_process.site.backend)
+        calls = EngineCalls(backend, Metrics(in_process.settings))
+        protocol = calls.protocol()
+        for number, op in enumerate(("run", "generate", "metrics")):
+            call = ["writer", "tokenize", ["a"], {}]
+            calls._on_frame(protocol, {"id": number, "op": op, "call": call}, ())
+        calls.close()
+
+    asyncio.run(main())
+    gc.collect()
+    assert [str(one.message) for one in recwarn if "never awaited" in str(one.message)] == []
