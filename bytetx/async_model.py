@@ -22,6 +22,7 @@ from bytetx.tasks.call import Call
 from bytetx.tasks.call_run import CallRun
 from bytetx.tasks.chunks import Overflow
 from bytetx.tasks.embed_all import AllEmbeddings
+from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.generation_stream import AsyncGeneration, GenerationThread
 from bytetx.tasks.grouped_run import GroupedRun
 from bytetx.tasks.options import OnError, Pairs, Texts
@@ -565,8 +566,11 @@ class AsyncModel:
             truncate=truncate,
             on_error=on_error,
         )
-        # The prompts of a causal reranker are tokenised while the call is made.
-        call = await self._in_thread(make) if self._model._reranks_by_logits else make()
+        # The prompts of a causal reranker are tokenised while the call is made, and documents that
+        # are no list are pulled.
+        self._engines[self._model].check_open()
+        is_quick = isinstance(documents, list | tuple) and not self._model._reranks_by_logits
+        call = make() if is_quick else await in_own_thread(make)
         return await self._run(call, self._model, priority=priority, timeout_s=timeout_s)
 
     async def similarity(self, a: Vectors | Packed, b: Vectors | Packed) -> torch.Tensor:

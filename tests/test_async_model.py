@@ -692,3 +692,51 @@ def test_half_types_agree_within_rounding(tmp_path: Path) -> None:
             return np.concatenate([row.vectors for row in rows])
 
     assert cosine_distance(run(main()), wanted) < 1e-4
+
+
+@pytest.mark.parametrize("task", ["embed", "rerank", "classify"])
+def test_input_that_blocks_holds_up_its_own_call_alone(models: dict[str, Model], task: str) -> None:
+    """Even more of them than asyncio has threads; a call that is cancelled waits for nothing."""
+    may_go, is_asked = threading.Event(), threading.Semaphore(0)
+
+    def blocking() -> Iterator[str]:
+        yield "the quick brown fox"
+        is_asked.release()
+        may_go.wait(WAIT_S)
+        yield "jumps"
+
+    async def main(shared: AsyncModel) -> None:
+        def start() -> asyncio.Task[Any]:
+            if task == "rerank":
+                return asyncio.create_task(shared.rerank("a", blocking()))
+            return asyncio.create_task(getattr(shared, task)(blocking()))
+
+        blocked = [start() for _ in range(40)]
+        for _ in blocked:
+            await asyncio.to_thread(is_asked.acquire)
+            await shared.embed(["a"])
+        blocked[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await blocked[0]
+        may_go.set()
+        assert all(len(one) == 2 for one in await asyncio.gather(*blocked[1:]))
+
+    async def whole() -> None:
+        async with AsyncModel(models["pairs"]) as shared:
+            await main(shared)
+
+    run(whole())
+
+
+def test_an_error_of_the_input_is_the_callers(model: Model) -> None:
+    def failing() -> Iterator[str]:
+        yield "a"
+        raise KeyError("of the caller")
+
+    async def main() -> None:
+        async with AsyncModel(model) as shared:
+            with pytest.raises(KeyError, match="of the caller"):
+                await shared.embed(failing())
+            assert len(await shared.embed(iter([]))) == 0
+
+    run(main())

@@ -121,7 +121,7 @@ class EncodeEngine:
         """token_budget: tokens of a step.  The limits count texts that are being tokenised, too;
         an empty queue takes whatever comes."""
         self._runner, self._token_budget, self._clock = runner, token_budget, clock
-        self._max_requests, self._max_tokens = max_queued_requests, max_queued_tokens
+        self._max_requests, self.max_queued_tokens = max_queued_requests, max_queued_tokens
         self._changed = Condition()
         self._queue = RequestQueue(age_limit_s=age_limit_s)
         self._open: set[OpenCall] = set()
@@ -279,7 +279,7 @@ class EncodeEngine:
         if not queued:
             return
         excess_texts = queued + num_texts - self._max_requests
-        excess_tokens = queued_tokens + tokens - self._max_tokens
+        excess_tokens = queued_tokens + tokens - self.max_queued_tokens
         if excess_texts <= 0 and excess_tokens <= 0:
             return
         self._counts.num_refused += call.num_calls
@@ -288,7 +288,7 @@ class EncodeEngine:
         seconds = max(seconds, _MIN_RETRY_S)
         what = f"{queued} of at most {self._max_requests} texts (max_queued_requests)"
         if excess_texts <= 0:
-            what = f"{queued_tokens} of at most {self._max_tokens} tokens (max_queued_tokens)"
+            what = f"{queued_tokens} of at most {self.max_queued_tokens} tokens (max_queued_tokens)"
         raise QueueFullError(
             f"the queue holds {what}, and {num_texts} more with about {tokens} tokens do not fit; "
             f"try again in {seconds:.2f} s",
@@ -299,7 +299,7 @@ class EncodeEngine:
         """Whether the limits allow more texts of a call that is open."""
         return (
             self.num_queued + num_texts <= self._max_requests
-            and self.queued_tokens + tokens <= self._max_tokens
+            and self.queued_tokens + tokens <= self.max_queued_tokens
         )
 
     def _add(self, call: OpenCall, requests: Requests) -> None:

@@ -13,7 +13,8 @@ from bytetx.checkpoint.spec import ModelSpec
 from bytetx.checkpoint.tokenizer import Text, Tokenizer, Tokens
 from bytetx.encode.request import Alignment, Failure, Requests, Window
 from bytetx.errors import InputError, TooLongError
-from bytetx.requests.token_ids import Errors, Ids, are_all, flatten_ids, no_tokens
+from bytetx.requests.chunks import Chunk, cut_encoding
+from bytetx.requests.token_ids import Errors, Ids, are_all, cut_ids, flatten_ids, no_tokens
 from bytetx.requests.token_ids import check_range as check_ids
 
 # What one input may be; a pair is two strings, token ids are taken as they are.
@@ -44,8 +45,9 @@ class InputReader:
     becomes a Failure instead of an InputError that is raised.  needs_mask: a text without the
     tokenizer's mask token is a bad input.  max_tokens: of token ids, where that is fewer than the
     model takes.  expansion: tokens that are appended to each input.  cuts: a text beyond the
-    tokenizer's limit becomes several rows, as the tokenizer's stride says.  allows_no_tokens: a
-    text without tokens is no error.
+    tokenizer's limit becomes several rows, each of which shares `stride` tokens with the next one.
+    max_chunk_tokens: that the rows of one text may have together; a text with more is a bad input.
+    allows_no_tokens: a text without tokens is no error.
     """
 
     spec: ModelSpec
@@ -58,6 +60,8 @@ class InputReader:
     max_tokens: int | None = None
     expansion: Expansion | None = None
     cuts: bool = False
+    stride: int = 0
+    max_chunk_tokens: int | None = None
     allows_no_tokens: bool = False
     _prompt_tokens: int | None = None
     _tokens_per_character: float = _TOKENS_PER_CHARACTER
@@ -65,13 +69,21 @@ class InputReader:
     def estimate_tokens(self, item: Input) -> int:
         """A guess of an input's tokens without tokenising it; at least 1, whatever was given."""
         if isinstance(item, str):
-            return int(len(item) * self._tokens_per_character) + 1
+            tokens = int(len(item) * self._tokens_per_character) + 1
+            return self._with_overlaps(tokens) if self.cuts else tokens
         if _is_pair(item):
             return int((len(item[0]) + len(item[1])) * self._tokens_per_character) + 1
         try:
             return len(item) or 1
-        except TypeError:  # no input at all; read() names it
+        except (TypeError, OverflowError):  # no input at all, or range(10**30); read() names it
             return 1
+
+    def _with_overlaps(self, num_tokens: int) -> int:
+        """Tokens of all chunks of a text."""
+        if self.tokenizer is None:
+            return num_tokens
+        room = self.tokenizer.max_tokens - self.tokenizer.num_special_tokens
+        return num_tokens if num_tokens <= room else num_tokens * room // (room - self.stride)
 
     def read(self, inputs: Sequence[object], start: int) -> Window:
         """Inputs as columns, numbered from `start`; strings are tokenised in one call.
@@ -114,7 +126,7 @@ class InputReader:
         if set(map(type, given.values())) != {str}:
             is_pair = [not isinstance(text, str) for text in given.values()]
         if self.cuts:
-            return self._read_chunks(given, is_pair, tokenizer, errors)
+            return self._read_chunks(given, tokenizer, errors)
         if self.with_alignment or any(is_pair):
             items = list(given.values())
             encodings = tokenizer.encode_beginnings(items, with_offsets=self.with_alignment)
@@ -143,51 +155,76 @@ class InputReader:
     def _read_chunks(
         self,
         given: Mapping[int, Text],
-        is_pair: Sequence[bool],
         tokenizer: Tokenizer,
         errors: Errors,
     ) -> Requests:
         """A row for each chunk of each text; a pair that is too long is an error."""
-        encodings = tokenizer.encode(list(given.values()), with_offsets=self.with_alignment)
-        rows: list[tokenizers.Encoding] = []
+        whole = [text for text in given.values() if isinstance(text, str)]
+        encodings = iter(tokenizer.untruncated().encode(whole, with_offsets=self.with_alignment))
         indices: list[int] = []
         numbers: list[int] = []
-        are_pairs: list[bool] = []
-        for place, (index, encoding) in enumerate(zip(given, encodings, strict=True)):
-            chunks = [encoding, *encoding.overflowing]
-            pair = bool(is_pair) and is_pair[place]
-            if pair and len(chunks) > 1:
-                errors[index] = TooLongError(
-                    f"texts[{index}] is a pair with more than the {tokenizer.max_tokens} tokens "
-                    "this model takes, and pairs are not cut into chunks; shorten it"
-                )
-                chunks = chunks[:1]
+        rows: list[Chunk] = []
+        types: dict[int, np.ndarray] = {}  # by row
+        for index, text in given.items():
+            try:
+                if isinstance(text, str):
+                    chunks = cut_encoding(
+                        next(encodings),
+                        text=text if self.with_alignment else None,
+                        index=index,
+                        max_tokens=tokenizer.max_tokens,
+                        stride=self.stride,
+                        most=self.max_chunk_tokens,
+                    )
+                else:
+                    chunk, types[len(rows)] = self._whole_pair(index, text, tokenizer)
+                    chunks = [chunk]
+            except TooLongError as error:
+                errors[index] = error
+                continue
             rows += chunks
             indices += [index] * len(chunks)
             numbers += range(len(chunks))
-            are_pairs += [pair] * len(chunks)
-        tokens = tokenizer.tokens(rows)
-        types = prompt_tokens = alignments = None
-        if any(are_pairs) and self.spec.num_token_types > 1 and tokenizer.has_token_types:
-            types = _type_ids(rows, tokens, are_pairs)
-        if self.with_alignment:
-            alignments = list(map(_alignment, rows, (given[index] for index in indices)))
+        if not rows:
+            return no_requests()
+        seqlens = np.fromiter((len(row.token_ids) for row in rows), np.int32, len(rows))
+        token_types = prompt_tokens = None
+        if types and self.spec.num_token_types > 1 and tokenizer.has_token_types:
+            columns = (
+                types.get(place, np.zeros(length, dtype=np.int32))
+                for place, length in enumerate(seqlens.tolist())
+            )
+            token_types = np.concatenate(list(columns))
         chunk_numbers = np.array(numbers, dtype=np.int32)
         if self.prompt:  # it is in a text's first chunk
             num_tokens = self._count_prompt_tokens(tokenizer)
             prompt_tokens = np.where(chunk_numbers == 0, num_tokens, 0).astype(np.int32)
         requests = Requests(
             np.array(indices, dtype=np.int64),
-            tokens.seqlens,
-            tokens.token_ids,
+            seqlens,
+            np.concatenate([row.token_ids for row in rows]),
             np.zeros(len(rows), dtype=bool),
-            types,
+            token_types,
             prompt_tokens,
-            alignments,
+            [row.alignment for row in rows if row.alignment is not None] or None,
             chunks=chunk_numbers,
         )
         self._check_tokens(requests, tokenizer, errors)
         return requests
+
+    def _whole_pair(
+        self, index: int, pair: tuple[str, str], tokenizer: Tokenizer
+    ) -> tuple[Chunk, np.ndarray]:
+        """(the one row of a pair, int32 types of its tokens)"""
+        encodings = tokenizer.encode_beginnings([pair], with_offsets=self.with_alignment)
+        tokens = tokenizer.tokens(encodings)
+        if tokens.is_truncated[0]:
+            raise TooLongError(
+                f"texts[{index}] is a pair with more than the {tokenizer.max_tokens} tokens "
+                "this model takes, and pairs are not cut into chunks; shorten it"
+            )
+        alignment = _alignment(encodings[0], pair) if self.with_alignment else None
+        return Chunk(tokens.token_ids, alignment), np.array(encodings[0].type_ids, dtype=np.int32)
 
     def _learn_density(self, texts: Iterable[Text], num_tokens: int) -> None:
         """Later windows are sized by the first one's tokens: which texts run together depends on
@@ -231,18 +268,15 @@ class InputReader:
 
     def read_ids(self, items: Mapping[int, object], errors: Errors) -> Requests:
         """Columns of sequences of token ids, cut to the model's positions."""
-        columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
         limit = min(self.spec.max_positions, self.max_tokens or self.spec.max_positions)
-        is_long = columns.seqlens > limit
+        items, lengths = cut_ids(items, limit)
+        columns = flatten_ids(items, vocab_size=self.spec.vocab_size, errors=errors)
+        is_long = np.isin(columns.indices, list(lengths))
         requests = Requests(columns.indices, columns.seqlens, columns.token_ids, is_long)
         self.check_range(requests, errors)
-        if is_long.any():
-            for row in np.flatnonzero(is_long) if not self.truncate else ():
-                index = int(columns.indices[row])
-                errors.setdefault(index, self._too_many_ids(index, columns.seqlens[row], limit))
-            rows = [ids[:limit] for ids in requests.split()]
-            seqlens = np.minimum(columns.seqlens, limit)
-            requests = replace(requests, seqlens=seqlens, token_ids=np.concatenate(rows))
+        if not self.truncate:
+            for index, length in lengths.items():
+                errors.setdefault(index, self._too_many_ids(index, length, limit))
         # All ids lie within int32 here, but those of rows that are dropped.
         requests = replace(requests, token_ids=requests.token_ids.astype(np.int32, copy=False))
         if not self.with_alignment:

@@ -11,6 +11,7 @@ from bytetx.checkpoint.tokenizer import Text, Tokenizer
 from bytetx.encode.request import Alignment, Requests
 from bytetx.errors import InputError, TooLongError
 from bytetx.ops.int_lists import flatten_int_lists
+from bytetx.requests.chunks import check_chunks, chunk_starts
 from bytetx.requests.inputs import InputReader, no_requests
 from bytetx.requests.token_ids import Errors
 
@@ -20,12 +21,10 @@ class QuestionReader(InputReader):
     """Turns (question, context) pairs into requests.
 
     A context that is too long becomes several rows, each with the whole question.
-    chunk_tokens: of a row, special tokens included.  stride: tokens of the context that a row
-    shares with the next one.
+    chunk_tokens: of a row, special tokens included.
     """
 
     chunk_tokens: int = 0
-    stride: int = 0
 
     def read_texts(self, texts: Mapping[int, Text], errors: Errors) -> Requests:
         for index, text in texts.items():
@@ -62,11 +61,22 @@ class QuestionReader(InputReader):
                 "the question, or give a smaller stride"
             )
             return []
+        starts = chunk_starts(last - first, room, self.stride)
+        error = check_chunks(
+            index,
+            starts,
+            num_tokens=len(sequence_ids),
+            room=self.chunk_tokens,
+            most=self.max_chunk_tokens,
+        )
+        if error is not None:
+            errors[index] = error
+            return []
         all_ids, types = encoding.ids, encoding.type_ids
         words, offsets, special = encoding.word_ids, encoding.offsets, encoding.special_tokens_mask
         before, after = list(range(first)), list(range(last, len(all_ids)))
         rows: list[_Row] = []
-        for start in _starts(last - first, room, self.stride):
+        for start in starts:
             chunk = range(first + start, min(first + start + room, last))
             kept = [*before, *chunk, *after]
             alignment = Alignment(
@@ -92,13 +102,6 @@ class _Row:
     token_ids: list[int]
     type_ids: list[int]
     alignment: Alignment
-
-
-def _starts(num_tokens: int, room: int, stride: int) -> range:
-    """Where the chunks of a context begin; one chunk where all of it has room."""
-    if num_tokens <= room:
-        return range(1)
-    return range(0, num_tokens - stride, room - stride)
 
 
 def _as_requests(rows: list[_Row], *, has_types: bool) -> Requests:

@@ -1,8 +1,10 @@
 """Sequences of token ids to columns, without a loop over tokens."""
 
+import sys
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import TypeGuard, TypeVar
+from itertools import islice
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -26,6 +28,37 @@ class IdColumns:
     indices: np.ndarray
     seqlens: np.ndarray
     token_ids: np.ndarray
+
+
+def cut_ids(items: Mapping[int, object], limit: int) -> tuple[Mapping[int, object], dict[int, int]]:
+    """(the items with no more than `limit` ids, how many those that had more had, by index).
+
+    What is cut off is not looked at: range(10**9) costs nothing.
+    """
+    cut: dict[int, object] = {}
+    lengths: dict[int, int] = {}
+    for index, item in items.items():
+        if isinstance(item, Sized) and not isinstance(item, bytes | dict | set):
+            length = _length(item)
+            if length > limit:
+                cut[index], lengths[index] = _beginning(item, limit), length
+    return ({**items, **cut} if cut else items), lengths
+
+
+def _length(item: Sized) -> int:
+    try:
+        return len(item)
+    except OverflowError:  # of a range
+        return sys.maxsize
+    except TypeError:  # of an array without dimensions
+        return 0
+
+
+def _beginning(item: Any, limit: int) -> object:
+    try:
+        return item[:limit]
+    except (TypeError, ValueError, LookupError):  # it knows no slices
+        return list(islice(iter(item), limit))
 
 
 def flatten_ids(items: Mapping[int, object], *, vocab_size: int, errors: Errors) -> IdColumns:

@@ -101,9 +101,9 @@ def as_serve_error(error: Exception) -> ServeError | None:
     if isinstance(error, ServeError):
         return error
     message = str(error).replace("texts[", "inputs[").replace("\n", " ")
+    for option in ("max_queued_requests", "max_queued_tokens"):
+        message = message.replace(option, f"--{option.replace('_', '-')}")
     if isinstance(error, QueueFullError):
-        for option in ("max_queued_requests", "max_queued_tokens"):
-            message = message.replace(option, f"--{option.replace('_', '-')}")
         return ServeError("overloaded", message, retry_after_s=error.retry_after_s)
     if isinstance(error, DeadlineError):
         return ServeError("timeout", message)

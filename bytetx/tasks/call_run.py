@@ -4,6 +4,8 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ from bytetx.errors import InputError
 from bytetx.requests.inputs import Input
 from bytetx.tasks.call import Call, Sink
 from bytetx.tasks.chunks import ChunkTask
+from bytetx.tasks.futures import in_own_thread
 from bytetx.tasks.progress import num_texts
 from bytetx.tasks.reading_pool import Reading, ReadingPool
 
@@ -30,7 +33,7 @@ class CallRun(Generic[T]):
     """Reads a call's texts in windows, queues them, and collects what the engine gives.
 
     A call of many texts has a bounded number of tokens in the queue.  One window at a time is
-    tokenised, in the pool's threads; the input itself is pulled in the event loop.
+    tokenised, in the pool's threads; input that is no list is pulled in a thread as well.
     """
 
     def __init__(
@@ -43,6 +46,8 @@ class CallRun(Generic[T]):
         max_window_texts: int,
         priority: int,
     ):
+        reader = replace(call.reader, max_chunk_tokens=engine.max_queued_tokens)
+        call = replace(call, reader=reader)
         self._call, self._engine, self._pool = call, engine, pool
         self._token_budget, self._max_window_texts = token_budget, max_window_texts
         sink = call.new_sink(num_texts(check_iterable("texts", call.texts)))
@@ -78,7 +83,10 @@ class CallRun(Generic[T]):
         """
         limit = MAX_WINDOW_STEPS * self._token_budget
         start, is_first = 0, True
-        for window, tokens in self._windows():
+        pull = partial(next, self._windows(), None)
+        is_list = isinstance(self._call.texts, list | tuple)
+        while (found := pull() if is_list else await in_own_thread(pull)) is not None:
+            window, tokens = found
             if is_first:
                 self._engine.open(self.open, len(window), tokens)
             else:

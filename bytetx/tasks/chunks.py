@@ -110,6 +110,4 @@ def set_chunks(reader: InputReader, tokenizer: Tokenizer, *, stride: int) -> Non
         raise OptionError(
             f"stride must be less than the {most} tokens of a chunk, got {shown(stride)}"
         )
-    # Nothing is cut off, and from the right the chunks come in the text's order.
-    reader.tokenizer = tokenizer.limited(tokenizer.max_tokens, stride=stride, direction="right")
-    reader.cuts = True
+    reader.cuts, reader.stride = True, stride

@@ -1,7 +1,10 @@
-"""One future's result for who waits for another."""
+"""Results for who waits in an event loop: of another future, and of a caller's own code."""
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
+from contextvars import copy_context
+from threading import Thread
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -39,3 +42,33 @@ def forward(
 def as_it_is(result: T) -> T:
     """The change of a result that is passed on as it is."""
     return result
+
+
+async def in_own_thread(function: Callable[[], T]) -> T:
+    """Runs a caller's code, which may block for as long as it likes, even for ever.
+
+    The thread is its own, for those of asyncio.to_thread are few, and the interpreter waits for
+    them at its end.
+    """
+    loop, context = asyncio.get_running_loop(), copy_context()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def finish(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]  # T may be None
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function)
+        except BaseException as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(finish, result, error)
+
+    Thread(target=run, name="bytetx-input", daemon=True).start()
+    return await future

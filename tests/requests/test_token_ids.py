@@ -1,16 +1,20 @@
 """Sequences of token ids in columns: the fast ways give what one sequence after another gives."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bytetx.errors import InputError
+import bytetx
+from bytetx.errors import InputError, TooLongError
 from bytetx.ops import int_lists, native
 from bytetx.ops.int_lists import flatten_int_lists
-from bytetx.requests.token_ids import flatten_ids
+from bytetx.requests.token_ids import cut_ids, flatten_ids
 
 INT32 = st.integers(-(2**31), 2**31 - 1)
 VOCAB_SIZE = 100
@@ -76,3 +80,47 @@ def test_one_bad_sequence_costs_no_other(texts: list[list[int]], data: st.DataOb
     assert list(errors) == [place] and f"texts[{place}]" in str(errors[place])
     assert columns.indices.tolist() == [index for index in items if index != place]
     assert columns.token_ids.tolist() == [token_id for ids in texts for token_id in ids]
+
+
+class Lazy(Sequence[int]):
+    """A sequence that knows no slices, and refuses to be read beyond its limit."""
+
+    def __init__(self, length: int, limit: int):
+        self.length, self.limit = length, limit
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, place: Any) -> Any:
+        if not isinstance(place, int):
+            raise TypeError("no slices")
+        assert place < self.limit
+        return 7
+
+
+@pytest.mark.parametrize("length", [10**9, 10**30])
+def test_what_is_cut_off_is_not_looked_at(length: int) -> None:
+    """Not even range(10**9), of which a list would take 40 GB."""
+    items = {0: range(5), 2: range(length), 3: [1] * 9, 5: np.arange(20), 6: Lazy(1 << 40, 9)}
+    cut, lengths = cut_ids(items, 8)
+    assert lengths == {2: min(length, sys.maxsize), 3: 9, 5: 20, 6: 1 << 40}
+    errors: dict[int, InputError] = {}
+    columns = flatten_ids(cut, vocab_size=VOCAB_SIZE, errors=errors)
+    assert not errors and columns.seqlens.tolist() == [5, 8, 8, 8, 8]
+
+
+def test_sequences_of_any_length_are_cheap(embedder: bytetx.Model) -> None:
+    """In every way to give them: an error that says how long they are, or their beginning."""
+    given = [range(10**9), range(10**30), Lazy(10**12, 4096)]
+    failed = embedder.embed(given, on_error="return")
+    for index in range(3):
+        assert isinstance(failed.errors[index], TooLongError)
+        assert f"texts[{index}] has " in str(failed.errors[index])
+    limit = embedder.spec.max_positions
+    cut = embedder.embed([range(10**9), list(range(limit))], truncate=True, on_error="return")
+    assert np.array_equal(cut.vectors[0], cut.vectors[1]) or 0 in cut.errors
+
+
+@pytest.fixture(scope="module")
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> bytetx.Model:
+    return bytetx.load(save_checkpoint(tmp_path_factory.mktemp("ids") / "e"), device="cpu")

@@ -1,5 +1,6 @@
 """Texts longer than the model: chunks of embed, classify and tag, and spans of one pass."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -292,3 +293,26 @@ def test_command_line(tagger_folder: Path, embedder: bytetx.Model, bytetx: Bytet
     assert ran.code == 0 and all("error" not in row for row in ran.rows)
     ran = bytetx("tag", "a.txt", "-m", tagger_folder, "--truncate", *options)
     assert ran.code == 2 and "exclude each other" in ran.err
+
+
+def test_chunks_that_cost_more_than_the_queue_takes_are_refused(tagger_folder: Path) -> None:
+    """A stride that leaves a chunk one token of its own makes a chunk per token."""
+    model = bytetx.load(tagger_folder, device="cpu")
+    stride = model.tokenizer.max_tokens - model.tokenizer.num_special_tokens - 1
+    text = "fox " * 1000
+
+    async def main() -> None:
+        async with bytetx.AsyncModel(model, max_queued_tokens=10_000) as shared:
+            with pytest.raises(TooLongError, match=r"chunks of \d+ tokens.*max_queued_tokens"):
+                await shared.tag([text], overflow="chunk", stride=stride)
+            failed = await shared.tag(
+                ["a fox", text], overflow="chunk", stride=stride, on_error="return"
+            )
+            assert list(failed.errors) == [1]
+            assert len(await shared.tag([text], overflow="chunk", stride=0)) == 1
+            estimate = model._overflow_reader(
+                overflow="chunk", stride=stride, truncate=False, on_error="raise"
+            ).estimate_tokens(text)
+            assert estimate > 1000  # so that others are refused while it waits
+
+    asyncio.run(main())
