@@ -154,5 +154,14 @@ def padded_inputs(
     return {"input_ids": input_ids, "attention_mask": mask}
 
 
+def zeroed(x: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
+    """A stock output as wrap's rule for pads has it; one that has no positions as it is."""
+    if is_token.shape != x.shape[: is_token.dim()]:
+        return x
+    return x.masked_fill(
+        ~is_token.bool().reshape(is_token.shape + (1,) * (x.dim() - is_token.dim())), 0
+    )
+
+
 def largest_difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a.double() - b.double()).abs().max().item() if a.numel() else 0.0

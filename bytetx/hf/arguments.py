@@ -107,10 +107,6 @@ def read_inputs(
 ) -> Inputs:
     """The call's Inputs, with the config's defaults where an argument is not given."""
 
-    def choice(name: str, default: bool) -> bool:
-        value = given.get(name)
-        return bool(getattr(config, name, default) if value is None else value)
-
     return Inputs(
         input_ids=given.get("input_ids"),
         attention_mask=given.get("attention_mask"),
@@ -118,11 +114,21 @@ def read_inputs(
         position_ids=given.get("position_ids"),
         inputs_embeds=given.get("inputs_embeds"),
         cu_seqlens=cu_seqlens,
-        output_hidden_states=choice("output_hidden_states", False),
-        return_dict=choice("return_dict", True),
+        output_hidden_states=_choice(given, config, "output_hidden_states", False),
+        return_dict=wants_dict(given, config),
         past=next((given[name] for name in PAST_NAMES if given.get(name) is not None), None),
-        use_cache=choice("use_cache", False),
+        use_cache=_choice(given, config, "use_cache", False),
     )
+
+
+def wants_dict(given: Mapping[str, Any], config: object) -> bool:
+    """Whether the call's output is a ModelOutput, and no tuple."""
+    return _choice(given, config, "return_dict", True)
+
+
+def _choice(given: Mapping[str, Any], config: object, name: str, default: bool) -> bool:
+    value = given.get(name)
+    return bool(getattr(config, name, default) if value is None else value)
 
 
 def reason_against(

@@ -19,9 +19,17 @@ from bytetx.hf.forward import (
     batch_of,
     head_call,
     layout_reason,
+    zeros_of,
 )
 from bytetx.hf.padding import Layout, as_callers_tensor
-from bytetx.hf.pads import is_token_of, loss_reads_pads, selected_columns, selects_all, selects_pads
+from bytetx.hf.pads import (
+    is_token_of,
+    kept_tokens,
+    loss_reads_pads,
+    selected_columns,
+    selects_all,
+    selects_pads,
+)
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import linear, prepare_linear
 
@@ -109,11 +117,11 @@ class CausalForward(PackedForward):
         return PackedPass(inputs, layout, x, layers, cache)
 
     def _fields(self, packed: PackedPass, call: HeadCall | None) -> dict[str, Any]:
-        fields = {
-            "last_hidden_state": packed.layout.scatter(packed.x),
-            "past_key_values": packed.past,
-        }
-        return fields | hidden_states_of(packed)
+        from transformers import modeling_outputs
+
+        kind = getattr(modeling_outputs, self.outputs[type(self.module).__name__])
+        fields = {"last_hidden_state": packed.layout.scatter(packed.x)}
+        return fields | _past_field(kind, packed.past) | hidden_states_of(packed)
 
 
 class CausalHeadForward(StandIn):
@@ -133,7 +141,7 @@ class CausalHeadForward(StandIn):
             cu_seqlens=cu_seqlens,
         )
         with head_call(call):
-            return self.original(**given)
+            return self.run_original(given, zeros_of(self.module))
 
     @property
     def _is_classifier(self) -> bool:
@@ -172,27 +180,21 @@ class LmHeadForward(StandIn):
             base=self.module.base_model,
             reads_first=False,
             only_first=False,
-            reads_pads=selects_pads(given) or loss_reads_pads(self.module, given),
-            shows_pads=selects_all(given.get("logits_to_keep")),
+            reads_pads=loss_reads_pads(self.module, given),
+            shows_pads=selects_all(given.get("logits_to_keep")) or selects_pads(given),
             cu_seqlens=None,
         )
-        labels, logits_to_keep = given.pop("labels", None), given.pop("logits_to_keep", None)
-        packed = base_forward(self.module).run_packed(given, call)
-        if packed is None:
-            with head_call(call):
-                return self.original(*args, **kwargs)
-        return self._output(packed, labels, logits_to_keep, given.get("num_items_in_batch"))
+        theirs = {n: v for n, v in given.items() if n not in ("labels", "logits_to_keep")}
+        packed = base_forward(self.module).run_packed(theirs, call)
+        if packed is not None:
+            return self._output(packed, given)
+        with head_call(call):
+            return self.run_original(given, zeros_of(self.module))
 
-    def _output(
-        self,
-        packed: PackedPass,
-        labels: torch.Tensor | None,
-        logits_to_keep: int | torch.Tensor | None,
-        num_items_in_batch: torch.Tensor | int | None,
-    ) -> Any:
+    def _output(self, packed: PackedPass, given: Mapping[str, Any]) -> Any:
         from transformers import modeling_outputs
 
-        logits, loss = self._logits(packed, logits_to_keep), None
+        logits, labels, loss = self._logits(packed, given), given.get("labels"), None
         if labels is not None:
             if labels.dim() == 1:  # of packed input, which was made a row as well
                 labels = labels.unsqueeze(0)
@@ -200,26 +202,29 @@ class LmHeadForward(StandIn):
                 logits=logits,
                 labels=labels,
                 vocab_size=self.module.config.vocab_size,
-                num_items_in_batch=num_items_in_batch,
+                num_items_in_batch=given.get("num_items_in_batch"),
             )
-        kind = _LM_OUTPUTS.get(type(self.module).__name__, "CausalLMOutputWithPast")
-        output = getattr(modeling_outputs, kind)(
-            loss=loss, logits=logits, past_key_values=packed.past, **hidden_states_of(packed)
-        )
+        name = _LM_OUTPUTS.get(type(self.module).__name__, "CausalLMOutputWithPast")
+        kind = getattr(modeling_outputs, name)
+        past = _past_field(kind, packed.past)
+        output = kind(loss=loss, logits=logits, **past, **hidden_states_of(packed))
         return output if packed.inputs.return_dict else output.to_tuple()
 
-    def _logits(self, packed: PackedPass, keep: int | torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, packed: PackedPass, given: Mapping[str, Any]) -> torch.Tensor:
         """[num_rows, num_columns (or those kept), vocab_size]; zeros at pads.
 
         [num_kept, vocab_size] where a mask says which are kept.
         """
-        layout, x = packed.layout, packed.x
+        layout, x, keep = packed.layout, packed.x, given.get("logits_to_keep")
         if keep is None or selects_all(keep):
             return layout.scatter(self._head(x))
         kept = selected_columns(layout.scatter(x), keep)
         rows = kept.flatten(0, -2).contiguous()
         logits: torch.Tensor = self._head(rows).unflatten(0, kept.shape[:-1])
-        return logits
+        is_token = kept_tokens(given) if layout.has_pads else None
+        if is_token is None:
+            return logits
+        return logits.masked_fill(~is_token.unsqueeze(-1).to(logits.device), 0)
 
     def _head(self, rows: torch.Tensor) -> torch.Tensor:
         logits = self._uncapped(rows)
@@ -267,6 +272,12 @@ def hidden_states_of(packed: PackedPass) -> dict[str, Any]:
         return {}
     states = (*packed.layers[:-1], packed.x)
     return {"hidden_states": tuple(map(packed.layout.scatter, states))}
+
+
+def _past_field(kind: type, past: Any) -> dict[str, Any]:
+    """The cache under the name that this output class has for it: `cache` since 5.24."""
+    names: Mapping[str, Any] = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return {next(name for name in reversed(arguments.PAST_NAMES) if name in names): past}
 
 
 def _past_reason(inputs: Inputs) -> str | None:

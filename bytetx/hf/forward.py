@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from bytetx.hf.padding import (
     position_ids_of,
     read_mask,
 )
-from bytetx.hf.pads import loss_reads_pads, selects_pads
+from bytetx.hf.pads import is_token_of, loss_reads_pads, zero_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.hf.pooler import run_pooler
 from bytetx.nn.transformer import Transformer
@@ -70,7 +71,7 @@ class HeadCall:
     """What a head tells its base model before it calls it.
 
     reads_first: the head reads column 0; only_first: and no other column.
-    reads_pads: the values at pads change the head's output at tokens, or its loss.
+    reads_pads: the values at pads change the head's loss, or its output for a whole row.
     shows_pads: the head's output has values at pads.
     """
 
@@ -86,6 +87,9 @@ class HeadCall:
 _HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default=None)
 
 
+# Scoped to a call that runs transformers' own loop, whose first token is chosen at the last column.
+_IN_THEIR_LOOP: ContextVar[bool] = ContextVar("bytetx_in_their_loop", default=False)
+
 # Scoped to one call of a sentence-transformers module that reads hidden states of masked tokens.
 _READS_MASKED: ContextVar[bool] = ContextVar("bytetx_reads_masked", default=False)
 
@@ -98,6 +102,16 @@ def head_call(call: HeadCall) -> Iterator[None]:
         yield
     finally:
         _HEAD_CALL.reset(token)
+
+
+@contextmanager
+def their_loop() -> Iterator[None]:
+    """In this context, pads have the stock model's values."""
+    token = _IN_THEIR_LOOP.set(True)
+    try:
+        yield
+    finally:
+        _IN_THEIR_LOOP.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +171,27 @@ class StandIn(ABC):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The call, in place of the original."""
 
+    def run_original(
+        self, given: dict[str, Any], finish: Callable[[Any, Mapping[str, Any]], None] | None
+    ) -> Any:
+        """The original's output, whose fields `finish` may change."""
+        if finish is None:
+            return self.original(**given)
+        output = self.original(**given | {"return_dict": True})
+        finish(output, given)
+        wants_dict = arguments.wants_dict(given, self.module.config)
+        return output if wants_dict else output.to_tuple()
+
+
+class LoopStandIn(StandIn):
+    """`generate` of a head whose forward is its own: transformers' loop finds stock values."""
+
+    method = "generate"
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        with their_loop():
+            return self.original(*args, **kwargs)
+
 
 class HeadForward(StandIn):
     """Runs a head's original forward; tells its base model what the head reads."""
@@ -210,12 +245,12 @@ class HeadForward(StandIn):
             cu_seqlens=cu_seqlens,
         )
         with head_call(call):
-            return self.original(**given)
+            return self.run_original(given, zeros_of(self.module))
 
     def _reads_pads(self, given: Mapping[str, Any]) -> bool:
         # The loss of question answering is a softmax over every column.
         has_span = given.get("start_positions") is not None
-        return has_span or selects_pads(given) or loss_reads_pads(self.module, given)
+        return has_span or loss_reads_pads(self.module, given)
 
 
 class ExpansionForward(StandIn):
@@ -287,10 +322,36 @@ class PackedForward(StandIn):
             if found is not None:
                 inputs, rows = found
                 return self._output(self._fields_of(rows), return_dict=inputs.return_dict)
-        packed = self.run_packed(given, call)
-        if packed is None:
+        packed = self.run_packed({**given}, call)
+        if packed is not None:
+            return self._output(self._fields(packed, call), return_dict=packed.inputs.return_dict)
+        if call is not None or self.keeps_pads:  # a head's own output gets the zeros
             return self.original(*args, **kwargs)
-        return self._output(self._fields(packed, call), return_dict=packed.inputs.return_dict)
+        output = self.original(**given | {"return_dict": True})
+        zero_pads(output, given)
+        self._pool_first_tokens(output, given)
+        wants_dict = arguments.wants_dict(given, self.module.config)
+        return output if wants_dict else self._output({**output}, return_dict=False)
+
+    @property
+    def shows_stock(self) -> bool:
+        """Whether the caller finds the stock model's values at pads."""
+        return self.pads == "stock" or _IN_THEIR_LOOP.get()
+
+    @property
+    def keeps_pads(self) -> bool:
+        """Whether the original's output is returned as it is."""
+        return self.shows_stock or _READS_MASKED.get() or self._mode_reason() is not None
+
+    def _pool_first_tokens(self, output: Any, given: Mapping[str, Any]) -> None:
+        """A pooler reads each row's first token, as in a packed pass; the original's column 0."""
+        is_token = is_token_of(given)
+        if is_token is None or output.get("pooler_output") is None or bool(is_token[:, 0].all()):
+            return
+        states = output["last_hidden_state"]
+        first = is_token.int().argmax(1).to(states.device)
+        rows = states[torch.arange(len(states), device=states.device), first]
+        output["pooler_output"] = run_pooler(self.module, rows.unsqueeze(1))
 
     def _run_graph(
         self, given: dict[str, Any], call: HeadCall | None
@@ -369,9 +430,7 @@ class PackedForward(StandIn):
         if mask is None or _is_on_host(mask) or mask.numel() > MOST_UNMEASURED:
             return True
         reads_pads = call is not None and (call.reads_first or call.reads_pads)
-        return (
-            reads_pads or self.pads == "stock" or _READS_MASKED.get() or passes.depends_on_distances
-        )
+        return reads_pads or self.shows_stock or _READS_MASKED.get() or passes.depends_on_distances
 
     def _facts_reason(
         self, inputs: Inputs, facts: MaskFacts, call: HeadCall | None, transformer: Transformer
@@ -381,7 +440,7 @@ class PackedForward(StandIn):
             return "masked tokens are part of the result"
         if facts.has_holes and _counts_holes(transformer):
             return "distances are of columns"
-        if self.pads == "stock" and _shows_pads(inputs, facts, call):
+        if self.shows_stock and _shows_pads(inputs, facts, call):
             return "the caller reads pads"
         return layout_reason(facts, call, transformer)
 
@@ -408,8 +467,8 @@ class PackedForward(StandIn):
             reason = self._layout_reason(inputs, layout, call, transformer)
             if reason is None and _READS_MASKED.get() and layout.has_pads:
                 return None  # the hidden states of masked tokens are part of the result
-            if reason is None and self.pads == "stock" and _shows_pads(inputs, layout, call):
-                return None  # the caller chose this with wrap(pads="stock")
+            if reason is None and self.shows_stock and _shows_pads(inputs, layout, call):
+                return None  # the caller chose this with wrap(pads="stock"), or is their loop
             if reason is None:
                 with computing(inputs.main.device):
                     return self._pass(transformer, inputs, layout)
@@ -485,11 +544,20 @@ class PackedForward(StandIn):
 
         name = type(self.module).__name__
         if not return_dict and name == "MPNetModel":  # its tuple has an entry for a missing pooler
-            hidden_states = fields.get("hidden_states")
-            rest = () if hidden_states is None else (hidden_states,)
+            rest = [fields[key] for key in ("hidden_states", "attentions") if key in fields]
             return (fields["last_hidden_state"], fields.get("pooler_output"), *rest)
         output = getattr(modeling_outputs, self.outputs[name])(**fields)
         return output if return_dict else output.to_tuple()
+
+
+def zeros_of(module: "PreTrainedModel") -> Callable[[Any, Mapping[str, Any]], None] | None:
+    """What puts zeros at the pads of this head's output; None where they stay as they are."""
+    forward = module.base_model.__dict__.get("forward")
+    if not isinstance(forward, PackedForward) or forward.keeps_pads:
+        return None
+    name = type(module).__name__
+    is_plain = name.endswith("ForQuestionAnswering") or name == "ElectraForPreTraining"
+    return partial(zero_pads, has_plain_logits=is_plain)
 
 
 def _plan_reason(plan: Plan, inputs: Inputs) -> str | None:
@@ -557,8 +625,8 @@ def layout_reason(
         )
     if call is not None and call.reads_pads and layout.has_pads:
         return (
-            "the head's output depends on the values at pads; to run on bytetx, set labels at pads "
-            "to -100 and let logits_to_keep select tokens"
+            "the head's loss or choice depends on the values at pads; to run on bytetx, set labels "
+            "at pads to -100"
         )
     if layout.has_holes and not transformer.spec.is_causal and _has_windows(transformer.spec):
         return "a mask has holes, and the model has layers with a window"

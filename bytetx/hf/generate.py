@@ -15,7 +15,7 @@ from bytetx.hf import arguments
 from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.engine_cache import EngineCache, EngineNeeds
-from bytetx.hf.forward import StandIn
+from bytetx.hf.forward import StandIn, their_loop
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
 from bytetx.nn.heads import LmHead
@@ -74,7 +74,7 @@ class GenerateStandIn(StandIn):
         if reason is None:
             return self.original(*args, **kwargs | {"custom_generate": self._decode})
         self.notices.say(reason, runs=_THEIRS)
-        with silent():  # one notice is enough
+        with silent(), their_loop():  # one notice is enough
             return self.original(*args, **kwargs)
 
     def _call_reason(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
@@ -152,7 +152,7 @@ class GenerateStandIn(StandIn):
         if not isinstance(answers, str):
             return _padded(input_ids, answers, generation_config)
         self.notices.say(answers, runs=_THEIRS)
-        with silent():
+        with silent(), their_loop():
             return type(model)._sample(
                 model,
                 input_ids,

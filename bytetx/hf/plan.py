@@ -18,6 +18,7 @@ from bytetx.checkpoint.spec import ModelSpec, build_module_spec
 from bytetx.errors import CheckpointError
 from bytetx.hf.pooler import POOLER
 from bytetx.hf.saving import hook_state_dict, unhook_state_dict
+from bytetx.hf.versions import version_of
 from bytetx.nn.layer_weights import copied_tensor_names
 from bytetx.nn.rotary import frequencies_of, rotary_tables
 from bytetx.nn.tensors import fuse_rows
@@ -84,10 +85,10 @@ class Snapshot:
         self.addresses: list[int] = []
         self.copied = _copied_parameters(base)
         for parameter in self.copied:
-            if parameter.is_inference():
+            if version_of(parameter) < 0:
                 # Moved in inference mode, it would not count its changes.
                 parameter.data = parameter.data.clone()
-        self.copied_versions = list(map(_version, self.copied))
+        self.copied_versions = list(map(version_of, self.copied))
         self.read_values = ReadValues(base, self.modules)
 
     def seal(self) -> None:
@@ -112,7 +113,7 @@ class Snapshot:
             and all(map(is_, map(dict.get, self.dicts, repeat("forward")), self.own_forwards))
             and list(map(len, self.hooks)) == self.num_hooks
             and all(map(is_, map(dict.get, self.owners, self.parameter_names), self.parameters))
-            and list(map(_version, self.copied)) == self.copied_versions
+            and list(map(version_of, self.copied)) == self.copied_versions
             and self.read_values.are_current()
         )
 
@@ -372,7 +373,3 @@ def _copied_parameters(base: "PreTrainedModel") -> list[nn.Parameter]:
         return [found[name] for name in copied_tensor_names(spec) if name in found]
     except (AttributeError, CheckpointError):  # a model that will be refused
         return []
-
-
-def _version(parameter: torch.Tensor) -> int:
-    return 0 if parameter.is_inference() else parameter._version

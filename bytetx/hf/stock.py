@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from bytetx.hf.pooler import POOLER
+from bytetx.hf.versions import version_of
 
 # What the forward of a plain module reads of its attributes; all other classes may read any.
 _READ_ATTRIBUTES = {
@@ -88,14 +89,14 @@ class ReadValues:
         self.buffer_names = [name for _, name, _ in buffers]
         self.buffers = [buffer for _, _, buffer in buffers]
         self.versions: list[int] = []
-        self.growing = [(m, m.inv_freq, _version(m.inv_freq)) for m in modules if _grows(m)]
+        self.growing = [(m, m.inv_freq, version_of(m.inv_freq)) for m in modules if _grows(m)]
         self.kinds = list({type(m) for m in modules})
         self.forwards = [kind.forward for kind in self.kinds]
 
     def seal(self) -> None:
         """Records the values that the plan itself may have changed."""
         self.num_attributes = self._count_attributes()
-        self.versions = list(map(_version, self.buffers))
+        self.versions = list(map(version_of, self.buffers))
 
     def are_current(self) -> bool:
         get = dict.get
@@ -103,7 +104,7 @@ class ReadValues:
             list(map(get, self.owners, self.names)) == self.values
             and self._count_attributes() == self.num_attributes
             and all(map(is_, map(get, self.buffer_owners, self.buffer_names), self.buffers))
-            and list(map(_version, self.buffers)) == self.versions
+            and list(map(version_of, self.buffers)) == self.versions
             and all(starts_as(*growing) for growing in self.growing)
             and [kind.forward for kind in self.kinds] == self.forwards
             and self._is_same_config()
@@ -267,10 +268,6 @@ def _read_config(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.__dict__.items() if key not in _UNREAD_CONFIG}
 
 
-def _version(buffer: torch.Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version
-
-
 def starts_as(rotary: _DynamicRotary, inv_freq: torch.Tensor, version: int | None = None) -> bool:
     """Whether dynamic rotary scaling uses these frequencies as long as texts are short.
 
@@ -282,7 +279,7 @@ def starts_as(rotary: _DynamicRotary, inv_freq: torch.Tensor, version: int | Non
         return True
     if version is None:
         return torch.equal(now, inv_freq)
-    return now is inv_freq and _version(now) == version
+    return now is inv_freq and version_of(now) == version
 
 
 def _name_of(module: nn.Module) -> str:

@@ -14,7 +14,14 @@ from bytetx.hf.causal import (
     CausalHeadForward,
     LmHeadForward,
 )
-from bytetx.hf.forward import OUTPUTS, ExpansionForward, HeadForward, PackedForward, StandIn
+from bytetx.hf.forward import (
+    OUTPUTS,
+    ExpansionForward,
+    HeadForward,
+    LoopStandIn,
+    PackedForward,
+    StandIn,
+)
 from bytetx.hf.generate import GenerateStandIn
 from bytetx.hf.plan import separate_parameters
 
@@ -44,12 +51,14 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     pads: the values at pads, see below.  Wrapping again changes `pads` only.
 
     Class, config, state_dict, signature and API stay.  Padded input gives the same outputs at every
-    token.  At pads, hidden states are zeros, where Hugging Face has meaningless numbers; a row
-    without tokens is all zeros; pooler_output reads a row's first token even after left padding.
-    A mean over a padded batch that includes pads therefore differs.  pads="stock" gives Hugging
-    Face's values at pads: it runs the original forward, without a warning, for each batch whose
-    output has values at pads (hidden states, logits of every token).  Batches without pads, heads
-    on the first token, logits_to_keep and generate still run packed.
+    token.  At a pad every output is zeros, whichever forward runs: hidden states, logits of any
+    head and any logits_to_keep, keys and values; pooler_output reads each row's first token, zeros
+    of a row that has none.  Only training mode and export leave the original's output as it is, and
+    transformers' own generation loop finds Hugging Face's values.  A mean over a padded batch that
+    includes pads therefore differs.  pads="stock" gives Hugging Face's (meaningless) values at all
+    pads instead: it runs the original forward, without a warning, for each batch whose output has
+    values at pads.  Batches without pads, heads on the first token, logits_to_keep that selects
+    tokens, and generate still run packed.
 
     Packed input: input_ids [1, total_tokens] or [total_tokens] with cu_seqlens (or cu_seq_lens_q
     and cu_seq_lens_k), int [batch_size + 1]; a head that reads the first token then gives one row
@@ -99,8 +108,9 @@ def wrap(model: ModelT, *, pads: str = "zeros") -> ModelT:
     for module in model.modules():
         if _is_head(module) and "forward" not in module.__dict__:
             module.forward = _head_kind(module)(module)
-            if isinstance(module.forward, LmHeadForward) and _generates(module):
-                module.generate = GenerateStandIn(module)
+            if _generates(module):
+                is_lm = isinstance(module.forward, LmHeadForward)
+                module.generate = (GenerateStandIn if is_lm else LoopStandIn)(module)
         elif _expands_queries(module) and "forward" not in module.__dict__:
             module.forward = ExpansionForward(module)
     return model

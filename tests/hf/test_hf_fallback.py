@@ -6,7 +6,13 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from hf_models import largest_difference, one_thread, padded_inputs, tiny_model  # noqa: F401
+from hf_models import (  # noqa: F401  (a fixture)
+    largest_difference,
+    one_thread,
+    padded_inputs,
+    tiny_model,
+    zeroed,
+)
 from torch import nn
 
 from bytetx.errors import BytetxError
@@ -36,7 +42,8 @@ def runs_packed():
 def assert_equals_stock(stock, wrapped, inputs):
     with torch.no_grad():
         want, have = stock(**inputs), wrapped(**inputs)
-    assert torch.equal(have[0], want[0])
+    is_token = inputs["attention_mask"]
+    assert torch.equal(have[0], zeroed(want[0], is_token))
 
 
 def test_gradients_run_the_original():
@@ -46,7 +53,7 @@ def test_gradients_run_the_original():
     with says("torch.inference_mode()"):
         output = wrapped(**inputs)
         wrapped(**inputs)
-    assert torch.equal(output[0], stock(**inputs)[0])
+    assert torch.equal(output[0], zeroed(stock(**inputs)[0], inputs["attention_mask"]))
     output[0].sum().backward()
     assert wrapped.encoder.layer[0].attention.self.query.weight.grad.abs().sum() > 0
     with runs_packed():
@@ -245,7 +252,8 @@ def test_a_model_made_in_inference_mode_runs_its_original_forward():
         wrapped(**padded_inputs(SEQLENS))
         with says("attention weights"):
             have = wrapped(**padded_inputs(SEQLENS), output_attentions=True)
-        assert torch.equal(have[0], model(**padded_inputs(SEQLENS))[0])
+        want = model(**padded_inputs(SEQLENS))[0]
+        assert torch.equal(have[0], zeroed(want, padded_inputs(SEQLENS)["attention_mask"]))
 
 
 def test_layers_and_embeddings_changed_in_number():
@@ -297,7 +305,8 @@ def test_decoders_and_damaged_weights_run_the_original():
     damaged = wrap(tiny_model("bert"))
     damaged.encoder.layer[0].output.dense.weight.data = torch.full((64, 96), float("nan"))
     with says("not finite"), torch.no_grad():
-        assert damaged(**padded_inputs(SEQLENS))[0].isnan().all()
+        inputs = padded_inputs(SEQLENS)
+        assert damaged(**inputs)[0][inputs["attention_mask"].bool()].isnan().all()
 
 
 def test_wrap_refuses_what_it_cannot_run():

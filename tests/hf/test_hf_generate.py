@@ -1,6 +1,7 @@
 """wrap: a causal model's `generate` gives transformers' own tokens, whoever finds them."""
 
 import copy
+import warnings
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from hf_models import (  # noqa: F401  (fixtures)
     fallbacks_are_errors,
     one_thread,
     padded_inputs,
+    tiny_model,
 )
 from tiny_decoders import DECODERS, tiny_decoder
 
@@ -320,3 +322,58 @@ def test_greedy_tokens_on_a_gpu(name):
     inputs = {key: tensor.cuda() for key, tensor in inputs.items()}
     options = GREEDY | {"eos_token_id": None}
     assert torch.equal(wrapped.generate(**inputs, **options), stock.generate(**inputs, **options))
+
+
+# Arguments that reach the forward through generate, or change which forwards its loop makes.
+THROUGH = {
+    "logits_to_keep": {"logits_to_keep": 0},
+    "two logits": {"logits_to_keep": 2},
+    "logits of a column": {"logits_to_keep": torch.tensor([-1])},
+    "no cache": {"use_cache": False},
+    "no cache, all logits": {"use_cache": False, "logits_to_keep": 0},
+    "all layers": {"output_hidden_states": True, "return_dict_in_generate": True},
+    "one layer": {"output_hidden_states": [1], "return_dict_in_generate": True},
+    "all layers, unread": {"output_hidden_states": True},
+    "logits": {"output_logits": True, "return_dict_in_generate": True, "logits_to_keep": 0},
+    "beams": {"num_beams": 2, "logits_to_keep": 0},
+    "sampling": {"do_sample": True, "logits_to_keep": 0},
+    "a penalty": {"repetition_penalty": 1.3, "logits_to_keep": 0},
+    "chunks of a prompt": {"prefill_chunk_size": 4},
+    "a static cache": {"cache_implementation": "static", "logits_to_keep": 0},
+}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_what_passes_through_generate_changes_no_token(name, side):
+    """With zeros at pads, the first token of a right-padded prompt was token 0."""
+    stock, wrapped = stock_and_wrapped(name)
+    inputs = padded_inputs([4, 9, 6], side=side, pad_token_id=0)
+    for what, options in THROUGH.items():
+        options = GREEDY | {"eos_token_id": None, "max_new_tokens": 4} | options
+        torch.manual_seed(3)
+        want = stock.generate(**inputs, **options)
+        torch.manual_seed(3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            have = wrapped.generate(**inputs, **options)
+        if isinstance(want, torch.Tensor):
+            assert torch.equal(have, want), what
+            continue
+        assert torch.equal(have.sequences, want.sequences), what
+        pairs = zip(want.hidden_states or (), have.hidden_states or (), strict=True)
+        for theirs, ours in ((a, b) for step in pairs for a, b in zip(*step, strict=True)):
+            assert theirs is None or (ours - theirs).abs().max() < 1e-4, what
+
+
+@pytest.mark.parametrize("head", ["bert LMHeadModel", "roberta ForCausalLM"])
+def test_an_encoders_head_generates_as_transformers_does(head):
+    stock = tiny_model(*head.split())
+    wrapped = wrap(copy.deepcopy(stock))
+    for side in ("right", "left"):
+        inputs = padded_inputs([4, 9, 6], side=side, pad_token_id=1)
+        for options in ({}, {"logits_to_keep": 0}):
+            options = options | {"do_sample": False, "max_new_tokens": 3, "use_cache": False}
+            want, have = (m.generate(**inputs, **options) for m in (stock, wrapped))
+            assert torch.equal(have, want), (side, options)
+    assert "generate" not in unwrap(wrapped).__dict__

@@ -1,6 +1,7 @@
 """wrap: losses and logits that depend on pads, and the values at pads."""
 
 import copy
+import itertools
 import pickle
 import warnings
 
@@ -14,6 +15,7 @@ from hf_models import (
     one_thread,  # noqa: F401  (a fixture)
     padded_inputs,
     tiny_model,
+    zeroed,
 )
 from tiny_decoders import DECODERS, tiny_decoder
 from torch import nn
@@ -74,7 +76,9 @@ def test_the_loss_of_labels_at_pads_is_the_stock_models(family, head, side):
     inputs = padded_inputs(SEQLENS, side=side)
     inputs |= {"labels": labels_of(inputs, counts_pads=True)} | more_inputs(family, head)
     is_masked = (family, head) == ("electra", "ForPreTraining")  # by its own loss
-    want, have = both(tiny_model(family, head), inputs, None if is_masked else "the values at pads")
+    want, have = both(
+        tiny_model(family, head), inputs, None if is_masked else "depends on the values at pads"
+    )
     assert abs(have.loss - want.loss) < TOLERANCE
 
 
@@ -93,7 +97,7 @@ def test_labels_that_do_not_count_at_pads_run_packed(family, head):
 @pytest.mark.parametrize("name", TOKEN_DECODERS)
 def test_token_labels_at_pads_of_a_causal_model(name):
     stock, inputs = tiny_decoder(name, "ForTokenClassification"), padded_inputs(SEQLENS)
-    for counts_pads, text in ((True, "the values at pads"), (False, None)):
+    for counts_pads, text in ((True, "depends on the values at pads"), (False, None)):
         labels = labels_of(inputs, counts_pads=counts_pads)
         want, have = both(stock, inputs | {"labels": labels}, text)
         assert abs(have.loss - want.loss) < TOLERANCE
@@ -114,26 +118,144 @@ def test_a_loss_of_the_users_own_may_read_pads(name):
         inputs["labels"] = labels_of(inputs, counts_pads=True)
     else:
         stock.loss_function = sum_of_all
-    want, have = both(stock, inputs, "the values at pads")
+    want, have = both(stock, inputs, "depends on the values at pads")
     assert abs(have.loss - want.loss) < TOLERANCE
 
 
-KEPT = [1, torch.tensor([13, 2]), torch.tensor([[8, 13], [0, 0], [13, 1]])]
+CALLS = {
+    "plain": {},
+    "all layers": {"output_hidden_states": True},
+    "one layer": {"output_hidden_states": [1]},  # runs the original forward, as the next one does
+    "attention weights": {"output_attentions": True, "output_hidden_states": True},
+    "all logits": {"logits_to_keep": 0},
+    "last": {"logits_to_keep": 1},
+    "columns": {"logits_to_keep": torch.tensor([13, 2])},
+    "columns of each row": {"logits_to_keep": torch.tensor([[8, 13], [0, 0], [13, 1]])},
+    "a mask": {"logits_to_keep": torch.arange(42).view(3, 14) % 3 > 0},
+}
+KINDS = [
+    *((name, "ForCausalLM") for name in (*NINE, "gemma3", "falcon", "bloom", "mixtral")),
+    *((name, "Model") for name in ("gpt2", "mistral", "gemma3")),
+    *((name, "ForTokenClassification") for name in NINE),
+    *((name, "ForQuestionAnswering") for name in ("gpt2", "llama")),
+    *((name, "Model") for name in FAMILIES),
+    *FAMILY_HEADS,
+    *SHIFTED_HEADS,
+]
 
 
-@pytest.mark.parametrize("keep", KEPT, ids=["last", "columns", "columns of each row"])
+def has_class(name, head):
+    stem = (DECODERS.get(name) or FAMILIES.get(name))[0]
+    return head in ("Model", "ForCausalLM") or hasattr(transformers, stem + head)
+
+
+def assert_zeros_at_pads(have, want, *, is_token, kept):
+    assert type(have) is type(want) and list(have.keys()) == list(want.keys())
+    for name, theirs in want.items():
+        if name in ("past_key_values", "cache"):
+            for a, b in zip(have[name].layers, theirs.layers, strict=True):
+                for ours, stock in ((a.keys, b.keys), (a.values, b.values)):
+                    columns = is_token[:, -stock.shape[2] :]  # of a window: its last ones
+                    stock = zeroed(stock.transpose(1, 2), columns).transpose(1, 2)
+                    assert largest_difference(ours, stock) < TOLERANCE, name
+        elif name == "hidden_states":
+            assert [x is None for x in have[name]] == [x is None for x in theirs]
+            pairs = [(a, b) for a, b in zip(have[name], theirs, strict=True) if b is not None]
+            for ours, stock in pairs:
+                assert largest_difference(ours, zeroed(stock, is_token)) < TOLERANCE, name
+        elif name not in ("attentions", "cross_attentions", "pooler_output"):
+            mask = kept if "logits" in name else is_token
+            assert largest_difference(have[name], zeroed(theirs, mask)) < TOLERANCE, name
+
+
+def kept_of(is_token, keep):
+    if isinstance(keep, int):
+        return is_token[:, -keep:] if keep else is_token
+    if keep.dtype == torch.bool:
+        return is_token[keep]
+    return is_token[:, keep] if keep.dim() == 1 else is_token.gather(1, keep)
+
+
+@pytest.mark.filterwarnings("ignore::bytetx.hf.FallbackWarning")
+@pytest.mark.parametrize(("name", "head"), [k for k in KINDS if has_class(*k)])
+def test_every_output_is_zeros_at_pads_whichever_forward_runs(name, head):
+    """One rule for each output, side of the padding, and value of logits_to_keep."""
+    if name in DECODERS:
+        stock = tiny_decoder(name, head, **({"pad_token_id": 1} if "Class" in head else {}))
+    else:
+        stock = tiny_model(name, head)
+    stock.set_attn_implementation("eager")  # which has attention weights
+    wrapped = wrap(copy.deepcopy(stock))
+    is_lm = head.endswith(("ForCausalLM", "LMHeadModel"))
+    for side, (what, options) in itertools.product(("right", "left"), CALLS.items()):
+        keep = options.get("logits_to_keep", 0)
+        if "logits_to_keep" in options and not is_lm:
+            continue
+        if side == "left" and what not in ("plain", "attention weights", "last"):
+            continue
+        if isinstance(keep, torch.Tensor) and keep.dim() == 2 and not slices_by_row():
+            continue
+        inputs = padded_inputs(SEQLENS, side=side)
+        is_token = inputs["attention_mask"].bool()
+        if head == "ForMultipleChoice":
+            inputs = {key: tensor.unsqueeze(0) for key, tensor in inputs.items()}
+        with torch.inference_mode():
+            want, have = stock(**inputs, **options), wrapped(**inputs, **options)
+            assert_zeros_at_pads(have, want, is_token=is_token, kept=kept_of(is_token, keep))
+            if what in ("plain", "attention weights"):
+                as_tuple = wrapped(**inputs, **options, return_dict=False)
+                assert len(as_tuple) == len(stock(**inputs, **options, return_dict=False))
+                first = next(iter(have.values()))
+                assert torch.equal(as_tuple[0], first)
+
+
+@pytest.mark.parametrize("keep", [1, torch.tensor([13, 2])], ids=["last", "columns"])
 @pytest.mark.parametrize("name", NINE + [f"{f} {h}" for f, h in SHIFTED_HEADS])
-def test_logits_selected_at_pads_are_the_stock_models(name, keep):
-    """With zeros there, the likeliest token of a right-padded row was token 0."""
+def test_logits_selected_at_pads_run_packed_or_are_the_stock_models(name, keep):
     stock = tiny_decoder(name) if name in NINE else tiny_model(*name.split())
-    if isinstance(keep, torch.Tensor) and keep.dim() == 2 and not slices_by_row():
-        pytest.skip("this transformers keeps the same columns of every row")
-    want, have = both(
-        stock, padded_inputs(SEQLENS) | {"logits_to_keep": keep}, "the values at pads"
-    )
-    assert have.logits.shape == want.logits.shape
+    inputs = padded_inputs(SEQLENS) | {"logits_to_keep": keep}
+    is_token = kept_of(inputs["attention_mask"].bool(), keep)
+    want, have = both(stock, inputs)
+    assert largest_difference(have.logits, zeroed(want.logits, is_token)) < TOLERANCE
+    want, have = both(stock, inputs, pads="stock")
     # GPT-2's weights are column-major, and a GEMM may sum in another order.
     assert largest_difference(have.logits, want.logits) < TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore::bytetx.hf.FallbackWarning")
+@pytest.mark.parametrize("options", [{}, {"output_attentions": True}], ids=["packed", "original"])
+@pytest.mark.parametrize("name", ["bert", "albert", "mpnet"])
+def test_a_pooler_reads_the_first_token_whichever_forward_runs(name, options):
+    stock = tiny_model(name)
+    stock.set_attn_implementation("eager")
+    wrapped = wrap(copy.deepcopy(stock))
+    left = padded_inputs([9, 1, 14], side="left")
+    with torch.inference_mode():
+        have = wrapped(**left, **options)
+        for row, seqlen in enumerate(SEQLENS):
+            states = have.last_hidden_state[row, -seqlen:][:1]
+            pool = stock.pooler(states.unsqueeze(0)) if name != "albert" else None
+            if pool is None:
+                pool = stock.pooler_activation(stock.pooler(states))
+            assert largest_difference(have.pooler_output[row], pool[0]) < TOLERANCE
+
+
+def test_training_mode_leaves_pads_as_they_are_and_inputs_are_not_written_to():
+    stock, inputs = tiny_model("bert"), padded_inputs(SEQLENS)
+    for dropout in stock.modules():
+        if isinstance(dropout, nn.Dropout):
+            dropout.p = 0.0
+    wrapped = wrap(copy.deepcopy(stock)).train()
+    with pytest.warns(FallbackWarning, match="training mode"):
+        have = wrapped(**inputs).last_hidden_state
+    assert torch.equal(have, stock(**inputs).last_hidden_state)
+    llama = wrap(tiny_decoder("llama"))
+    embeds = llama.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    given = embeds.clone()
+    with pytest.warns(FallbackWarning, match="selects layers"), torch.inference_mode():
+        have = llama(inputs_embeds=given, **inputs, output_hidden_states=[0])
+    assert torch.equal(given, embeds)
+    assert not have.hidden_states[0][1, 1:].any()
 
 
 def slices_by_row():
