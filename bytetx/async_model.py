@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -599,6 +600,7 @@ class AsyncModel:
             self._generation,
             lambda: self._model.encode_prompts([prompt])[0],
             params,
+            is_chat=isinstance(prompt, list | tuple) and isinstance(next(iter(prompt), 0), Mapping),
             priority=priority,
             timeout_s=timeout_s,
         )
@@ -641,6 +643,15 @@ class AsyncModel:
             raise DeadlineError(
                 f"the results were not there after timeout_s ({timeout_s:g} s)"
             ) from error
+
+    @contextmanager
+    def reserved(self, num_texts: int, tokens: int) -> Iterator[None]:
+        """Counts a caller's own work on texts against the limits of the queue while it runs.
+
+        Raises QueueFullError where they are reached.
+        """
+        with self._engines[self._model].reserve(num_texts, tokens):
+            yield
 
     async def _in_thread(self, function: Callable[[], T]) -> T:
         self._engines[self._model].check_open()

@@ -24,6 +24,10 @@ from bytetx.ops.int_lists import flatten_int_lists
 
 Text = str | tuple[str, str]  # one text or a pair
 
+# The library holds Python's lock while it reads one text, or decodes one list of ids; its calls for
+# batches do not, and cost a little more. A text of so many characters takes about a millisecond.
+_MAX_LOCKED_CHARACTERS = 4096
+_MORE = 32  # tokens beyond those that are kept, which a cut inside a word may change
 _MOST_LIMITED = 4  # copies with limits of their own that are kept; each holds the vocabulary
 
 
@@ -169,7 +173,13 @@ class Tokenizer:
         Of a text far beyond max_tokens no more is tokenised than is needed to know its first
         max_tokens, where the tokenizer allows that.
         """
-        if max(map(len, texts), default=0) <= self._prefixes.most_characters:
+        most = self._prefixes.most_characters
+        if any(not isinstance(text, str) and max(map(len, text)) > most for text in texts):
+            known: dict[str, str] = {}
+            texts = [
+                text if isinstance(text, str) else self._cut_pair(text, known) for text in texts
+            ]
+        if max(map(len, texts), default=0) <= most:
             return self.encode(texts, with_offsets=with_offsets)
         found = [self._prefixes.find(text) for text in texts]
         given = [
@@ -185,13 +195,73 @@ class Tokenizer:
                 encodings[place] = self.encode([longer], with_offsets=with_offsets)[0]
         return encodings
 
+    def _cut_pair(self, pair: tuple[str, str], known: dict[str, str]) -> tuple[str, str]:
+        """The pair with the beginnings of its long texts, which is cut to the same tokens.
+
+        A beginning alone has more tokens than a pair may have.  known: beginnings of texts, for
+        the query that many pairs share.
+        """
+        most = self._prefixes.most_characters
+        if all(len(text) > most for text in pair):
+            return self._cut_both(pair)
+        place = int(len(pair[1]) > most)
+        text = pair[place]
+        if len(text) <= most:
+            return pair
+        other = [pair[1 - place]]
+        if len(self.untruncated().encode(other)[0]) > self.max_tokens:  # which one is longer counts
+            return self._cut_both(pair)
+        if text not in known:
+            prefix = self._prefixes.find(text)
+            while prefix is not None and not self.encode([prefix])[0].overflowing:
+                prefix = self._prefixes.find(text, longer_than=len(prefix))
+            known[text] = self._first_tokens(text)[0] if prefix is None else prefix
+        return (pair[0], known[text]) if place else (known[text], pair[1])
+
+    def _cut_both(self, pair: tuple[str, str]) -> tuple[str, str]:
+        """The beginnings of two long texts, of which the longer one stays the longer one."""
+        (first, num_first), (second, num_second) = map(self._first_tokens, pair)
+        more = (first, self._first_tokens(pair[1], more=_MORE)[0])
+        if num_first > num_second:
+            more = (self._first_tokens(pair[0], more=_MORE)[0], second)
+        elif num_first == num_second:
+            more = (first, second)
+        backend = self.untruncated().backend
+        lengths = [len(one) for one in backend.encode_batch_fast(more, add_special_tokens=False)]
+        is_same = (lengths[0] > lengths[1]) == (num_first > num_second)
+        return more if is_same else pair
+
+    def _first_tokens(self, text: str, *, more: int = 0) -> tuple[str, int]:
+        """(a beginning of a text with its first max_tokens tokens and some more, tokens of all).
+
+        All of it is tokenised, but only once, and what is cut off makes no objects: the library
+        gives every part of one text with every part of the other. Where the beginning alone would
+        have other tokens, it is the whole text.
+        """
+        backend = self.untruncated().backend
+        whole = backend.encode_batch([text], add_special_tokens=False)[0]
+        place = self.max_tokens + _MORE + more
+        end = whole.token_to_chars(place) if place < len(whole) else None
+        if end is None:
+            return text, len(whole)
+        prefix = text[: end[1]]
+        found = backend.encode_batch_fast([prefix], add_special_tokens=False)[0]
+        is_same = (
+            found.ids[: self.max_tokens] == [*whole.ids[: self.max_tokens]]
+            and len(found) > self.max_tokens
+        )
+        return (prefix if is_same else text), len(whole)
+
     def encode_plain(self, text: str) -> tokenizers.Encoding:
         """A text that has its special tokens; `overflowing` holds what is beyond max_tokens.
 
         Raises UnicodeEncodeError where it holds half a surrogate pair.
         """
         text.encode("utf-8")  # what the backend raises differs from one version to the next
-        return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
+        if len(text) <= _MAX_LOCKED_CHARACTERS:
+            return _checked(self.name, lambda: self.backend.encode(text, add_special_tokens=False))
+        encode = self.backend.encode_batch_fast
+        return _checked(self.name, lambda: encode([text], add_special_tokens=False)[0])
 
     def encode_ids(self, texts: Sequence[str]) -> Tokens:
         """Token ids alone, cut to max_tokens; by the native core where it has this tokenizer."""
@@ -243,10 +313,11 @@ class Tokenizer:
 
     def decode_plain(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids as the tokenizer's own decoder gives it."""
-        return _checked(
-            self.name,
-            lambda: self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens),
-        )
+        ids, skips = list(token_ids), skip_special_tokens
+        if len(ids) <= _MAX_LOCKED_CHARACTERS:
+            return _checked(self.name, lambda: self.backend.decode(ids, skip_special_tokens=skips))
+        decode = self.backend.decode_batch
+        return _checked(self.name, lambda: decode([ids], skip_special_tokens=skips)[0])
 
     @property
     def is_word_aware(self) -> bool:

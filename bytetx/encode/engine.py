@@ -4,7 +4,8 @@ import asyncio
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Condition, Thread
@@ -150,13 +151,31 @@ class EncodeEngine:
         with self._changed:
             if self._is_closing:
                 raise self._closed_error()
-            self._check_room(call, num_texts, tokens)
+            self._check_room(num_texts, tokens, num_calls=call.num_calls)
             if self._thread is None:
                 self._process = OwnProcess()
                 self._thread = Thread(target=self._run, name="bytetx-encode", daemon=True)
                 self._thread.start()
             self._open.add(call)
             self._count_reading(call, num_texts, tokens)
+
+    @contextmanager
+    def reserve(self, num_texts: int, tokens: int) -> Iterator[None]:
+        """Counts work without a forward pass, such as tokenising alone, as texts that are read.
+
+        Raises QueueFullError, or why the engine takes no calls.
+        """
+        with self._changed:
+            self.check_open()
+            self._check_room(num_texts, tokens, num_calls=1)
+            self._num_reading += num_texts
+            self._reading_tokens += tokens
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_reading -= num_texts
+                self._reading_tokens -= tokens
 
     @property
     def is_broken(self) -> bool:
@@ -274,7 +293,7 @@ class EncodeEngine:
             )
             return counts, list(self.recent)
 
-    def _check_room(self, call: OpenCall, num_texts: int, tokens: int) -> None:
+    def _check_room(self, num_texts: int, tokens: int, *, num_calls: int) -> None:
         queued, queued_tokens = self.num_queued, self.queued_tokens
         if not queued:
             return
@@ -282,7 +301,7 @@ class EncodeEngine:
         excess_tokens = queued_tokens + tokens - self.max_queued_tokens
         if excess_texts <= 0 and excess_tokens <= 0:
             return
-        self._counts.num_refused += call.num_calls
+        self._counts.num_refused += num_calls
         to_run = max(excess_tokens, excess_texts * queued_tokens / queued)
         seconds = _UNKNOWN_RETRY_S if self._rate is None else to_run / self._rate
         seconds = max(seconds, _MIN_RETRY_S)

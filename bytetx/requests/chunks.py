@@ -72,7 +72,7 @@ def cut_encoding(
     rows = [np.concatenate([ids[:head], ids[a:b], ids[end:]]) for a, b in bounds]
     if text is None:
         return [Chunk(row, None) for row in rows]
-    offsets, words = _offsets(encoding), _word_ids(encoding)
+    offsets, words = offsets_of(encoding), _word_ids(encoding)
     return [
         Chunk(
             row,
@@ -87,7 +87,7 @@ def cut_encoding(
     ]
 
 
-def _offsets(encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
+def offsets_of(encoding: tokenizers.Encoding) -> list[tuple[int, int]]:
     if len(encoding) <= _MAX_LIST_TOKENS:
         return list(encoding.offsets)
     return [encoding.token_to_chars(place) or (0, 0) for place in range(len(encoding))]

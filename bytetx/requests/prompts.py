@@ -82,10 +82,12 @@ class PromptReader:
                 "the chat holds half a surrogate pair, which is no text; decode its source with "
                 "errors='replace'"
             ) from error
-        encoding = self._tokenizer.encode_plain(text)
-        if encoding.overflowing:
+        limit = self._tokenizer.max_tokens
+        # What is cut off is not asked for: a million tokens would hold up every other thread.
+        encoding = self._tokenizer.untruncated().encode_plain(text)
+        if len(encoding) > limit:
             raise TooLongError(
-                f"the chat has more than the {self._tokenizer.max_tokens} tokens this model takes"
+                f"the chat has {len(encoding)} tokens, and this model takes at most {limit}"
             )
         return encoding.ids
 

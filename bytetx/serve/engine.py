@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import tokenizers
 
 from bytetx.async_model import AsyncModel
 from bytetx.checkpoint.tokenizer import Tokenizer
@@ -18,6 +17,7 @@ from bytetx.encode.request import RunStats
 from bytetx.errors import DeviceLostError, shown
 from bytetx.generate.outputs import RequestOutput, TokenLogprob
 from bytetx.model import Model
+from bytetx.requests.chunks import offsets_of
 from bytetx.sampling_params import SamplingParams
 from bytetx.serve.calls import Call, ModelFacts, Outcome, Piece, Timings
 from bytetx.serve.embed_groups import EmbedGroups, is_groupable
@@ -25,7 +25,7 @@ from bytetx.serve.errors import ServeError, as_serve_error
 from bytetx.serve.settings import ModelSource
 from bytetx.tasks.futures import forward
 from bytetx.tasks.rerank import YES_NO_FAMILIES
-from bytetx.tasks.results import Embeddings
+from bytetx.tasks.results import Embeddings, Results
 from bytetx.tasks.search import similarity as similarity_of
 
 logger = logging.getLogger("bytetx.serve")
@@ -152,24 +152,26 @@ class LeftTruncation:
 
     def __init__(self, tokenizer: Tokenizer | None):
         self._tokenizer = tokenizer
-        self._backend: tokenizers.Tokenizer | None = None
 
     def encode(self, texts: Sequence[Any], *, prompt: str) -> tuple[list[Any], int]:
         """(token ids of each str that is too long, all else as it is; how many were cut)."""
         if self._tokenizer is None:
             return list(texts), 0
-        if self._backend is None:
-            backend = tokenizers.Tokenizer.from_str(self._tokenizer.backend.to_str())
-            backend.enable_truncation(self._tokenizer.max_tokens, direction="left")
-            self._backend = backend
         places = [i for i, text in enumerate(texts) if isinstance(text, str)]
-        encodings = self._backend.encode_batch([prompt + texts[i] for i in places])
-        result, num_cut = list(texts), 0
-        for place, encoding in zip(places, encodings, strict=True):
-            if encoding.overflowing:
-                result[place] = encoding.ids
-                num_cut += 1
-        return result, num_cut
+        given = [prompt + texts[i] for i in places]
+        # Lengths of all, and then the ends of long ones: what is cut off comes as objects of the
+        # library, and for a million tokens these would hold up every other thread.
+        whole = self._tokenizer.untruncated().encode(given)
+        limit = self._tokenizer.max_tokens
+        too_long = [place for place, one in enumerate(whole) if len(one) > limit]
+        result = list(texts)
+        if too_long:
+            ends = self._tokenizer.limited(limit, direction="left")
+            for place, encoding in zip(
+                too_long, ends.encode([given[place] for place in too_long]), strict=True
+            ):
+                result[places[place]] = encoding.ids
+        return result, len(too_long)
 
 
 async def _embed(served: ServedModel, call: Call) -> Outcome:
@@ -218,8 +220,8 @@ async def _embed_tokens(served: ServedModel, call: Call) -> Outcome:
     if prompt:
         inputs = [prompt + text if isinstance(text, str) else text for text in inputs]
     states = await served.model.hidden_states(inputs, truncate=options["truncate"])
-    vectors = np.concatenate([state[0] for state in states])
-    _check_finite(vectors)
+    vectors = await asyncio.to_thread(np.concatenate, [state[0] for state in states])
+    await asyncio.to_thread(_check_finite, vectors)
     cu_seqlens = np.zeros(len(states) + 1, dtype=np.int64)
     np.cumsum([state.shape[1] for state in states], out=cu_seqlens[1:])
     return Outcome(_timings(states.stats, num_cut), arrays=(vectors, cu_seqlens))
@@ -255,6 +257,10 @@ async def _rerank(served: ServedModel, call: Call) -> Outcome:
 async def _tag(served: ServedModel, call: Call) -> Outcome:
     """rows: for each text [{entity, score, word, start, end, index}, ...]"""
     result = await served.model.tag(call.inputs, **call.options)
+    return await asyncio.to_thread(_tag_outcome, result)
+
+
+def _tag_outcome(result: Results[Any]) -> Outcome:
     rows = [
         [
             {
@@ -284,8 +290,11 @@ async def _similarity(served: ServedModel, call: Call) -> Outcome:
 
 
 async def _tokenize(served: ServedModel, call: Call) -> Outcome:
-    """rows: for each text [{id, text, special, start, stop}, ...]"""
-    return await asyncio.to_thread(_tokenize_now, served, call)
+    """arrays: int64 [num_tokens] ids, first and last characters, uint8 whether they are special;
+    int64 [num_texts + 1], where each text starts.  rows: the texts with their prompt, and the names
+    of special tokens by id."""
+    with served.model.reserved(len(call.inputs), sum(map(len, call.inputs))):
+        return await asyncio.to_thread(_tokenize_now, served, call)
 
 
 def _tokenize_now(served: ServedModel, call: Call) -> Outcome:
@@ -294,31 +303,23 @@ def _tokenize_now(served: ServedModel, call: Call) -> Outcome:
     texts = [prompt + text for text in call.inputs]
     backend = tokenizer.untruncated().backend
     adds_special = call.options.get("add_special_tokens", True)
-    encodings = backend.encode_batch(texts, add_special_tokens=adds_special)
-    rows = [_token_rows(t, encoding) for t, encoding in zip(texts, encodings, strict=True)]
-    num_tokens = sum(map(len, rows))
-    return Outcome(Timings(num_texts=len(texts), num_tokens=num_tokens), rows)
-
-
-def _token_rows(text: str, encoding: tokenizers.Encoding) -> list[dict[str, Any]]:
-    columns = zip(
-        encoding.ids, encoding.tokens, encoding.offsets, encoding.special_tokens_mask, strict=True
-    )
-    return [
-        {
-            "id": token_id,
-            "text": token if special else text[start:end],
-            "special": bool(special),
-            "start": None if special else start,
-            "stop": None if special else end,
-        }
-        for token_id, token, (start, end), special in columns
-    ]
+    columns: list[np.ndarray] = []  # int64 [4, num_tokens] of each text
+    for encoding in backend.encode_batch(texts, add_special_tokens=adds_special):
+        ids, offsets = np.array(encoding.ids, dtype=np.int64), np.array(offsets_of(encoding))
+        special = np.array(encoding.special_tokens_mask, dtype=np.int64)
+        columns.append(np.stack([ids, *offsets.reshape(-1, 2).T.astype(np.int64), special]))
+    ids, starts, stops, special = np.concatenate([np.empty((4, 0), np.int64), *columns], axis=1)
+    bounds = np.cumsum([0, *(one.shape[1] for one in columns)], dtype=np.int64)
+    names = {str(one): tokenizer.token(one) for one in np.unique(ids[special > 0]).tolist()}
+    arrays = (ids, starts, stops, special.astype(np.uint8), bounds)
+    timings = Timings(num_texts=len(texts), num_tokens=len(ids))
+    return Outcome(timings, [texts, names], arrays)
 
 
 async def _decode(served: ServedModel, call: Call) -> Outcome:
     """rows: the text of each list of token ids"""
-    return await asyncio.to_thread(_decode_now, served, call)
+    with served.model.reserved(len(call.inputs), sum(map(len, call.inputs))):
+        return await asyncio.to_thread(_decode_now, served, call)
 
 
 def _decode_now(served: ServedModel, call: Call) -> Outcome:

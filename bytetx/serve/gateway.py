@@ -35,7 +35,7 @@ _TOO_LATE = 408
 _BODY_SECONDS = BODY_S
 _REST_SECONDS = 5.0  # for the body of a request that is refused before it has come
 # A longer body is parsed in a thread: one of 2 MB takes some 50 ms.
-_MAX_INLINE_BYTES = 1 << 15
+MAX_INLINE_BYTES = 1 << 15
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _MAX_KEY = 80  # characters of a key in an error
 _DOCS = ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")
@@ -296,7 +296,7 @@ async def parse(exchange: Exchange, model: type[M]) -> M:
     """The exchange's body as the model; raises ServeError. A long one is read in a thread."""
     body = exchange.body_bytes
     try:
-        if len(body) <= _MAX_INLINE_BYTES:
+        if len(body) <= MAX_INLINE_BYTES:
             return model.model_validate_json(body)
         return await exchange.site.in_thread(lambda: model.model_validate_json(body))
     except ValidationError as error:

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 from starlette.responses import Response
 
-from bytetx.serve.answers import check_batch, count_characters, json_answer, run
+from bytetx.serve.answers import (
+    check_batch,
+    check_characters,
+    count_characters,
+    json_answer,
+    run,
+)
 from bytetx.serve.calls import ModelFacts
 from bytetx.serve.gateway import Exchange
 from bytetx.serve.routes_tei import normalize_option, prompt_options, truncates
@@ -61,6 +67,8 @@ async def rerank_v2(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
 async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
     facts = find_model(exchange, body.model, "rerank")
     check_batch(exchange, body.documents, field="documents")
+    characters = len(body.query) * len(body.documents) + count_characters(body.documents)
+    check_characters(exchange, characters, field="documents")
     outcome = await run(
         exchange,
         facts,
@@ -87,7 +95,6 @@ async def _rerank(body: OpenAIRerankRequest, exchange: Exchange) -> Response:
             "billed_units": {"search_units": 1},
         },
     }
-    characters = len(body.query) * len(body.documents) + count_characters(body.documents)
     return json_answer(exchange, content, num_characters=characters)
 
 

@@ -1,16 +1,23 @@
 """TEI's routes: /embed and its relatives, /predict, /rerank, /tokenize, /decode, POST /."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
 from starlette.responses import Response
 
 from bytetx.errors import shown
-from bytetx.serve.answers import check_batch, count_characters, json_answer, run
+from bytetx.serve.answers import (
+    check_batch,
+    check_characters,
+    check_tokenize,
+    count_characters,
+    json_answer,
+    run,
+)
 from bytetx.serve.calls import ModelFacts, Outcome
 from bytetx.serve.errors import ServeError
-from bytetx.serve.gateway import Exchange, validation_error
+from bytetx.serve.gateway import MAX_INLINE_BYTES, Exchange, parse
 from bytetx.serve.schemas import (
     DecodeRequest,
     EmbedAllRequest,
@@ -23,6 +30,8 @@ from bytetx.serve.schemas import (
     TokenizeRequest,
 )
 from bytetx.serve.site import need_task
+
+_MAX_INLINE_ROWS = 4096  # entries of an answer that are made in the event loop
 
 
 async def embed(body: EmbedRequest, exchange: Exchange) -> Response:
@@ -79,18 +88,22 @@ async def embed_sparse(body: EmbedSparseRequest, exchange: Exchange) -> Response
     return json_answer(exchange, content, num_characters=count_characters(body.inputs))
 
 
-def _sparse_rows(outcome: Outcome) -> list[list[dict[str, Any]]]:
+def _sparse_rows(outcome: Outcome) -> Any:
+    """A list of objects for each text, made while it is written where there are many."""
     indices, values, indptr = outcome.arrays
     bounds = indptr.tolist()
-    return [
-        [
-            {"index": index, "value": value}
-            for index, value in zip(
-                indices[start:end].tolist(), values[start:end].tolist(), strict=True
-            )
-        ]
-        for start, end in zip(bounds, bounds[1:], strict=False)
-    ]
+
+    def row(start: int, end: int) -> Iterator[dict[str, Any]]:
+        pairs = zip(indices[start:end].tolist(), values[start:end].tolist(), strict=True)
+        return ({"index": index, "value": value} for index, value in pairs)
+
+    rows = (row(start, end) for start, end in zip(bounds, bounds[1:], strict=False))
+    return _few_or_lazy(rows, len(indices))
+
+
+def _few_or_lazy(rows: Iterator[Iterator[Any]], num_entries: int) -> Any:
+    """Lists where they are short; else iterators, which json_answer reads in a thread."""
+    return [list(row) for row in rows] if num_entries <= _MAX_INLINE_ROWS else rows
 
 
 async def predict(body: PredictRequest, exchange: Exchange) -> Response:
@@ -137,8 +150,9 @@ async def predict_tokens(body: PredictTokensRequest, exchange: Exchange) -> Resp
         **options,
     )
     is_token = body.aggregation_strategy == "none"
-    rows = [[_entity(entity, is_token=is_token) for entity in row] for row in outcome.rows]
-    content = rows[0] if body.inputs.is_single else rows
+    rows = ((_entity(entity, is_token=is_token) for entity in row) for row in outcome.rows)
+    content = _few_or_lazy(rows, sum(map(len, outcome.rows)))
+    content = next(iter(content)) if body.inputs.is_single else content
     return json_answer(exchange, content, num_characters=count_characters(body.inputs))
 
 
@@ -158,6 +172,8 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
     """The texts by how well they answer the query, best first."""
     facts = _model(exchange, body.model, "rerank")
     check_batch(exchange, body.texts, field="texts")
+    characters = len(body.query) * len(body.texts) + count_characters(body.texts)
+    check_characters(exchange, characters, field="texts")
     if body.cuts_left:
         raise ServeError("validation", "truncation_direction Left is for single texts, not pairs")
     outcome = await run(
@@ -172,7 +188,6 @@ async def rerank(body: RerankRequest, exchange: Exchange) -> Response:
         {"index": index, "score": score} | ({"text": body.texts[index]} if body.return_text else {})
         for index, score in outcome.rows
     ]
-    characters = len(body.query) * len(body.texts) + count_characters(body.texts)
     return json_answer(exchange, content, num_characters=characters)
 
 
@@ -199,6 +214,8 @@ async def tokenize(body: TokenizeRequest, exchange: Exchange) -> Response:
     """The tokens of each text: ids, the text that each stands for, and where it is."""
     facts = _model(exchange, body.model, "tokenize")
     check_batch(exchange, body.inputs, field="inputs")
+    count = count_characters(body.inputs)
+    check_tokenize(exchange, count, field="inputs", unit="characters")
     outcome = await run(
         exchange,
         facts,
@@ -207,13 +224,35 @@ async def tokenize(body: TokenizeRequest, exchange: Exchange) -> Response:
         add_special_tokens=body.add_special_tokens,
         **prompt_options(exchange, body.prompt_name),
     )
-    return json_answer(exchange, outcome.rows)
+    return json_answer(exchange, _few_or_lazy(_token_rows(outcome), len(outcome.arrays[0])))
+
+
+def _token_rows(outcome: Outcome) -> Iterator[Iterator[dict[str, Any]]]:
+    """{id, text, special, start, stop} of each token of each text."""
+    texts, names = outcome.rows
+    ids, starts, stops, special, bounds = outcome.arrays
+
+    def row(text: str, first: int, end: int) -> Iterator[dict[str, Any]]:
+        for place in range(first, end):
+            token_id, start, stop = int(ids[place]), int(starts[place]), int(stops[place])
+            is_special = bool(special[place])
+            yield {
+                "id": token_id,
+                "text": names[str(token_id)] if is_special else text[start:stop],
+                "special": is_special,
+                "start": None if is_special else start,
+                "stop": None if is_special else stop,
+            }
+
+    places = bounds.tolist()
+    return (row(*one) for one in zip(texts, places, places[1:], strict=False))
 
 
 async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
     """The text of each list of token ids."""
     facts = _model(exchange, body.model, "tokenize")
     check_batch(exchange, body.ids, field="ids")
+    check_tokenize(exchange, sum(map(len, body.ids)), field="ids", unit="ids")
     outcome = await run(
         exchange, facts, "decode", body.ids, skip_special_tokens=body.skip_special_tokens
     )
@@ -223,32 +262,41 @@ async def decode(body: DecodeRequest, exchange: Exchange) -> Response:
 async def main_task(exchange: Exchange) -> Response:
     """What the model is for: /similarity for its inputs, else /embed, /predict, /rerank or
     /predict_tokens, as TEI and Hugging Face's InferenceClient use this route."""
-    raw = exchange.body_bytes
-    try:
-        given = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise ServeError("validation", f"the body is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise ServeError("validation", "the body must be a JSON object")
+    given = await _read_object(exchange)
     if isinstance(given.get("inputs"), dict):
-        return await similarity(_parsed(SimilarityRequest, raw), exchange)
+        return await similarity(await parse(exchange, SimilarityRequest), exchange)
     parameters = given.get("parameters")
     is_hub_api = isinstance(parameters, dict)
     if isinstance(parameters, dict):
-        raw = orjson.dumps(given | _hub_options(parameters))
+        hub = given | _hub_options(parameters)
+        exchange.body_bytes = await exchange.site.in_thread(lambda: orjson.dumps(hub))
     named = given.get("model")
     name = exchange.model_name or (named if isinstance(named, str) else None)
     task = exchange.site.find_model(name).main_task
     if task == "embed_sparse":
-        return await embed_sparse(_parsed(EmbedSparseRequest, raw), exchange)
+        return await embed_sparse(await parse(exchange, EmbedSparseRequest), exchange)
     if task == "rerank" and "query" in given:
-        return await rerank(_parsed(RerankRequest, raw), exchange)
+        return await rerank(await parse(exchange, RerankRequest), exchange)
     if task in ("classify", "rerank"):
-        body = _parsed(PredictRequest, raw)
+        body = await parse(exchange, PredictRequest)
         return await _predict(body, exchange, is_nested=is_hub_api or not body.inputs.is_single)
     if task == "tag":
-        return await predict_tokens(_parsed(PredictTokensRequest, raw), exchange)
-    return await embed(_parsed(EmbedRequest, raw), exchange)
+        return await predict_tokens(await parse(exchange, PredictTokensRequest), exchange)
+    return await embed(await parse(exchange, EmbedRequest), exchange)
+
+
+async def _read_object(exchange: Exchange) -> dict[str, Any]:
+    raw = exchange.body_bytes
+    try:
+        if len(raw) <= MAX_INLINE_BYTES:
+            given = orjson.loads(raw)
+        else:
+            given = await exchange.site.in_thread(lambda: orjson.loads(raw))
+    except orjson.JSONDecodeError as error:
+        raise ServeError("validation", f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ServeError("validation", "the body must be a JSON object")
+    return given
 
 
 def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -262,13 +310,6 @@ def _hub_options(parameters: dict[str, Any]) -> dict[str, Any]:
             f"{shown(function)}",
         )
     return options | ({"raw_scores": True} if function == "none" else {})
-
-
-def _parsed(model: Any, raw: bytes) -> Any:
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise validation_error(error) from None
 
 
 def _model(exchange: Exchange, name: str | None, task: str) -> ModelFacts:

@@ -1,6 +1,6 @@
 """Requests of every route, as pydantic checks them and the OpenAPI page shows them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -116,6 +116,11 @@ Documents = Annotated[
 Direction = Literal["Left", "Right", "left", "right"]
 
 
+T = TypeVar("T")
+# One error is told; to collect those of a million entries takes seconds.
+_List = Annotated[list[T], Field(fail_fast=True)]
+
+
 class _Request(BaseModel):
     """Unknown fields are ignored, as the servers whose routes these are do; types are exact."""
 
@@ -163,19 +168,19 @@ class PredictTokensRequest(_TeiRequest):
     stride: Annotated[int, Field(ge=0)] | None = Field(
         None, description="Cut long texts into chunks that share so many tokens."
     )
-    ignore_labels: list[str] = ["O"]
+    ignore_labels: _List[str] = ["O"]
 
 
 class RerankRequest(_TeiRequest):
     query: str
-    texts: list[str]
+    texts: _List[str]
     raw_scores: bool = False
     return_text: bool = False
 
 
 class SimilarityInput(_Request):
     source_sentence: str
-    sentences: list[str]
+    sentences: _List[str]
 
 
 class SimilarityParameters(_TeiRequest):
@@ -236,7 +241,7 @@ class _GenerationRequest(_Request):
     frequency_penalty: float | None = 0.0
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _List[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = None
@@ -244,7 +249,7 @@ class _GenerationRequest(_Request):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _List[int] | None = None
     ignore_eos: bool | None = None
 
 
@@ -259,12 +264,12 @@ class CompletionRequest(_GenerationRequest):
 
 class ChatMessage(_Request):
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | _List[dict[str, Any]] | None = None
     name: str | None = None
 
 
 class ChatRequest(_GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[_List[ChatMessage], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = False

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from threading import Condition, Lock
 
@@ -15,6 +16,7 @@ from bytetx.runtime.forking import OwnProcess
 from bytetx.sampling_params import SamplingParams
 
 _RETRY_S = 1.0
+_NUM_READERS = 2
 
 
 class GenerationThread:
@@ -27,6 +29,12 @@ class GenerationThread:
         self._is_closed = False
         self._process: OwnProcess | None = None
         self.num_open = 0
+        # Chats may wait for their template for seconds, and other prompts not for chats. So many
+        # long prompts are tokenised at a time.
+        self.readers = {
+            is_chat: ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="bytetx-prompts")
+            for is_chat in (False, True)
+        }
 
     def engine(self) -> AsyncEngine:
         """Builds it where there is none; takes as long as allocating the cache."""
@@ -78,6 +86,8 @@ class GenerationThread:
         with self._building:
             if self._engine is not None:
                 self._engine.close()
+        for reader in self.readers.values():
+            reader.shutdown(wait=False)
 
 
 class AsyncGeneration(AsyncIterator[RequestOutput]):
@@ -92,10 +102,12 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
         read_prompt: Callable[[], list[int]],
         params: SamplingParams,
         *,
+        is_chat: bool,
         priority: int,
         timeout_s: float | None,
     ):
         """read_prompt: the prompt's token ids; it runs in a thread, as does building the engine."""
+        self._is_chat = is_chat
         self._thread, self._read_prompt, self._params = thread, read_prompt, params
         self._priority, self._timeout_s = priority, timeout_s
         self._pieces: AsyncGenerator[RequestOutput, None] | None = None
@@ -143,7 +155,9 @@ class AsyncGeneration(AsyncIterator[RequestOutput]):
 
     async def _run(self) -> AsyncGenerator[RequestOutput, None]:
         with self._thread.opened():
-            token_ids = await asyncio.to_thread(self._read_prompt)
+            reader = self._thread.readers[self._is_chat]
+            loop = asyncio.get_running_loop()
+            token_ids = await loop.run_in_executor(reader, self._read_prompt)
             self._read = time.perf_counter()
             self.num_prompt_tokens = len(token_ids)
             engine = await asyncio.to_thread(self._thread.engine)

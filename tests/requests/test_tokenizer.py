@@ -290,3 +290,27 @@ def test_tokenizers_of_many_strides_are_not_all_kept(tmp_path: Path) -> None:
         assert list(pool.map(chunks, strides * 2)) == wanted * 2
     assert tokenizer.untruncated() is tokenizer.untruncated()
     assert tokenizer.limited(9).untruncated() is tokenizer.untruncated()
+
+
+def test_long_pairs_are_cut_to_the_tokens_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both long, one long, equal ones: a cut beginning changes neither ids nor offsets."""
+    tokenizer = bytetx.load(save_checkpoint(tmp_path), device="cpu").tokenizer
+    monkeypatch.setattr(tokenizer._prefixes, "most_characters", 300)
+    monkeypatch.setattr(tokenizer._prefixes, "_num_characters", 150)
+    rng = np.random.default_rng(0)
+    words = ["fox ", "!", "the ", "quick", "brown\u4e2d", "a a ", "\u00e9\u0301", "  "]
+    texts = ["".join(rng.choice(words, size)) for size in (0, 3, 40, 90, 90, 200, 200, 500)]
+    for pair in [(one, other) for one in texts for other in texts]:
+        (got,) = tokenizer.encode_beginnings([pair], with_offsets=True)
+        (whole,) = tokenizer.encode([pair], with_offsets=True)
+        assert (got.ids, got.offsets, got.type_ids) == (whole.ids, whole.offsets, whole.type_ids)
+        assert bool(got.overflowing) == bool(whole.overflowing)
+
+
+def test_pairs_of_two_long_texts_are_read_in_no_time_of_their_square(tmp_path: Path) -> None:
+    """Each part of one text that is cut off would make an object with each part of the other."""
+    tokenizer = bytetx.load(save_checkpoint(tmp_path), device="cpu").tokenizer
+    (found,) = tokenizer.encode_beginnings([("!" * 100_000, "! " * 50_000)])
+    assert len(found) == tokenizer.max_tokens and len(found.overflowing) < 100

@@ -1,0 +1,100 @@
+"""The largest bodies that each route admits, for tests of how the server stays reachable."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Body = dict[str, Any]
+
+# Texts of so many characters; the last has no place where a tokenizer may cut it.
+TEXTS: Mapping[str, Callable[[int], str]] = {
+    "words": lambda size: ("the quick brown fox " * (size // 20 + 1))[:size],
+    "marks": lambda size: "!" * size,
+}
+
+
+def _split(text: str, count: int = 32) -> list[str]:
+    size = max(len(text) // count, 1)
+    return [text[i * size : (i + 1) * size] for i in range(count)]
+
+
+def _one_and_many(field: str, **more: Any) -> Callable[[str], list[Body]]:
+    return lambda text: [{field: text, **more}, {field: _split(text), **more}]
+
+
+def _pairs(field: str, **more: Any) -> Callable[[str], list[Body]]:
+    """A long query with short texts, which repeat it, and a short query with long texts."""
+    return lambda text: [
+        {"query": text, field: ["a"] * 32, **more},
+        {"query": text[: len(text) // 64], field: ["a"] * 32, **more},
+        {"query": "a", field: _split(text), **more},
+    ]
+
+
+def _ids(text: str) -> list[Body]:
+    return [{"ids": [5] * (len(text) // 3)}, {"ids": [[5] * (len(text) // 96)] * 32}]
+
+
+# Bodies of each route, from a text of nearly their size.
+CASES: Mapping[str, Callable[[str], list[Body]]] = {
+    "/embed": lambda text: [
+        *_one_and_many("inputs")(text),
+        {"inputs": text, "truncation_direction": "Left"},
+        {"inputs": [5] * (len(text) // 3)},
+        {"inputs": text, "truncate": False},
+        {"inputs": [[5]] * (len(text) // 6)},
+        {"inputs": [""] * (len(text) // 4)},
+    ],
+    "/embed_all": _one_and_many("inputs"),
+    "/embed_sparse": _one_and_many("inputs", model="sparse"),
+    "/predict": lambda text: [
+        *_one_and_many("inputs", model="classifier")(text),
+        {"inputs": [[text, "a"]], "model": "classifier"},
+        {"inputs": [_split(text, 2)], "model": "classifier"},
+    ],
+    "/predict_tokens": lambda text: [
+        *_one_and_many("inputs", model="tagger")(text),
+        *({"inputs": text[:size], "stride": 37, "model": "tagger"} for size in (1000, len(text))),
+        {"inputs": text, "stride": 0, "model": "tagger"},
+    ],
+    "/rerank": _pairs("texts", model="reranker"),
+    "/similarity": lambda text: [
+        {"inputs": {"source_sentence": text, "sentences": ["a"] * 32}},
+        {"inputs": {"source_sentence": "a", "sentences": _split(text)}},
+    ],
+    "/tokenize": lambda text: [
+        *_one_and_many("inputs")(text),
+        {"inputs": text[:16_000]},
+    ],
+    "/decode": lambda text: [*_ids(text), {"ids": [5] * 16_000}],
+    "/": _one_and_many("inputs"),
+    "/v1/embeddings": _one_and_many("input", model="embedder"),
+    "/v1/rerank": _pairs("documents", model="reranker"),
+    "/v2/rerank": _pairs("documents", model="reranker"),
+    "/v1/completions": lambda text: [
+        {"prompt": text, "model": "writer", "max_tokens": 4},
+        {"prompt": "a", "model": "writer", "max_tokens": 4, "stop": [""] * (len(text) // 4)},
+        {"prompt": "a", "model": "writer", "max_tokens": 20, "n": 8, "logprobs": 20},
+    ],
+    "/v1/chat/completions": lambda text: [
+        {"messages": [{"role": "user", "content": text}], "model": "writer", "max_tokens": 4},
+        {
+            "messages": [{"role": "user", "content": ""}] * (len(text) // 40),
+            "model": "writer",
+            "max_tokens": 4,
+        },
+    ],
+}
+
+
+def largest_bodies(path: str, *, size: int) -> Iterator[bytes]:
+    """Bodies of nearly `size` bytes that the route may admit, and some that it refuses late."""
+    for make in TEXTS.values():
+        for body in CASES[path](make(size - 2000)):
+            yield json.dumps(body, separators=(",", ":")).encode()
+    deep = b"[" * (size // 2 - 1000) + b"]" * (size // 2 - 1000)
+    wrong = b"[" + b"1," * (size // 2 - 1000) + b"1]"
+    field = {"/rerank": b"texts", "/v1/chat/completions": b"messages", "/decode": b"ids"}
+    name = field.get(path, b"inputs")
+    for value in (deep, wrong, b"9" * (size - 1000), wrong.replace(b"1", b'"')[: size - 1000]):
+        yield b'{"%b":%b,"query":"a","input":"a","prompt":"a"}' % (name, value)
