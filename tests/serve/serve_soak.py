@@ -2,8 +2,10 @@
 
 Starts `bytetx serve` with small random models and sends it a mix of requests, 30 % of which leave
 before they are answered. Fails where an answer differs from Model's, a request that stayed gets no
-answer, one that left stays in the server, or resident memory of the server's processes grows by
-2 % or more over the last half. --requests 10000 is a storm of that many instead.
+answer, one that left stays in the server, resident memory of the server's processes grows by
+2 % or more over the last half, or the 99th percentile of GET /health is 0.1 s or more. With
+--minutes, slow clients and the largest bodies run beside the mix. --requests 10000 is a storm of
+that many instead.
 """
 
 import argparse
@@ -24,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import httpx
 import numpy as np
 from checkpoints import save_causal, save_checkpoint, texts
+from largest_bodies import largest_bodies
 from other_processes import resident_mib
 from serving import KEY, Server, raw_request, start_server
 
@@ -36,6 +39,9 @@ MAX_GROWTH = 0.02  # of the last half
 _WAIT_S = 60.0  # for an answer
 _NUM_TEXTS = 512
 _NEW_TOKENS = 8
+MAX_HEALTH_S = 0.1  # the 99th percentile
+_LARGEST_BYTES = 1_900_000  # below --payload-limit's default
+_NUM_SLOW, _SLOW_S, _HEALTH_EVERY_S = 50, 60.0, 0.05
 _LONGEST_STAY_S = 0.05  # of a client that leaves
 
 
@@ -160,6 +166,50 @@ async def send(url: str, traffic: Traffic, *, until: Callable[[int], bool]) -> C
     return counts
 
 
+async def send_largest(url: str, seconds: float) -> Counter[str]:
+    """One caller sends the largest bodies that /embed, /predict, /tokenize and / admit."""
+    counts, end = Counter[str](), time.monotonic() + seconds
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=5 * _WAIT_S) as client:
+        while time.monotonic() < end:
+            for path in ("/embed", "/predict", "/tokenize", "/"):
+                for body in largest_bodies(path, size=_LARGEST_BYTES):
+                    if time.monotonic() < end:
+                        answer = await client.post(path, content=body)
+                        assert answer.status_code < 500, answer.text[:300]
+                        counts[f"largest {answer.status_code}"] += 1
+    return counts
+
+
+async def send_slowly(url: str, seconds: float) -> None:
+    """Keeps clients that send half a head or half a body, and that do not read."""
+    host, port = url.removeprefix("http://").split(":")
+    end = time.monotonic() + seconds
+    parts = (b"GET /health HTTP/1.1\r\nHost: a", raw_request(b'{"inputs": ', length=1000))
+
+    async def one(number: int) -> None:
+        while time.monotonic() < end:
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(parts[number % 2])
+            await asyncio.sleep(min(_SLOW_S, max(end - time.monotonic(), 0)))
+            writer.close()
+
+    await asyncio.gather(*(one(number) for number in range(_NUM_SLOW)))
+
+
+async def watch_health(url: str, seconds: float) -> list[float]:
+    """Seconds that each GET /health took."""
+    waits: list[float] = []
+    end = time.monotonic() + seconds
+    async with httpx.AsyncClient(base_url=url, timeout=_WAIT_S) as client:
+        while time.monotonic() < end:
+            start = time.perf_counter()
+            assert (await client.get("/health")).status_code == 200
+            waits.append(time.perf_counter() - start)
+            await asyncio.sleep(_HEALTH_EVERY_S)
+    return waits
+
+
 async def leave(url: str, ask: Ask, seconds: float) -> None:
     """Sends a request and closes the connection after some seconds, whatever has come."""
     host, port = url.removeprefix("http://").split(":")
@@ -178,13 +228,22 @@ def total_resident_mib(pid: int) -> float:
     return resident_mib(pid) + sum(map(total_resident_mib, map(int, children)))
 
 
-async def watched(server: Server, traffic: Traffic, seconds: float) -> tuple[Counter[str], float]:
-    """Sends for that long. (counts, growth of memory in the last half)"""
+async def watched(
+    server: Server, traffic: Traffic, seconds: float
+) -> tuple[Counter[str], float, float]:
+    """Sends for that long, largest bodies and slow clients beside the mix.
+
+    (counts, growth of memory in the last half, 99th percentile of /health in seconds)
+    """
     end = time.monotonic() + seconds
     readings: list[float] = []
     sending = asyncio.create_task(
         send(server.url, traffic, until=lambda _: time.monotonic() >= end)
     )
+    url = server.url
+    health = asyncio.create_task(watch_health(url, seconds))
+    largest = asyncio.create_task(send_largest(url, seconds))
+    slow = asyncio.create_task(send_slowly(url, seconds))
     while not sending.done():
         readings.append(total_resident_mib(server.process.pid))
         await asyncio.wait((sending,), timeout=seconds / 200)
@@ -193,7 +252,10 @@ async def watched(server: Server, traffic: Traffic, seconds: float) -> tuple[Cou
         median(readings[at : at + tenth]) for at in (len(readings) // 2, len(readings) - tenth)
     )
     print(json.dumps({"start_mib": readings[0], "middle_mib": middle, "end_mib": last}))
-    return counts, last / middle - 1
+    counts += await largest
+    await slow
+    p99 = float(np.percentile(await health, 99))
+    return counts, last / middle - 1, p99
 
 
 def serve_models(folder: Path) -> tuple[list[str], Traffic]:
@@ -219,17 +281,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments, traffic = serve_models(Path(name))
         log = Path(name) / "log"
         with start_server([*arguments, "--frontends", options.frontends], log=log) as server:
-            growth = 0.0
+            growth = health = 0.0
             if options.requests is not None:
                 most = options.requests
                 counts = asyncio.run(send(server.url, traffic, until=lambda sent: sent >= most))
             else:
-                counts, growth = asyncio.run(watched(server, traffic, 60 * options.minutes))
+                counts, growth, health = asyncio.run(watched(server, traffic, 60 * options.minutes))
             server.wait_until_idle()
             assert server.stop() == 0
             assert "Traceback" not in server.read_log()
     print(json.dumps({"num_requests": counts.total(), **counts, "growth_of_last_half": growth}))
-    return int(growth >= MAX_GROWTH)
+    print(json.dumps({"health_p99_s": health}))
+    return int(growth >= MAX_GROWTH or health >= MAX_HEALTH_S)
 
 
 if __name__ == "__main__":
