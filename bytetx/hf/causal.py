@@ -15,7 +15,6 @@ from bytetx.hf.forward import (
     HeadCall,
     PackedForward,
     PackedPass,
-    StandIn,
     batch_of,
     head_call,
     layout_reason,
@@ -30,6 +29,7 @@ from bytetx.hf.pads import (
     selects_all,
     selects_pads,
 )
+from bytetx.hf.stand_in import StandIn
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.linear import linear, prepare_linear
 

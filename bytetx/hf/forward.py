@@ -1,13 +1,10 @@
 """Replacements of a base model's forward, and of the forward of a head on it."""
 
-import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +29,7 @@ from bytetx.hf.padding import (
 from bytetx.hf.pads import is_token_of, loss_reads_pads, zero_pads
 from bytetx.hf.plan import Plan, build_plan
 from bytetx.hf.pooler import run_pooler
+from bytetx.hf.stand_in import IN_THEIR_LOOP, StandIn
 from bytetx.nn.transformer import Transformer
 from bytetx.ops.padded_ids import PaddedIds
 from bytetx.packed import PackedBatch
@@ -87,9 +85,6 @@ class HeadCall:
 _HEAD_CALL: ContextVar[HeadCall | None] = ContextVar("bytetx_head_call", default=None)
 
 
-# Scoped to a call that runs transformers' own loop, whose first token is chosen at the last column.
-_IN_THEIR_LOOP: ContextVar[bool] = ContextVar("bytetx_in_their_loop", default=False)
-
 # Scoped to one call of a sentence-transformers module that reads hidden states of masked tokens.
 _READS_MASKED: ContextVar[bool] = ContextVar("bytetx_reads_masked", default=False)
 
@@ -102,16 +97,6 @@ def head_call(call: HeadCall) -> Iterator[None]:
         yield
     finally:
         _HEAD_CALL.reset(token)
-
-
-@contextmanager
-def their_loop() -> Iterator[None]:
-    """In this context, pads have the stock model's values."""
-    token = _IN_THEIR_LOOP.set(True)
-    try:
-        yield
-    finally:
-        _IN_THEIR_LOOP.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,70 +112,6 @@ class PackedPass:
     x: torch.Tensor
     layers: list[torch.Tensor]
     past: Any = None
-
-
-class StandIn(ABC):
-    """A callable that takes the place of a module's method and can call the original.
-
-    It carries the original's signature, and is copied and pickled along with its module.
-    """
-
-    method = "forward"
-
-    def __init__(self, module: "PreTrainedModel"):
-        self.module = module
-        self.__signature__ = inspect.signature(self.original)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        self.names = [n for n, p in self.__signature__.parameters.items() if p.kind in kinds]
-        # torch.compile leaves the call to this code and compiles what is around it.
-        self.run = torch.compiler.disable(
-            self._run, reason="a wrapped model is not compiled; unwrap it for one full graph"
-        )
-
-    @property
-    def original(self) -> Callable[..., Any]:
-        original: Callable[..., Any] = getattr(type(self.module), self.method).__get__(self.module)
-        return original
-
-    @property
-    def __code__(self) -> CodeType:
-        """The original's: torch.export names a graph's inputs and source by it."""
-        code: CodeType = getattr(type(self.module), self.method).__code__
-        return code
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        type(self).__init__(self, **state)
-
-    @abstractmethod
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The call, in place of the original."""
-
-    def run_original(
-        self, given: dict[str, Any], finish: Callable[[Any, Mapping[str, Any]], None] | None
-    ) -> Any:
-        """The original's output, whose fields `finish` may change."""
-        if finish is None:
-            return self.original(**given)
-        output = self.original(**given | {"return_dict": True})
-        finish(output, given)
-        wants_dict = arguments.wants_dict(given, self.module.config)
-        return output if wants_dict else output.to_tuple()
-
-
-class LoopStandIn(StandIn):
-    """`generate` of a head whose forward is its own: transformers' loop finds stock values."""
-
-    method = "generate"
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        with their_loop():
-            return self.original(*args, **kwargs)
 
 
 class HeadForward(StandIn):
@@ -336,7 +257,7 @@ class PackedForward(StandIn):
     @property
     def shows_stock(self) -> bool:
         """Whether the caller finds the stock model's values at pads."""
-        return self.pads == "stock" or _IN_THEIR_LOOP.get()
+        return self.pads == "stock" or IN_THEIR_LOOP.get()
 
     @property
     def keeps_pads(self) -> bool:

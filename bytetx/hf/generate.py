@@ -15,9 +15,9 @@ from bytetx.hf import arguments
 from bytetx.hf.bad_ids import require_ids
 from bytetx.hf.causal import CausalForward, base_forward, holes_reason, is_plain_head
 from bytetx.hf.engine_cache import EngineCache, EngineNeeds
-from bytetx.hf.forward import StandIn, their_loop
 from bytetx.hf.notice import Notices, silent
 from bytetx.hf.padding import Layout, padded_layout
+from bytetx.hf.stand_in import StandIn, their_loop
 from bytetx.nn.heads import LmHead
 from bytetx.nn.loading import Heads, LoadedCheckpoint
 from bytetx.nn.sentence_modules import SentenceSpec

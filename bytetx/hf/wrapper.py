@@ -18,12 +18,11 @@ from bytetx.hf.forward import (
     OUTPUTS,
     ExpansionForward,
     HeadForward,
-    LoopStandIn,
     PackedForward,
-    StandIn,
 )
 from bytetx.hf.generate import GenerateStandIn
 from bytetx.hf.plan import separate_parameters
+from bytetx.hf.stand_in import LoopStandIn, StandIn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
