@@ -10,6 +10,7 @@
 #ifdef BYTETX_CUDA
 #include "bindings_cuda.h"
 #else
+#include "bf16_ops.h"
 #include "bindings_wordpiece.h"
 #include "cpu/isa.h"
 #include "cpu/maxsim_tiles.h"
@@ -121,6 +122,9 @@ void bind_cpu(py::module_& m) {
     m.def("int8_linear_isa", &int8_linear_isa);
     m.def("int8_linear_workspace_bytes", &int8_linear_workspace_bytes);
     bind(m, "int8_linear", &int8_linear);
+    m.def("bf16_linear_isa", &bf16_linear_isa);
+    m.def("bf16_linear_workspace_bytes", &bf16_linear_workspace_bytes);
+    bind(m, "bf16_linear", &bf16_linear);
     bind_wordpiece(m);
     m.attr("why_no_cuda") = why_no_cuda();
 }

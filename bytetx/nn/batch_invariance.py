@@ -17,7 +17,7 @@ from bytetx.nn.sentence_modules import AutoEncoder, Dense, Module, Projection, S
 from bytetx.ops import native
 from bytetx.ops.attention_plan import is_planned
 from bytetx.ops.disentangled import has_disentangled_kernel
-from bytetx.ops.linear import LinearWeight, has_cpu_bf16
+from bytetx.ops.linear import has_invariant_bf16
 from bytetx.ops.paged_plan import has_invariant_kernel
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -69,10 +69,6 @@ def check_invariant_generation(spec: ModelSpec, device: torch.device) -> None:
         )
 
 
-def invariant_linear(w: LinearWeight | None) -> LinearWeight | None:
-    return None if w is None else replace(w, batch_invariant=True)
-
-
 def invariant_modules(modules: Sequence[Module]) -> tuple[Module, ...]:
     """The same modules with batch-invariant linear layers."""
     return tuple(_invariant(module) for module in modules)
@@ -81,7 +77,9 @@ def invariant_modules(modules: Sequence[Module]) -> tuple[Module, ...]:
 def _invariant(module: Module) -> Module:
     if isinstance(module, Dense):
         weight = replace(module.weight, batch_invariant=True)
-        return replace(module, weight=weight, residual=invariant_linear(module.residual))
+        residual = module.residual
+        residual = None if residual is None else replace(residual, batch_invariant=True)
+        return replace(module, weight=weight, residual=residual)
     if isinstance(module, Projection):
         return replace(module, weight=replace(module.weight, batch_invariant=True))
     return module
@@ -90,7 +88,7 @@ def _invariant(module: Module) -> Module:
 def _cpu_obstacle(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype, quantization: str | None
 ) -> str | None:
-    served = "float32 or bfloat16" if has_cpu_bf16() else "float32"
+    served = "float32 or bfloat16" if has_invariant_bf16() else "float32"
     if dtype == torch.float16:
         return f"dtype float16 on a CPU, where attention is plain torch; use {served}"
     reason = native.why_no_kernel("varlen_attention", device)
@@ -98,8 +96,8 @@ def _cpu_obstacle(
         return f"a CPU without the native core ({reason}); build it"
     if not torch.backends.mkldnn.is_available():
         return "a torch without oneDNN; install a build that has it"
-    if dtype == torch.bfloat16 and not has_cpu_bf16():
-        return "dtype bfloat16 on a CPU that does not compute with it; use float32"
+    if dtype == torch.bfloat16 and not has_invariant_bf16():
+        return "dtype bfloat16 on a CPU without AVX2; use float32"
     return None
 
 

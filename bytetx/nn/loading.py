@@ -25,7 +25,6 @@ from bytetx.checkpoint.weights import Weights
 from bytetx.errors import CheckpointError, OptionError, shown
 from bytetx.nn.batch_invariance import (
     check_batch_invariant,
-    invariant_linear,
     invariant_modules,
 )
 from bytetx.nn.blocks import Blocks
@@ -271,6 +270,7 @@ def _load_sentence_parts(
         in_features=spec.output_size,
         dtype=dtype,
         device=device,
+        batch_invariant=batch_invariant,
     )
     token_modules = _load_token_modules(sentence, spec, weights, device=device)
     projection = token_head("colbert_linear", out_features=None)
@@ -280,11 +280,7 @@ def _load_sentence_parts(
     modules = load_modules(sentence.modules, device=device)
     if not batch_invariant:
         return modules, token_modules, token_weight
-    return (
-        invariant_modules(modules),
-        invariant_modules(token_modules),
-        invariant_linear(token_weight),
-    )
+    return invariant_modules(modules), invariant_modules(token_modules), token_weight
 
 
 def _num_parts(spec: ModelSpec, blocks: Blocks | None) -> int:

@@ -21,10 +21,11 @@ def load_token_head(
     in_features: int,
     dtype: torch.dtype,
     device: torch.device,
+    batch_invariant: bool = False,
 ) -> LinearWeight | None:
     """The layer in `name`.safetensors, else in `name`.pt; None where the folder has neither.
 
-    out_features: None takes any number.
+    out_features: None takes any number.  batch_invariant: as prepare_linear's.
     A .pt file is read by torch's loader of plain tensors (weights_only), which runs no code of the
     file. Raises CheckpointError where the file is damaged or is no such layer.
     """
@@ -44,7 +45,12 @@ def load_token_head(
     if bias is not None:
         _check(path, "bias", bias, (rows,))
         bias = bias.to(device=device, dtype=dtype)
-    return prepare_linear(weight.to(device=device, dtype=dtype), bias, prepack=device.type == "cpu")
+    return prepare_linear(
+        weight.to(device=device, dtype=dtype),
+        bias,
+        prepack=device.type == "cpu",
+        batch_invariant=batch_invariant,
+    )
 
 
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:

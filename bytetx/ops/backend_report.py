@@ -6,6 +6,7 @@ from importlib.metadata import version
 import torch
 
 from bytetx.ops import native, triton_backend
+from bytetx.ops.bf16_linear import bf16_linear_isa, why_no_bf16_linear
 from bytetx.ops.int8_linear import int8_linear_isa, why_no_int8_linear
 
 OPS = (
@@ -14,6 +15,7 @@ OPS = (
     "rms_norm",
     "linear",
     "int8_linear",
+    "bf16_linear",
     "gate_rows",
     "varlen_attention",
     "disentangled_attention",
@@ -84,7 +86,9 @@ def _backing(op: str, device: torch.device) -> str:
     if op == "linear" and device.type == "cpu":
         return _backing_linear()
     if op == "int8_linear":
-        return _backing_int8_linear(device)
+        return _backing_on_cpu(int8_linear_isa(), why_no_int8_linear(), device)
+    if op == "bf16_linear":
+        return _backing_on_cpu(bf16_linear_isa(), why_no_bf16_linear(), device)
     reason = native.why_no_kernel(
         _CUDA_KERNELS.get(op, op) if device.type == "cuda" else op, device
     )
@@ -100,11 +104,11 @@ def _backing(op: str, device: torch.device) -> str:
     return f"torch: {reason}"
 
 
-def _backing_int8_linear(device: torch.device) -> str:
+def _backing_on_cpu(isa: str | None, why_not: str | None, device: torch.device) -> str:
+    """Of an op that only the CPU's core has."""
     if device.type == "cuda":
         return "none: on CPUs alone"
-    isa = int8_linear_isa()
-    return f"none: {why_no_int8_linear()}" if isa is None else f"native, {isa}"
+    return f"none: {why_not}" if isa is None else f"native, {isa}"
 
 
 def _backing_linear() -> str:

@@ -1,4 +1,4 @@
-"""Linear layers on packed rows: our kernels on Hopper, oneDNN with prepacked weights on a CPU."""
+"""Linear layers on packed rows: our kernels on Hopper GPUs and of bf16 on CPUs, or oneDNN."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -8,6 +8,12 @@ import torch
 from torch import Tensor
 
 from bytetx.ops import native, reference
+from bytetx.ops.bf16_linear import (
+    bf16_linear,
+    bf16_linear_isa,
+    pack_bf16_weight,
+    why_no_bf16_linear,
+)
 from bytetx.ops.check import is_aligned, require_contiguous, require_tensor
 from bytetx.ops.int8_linear import Int8Weight, prepare_int8_linear, run_int8_linear
 from bytetx.ops.linear_plan import (
@@ -50,7 +56,7 @@ _ONEDNN_ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A layer's weight as `linear` takes it: plain [n, k], laid out by oneDNN, or 8-bit integers.
+    """A layer's weight as `linear` takes it: plain [n, k], laid out for a CPU, or 8-bit integers.
 
     has_kernel: whether the Hopper kernel takes it; x and residual must be aligned as well.
     int8: the weight in 8 bits, whose panels `weight` is then; dtype stays that of x.
@@ -73,29 +79,31 @@ def prepare_linear(
 ) -> LinearWeight:
     """A LinearWeight of weight [n, k] and bias [n]; plain weights are kept without a copy.
 
-    prepack: lay the weight out for oneDNN once (a copy), where that helps: f32 or bf16 on a CPU
-    with oneDNN; elsewhere the plain weight is kept.
+    prepack: lay the weight out once (a copy) for oneDNN or for our kernel of bf16, where one runs
+    it on a CPU; elsewhere the plain weight is kept.
     batch_invariant: as of LinearWeight; on a GPU with the native kernels.
     """
     require_tensor("weight", weight, shape=(None, None))
     n, k = weight.shape
     if bias is not None:
         require_tensor("bias", bias, shape=(n,), dtypes=(weight.dtype,), device=weight.device)
-    is_prepacked = prepack and _has_onednn(weight)
-    if is_prepacked:
-        dense = weight.detach().contiguous()
-        weight = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
-    takes_kernel = _has_kernel(weight, bias)
-    return LinearWeight(
+    w = LinearWeight(
         weight,
         bias,
         n,
         k,
         weight.dtype,
-        is_prepacked,
-        takes_kernel,
+        is_prepacked=False,
+        has_kernel=_has_kernel(weight, bias),
         batch_invariant=batch_invariant,
     )
+    if prepack and _takes_bf16_kernel(w):
+        return replace(w, weight=pack_bf16_weight(weight.detach()), is_prepacked=True)
+    if prepack and _takes_onednn(w):
+        dense = weight.detach().contiguous()
+        packed = torch.ops.mkldnn._reorder_linear_weight(dense, _PREPACK_ROWS)
+        return replace(w, weight=packed, is_prepacked=True)
+    return w
 
 
 def quantize_linear(w: LinearWeight) -> LinearWeight:
@@ -134,6 +142,8 @@ def linear(
     if w.int8 is not None:
         sums = run_int8_linear(x, w.int8, activation=ACTIVATIONS.index(activation))
         return sums if residual is None else sums.add_(residual)
+    if _takes_bf16_kernel(w):
+        return _linear_bf16(x, w, activation=activation, residual=residual)
     if not _takes_onednn(w):
         return reference.linear(x, w.weight, w.bias, activation=activation, residual=residual)
     if x.shape[0] == 0:
@@ -143,6 +153,15 @@ def linear(
     d: Tensor = torch.ops.mkldnn._linear_pointwise(
         rows, w.weight, w.bias, attribute, [], algorithm
     )[:m]
+    return d if residual is None else d.add_(residual)
+
+
+def _linear_bf16(x: Tensor, w: LinearWeight, *, activation: str, residual: Tensor | None) -> Tensor:
+    run = torch.ops.bytetx.bf16_linear if torch.compiler.is_compiling() else bf16_linear
+    weight = w.weight if w.is_prepacked else w.weight.contiguous()
+    index = ACTIVATIONS.index(activation)
+    bias = None if w.bias is None else w.bias.contiguous()
+    d: Tensor = run(x, weight, bias, n=w.n, activation=index, is_packed=w.is_prepacked)
     return d if residual is None else d.add_(residual)
 
 
@@ -276,8 +295,41 @@ def _has_kernel(weight: Tensor, bias: Tensor | None) -> bool:
     return all(is_aligned(t) and t.is_contiguous() for t in (weight, bias) if t is not None)
 
 
+def _takes_bf16_kernel(w: LinearWeight) -> bool:
+    if w.dtype != torch.bfloat16 or w.weight.device.type != "cpu" or w.int8 is not None:
+        return False
+    if w.is_prepacked:
+        return w.weight.dtype == torch.int32  # panels of pack_bf16_weight
+    return _runs_bf16_kernel(w.batch_invariant)
+
+
+def has_invariant_bf16() -> bool:
+    """Whether batch-invariant layers of bf16 run on this CPU."""
+    return _runs_bf16_kernel(True) or (has_cpu_bf16() and not _has_amx())
+
+
+def has_fixed_bf16() -> bool:
+    """Whether a row of bf16 has its bits in any batch on this CPU without batch_invariant, too."""
+    return _runs_bf16_kernel(False) or (has_cpu_bf16() and not _has_amx())
+
+
+@native.cached_lookup
+def _runs_bf16_kernel(batch_invariant: bool) -> bool:
+    """Whether our kernel runs layers of bf16 on this CPU, where oneDNN could, too.
+
+    oneDNN's results depend neither on the number of rows nor on that of threads with AVX-512 bf16
+    alone. With AVX-512 it splits k among many threads for few rows; with AMX it chooses by rows and
+    threads between kernels that sum in other orders, but they are several times faster.
+    """
+    if why_no_bf16_linear() is not None:
+        return False
+    if not has_cpu_bf16() or bf16_linear_isa() != "avx512_bf16":
+        return True
+    return batch_invariant and _has_amx()
+
+
 def _takes_onednn(w: LinearWeight) -> bool:
-    return w.is_prepacked or _has_onednn(w.weight)
+    return not _takes_bf16_kernel(w) and (w.is_prepacked or _has_onednn(w.weight))
 
 
 def _has_onednn(weight: Tensor) -> bool:

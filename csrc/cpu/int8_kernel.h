@@ -11,10 +11,8 @@
 // all-MiniLM-L6-v2 keep a mean cosine of 0.9990 to fp32 vectors, symmetric rounding 0.9978.
 #pragma once
 
-#include <initializer_list>
-
 #include "cpu/int8_linear.h"
-#include "cpu/simd.h"
+#include "cpu/simd_math.h"
 #if defined(__AVX512VNNI__)
 #include "cpu/int8_simd_avx512vnni.h"
 #else
@@ -22,18 +20,6 @@
 #endif
 
 namespace bytetx::cpu::BYTETX_SIMD {
-
-constexpr float kLog2E = 1.44269504088896f;
-
-template <typename T>
-inline Vec load_some(const T* p, int64_t n) {
-    return n >= Vec::kWidth ? load(p) : load_first(p, static_cast<int>(n));
-}
-
-template <typename T>
-inline void store_some(T* p, int64_t n, Vec v) {
-    n >= Vec::kWidth ? store(p, v) : store_first(p, static_cast<int>(n), v);
-}
 
 template <typename T>
 inline QuantizedRow quantize_row(const T* x, int64_t k, Word* q) {
@@ -66,28 +52,11 @@ inline QuantizedRow quantize_row(const T* x, int64_t k, Word* q) {
     return {scale + fault, static_cast<float>(first_lane(zero)), 128 * reduce_sum(sums)};
 }
 
-// 2^x, 3 ulp; x is clamped to what f32 holds, and stays NaN.
-inline Vec exp2(Vec x) {
-    x = min(broadcast(128.0f), max(broadcast(-150.0f), x));
-    const Vec whole = round(x), f = x - whole;
-    Vec y = broadcast(1.5353362e-4f);
-    for (const float c :
-         {1.3398874e-3f, 9.6184374e-3f, 5.5503325e-2f, 2.4022648e-1f, 6.9314720e-1f, 1.0f}) {
-        y = multiply_add(y, f, broadcast(c));
-    }
-    return scale_by_power(y, whole);
-}
-
-inline Vec exp(Vec x) { return exp2(x * broadcast(kLog2E)); }
-
-// x / (1 + e^-y)
-inline Vec gate(Vec x, Vec y) { return divide(x, broadcast(1.0f) + exp(broadcast(0.0f) - y)); }
-
 // x (1 + erf(x / sqrt 2)) / 2, 4e-5 off at most above -20 and -2e-6 x below, a hundredth of what
 // the 8 bits of its operands cost: the second factor is 1/2 + x P(x^2), x clamped to 4.5. Without
 // the division and the exponential of an exact erf it takes a quarter of their time. P: least error
 // of the product, fitted by weighted least squares in float64.
-inline Vec gelu(Vec x) {
+inline Vec fast_gelu(Vec x) {
     const Vec near = max(broadcast(-4.5f), min(broadcast(4.5f), x));  // NaN where x is
     const Vec square = near * near;
     Vec y = broadcast(-1.39975238e-12f);
@@ -97,27 +66,6 @@ inline Vec gelu(Vec x) {
         y = multiply_add(y, square, broadcast(c));
     }
     return x * multiply_add(near, y, broadcast(0.5f));
-}
-
-inline Vec activate(Vec x, Activation activation) {
-    switch (activation) {
-        case Activation::gelu:
-            return gelu(x);
-        case Activation::gelu_tanh: {
-            const Vec inner = multiply_add(x * x * x, broadcast(0.044715f), x);
-            return gate(x, inner * broadcast(1.59576912f));
-        }
-        case Activation::relu:
-            return max(broadcast(0.0f), x);  // NaN where x is
-        case Activation::silu:
-            return gate(x, x);
-        case Activation::tanh: {
-            const Vec two = broadcast(2.0f);
-            return gate(two, x * two) - broadcast(1.0f);
-        }
-        default:
-            return x;
-    }
 }
 
 // kRows rows and kTileColumns outputs. q: the first row's numbers; weight: the first output's.
@@ -137,7 +85,8 @@ inline void multiply_tile(const Int8LinearParams& p, const Word* q, const Quanti
             const Vec product = multiply_add(to_floats(sum), scale, offset);
             const Vec y = multiply_add(product, broadcast(rows[r].scale), bias);
             T* d = static_cast<T*>(p.d) + (row + r) * p.n + begin;
-            store_some(d, p.n - begin, activate(y, p.activation));
+            store_some(d, p.n - begin,
+                       activate(y, p.activation, [](Vec v) { return fast_gelu(v); }));
         }
     }
 }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/int8_linear.h"
-#include "cpu/simd.h"
+#include "cpu/simd_math.h"
 
 namespace bytetx::cpu::avx2 {
 
@@ -40,27 +40,6 @@ inline Ints load_ints(const int32_t* p) { return {_mm256_loadu_si256((const __m2
 
 inline Ints round_to_ints(Vec x) { return {_mm256_cvtps_epi32(x.v)}; }
 inline Vec to_floats(Ints x) { return {_mm256_cvtepi32_ps(x.v)}; }
-
-inline Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
-inline Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
-inline float reduce_min(Vec x) {
-    __m128 quad = _mm_min_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
-    quad = _mm_min_ps(quad, _mm_movehl_ps(quad, quad));
-    return _mm_cvtss_f32(_mm_min_ss(quad, _mm_shuffle_ps(quad, quad, 1)));
-}
-inline float reduce_max(Vec x) { return -reduce_min({_mm256_sub_ps(_mm256_setzero_ps(), x.v)}); }
-inline Vec divide(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
-inline Vec round(Vec x) {
-    return {_mm256_round_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
-inline Vec scale_by_power(Vec x, Vec n) {  // n in -252 to 254; in two steps, each a normal number
-    const __m256i whole = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(whole, 1);
-    const __m256i bias = _mm256_set1_epi32(127);
-    const __m256i first = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
-    const __m256i rest = _mm256_add_epi32(_mm256_sub_epi32(whole, half), bias);
-    const Vec second = {_mm256_castsi256_ps(_mm256_slli_epi32(rest, 23))};
-    return x * Vec{_mm256_castsi256_ps(first)} * second;
-}
 
 inline void store_words(Word* q, int64_t i, Ints numbers, int64_t room) {
     const __m256i words = _mm256_packs_epi32(numbers.v, numbers.v);  // within each half

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cpu/int8_linear.h"
-#include "cpu/simd.h"
+#include "cpu/simd_math.h"
 
 namespace bytetx::cpu::avx512_vnni {
 
@@ -31,17 +31,6 @@ inline Ints load_ints(const int32_t* p) { return {_mm512_loadu_si512(p)}; }
 
 inline Ints round_to_ints(Vec x) { return {_mm512_cvtps_epi32(x.v)}; }
 inline Vec to_floats(Ints x) { return {_mm512_cvtepi32_ps(x.v)}; }
-
-// The second operand where either is NaN.
-inline Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
-inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline float reduce_min(Vec x) { return _mm512_reduce_min_ps(x.v); }
-inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x.v); }
-inline Vec divide(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
-inline Vec round(Vec x) {
-    return {_mm512_roundscale_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
-}
-inline Vec scale_by_power(Vec x, Vec n) { return {_mm512_scalef_ps(x.v, n.v)}; }
 
 // q[i, i + min(room, kWidth)) = the numbers, each in -128 to 127.
 inline void store_words(Word* q, int64_t i, Ints numbers, int64_t room) {

@@ -19,13 +19,13 @@ from bytetx.nn import batch_invariance
 from bytetx.nn import sentence_modules as modules
 from bytetx.nn.batch_invariance import invariant_modules
 from bytetx.ops.int8_linear import why_no_int8_linear
-from bytetx.ops.linear import has_cpu_bf16, prepare_linear
+from bytetx.ops.linear import has_invariant_bf16, prepare_linear
 from bytetx.ops.linear_plan import gating_tilings, plan_invariant, tilings
 from bytetx.ops.paged import paged_attention
 from bytetx.sampling_params import SamplingParams
 
 LONGEST = 300  # tokens of a text: several tiles of attention and of GEMMs
-NO_CPU_BF16 = pytest.mark.skipif(not has_cpu_bf16(), reason="this CPU does not compute with bf16")
+NO_CPU_BF16 = pytest.mark.skipif(not has_invariant_bf16(), reason="bf16 needs AVX2")
 CPU_DTYPES = ["float32", pytest.param("bfloat16", marks=NO_CPU_BF16)]
 GPU_DTYPES = ["float16", "bfloat16"]
 # Sizes that the tensor-core kernels take; the vocabulary of 269 words is not among them.
@@ -210,13 +210,13 @@ def test_one_plan_serves_every_number_of_rows() -> None:
 def test_half_types_of_a_cpu_that_cannot_promise_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_bf16: bool
 ) -> None:
-    monkeypatch.setattr(batch_invariance, "has_cpu_bf16", lambda: has_bf16)
+    monkeypatch.setattr(batch_invariance, "has_invariant_bf16", lambda: has_bf16)
     folder = save_checkpoint(tmp_path)
     served = "float32 or bfloat16," if has_bf16 else "float32,"
     with pytest.raises(OptionError, match=f"is not for dtype float16 on a CPU.*; use {served}"):
         load(folder, "cpu", "float16")
     if not has_bf16:
-        with pytest.raises(OptionError, match="dtype bfloat16 on a CPU that does not.*float32,"):
+        with pytest.raises(OptionError, match="dtype bfloat16 on a CPU without AVX2; use float32,"):
             load(folder, "cpu", "bfloat16")
 
 

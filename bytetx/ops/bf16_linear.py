@@ -1,0 +1,75 @@
+"""Linear layers of bf16 by a kernel of our own, for CPUs: a result is one chain of f32 sums."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bytetx.ops import native
+
+_COLUMNS = 32  # of csrc/cpu/bf16_linear.h: outputs of a panel
+_CPU = torch.device("cpu")
+
+
+def why_no_bf16_linear() -> str | None:
+    """Why this machine cannot run bf16_linear, or None where it can."""
+    reason = native.why_no_kernel("bf16_linear_isa", _CPU)
+    if reason is None and bf16_linear_isa() is None:
+        return "it needs a CPU with AVX2"
+    return reason
+
+
+def bf16_linear_isa() -> str | None:
+    """The instruction set that bf16_linear runs with here; None where it cannot."""
+    isa = native.kernel("bf16_linear_isa", _CPU)
+    return None if isa is None else isa()
+
+
+def pack_bf16_weight(weight: Tensor) -> Tensor:
+    """The panels of a bf16 weight [n, k]: int32 [ceil(n / 32), ceil(k / 2), 32], pairs of features
+    of 32 outputs behind one another, filled up with zeros."""
+    n, k = weight.shape
+    words = pad(weight, (0, k % 2, 0, -n % _COLUMNS)).contiguous().view(torch.int32)
+    return words.view(-1, _COLUMNS, words.shape[1]).transpose(1, 2).contiguous()
+
+
+def bf16_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    n: int,
+    activation: int,
+    is_packed: bool,
+    isa: str = "auto",
+) -> Tensor:
+    """act(x @ weight.T + bias) of checked arguments: x bf16 [m, k], contiguous.
+
+    weight: bf16 [n, k], contiguous, or with is_packed what pack_bf16_weight made of it.
+    activation: its index in ops.linear.ACTIVATIONS, computed in f32.  isa: a key of
+    native.ISA_CODES.  Every result is one chain of f32 sums in the order of k, so that a row's bits
+    depend on neither the other rows nor the number of threads.
+    Returns a new [m, n], bf16.
+    """
+    m, k = x.shape
+    d = x.new_empty((m, n))
+    launch = native.launch_args(_CPU, isa)
+    kernel, workspace_bytes = _kernels()
+    num_bytes = workspace_bytes(k, launch[2])
+    workspace = torch.empty(num_bytes, dtype=torch.uint8)
+    operands = (x, weight, bias, d, workspace)
+    addresses = (0 if t is None else t.data_ptr() for t in operands)
+    kernel(*addresses, num_bytes, m, n, k, activation, is_packed, *launch)
+    return d
+
+
+@cache
+def _kernels() -> tuple[native.Kernel, native.Kernel]:
+    workspace_bytes = native.require_kernel("bf16_linear_workspace_bytes", _CPU)
+    return native.require_kernel("bf16_linear", _CPU), workspace_bytes
+
+
+native.register(
+    bf16_linear, without=["isa"], fake=lambda x, *_, n, **__: x.new_empty((x.shape[0], n))
+)

@@ -1,0 +1,241 @@
+// The bf16 linear layer's kernel: act(x @ w.T + bias).
+//
+// A 32-bit word of a packed weight holds two neighbouring features of one output. Without
+// instructions for bf16 it is taken apart into two f32 (a shift and a mask), rows of x are widened
+// once a block, and each feature is a multiply-add; vdpbf16ps multiplies the word by a pair of x
+// and adds both products. All of k is one chain of f32 sums, so that a result depends on nothing
+// but its own row and output.
+//
+// Tile: 6 rows x 16 outputs with AVX2, 12 x 32 with AVX-512; few rows take twice the outputs, for
+// as many chains in flight. Bound by: the two multiply-add pipes, from some 4 rows on; below, by
+// the weight's way from memory.
+#pragma once
+
+#include "cpu/bf16_linear.h"
+#include "cpu/simd_math.h"
+
+namespace bytetx::cpu::BYTETX_SIMD {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+#else
+constexpr int kTileRows = 6;
+#endif
+constexpr int kVectors = static_cast<int>(kBf16Columns) / Vec::kWidth;  // of a panel
+constexpr int kTileVectors = 2;
+constexpr int kNarrowRows = kTileRows * kTileVectors / kVectors;  // of a tile as wide as a panel
+
+#if defined(__AVX512BF16__)
+
+using PairVec = __m512bh;
+
+inline PairVec load_pairs(const uint32_t* p) { return (PairVec)_mm512_loadu_si512(p); }
+
+// A row of pairs; the last feature's partner is zero.
+inline void widen_row(const Bf16* x, int64_t k, float* row) {
+    __builtin_memcpy(row, x, k * sizeof(Bf16));
+    if (k % 2 == 1) reinterpret_cast<Bf16*>(row)[k] = {0};
+}
+
+template <int kRows, int kNumVectors>
+inline void multiply_pair(Vec (&sums)[kRows][kNumVectors], const PairVec (&weight)[kNumVectors],
+                          const float* rows, int64_t stride, int64_t pair) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+        int32_t word;
+        __builtin_memcpy(&word, rows + r * stride + pair, sizeof(word));
+        const PairVec features = (PairVec)_mm512_set1_epi32(word);
+#pragma GCC unroll 4
+        for (int v = 0; v < kNumVectors; ++v) {
+            sums[r][v].v = _mm512_dpbf16_ps(sums[r][v].v, weight[v], features);
+        }
+    }
+}
+
+#else
+
+#if defined(__AVX512F__)
+using PairVec = __m512i;
+inline PairVec load_pairs(const uint32_t* p) { return _mm512_loadu_si512(p); }
+inline Vec even_of(PairVec w) { return {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))}; }
+inline Vec odd_of(PairVec w) {
+    const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm512_castsi512_ps(_mm512_and_si512(w, high))};
+}
+#else
+using PairVec = __m256i;
+inline PairVec load_pairs(const uint32_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Vec even_of(PairVec w) { return {_mm256_castsi256_ps(_mm256_slli_epi32(w, 16))}; }
+inline Vec odd_of(PairVec w) {
+    const __m256i high = _mm256_set1_epi32(static_cast<int>(0xffff0000u));
+    return {_mm256_castsi256_ps(_mm256_and_si256(w, high))};
+}
+#endif
+
+// A row in f32; the last feature's partner is zero.
+inline void widen_row(const Bf16* x, int64_t k, float* row) {
+    for (int64_t i = 0; i < k; i += Vec::kWidth)
+        store_some(row + i, k - i, load_some(x + i, k - i));
+    if (k % 2 == 1) row[k] = 0.0f;
+}
+
+template <int kRows, int kNumVectors>
+inline void multiply_features(Vec (&sums)[kRows][kNumVectors], const Vec (&weight)[kNumVectors],
+                              const float* rows, int64_t stride) {
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+        const Vec feature = broadcast(rows[r * stride]);
+#pragma GCC unroll 4
+        for (int v = 0; v < kNumVectors; ++v) {
+            sums[r][v] = multiply_add(weight[v], feature, sums[r][v]);
+        }
+    }
+}
+
+template <int kRows, int kNumVectors>
+inline void multiply_pair(Vec (&sums)[kRows][kNumVectors], const PairVec (&weight)[kNumVectors],
+                          const float* rows, int64_t stride, int64_t pair) {
+    Vec half[kNumVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kNumVectors; ++v) half[v] = even_of(weight[v]);
+    multiply_features<kRows, kNumVectors>(sums, half, rows + 2 * pair, stride);
+#pragma GCC unroll 4
+    for (int v = 0; v < kNumVectors; ++v) half[v] = odd_of(weight[v]);
+    multiply_features<kRows, kNumVectors>(sums, half, rows + 2 * pair + 1, stride);
+}
+
+#endif
+
+// kRows rows and kNumVectors vectors of outputs from `column` on. weight: that of its first pair.
+template <int kRows, int kNumVectors>
+inline void multiply_tile(const Bf16LinearParams& p, const float* rows, int64_t row,
+                          const uint32_t* weight, int64_t column) {
+    Vec sums[kRows][kNumVectors];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kNumVectors; ++v) sums[r][v] = broadcast(0.0f);
+    }
+    const int64_t stride = row_words(p.k), num_pairs = feature_pairs(p.k);
+#pragma GCC unroll 1
+    for (int64_t pair = 0; pair < num_pairs; ++pair, weight += kBf16Columns) {
+        PairVec words[kNumVectors];
+#pragma GCC unroll 4
+        for (int v = 0; v < kNumVectors; ++v) words[v] = load_pairs(weight + v * Vec::kWidth);
+        multiply_pair<kRows, kNumVectors>(sums, words, rows, stride, pair);
+    }
+    alignas(64) float results[kRows][kNumVectors * Vec::kWidth];
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kNumVectors; ++v) store(results[r] + v * Vec::kWidth, sums[r][v]);
+    }
+    const auto* biases = static_cast<const Bf16*>(p.bias);
+    for (int v = 0; v < kNumVectors; ++v) {
+        const int64_t begin = column + v * Vec::kWidth, room = p.n - begin;
+        if (room <= 0) return;
+        const Vec bias = biases != nullptr ? load_some(biases + begin, room) : broadcast(0.0f);
+        for (int r = 0; r < kRows; ++r) {
+            const Vec sum = load(results[r] + v * Vec::kWidth) + bias;
+            const Vec y = activate(sum, p.activation, [](Vec x) { return exact_gelu(x); });
+            store_some(static_cast<Bf16*>(p.d) + (row + r) * p.n + begin, room, y);
+        }
+    }
+}
+
+template <int kRows, int kNumVectors>
+inline void multiply_rest(const Bf16LinearParams& p, const float* rows, int64_t row,
+                          const uint32_t* weight, int64_t column, int num_rows) {
+    if constexpr (kRows > 0) {
+        if (num_rows == kRows)
+            return multiply_tile<kRows, kNumVectors>(p, rows, row, weight, column);
+        multiply_rest<kRows - 1, kNumVectors>(p, rows, row, weight, column, num_rows);
+    }
+}
+
+// to[8 pairs][8 of a panel's outputs] = from[8 outputs][8 pairs]; `stride` in features.
+inline void transpose_words(const Bf16* from, int64_t stride, uint32_t* to) {
+    __m256 rows[8], halves[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+        rows[i] = _mm256_loadu_ps(reinterpret_cast<const float*>(from + i * stride));
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+        halves[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        halves[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4) {
+        rows[i] = _mm256_shuffle_ps(halves[i], halves[i + 2], 0x44);
+        rows[i + 1] = _mm256_shuffle_ps(halves[i], halves[i + 2], 0xee);
+        rows[i + 2] = _mm256_shuffle_ps(halves[i + 1], halves[i + 3], 0x44);
+        rows[i + 3] = _mm256_shuffle_ps(halves[i + 1], halves[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+        auto* low = reinterpret_cast<float*>(to + i * kBf16Columns);
+        auto* high = reinterpret_cast<float*>(to + (i + 4) * kBf16Columns);
+        _mm256_storeu_ps(low, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20));
+        _mm256_storeu_ps(high, _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31));
+    }
+}
+
+// Columns [first, first + 32) of plain weights as a packed panel; those from n on are zeros.
+inline void pack_panel(const Bf16LinearParams& p, int64_t first, uint32_t* panel) {
+    const int64_t num_pairs = feature_pairs(p.k), whole = p.k / 16 * 8;
+    for (int64_t column = 0; column < kBf16Columns; column += 8) {
+        const Bf16* weight = static_cast<const Bf16*>(p.weight) + (first + column) * p.k;
+        const int64_t num_columns = p.n - first - column;
+        int64_t pair = 0;
+        for (; num_columns >= 8 && pair < whole; pair += 8) {
+            transpose_words(weight + 2 * pair, p.k, panel + pair * kBf16Columns + column);
+        }
+        for (; pair < num_pairs; ++pair) {
+            for (int64_t i = 0; i < 8; ++i) {
+                const Bf16* w = weight + i * p.k + 2 * pair;
+                uint32_t word = i < num_columns ? w[0].bits : 0;
+                if (i < num_columns && 2 * pair + 1 < p.k) word |= uint32_t{w[1].bits} << 16;
+                panel[pair * kBf16Columns + column + i] = word;
+            }
+        }
+    }
+}
+
+inline void run_bf16_block(const Bf16LinearParams& p, int64_t begin, int64_t end, int64_t first,
+                           int64_t last, float* rows, uint32_t* panel) {
+    const int64_t stride = row_words(p.k), num_rows = end - begin;
+    const auto* x = static_cast<const Bf16*>(p.x) + begin * p.k;
+    for (int64_t r = 0; r < num_rows; ++r) widen_row(x + r * p.k, p.k, rows + r * stride);
+    for (int64_t at = first; at < last; ++at) {
+        const uint32_t* weight = panel;
+        if (p.is_packed) {
+            weight = static_cast<const uint32_t*>(p.weight) + at * panel_words(p.k);
+        } else {
+            pack_panel(p, at * kBf16Columns, panel);
+        }
+        const int64_t column = at * kBf16Columns;
+        if (num_rows <= kNarrowRows) {
+            multiply_rest<kNarrowRows, kVectors>(p, rows, begin, weight, column,
+                                                 static_cast<int>(num_rows));
+            continue;
+        }
+        constexpr int64_t kTileColumns = kTileVectors * Vec::kWidth;
+        for (int64_t c = 0; c < kBf16Columns && column + c < p.n; c += kTileColumns) {
+            int64_t r = 0;
+            for (; r + kTileRows <= num_rows; r += kTileRows) {
+                multiply_tile<kTileRows, kTileVectors>(p, rows + r * stride, begin + r, weight + c,
+                                                       column + c);
+            }
+            multiply_rest<kTileRows - 1, kTileVectors>(p, rows + r * stride, begin + r, weight + c,
+                                                       column + c, static_cast<int>(num_rows - r));
+        }
+    }
+}
+
+// Declared here so that the constant, which another file names, is not file-local.
+extern const Bf16Kernel kBf16Kernel;
+
+constexpr Bf16Kernel make_bf16_kernel() { return {run_bf16_block, kTileRows}; }
+
+}  // namespace bytetx::cpu::BYTETX_SIMD
